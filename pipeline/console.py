@@ -1,0 +1,63 @@
+"""What a person sees while a stage runs: one console, one progress bar, one notice style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+#: Standard output; machine-readable lines are printed with `print`, never with this.
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Bar:
+    """Handle of one progress bar: `advance(tokens)` and a free-text `note`."""
+
+    def __init__(self, progress: Progress, unit: str, total: float | None, done: float) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total, unit=unit, note="")
+        progress.update(self._task, completed=done)
+
+    def advance(self, amount: float, note: str | None = None) -> None:
+        """Move on by `amount` units; `note` replaces the text at the end of the bar."""
+        self._progress.update(self._task, advance=amount)
+        if note is not None:
+            self._progress.update(self._task, note=note)
+
+
+class _Rate(TextColumn):
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task):  # type: ignore[no-untyped-def]
+        from rich.text import Text
+
+        speed = task.finished_speed or task.speed
+        return Text("" if not speed else f"{speed:,.1f} {task.fields['unit']}/s", style="cyan")
+
+
+@contextmanager
+def progress_bar(title: str, *, unit: str, total: float | None, done: float = 0) -> Iterator[Bar]:
+    """A bar with count, rate and time left. Quiet when standard output is no terminal.
+
+    `done` is what an earlier, interrupted run has already committed.
+    """
+    columns = (
+        TextColumn(f"[bold]{title}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield Bar(progress, unit, total, done)
+
+
+def notice(stage: str, text: str) -> None:
+    """One line about what a stage does or found."""
+    console.print(f"[bold cyan]{stage:>8}[/] {text}")

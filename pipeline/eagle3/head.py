@@ -1,0 +1,163 @@
+"""The draft head of EAGLE-3 (Li et al. 2025, arXiv:2503.01840, §3), with SGLang's parameter names.
+
+    aux states [.., 3H] ──fc──► g ─┐ hidden [.., H]
+                                   ├─► hidden_norm ────┐
+    token embedding [.., H] ───────│──► input_layernorm ┴─concat─► q,k,v ─(attention)─► o ─┐
+                                   └───────────────── + ◄──────────────────────────────────┘
+                                                      ├─► post_attention_layernorm ─► MLP ─┐
+                                                      + ◄──────────────────────────────────┘
+                                                      │
+                       next step's hidden (un-normed) ◄─┴─► norm ─► lm_head ─► logits [.., Vd]
+
+Training and decoding differ only in which keys a query sees, so attention is passed in.
+
+Shapes: H hidden size, V target vocabulary, Vd draft vocabulary, Q query heads, G key/value heads,
+d head size; `..` any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from pipeline.eagle3.layers import rms_norm
+
+#: (q [.., Q, d], k [.., G, d], v [.., G, d]), before rotary embedding → mixed values [.., Q, d]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class HeadShape(BaseModel):
+    """What decides the tensors' shapes and the positions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # of the target
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]  # as transformers writes them; the target's
+    max_position_embeddings: int
+
+    def rope_config(self) -> Any:
+        """A transformers configuration that carries the rotary parameters."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.head_dim,
+            rope_parameters=dict(self.rope_parameters),
+            max_position_embeddings=self.max_position_embeddings,
+        )
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden_size, query, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
+        self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """x [.., 2H] → [.., H]."""
+        split = (*x.shape[:-1], -1, self.head_dim)
+        mixed = attend(self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split))
+        return torch.as_tensor(self.o_proj(mixed.flatten(-2)))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., H] → [.., H]; SwiGLU (Shazeer 2020)."""
+        return torch.as_tensor(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class _DraftLayer(nn.Module):
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = _Mlp(shape)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """embedding, hidden [.., H] → un-normed output [.., H]."""
+        joined = torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)  # [.., 2H]
+        hidden = hidden + self.self_attn(joined, attend)
+        return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Eagle3Head(nn.Module):
+    """Parameters and maths of the head. It has no embedding: the target's is used.
+
+    Buffers map the draft vocabulary: row i of `lm_head` proposes target token `i + d2t[i]`
+    (d2t [Vd] int64, an offset), and `t2d` [V] bool marks the tokens that can be proposed.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.midlayer = _DraftLayer(shape)
+        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+
+    def project(self, aux_states: Tensor) -> Tensor:
+        """Aux states [.., 3H] → g [.., H], the hidden input of step 0."""
+        return torch.as_tensor(self.fc(aux_states))
+
+    def step(self, embedding: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """One pass of the decoder layer: → un-normed output [.., H], the hidden input of the next step."""
+        return torch.as_tensor(self.midlayer(embedding, hidden, attend))
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Un-normed output [.., H] → logits over the draft vocabulary [.., Vd]."""
+        return torch.as_tensor(self.lm_head(self.norm(output)))
+
+    def target_ids(self) -> Tensor:
+        """Target token of each draft row [Vd], ascending."""
+        return torch.arange(self.shape.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Install the draft vocabulary: target ids [Vd], ascending and distinct."""
+        assert bool((target_ids[1:] > target_ids[:-1]).all()), "draft vocabulary must be ascending"
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+    def count_parameters(self) -> int:
+        """Trained parameters; the borrowed embedding is not one of them."""
+        return sum(parameter.numel() for parameter in self.parameters())

@@ -1,0 +1,106 @@
+"""Starting weights of the head, borrowed from the target where the shapes allow it.
+
+A head whose layer starts as the target's last layer, reading the hidden half of its 2H-wide input,
+already predicts something sensible at step 0; measured on SmolLM2 this gains acceptance at equal
+training tokens over a random start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.eagle3.head import Eagle3Head, HeadShape
+
+#: Standard deviation of randomly started matrices, as in the Llama family.
+INIT_STD = 0.02
+
+
+def random_init(head: Eagle3Head, seed: int) -> None:
+    """Normal(0, 0.02) matrices, unit norms; the same weights for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, INIT_STD, generator=generator))
+            else:
+                parameter.fill_(1.0)
+
+
+def start_fc_from_high_layer(head: Eagle3Head) -> None:
+    """fc starts as (near) identity on the high aux state, the one closest to the target's output."""
+    size = head.shape.hidden_size
+    with torch.no_grad():
+        head.fc.weight.mul_(0.1)
+        head.fc.weight[:, 2 * size :] += torch.eye(size)
+
+
+def start_lm_head(head: Eagle3Head, target_lm_head: Tensor, target_final_norm: Tensor) -> None:
+    """lm_head rows and final norm are the target's own, for the tokens of the draft vocabulary.
+
+    target_lm_head [V, H], target_final_norm [H].
+    """
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target_lm_head[head.target_ids()])
+        head.norm.weight.copy_(target_final_norm)
+
+
+def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
+    """Copy a target layer's weights (names relative to the layer) into the head's; returns what was copied.
+
+    Projections that read [embedding ; hidden] take the target's matrix for the hidden half and keep
+    a small random embedding half. A narrower MLP takes the neurons with the largest output norm.
+    """
+    copied = []
+    own = head.midlayer
+    size = head.shape.hidden_size
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            source, target = layer[f"self_attn.{name}.weight"], getattr(own.self_attn, name).weight
+            if source.shape[0] == target.shape[0]:
+                target[:, size:].copy_(source)
+                copied.append(name)
+        if layer["self_attn.o_proj.weight"].shape == own.self_attn.o_proj.weight.shape:
+            own.self_attn.o_proj.weight.copy_(layer["self_attn.o_proj.weight"])
+            copied.append("o_proj")
+        down = layer["mlp.down_proj.weight"]  # [H, I]
+        width = head.shape.intermediate_size
+        if down.shape[1] >= width:
+            strength = down.float().norm(dim=0) * layer["mlp.up_proj.weight"].float().norm(dim=1)  # [I]
+            kept = strength.topk(width).indices.sort().values
+            own.mlp.gate_proj.weight.copy_(layer["mlp.gate_proj.weight"][kept])
+            own.mlp.up_proj.weight.copy_(layer["mlp.up_proj.weight"][kept])
+            own.mlp.down_proj.weight.copy_(down[:, kept])
+            copied.append(f"mlp[{width} of {down.shape[1]} neurons]")
+        own.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
+        own.post_attention_layernorm.weight.copy_(layer["post_attention_layernorm.weight"])
+        copied.append("norms")
+    return copied
+
+
+def shape_for(
+    target_config: Any,  # transformers configuration
+    *,
+    draft_vocab_size: int,
+    intermediate_size: int | None,
+    num_attention_heads: int | None,
+    num_key_value_heads: int | None,
+) -> HeadShape:
+    """A head for a transformers target configuration; None takes the target's own value."""
+    hidden = int(target_config.hidden_size)
+    heads = int(target_config.num_attention_heads)
+    return HeadShape(
+        hidden_size=hidden,
+        intermediate_size=intermediate_size or int(target_config.intermediate_size),
+        num_attention_heads=num_attention_heads or heads,
+        num_key_value_heads=num_key_value_heads or int(getattr(target_config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(target_config, "head_dim", None) or hidden // heads),
+        vocab_size=int(target_config.vocab_size),
+        draft_vocab_size=draft_vocab_size,
+        rms_norm_eps=float(target_config.rms_norm_eps),
+        rope_parameters=dict(getattr(target_config, "rope_parameters", None) or {}),
+        max_position_embeddings=int(target_config.max_position_embeddings),
+    )

@@ -1,0 +1,16 @@
+"""Where prompts come from: files, hub data sets, and pip packages that carry data.
+
+    sources.py   load_prompts: every configured source, in order; balanced draws
+    files.py     JSONL and Parquet
+    hub.py       Hugging Face data sets
+    packages/    one small reader for each supported pip package
+    record.py    one raw record → Prompt
+
+Only user turns are taken; a response found in a source is never used.
+"""
+
+from __future__ import annotations
+
+from pipeline.prompts.sources import balanced, load_prompts
+
+__all__ = ["balanced", "load_prompts"]

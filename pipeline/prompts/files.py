@@ -1,0 +1,89 @@
+"""Prompts from JSONL and Parquet files, local or behind any fsspec URI."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+from pipeline.errors import DataError
+from pipeline.prompts.record import to_prompt
+from pipeline.records import Prompt
+
+_JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_PARQUET = (".parquet", ".parquet.gz")
+
+
+def read_file(source: str) -> Iterator[Prompt]:
+    """Prompts of one file. Raises DataError naming file, line and field of a broken record."""
+    if source.endswith(_JSONL):
+        records = _jsonl(source)
+    elif source.endswith(_PARQUET):
+        records = _parquet(source)
+    else:
+        raise DataError(
+            "is not a kind of prompts file that can be read", where=source, fix=f"use {', '.join((*_JSONL, '.parquet'))}, hub:ORG/NAME or package:NAME"
+        )
+    stem = PurePosixPath(source).name.split(".")[0]
+    for number, (where, record) in enumerate(records, start=1):
+        yield to_prompt(record, where=where, id=f"{stem}:{number}", source=stem)
+
+
+def read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
+    """(file:line, object) of every line that is not blank."""
+    return _jsonl(source)
+
+
+def _jsonl(source: str) -> Iterator[tuple[str, Any]]:
+    with _open(source) as file:
+        for number, line in enumerate(_lines(file, source), start=1):
+            where = f"{source}:{number}"
+            if line.strip():
+                yield where, _parse(line, where)
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"byte {error.start + 1} is not UTF-8", where=where, fix="save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"not valid JSON: {error.msg} at column {error.colno}", where=where, fix="correct or remove that line") from None
+
+
+def _parquet(source: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    with _open(source) as file:
+        try:
+            table = pyarrow.parquet.ParquetFile(file)
+            number = 0
+            for batch in table.iter_batches():
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{source}: row {number}", record
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"not a readable Parquet file: {str(error).splitlines()[0]}", where=source, fix="write the file again") from None
+
+
+def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:
+    """Lines of a possibly compressed file, whose damage shows only while reading."""
+    try:
+        yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot be read to its end: {error}", where=source, fix="write or download the file again") from None
+
+
+def _open(source: str) -> BinaryIO:
+    import fsspec  # type: ignore[import-untyped]
+
+    try:
+        opened: BinaryIO = fsspec.open(source, "rb", compression="gzip" if source.endswith(".gz") else None).open()
+        return opened
+    except FileNotFoundError:
+        raise DataError("no such file", where=source, fix="correct the path in `source`") from None
+    except (OSError, ValueError, ImportError) as error:
+        raise DataError(f"cannot be opened: {error}", where=source, fix="pass a readable file") from None

@@ -1,0 +1,64 @@
+"""All configured sources, one after another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from pipeline.config import SourceSpec
+from pipeline.errors import DataError
+from pipeline.prompts.files import read_file
+from pipeline.prompts.hub import read_hub
+from pipeline.prompts.packages import read_package
+from pipeline.records import Prompt
+
+
+def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
+    """Prompts of every source in configured order, each within its own `limit`.
+
+    Raises DataError for a missing or malformed source, MissingPackage for a pip package that is
+    not installed.
+    """
+    prompts: list[Prompt] = []
+    for spec in specs:
+        found = [_labelled(prompt, spec) for prompt in _read(spec)]
+        if not found:
+            raise DataError("holds no prompts", where=spec.source, fix="remove the source or correct its path")
+        prompts += balanced(found, spec.limit, seed)
+    return prompts
+
+
+def balanced(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt]:
+    """At most `limit` prompts, spread evenly over categories, in their original order.
+
+    The draw depends on the prompts and the seed alone, and a smaller draw is part of a larger one.
+    """
+    if limit is None or len(prompts) <= limit:
+        return list(prompts)
+    piles: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        piles.setdefault(prompt.category, []).append(index)
+    for category, pile in piles.items():
+        # A generator per category: adding a category does not reshuffle the others.
+        random.Random(f"{seed}:{category}").shuffle(pile)
+    drawn: list[int] = []
+    while len(drawn) < limit:
+        for category in sorted(piles):
+            if piles[category] and len(drawn) < limit:
+                drawn.append(piles[category].pop())
+    return [prompts[index] for index in sorted(drawn)]
+
+
+def _read(spec: SourceSpec) -> Iterator[Prompt]:
+    kind, separator, name = spec.source.partition(":")
+    if separator and kind == "package":
+        return read_package(name)
+    if separator and kind == "hub":
+        return read_hub(name, spec.split)
+    return read_file(spec.source)
+
+
+def _labelled(prompt: Prompt, spec: SourceSpec) -> Prompt:
+    """The source's configured licence and category win over the record's own."""
+    chosen = {"license": spec.license, "category": spec.category}
+    return prompt.model_copy(update={field: value for field, value in chosen.items() if value})

@@ -1,0 +1,219 @@
+"""What crosses a door between stages. No torch here: a login node can read all of it.
+
+Prompt   written by prompts/      read by synth, serve_eval
+Sample   written by synth/        read by features
+Shard    written by store/        listed in every Manifest
+Manifest written by every stage   read by the next one and by `eagle3 inspect`
+TargetContract written by synth   copied into every later manifest and into the head
+EvalReport written by serve_eval  read by people
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.errors import ContractMismatch
+
+SCHEMA_VERSION = 1
+
+#: Layer id `i` names the residual stream *after* decoder layer `i` (0-based). SafeAILab calls the
+#: same tensor "entering layer i+1"; vLLM and speculators write `i+1`.
+CAPTURE_CONVENTION = "output-of-layer"
+
+Stage = Literal["synth", "features", "train", "eval"]
+STAGES: tuple[Stage, ...] = ("synth", "features", "train", "eval")
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON spelling that hashes are taken over: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def digest(value: Any) -> str:
+    """Hex SHA-256 of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+class Record(BaseModel):
+    """Frozen and strict: unknown fields on disk are an error, not a surprise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Prompt(Record):
+    """What a user asks: turns of one conversation, without any reply."""
+
+    id: str  # unique within its source
+    source: str  # data set or package it comes from
+    license: str  # SPDX identifier, "unknown" when the source does not say
+    category: str  # groups the evaluation, e.g. "writing"
+    turns: tuple[str, ...]  # user turns in order; the target answers each
+
+
+class Span(Record):
+    """Half-open token range [start, end)."""
+
+    start: int
+    end: int
+
+
+class Message(Record):
+    """One chat message, as the chat template receives it."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Sampling(Record):
+    """How a response was drawn. Temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0: no limit
+    max_new_tokens: int
+
+
+class Sample(Record):
+    """One conversation with the exact token ids that the target read and generated.
+
+    token_ids     <sys>… <user> What is 2+2? <assistant> 4 <end> <user> Why? <assistant> … <end>
+    supervised                                           └────┘                          └────┘
+    """
+
+    prompt_id: str
+    source: str
+    license: str
+    category: str
+    messages: tuple[Message, ...]
+    token_ids: tuple[int, ...]
+    supervised: tuple[Span, ...]  # one per assistant turn: the generated ids, end token included
+    finish_reason: Literal["stop", "length"]  # of the last turn
+    sampling: Sampling
+    seed: int
+    generator: str  # what produced the response, with its version
+
+
+class TargetContract(Record):
+    """Everything that must be equal between data, head and target for a head to work."""
+
+    source: str  # as the user wrote it in `target.source`
+    revision: str  # hub commit, package version, or "local"
+    fingerprint: str  # SHA-256 over the weights, see target/contract.py
+    dtype: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    rope: dict[str, Any]  # rope_theta, rope_type, …, as transformers' `rope_parameters`
+    capture_layers: tuple[int, ...]
+    capture_convention: str = CAPTURE_CONVENTION
+    final_state_normed: bool = True  # final states are taken after the target's last norm
+    tokenizer_hash: str
+    chat_template_hash: str
+    parameters: int  # of the target, tied weights counted once
+
+
+#: Fields that say where a target was found, not what it is; they may differ between stages.
+CONTRACT_LABELS = frozenset({"source", "revision"})
+
+
+class Shard(Record):
+    """One committed file. `rejected` counts the input records that it consumed and left out."""
+
+    name: str
+    rows: int
+    tokens: int
+    bytes: int
+    sha256: str
+    rejected: dict[str, int] = {}
+
+
+class Manifest(Record):
+    """A finished stage. Written last and atomically: a directory without it is not finished."""
+
+    stage: Stage
+    schema_version: int = SCHEMA_VERSION
+    config_hash: str  # of the sections that decide this stage's output
+    parent_uri: str | None  # directory of the stage read from
+    parent_hash: str | None  # `content_hash` of its manifest
+    contract: TargetContract
+    shards: tuple[Shard, ...]
+    rejected: dict[str, int]  # reason → records, over the whole stage
+    licenses: dict[str, int]  # SPDX id → records that went in, inherited down the chain
+    sources: dict[str, int]  # source → records that went in, inherited down the chain
+    details: dict[str, Any] = {}  # stage-specific facts: coverage, head size, PII policy, …
+    software: dict[str, str]  # package → version
+    wall_seconds: float
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of what the stage produced; equal for equal bytes, however long it took."""
+        volatile = {"software", "wall_seconds", "parent_uri"}
+        return digest(self.model_dump(mode="json", exclude=volatile))
+
+    @property
+    def rows(self) -> int:
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+
+class Plan(Record):
+    """What a stage would do, printed by `--plan`. Estimates say what they rest on."""
+
+    stage: Stage
+    state: str  # "not started", "12 of 40 shards committed", "complete"
+    records: int
+    tokens: int
+    storage_bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    basis: tuple[str, ...]  # one line an assumption
+
+
+class PromptResult(Record):
+    """One evaluated prompt."""
+
+    id: str
+    category: str
+    rounds: int
+    tokens: int
+    acceptance_length: float
+    tokens_per_second: dict[str, float]  # speculative, plain, hf
+    identical_fp32: bool | None  # None: not checked
+
+
+class EvalReport(Record):
+    """`report.json`. Later versions add keys and rename none."""
+
+    acceptance_length: float  # τ: tokens a round, bonus token included, prefill's excluded
+    alpha: tuple[float, ...]  # α_k, k = 1…: accepted at depth k given accepted at k-1
+    tokens_per_second: dict[str, float]  # speculative, plain, hf: medians over prompts
+    speedup: dict[str, float]  # over plain, over hf
+    lossless: dict[str, Any]  # greedy_fp32: bool, prompts_checked: int
+    head: dict[str, Any]  # parameters, share_of_target, draft_vocab_size, coverage
+    by_category: dict[str, dict[str, float]]
+    contract: TargetContract
+    provenance: dict[str, Any]  # manifests' hashes, licences, sources, rejected counts
+    settings: dict[str, Any]  # tree shape, threads, dtype, prompts, machine
+    prompts: tuple[PromptResult, ...]
+
+
+def match_contracts(target: TargetContract, found: TargetContract, *, where: str) -> None:
+    """Raise ContractMismatch on the first field in which the artefact at `where` differs from this run's target.
+
+    Where a target was found (CONTRACT_LABELS) may differ.
+    """
+    ours, theirs = target.model_dump(mode="json"), found.model_dump(mode="json")
+    for field, value in ours.items():
+        if field not in CONTRACT_LABELS and theirs[field] != value:
+            raise ContractMismatch(
+                f"made for a target with {field} {canonical_json(theirs[field])}, this one has {canonical_json(value)}",
+                where=f"{where}: contract.{field}",
+                fix=f"set target.source to the target it was made for ({found.source}), or make it again for this one under another run.uri",
+            )

@@ -1,0 +1,135 @@
+"""The figures of report.html: matplotlib drawings as inline SVG that follows the page's colours.
+
+Matplotlib only knows fixed colours, so each figure is drawn in stand-in colours that are then
+replaced by CSS variables; one drawing serves the light and the dark page. Text stays text: it takes
+the page's font, can be searched, and is read out by screen readers.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK, MUTED, GRID, ACCENT, SECOND = "#010101", "#020202", "#030303", "#040404", "#050505"
+_CSS = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)", ACCENT: "var(--accent)", SECOND: "var(--second)"}
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+}
+
+#: Figure width in inches; heights follow the content. The page scales the drawing to its column.
+WIDTH, HEIGHT = 6.0, 3.3
+
+
+def alpha_by_depth(alpha: Sequence[float]) -> str:
+    """α_k as bars, and as dots the share of rounds that get at least k draft tokens accepted."""
+    depths = range(1, len(alpha) + 1)
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(HEIGHT)
+        bars = axes.bar(depths, alpha, width=0.62, color=ACCENT, label="α, given that all before were accepted")
+        axes.bar_label(bars, fmt="%.2f", padding=3, color=INK)
+        reached = list(accumulate(alpha, mul))
+        axes.plot(depths, reached, color=SECOND, marker="o", markersize=5, linewidth=1.6, label="share of rounds that get this far")
+        axes.set_ylim(0, 1.18)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        axes.set_xticks(list(depths))
+        axes.set_xlabel("draft position k")
+        axes.grid(axis="x", visible=False)
+        axes.legend(frameon=False, loc="upper right", borderaxespad=0, fontsize=10)
+        return _svg(figure, "alpha")
+
+
+def tau_by_category(tau: Mapping[str, float], overall: float) -> str:
+    """τ of each category, best first. Bars start at 1: a round without any accepted token."""
+    names = sorted(tau, key=lambda name: tau[name])
+    labels = [f"{name}  {tau[name]:.2f}" for name in names]  # beside the name, where the line of the mean cannot cross it
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(max(HEIGHT, 0.36 * len(names) + 1.0))
+        axes.barh(range(len(names)), [tau[name] - 1 for name in names], left=1, height=0.62, color=ACCENT)
+        axes.set_yticks(range(len(names)), labels, color=INK)
+        axes.axvline(overall, color=SECOND, linewidth=1.6)
+        axes.set_xlim(1, 1 + 1.08 * max(0.5, *(value - 1 for value in tau.values()), overall - 1))
+        axes.set_xlabel(f"τ, tokens a round (line: all prompts, {overall:.2f})")
+        axes.grid(axis="y", visible=False)
+        return _svg(figure, "category")
+
+
+def tokens_per_second(rates: Mapping[str, float]) -> str:
+    """One bar a way of decoding, the speculative one in colour and on top."""
+    names = list(rates)[::-1]
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(HEIGHT)
+        colours = [ACCENT if name == "speculative" else MUTED for name in names]
+        bars = axes.barh([MODE_NAMES.get(name, name) for name in names], [rates[name] for name in names], height=0.55, color=colours)
+        axes.bar_label(bars, fmt="%.1f", padding=4, color=INK)
+        axes.set_xlim(0, 1.16 * max(rates.values()))
+        axes.set_xlabel("tokens per second, median over prompts")
+        axes.grid(axis="y", visible=False)
+        return _svg(figure, "speed")
+
+
+def speedup_by_tau(points: Sequence[tuple[float, float]]) -> str:
+    """One dot a prompt: its τ, and its speedup over plain decoding."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(HEIGHT)
+        axes.axhline(1, color=SECOND, linewidth=1.6, label="as fast as plain decoding")
+        axes.scatter([tau for tau, _ in points], [speedup for _, speedup in points], s=34, color=ACCENT, alpha=0.65, linewidths=0)
+        axes.set_ylim(0, 1.15 * max(1.0, *(speedup for _, speedup in points)))
+        axes.set_xlabel("τ of the prompt")
+        axes.set_ylabel("speedup over plain")
+        axes.legend(frameon=False, loc="lower right", borderaxespad=0, fontsize=10)
+        return _svg(figure, "prompts")
+
+
+#: What a reader calls the keys of `tokens_per_second`.
+MODE_NAMES = {"speculative": "speculative", "plain": "plain", "hf": "HF generate"}
+
+
+def _axes(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure.patch.set_visible(False)
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The `<svg>` element alone, free of ids that two figures would share, hidden from screen readers.
+
+    The page describes each figure in words, and a table beside it holds the numbers.
+    """
+    buffer = io.StringIO()
+    empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):  # the hashes of marks and clips differ between figures
+        figure.savefig(buffer, format="svg", metadata=empty)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r'\s(width|height)="[\d.]+pt"', "", svg, count=2)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    for stand_in, variable in _CSS.items():
+        svg = svg.replace(stand_in, variable)
+    return svg.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)

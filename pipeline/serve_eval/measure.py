@@ -1,0 +1,142 @@
+"""Decode every question plainly, speculatively and with Hugging Face, one after the other.
+
+The three ways take turns on the same question, so that whatever else the machine does hits all of
+them; ratios are taken per question. Rates count decoding alone: prefill is the same for all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Completion, Engine, Request
+from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.records import Prompt, TargetContract
+from pipeline.serve_eval.questions import Question, first_question, next_question
+from pipeline.target.load import LoadedTarget
+from pipeline.target.template import ChatTemplate
+
+#: Requests that the losslessness check decodes together.
+_LOSSLESS_SLOTS = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One question, decoded in every way. Rates in tokens per second; 0 when nothing was decoded after prefill."""
+
+    question: Question
+    plain: Completion
+    speculative: Completion
+    rates: dict[str, float]
+
+
+class Workbench:
+    """The target with and without a head, at batch 1, ready to decode."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        contract: TargetContract,
+        head: Eagle3Head,
+        template: ChatTemplate,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        length: int,
+    ) -> None:
+        self._config, self._template = config, template
+        self.model = DecoderModel(directory, contract.capture_layers, device=device, dtype=dtype, max_length=length)
+        self._head = head
+
+    def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
+        """A fresh engine over the shared weights."""
+        drafter = Eagle3Drafter(self._head, self.model.embedding, self._config.eval.tree) if speculative else None
+        return Engine(self.model, drafter=drafter, slots=slots)
+
+    def measure(self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int) -> Iterator[Measured | str]:
+        """Each turn of each prompt; a string is the id of a question without room for its reply."""
+        engines = {"plain": self.engine(speculative=False), "speculative": self.engine(speculative=True)}
+        with_hf = _spread(len(prompts), hf_prompts)
+        for index, prompt in enumerate(prompts):
+            question, reply = first_question(prompt, self._template), None
+            for turn in range(min(len(prompt.turns), self._config.eval.max_turns)):
+                if reply:
+                    question = next_question(question, reply, prompt, turn, self._template)
+                if not self._fits(question):
+                    yield question.id
+                    break
+                measured = self._decode(question, engines, hf if index in with_hf else None, warm_up=index == turn == 0)
+                reply = measured.plain
+                yield measured
+
+    def check_lossless(self, questions: Sequence[Question]) -> Iterator[tuple[str, bool]]:
+        """(question id, identical): speculative against plain greedy decoding, token for token."""
+        requests = [self._request(question) for question in questions]
+        slots = min(_LOSSLESS_SLOTS, len(requests))
+        plain = {done.id: done.token_ids for done in self.engine(speculative=False, slots=slots).generate(requests)}
+        for done in self.engine(speculative=True, slots=slots).generate(requests):
+            yield done.id, done.token_ids == plain[done.id]
+
+    def _decode(self, question: Question, engines: dict[str, Engine], hf: LoadedTarget | None, *, warm_up: bool) -> Measured:
+        request = self._request(question)
+        if warm_up:
+            for engine in engines.values():
+                _complete(engine, request)
+        done = {name: _complete(engine, request) for name, engine in engines.items()}
+        rates = {name: _rate(completion) for name, completion in done.items()}
+        if hf:
+            rates["hf"] = _hf_rate(hf, request, warm_up=warm_up)
+        return Measured(question, done["plain"], done["speculative"], rates)
+
+    def _request(self, question: Question) -> Request:
+        return Request(question.id, question.context, self._config.eval.max_new_tokens, self._template.stop_ids)
+
+    def _fits(self, question: Question) -> bool:
+        return len(question.context) + self._config.eval.max_new_tokens + self._config.eval.tree.nodes <= self.model.max_length
+
+
+def _complete(engine: Engine, request: Request) -> Completion:
+    (completion,) = engine.generate([request])
+    return completion
+
+
+def _rate(completion: Completion) -> float:
+    seconds = completion.statistics.decode_seconds
+    return completion.statistics.round_tokens / seconds if seconds else 0.0
+
+
+@torch.inference_mode()
+def _hf_rate(hf: LoadedTarget, request: Request, *, warm_up: bool) -> float:
+    """Decoding rate of `generate`: a run of one token, which is all prefill, is subtracted."""
+    ids = torch.tensor([request.prompt_ids], device=hf.device)
+
+    def timed(limit: int) -> tuple[int, float]:
+        started = time.perf_counter()
+        output = hf.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=limit,
+            do_sample=False,
+            eos_token_id=list(request.stop_ids),
+            pad_token_id=request.stop_ids[0],
+        )
+        return output.shape[1] - ids.shape[1], time.perf_counter() - started
+
+    if warm_up:
+        timed(2)
+    _, prefill = timed(1)
+    tokens, whole = timed(request.max_new_tokens)
+    return (tokens - 1) / (whole - prefill) if tokens > 1 else 0.0
+
+
+def _spread(total: int, wanted: int) -> set[int]:
+    """`wanted` indices, evenly over range(total)."""
+    return {index * total // wanted for index in range(wanted)} if 0 < wanted <= total else set(range(total)) if wanted else set()

@@ -1,0 +1,55 @@
+"""What eval would do, from the configuration and the head's manifest: no torch, nothing is decoded."""
+
+from __future__ import annotations
+
+from pipeline.config import RunConfig
+from pipeline.records import Manifest, Plan
+from pipeline.store.stage import find_manifest
+
+#: Bytes a CPU thread streams per second while decoding at batch 1; measured with SmolLM2-135M in bf16 on two cores.
+_BYTES_PER_THREAD = 5e9
+_INTERPRETER_BYTES = 700 << 20
+_LOADING_SECONDS = 20.0
+_REPORT_BYTES = 500 << 10
+
+
+def plan(config: RunConfig) -> Plan:
+    """Prompts, tokens, time and peak memory of eval for this run."""
+    section = config.eval
+    head = find_manifest(config.run.uri, "train")
+    # Nothing tells how many prompts the sources hold before they are read; 100 when no limit is set.
+    prompts = section.max_prompts or 100
+    limit = "eval.max_prompts" if section.max_prompts else "no limit set: 100 assumed"
+    replies = prompts * section.max_turns
+    tokens = replies * section.max_new_tokens
+    parameters = head.contract.parameters if head else 0
+    width = 4 if config.target.dtype == "float32" else 2
+    rate = _BYTES_PER_THREAD * config.run.threads
+    hf_tokens = min(section.hf_prompts, prompts) * section.max_turns * section.max_new_tokens
+    # Plain and speculative in the run's type, Hugging Face on some, and a batched fp32 check of both.
+    seconds = parameters * (width * (2 * tokens + 2 * hf_tokens) + 4 * tokens) / rate
+    return Plan(
+        stage="eval",
+        state=_state(config, head),
+        records=replies,
+        tokens=tokens,
+        storage_bytes=_REPORT_BYTES,
+        seconds=_LOADING_SECONDS + seconds,
+        peak_memory_bytes=_INTERPRETER_BYTES + parameters * (2 * width + 4),
+        basis=(
+            f"{prompts} prompts ({limit}), up to {section.max_turns} turns of {section.max_new_tokens} tokens",
+            f"time: plain and speculative, in {config.target.dtype} and fp32, at {rate / 1e9:.0f} GB/s of weights ({config.run.threads} CPU threads)",
+            "memory: the interpreter, the target twice (decoder and Hugging Face) and once in fp32",
+        ),
+    )
+
+
+def _state(config: RunConfig, head: Manifest | None) -> str:
+    if head is None and not config.eval.head:
+        return "waiting for train"
+    manifest = find_manifest(config.run.uri, "eval")
+    if manifest is None:
+        return "not started"
+    parent = None if config.eval.head or head is None else head.content_hash
+    same = (manifest.config_hash, manifest.parent_hash) == (config.section_hash("eval"), parent)
+    return "complete" if same else "complete for another config or parent"

@@ -1,0 +1,41 @@
+"""Evaluation prompts, one decodable question for each of their turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import RunConfig, SourceSpec
+from pipeline.decoder.engine import Completion
+from pipeline.errors import ConfigError
+from pipeline.prompts import balanced, load_prompts
+from pipeline.records import Prompt
+from pipeline.target.template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class Question:
+    """One user turn in its context: the ids up to the opening of the reply."""
+
+    id: str
+    category: str
+    context: tuple[int, ...]
+
+
+def read_prompts(config: RunConfig) -> list[Prompt]:
+    """`eval.prompts` when set, otherwise `eval.sources`; at most `eval.max_prompts`, even over categories."""
+    section = config.eval
+    sources = (SourceSpec(source=section.prompts),) if section.prompts else section.sources
+    if not sources:
+        raise ConfigError("no evaluation prompts", where="eval.sources", fix="set eval.prompts=FILE.jsonl, or list sources as in configs/demo.yaml")
+    return balanced(load_prompts(sources, seed=config.run.seed), section.max_prompts, config.run.seed)
+
+
+def first_question(prompt: Prompt, template: ChatTemplate) -> Question:
+    """The prompt's first turn."""
+    return Question(f"{prompt.source}/{prompt.id}", prompt.category, tuple(template.start(prompt.turns[0])))
+
+
+def next_question(question: Question, reply: Completion, prompt: Prompt, turn: int, template: ChatTemplate) -> Question:
+    """Turn number `turn` (from 1), in the context of the target's own reply to the one before."""
+    followed = template.follow(prompt.turns[turn], closed=reply.finish_reason == "stop")
+    return Question(f"{prompt.source}/{prompt.id}#{turn + 1}", prompt.category, (*question.context, *reply.token_ids, *followed))

@@ -1,0 +1,138 @@
+"""Load a head for this target, decode the evaluation prompts, check losslessness, write the report."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.console import console, notice, progress_bar
+from pipeline.eagle3.checkpoint import CARD, CONFIG, WEIGHTS, HeadCard, load_head
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.errors import ConfigError, NotLossless
+from pipeline.records import EvalReport, Manifest, TargetContract, match_contracts
+from pipeline.serve_eval.measure import Measured, Workbench
+from pipeline.serve_eval.questions import Question, read_prompts
+from pipeline.serve_eval.report import print_table, write_html
+from pipeline.serve_eval.summary import summarise
+from pipeline.store.location import Location
+from pipeline.store.stage import StageRun, open_stage, read_manifest, stage_location
+from pipeline.target.contract import read_contract
+from pipeline.target.load import load_target, pick_device
+from pipeline.target.resolve import resolve
+from pipeline.target.template import load_template
+
+REPORT, PAGE = "report.json", "report.html"
+
+
+def run(config: RunConfig) -> Manifest:
+    """Evaluate the run's head, or `eval.head`. Raises NotLossless when speculation changes the output."""
+    parent = None if config.eval.head else read_manifest(config.run.uri, "train")
+    stage = open_stage(config, "eval", parent)
+    if stage.manifest:
+        notice("eval", f"complete: {stage.manifest.details['acceptance_length']:.2f} tokens a round; report at {_page(stage)}")
+        return stage.manifest
+    torch.set_num_threads(config.run.threads)
+    resolved = resolve(config.target)
+    contract = read_contract(config.target, resolved)
+    if parent:
+        match_contracts(contract, parent.contract, where=f"{stage_location(config.run.uri, 'train').uri}/manifest.json")
+    with _local_head(config) as directory:
+        head, card = load_head(directory, expected=contract)
+    report = _evaluate(config, contract, head, card)
+    _write(stage, report)
+    print_table(report)
+    console.print(f"report: {_page(stage)}")
+    if not report.lossless["greedy_fp32"]:
+        raise NotLossless(
+            f"speculative output differs from plain output in fp32 on {len(report.lossless['different'])} prompts, first {report.lossless['different'][0]}",
+            where=str(_page(stage)),
+            fix="do not ship this build of the decoder; report the prompt, the head and the target",
+        )
+    return stage.finish(
+        contract=contract,
+        licenses=parent.licenses if parent else card.provenance.get("licenses", {}),
+        sources=parent.sources if parent else card.provenance.get("sources", {}),
+        details=_details(stage, report),
+    )
+
+
+def _evaluate(config: RunConfig, contract: TargetContract, head: Eagle3Head, card: HeadCard) -> EvalReport:
+    """Speed and acceptance in the target's own type, then losslessness in fp32."""
+    section, device = config.eval, pick_device(config.target.device)
+    prompts = read_prompts(config)
+    directory = resolve(config.target).directory
+    template = load_template(directory, source=config.target.source, system_prompt=section.system_prompt)
+    length = _longest(config, max(len(template.start(prompt.turns[0])) for prompt in prompts), head.shape.max_position_embeddings)
+
+    def workbench(dtype: torch.dtype) -> Workbench:
+        return Workbench(config, directory, contract, head, template, dtype=dtype, device=device, length=length)
+
+    hf = load_target(config.target) if section.hf_prompts else None
+    measured: list[Measured] = []
+    left_out: list[str] = []
+    turns = sum(min(len(prompt.turns), section.max_turns) for prompt in prompts)
+    with progress_bar("eval", unit="turns", total=turns) as bar:
+        for item in workbench(getattr(torch, config.target.dtype)).measure(prompts, hf, section.hf_prompts):
+            if isinstance(item, str):
+                left_out.append(item)
+            else:
+                measured.append(item)
+            bar.advance(1)
+    if not measured:
+        raise ConfigError("no evaluation prompt fits the target's positions", where="eval.sources", fix="choose shorter prompts or lower eval.max_new_tokens")
+    del hf
+    identical = _check_lossless(workbench(torch.float32), [item.question for item in measured])
+    return summarise(config, contract, head, card, measured, identical, left_out)
+
+
+def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bool]:
+    verdicts: dict[str, bool] = {}
+    with progress_bar("lossless", unit="prompts", total=len(questions)) as bar:
+        for name, same in bench.check_lossless(questions):
+            verdicts[name] = same
+            bar.advance(1)
+    return verdicts
+
+
+def _longest(config: RunConfig, longest_first_turn: int, positions: int) -> int:
+    """Cache entries for the longest conversation, within the target's positions."""
+    section = config.eval
+    reply = section.max_new_tokens + section.tree.nodes
+    return min(positions, longest_first_turn * section.max_turns + reply * section.max_turns)
+
+
+@contextmanager
+def _local_head(config: RunConfig) -> Iterator[Path]:
+    """`eval.head`, or the run's own head: in place when it is local, otherwise a copy for the time of the block."""
+    location = Location(config.eval.head) if config.eval.head else stage_location(config.run.uri, "train").child("head")
+    if location.is_local:
+        yield location.local_path(".")
+        return
+    with tempfile.TemporaryDirectory(prefix="eagle3-head-") as folder:
+        for name in (CONFIG, WEIGHTS, CARD):
+            if location.exists(name):
+                (Path(folder) / name).write_bytes(location.read(name))
+        yield Path(folder)
+
+
+def _write(stage: StageRun, report: EvalReport) -> None:
+    stage.location.write(REPORT, report.model_dump_json(indent=2).encode() + b"\n")
+    stage.location.write(PAGE, write_html(report).encode())
+
+
+def _page(stage: StageRun) -> str:
+    return f"{stage.location.uri.rstrip('/')}/{PAGE}"
+
+
+def _details(stage: StageRun, report: EvalReport) -> dict[str, object]:
+    return {
+        "acceptance_length": report.acceptance_length,
+        "speedup": report.speedup,
+        "report_sha256": hashlib.sha256(stage.location.read(REPORT)).hexdigest(),
+    }

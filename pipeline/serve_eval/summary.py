@@ -1,0 +1,122 @@
+"""Measurements → EvalReport."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.eagle3.checkpoint import HeadCard
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.records import EvalReport, PromptResult, TargetContract
+from pipeline.serve_eval.measure import Measured
+
+
+def summarise(
+    config: RunConfig,
+    contract: TargetContract,
+    head: Eagle3Head,
+    card: HeadCard,
+    measured: Sequence[Measured],
+    identical: Mapping[str, bool],
+    left_out: Sequence[str],
+) -> EvalReport:
+    """All figures of `report.json`. `identical` holds the losslessness verdict of each question."""
+    results = tuple(_result(item, identical) for item in measured)
+    parameters = head.count_parameters()
+    return EvalReport(
+        acceptance_length=_tau(measured),
+        alpha=_alpha(measured),
+        tokens_per_second={mode: _median(item.rates[mode] for item in measured if mode in item.rates) for mode in ("speculative", "plain", "hf")},
+        speedup={rival: _median(item.rates["speculative"] / item.rates[rival] for item in measured if item.rates.get(rival)) for rival in ("plain", "hf")},
+        lossless={
+            "greedy_fp32": all(identical.values()) and bool(identical),
+            "prompts_checked": len(identical),
+            "different": sorted(name for name, same in identical.items() if not same),
+            "identical_in_run_dtype": sum(item.plain.token_ids == item.speculative.token_ids for item in measured),
+        },
+        head={
+            "parameters": parameters,
+            "share_of_target": parameters / contract.parameters,
+            "draft_vocab_size": head.shape.draft_vocab_size,
+            "coverage": card.metrics.get("coverage", 0.0),
+        },
+        by_category=_by_category(measured),
+        contract=contract,
+        provenance=card.provenance,
+        settings={
+            "tree": config.eval.tree.model_dump(),
+            "dtype": contract.dtype,
+            "device": _device_name(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "max_new_tokens": config.eval.max_new_tokens,
+            "prompts": len(measured),
+            "left_out": {"prompt_too_long": len(left_out)},
+        },
+        prompts=results,
+    )
+
+
+def _result(item: Measured, identical: Mapping[str, bool]) -> PromptResult:
+    statistics = item.speculative.statistics
+    return PromptResult(
+        id=item.question.id,
+        category=item.question.category,
+        rounds=statistics.rounds,
+        tokens=len(item.speculative.token_ids),
+        acceptance_length=round(statistics.acceptance_length, 4),
+        tokens_per_second={mode: round(rate, 2) for mode, rate in item.rates.items()},
+        identical_fp32=identical.get(item.question.id),
+    )
+
+
+def _tau(measured: Sequence[Measured]) -> float:
+    """τ over all rounds: a long answer counts for more than a short one."""
+    rounds = sum(item.speculative.statistics.rounds for item in measured)
+    return sum(item.speculative.statistics.round_tokens for item in measured) / rounds if rounds else 0.0
+
+
+def _alpha(measured: Sequence[Measured]) -> tuple[float, ...]:
+    """α_k = rounds that accepted k drafted tokens or more / rounds that accepted k-1 or more."""
+    reached: defaultdict[int, int] = defaultdict(int)
+    for item in measured:
+        for depth, rounds in enumerate(item.speculative.statistics.reached):
+            reached[depth] += rounds
+    return tuple(reached[depth] / reached[depth - 1] for depth in range(1, len(reached)))
+
+
+def _by_category(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
+    groups: defaultdict[str, list[Measured]] = defaultdict(list)
+    for item in measured:
+        groups[item.question.category].append(item)
+    return {
+        category: {
+            "prompts": len(items),
+            "acceptance_length": _tau(items),
+            "tokens_per_second": _median(item.rates["speculative"] for item in items),
+            "speedup_plain": _median(item.rates["speculative"] / item.rates["plain"] for item in items if item.rates["plain"]),
+        }
+        for category, items in sorted(groups.items())
+    }
+
+
+def _median(values: Any) -> float:
+    found = list(values)
+    return median(found) if found else 0.0
+
+
+def _device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

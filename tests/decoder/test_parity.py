@@ -1,0 +1,118 @@
+"""What the trainer teaches is what the decoder drafts: TTT logits against draft logits, for the same prefix.
+
+The trainer unrolls over a whole sequence at once, the decoder drafts from caches; a shift of one in
+the tokens, the positions or the layers would train a head for inputs that it never meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import TreeSection
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.tree import causal_mask
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.layers import RotaryTable
+from pipeline.train.batches import Batch
+from pipeline.train.ttt import step_logits
+from tests.decoder.conftest import VOCABULARY
+
+STEPS = 5
+PREFIX = 17
+
+
+@torch.no_grad()
+def _states(model: DecoderModel, tokens: Tensor) -> Tensor:
+    """Aux states [T, 3H] of a sequence."""
+    positions = torch.arange(len(tokens))[None]
+    return model.forward(tokens[None], positions, positions, causal_mask(len(tokens), 0, torch.float32, torch.device("cpu")), model.new_cache(1)).aux[0]
+
+
+def _trained_on(head: Eagle3Head, model: DecoderModel, tokens: Tensor, aux: Tensor) -> list[Tensor]:
+    """The trainer's logits [T, Vd] of every step over one sequence; the last positions have no aux state yet and no say."""
+    none = torch.zeros(0, dtype=torch.int64)
+    padded = torch.cat((aux, torch.full((len(tokens) - len(aux), aux.shape[1]), 1e3)))
+    batch = Batch(("x",), (len(tokens),), tokens, padded, none, none, aux[:0])
+    rotary = RotaryTable(head.shape.rope_config(), len(tokens) + STEPS, device=torch.device("cpu"), dtype=torch.float32)
+    return step_logits(head, model.embedding, batch, rotary, steps=STEPS)
+
+
+def _worst(model: DecoderModel, head: Eagle3Head, *, extended: int, shift: Callable[[Tensor], Tensor] = lambda tokens: tokens) -> float:
+    """Largest difference over steps 0…4 between draft and training logits.
+
+    The drafter reads PREFIX - extended tokens as a prompt and the rest as a round's emission, then
+    drafts a chain; the trainer sees the prefix followed by that chain.
+    """
+    tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))  # the last one is the root
+    aux = _states(model, tokens[:-1])
+    drafter = Eagle3Drafter(head, model.embedding, TreeSection(top_k=1, steps=STEPS, nodes=STEPS + 1))
+    drafter.allocate(1, 64)
+    drafter.trace = []
+    read = PREFIX - extended
+    drafter.prefill(0, shift(tokens[: read + 1]), aux[:read])
+    if extended:
+        padding = torch.zeros(2, dtype=torch.int64)
+        width = torch.cat((aux[read:], torch.full((2, aux.shape[1]), 9.0)))
+        drafter.extend(torch.cat((tokens[read + 1 :], padding))[None], width[None], torch.tensor([extended]))
+    chain = drafter.draft(tokens[-1:]).tokens[0, 1:]
+    expected = _trained_on(head, model, torch.cat((tokens, chain)), aux)
+    assert len(drafter.trace) == STEPS
+    return max(float((ours[0, 0] - theirs[PREFIX - 1]).abs().max()) for ours, theirs in zip(drafter.trace, expected, strict=True))
+
+
+@pytest.mark.parametrize("extended", [0, 1, 4])
+@torch.no_grad()
+def test_draft_logits_equal_training_logits(model: DecoderModel, head: Eagle3Head, extended: int) -> None:
+    assert _worst(model, head, extended=extended) <= 1e-4
+
+
+@torch.no_grad()
+def test_every_beam_of_a_tree_equals_training_on_its_own_chain(model: DecoderModel, head: Eagle3Head) -> None:
+    tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))
+    aux = _states(model, tokens[:-1])
+    drafter = Eagle3Drafter(head, model.embedding, TreeSection(top_k=3, steps=3, nodes=16))
+    drafter.allocate(2, 64)
+    drafter.prefill(1, tokens[:9], aux[:8])  # a neighbour, which must not matter
+    drafter.prefill(0, tokens, aux)
+    drafter.trace = []
+    drafter.draft(tokens[-1:])
+    ids = head.target_ids()
+    scores, first = drafter.trace[0][0, 0].log_softmax(-1).topk(3)
+    second_scores, second = drafter.trace[1][0].log_softmax(-1).topk(3)  # [3, 3]
+    best = (scores[:, None] + second_scores).flatten().topk(3).indices
+    for beam in range(3):
+        trained = _trained_on(head, model, torch.cat((tokens, ids[first[beam]][None], tokens[:3])), aux)
+        torch.testing.assert_close(drafter.trace[1][0, beam], trained[1][PREFIX - 1], atol=1e-4, rtol=0)
+        parent = int(best[beam]) // 3
+        chain = torch.stack((ids[first[parent]], ids[second.flatten()[best[beam]]]))
+        trained = _trained_on(head, model, torch.cat((tokens, chain, tokens[:2])), aux)
+        torch.testing.assert_close(drafter.trace[2][0, beam], trained[2][PREFIX - 1], atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_planted_shift_of_the_tokens_is_seen(model: DecoderModel, head: Eagle3Head) -> None:
+    assert _worst(model, head, extended=0, shift=lambda tokens: tokens.roll(1)) > 1e-2
+
+
+@torch.no_grad()
+def test_a_planted_off_by_one_in_the_rotary_position_is_seen(model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Eagle3Drafter._step
+
+    def late(self: Eagle3Drafter, tokens: Tensor, hidden: Tensor, positions: Tensor, columns: Tensor, mask: Tensor, first_row: int = 0) -> Tensor:
+        drafting = tokens.shape[1] == 1  # later draft steps, not the prompt
+        return original(self, tokens, hidden, positions + drafting, columns, mask, first_row)
+
+    monkeypatch.setattr(Eagle3Drafter, "_step", late)
+    assert _worst(model, head, extended=0) > 1e-3
+
+
+@torch.no_grad()
+def test_a_planted_neighbouring_capture_layer_is_seen(model: DecoderModel) -> None:
+    right = _states(model, torch.arange(PREFIX))
+    model.capture_layers = tuple(layer + 1 for layer in model.capture_layers)
+    assert (right - _states(model, torch.arange(PREFIX))).abs().max() > 0.1

@@ -1,0 +1,128 @@
+"""Files of prompts: what is read, and how each broken record is reported."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+
+from pipeline.config import SourceSpec
+from pipeline.errors import DataError
+from pipeline.prompts import load_prompts
+from pipeline.records import Prompt
+
+RECORDS: list[dict[str, Any]] = [
+    {"id": "a", "source": "ours", "license": "MIT", "category": "math", "turns": ["What is 2+2?", "And 3+3?"], "meta": {"ignored": True}},
+    {"question_id": 81, "prompt": "Write a haiku."},
+    {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "SECRET REPLY"},
+            {"role": "user", "content": "Bye"},
+        ]
+    },
+    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "SECRET REPLY"}]},
+]
+
+
+def write_jsonl(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def load(source: str, **options: Any) -> list[Prompt]:
+    return load_prompts([SourceSpec(source=source, **options)], seed=0)
+
+
+def test_every_record_form_gives_its_user_turns(tmp_path: Path) -> None:
+    prompts = load(write_jsonl(tmp_path / "mine.jsonl", RECORDS))
+    assert [prompt.turns for prompt in prompts] == [("What is 2+2?", "And 3+3?"), ("Write a haiku.",), ("Hi", "Bye"), ("Why?",)]
+    assert prompts[0] == Prompt(id="a", source="ours", license="MIT", category="math", turns=("What is 2+2?", "And 3+3?"))
+    assert [prompt.id for prompt in prompts] == ["a", "81", "mine:3", "mine:4"]
+    assert {(prompt.source, prompt.license, prompt.category) for prompt in prompts[1:]} == {("mine", "unknown", "mine")}
+    assert "SECRET" not in str(prompts)
+
+
+def test_compressed_and_parquet_files_read_the_same(tmp_path: Path) -> None:
+    records = [{"id": str(index), "turns": [f"question {index}"], "license": "MIT"} for index in range(5)]
+    plain = load(write_jsonl(tmp_path / "p.jsonl", records))
+    with gzip.open(tmp_path / "p.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write((tmp_path / "p.jsonl").read_text() + "\n")
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "p.parquet")
+    assert load(str(tmp_path / "p.jsonl.gz")) == plain
+    assert load(str(tmp_path / "p.parquet")) == plain
+    assert load(f"file://{tmp_path}/p.jsonl") == plain
+
+
+def test_the_configured_labels_win(tmp_path: Path) -> None:
+    prompts = load(write_jsonl(tmp_path / "p.jsonl", RECORDS), license="CC0-1.0", category="mixed")
+    assert {(prompt.license, prompt.category) for prompt in prompts} == {("CC0-1.0", "mixed")}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"turns": ["a"', "not valid JSON"),
+        ("[1]", "is a list, not an object"),
+        ('{"text": "a"}', "none of the fields turns"),
+        ('{"turns": "a"}', ": turns: is a str, not a list"),
+        ('{"turns": []}', ": turns: has no user turn"),
+        ('{"turns": ["a", "  "]}', "turn 2 is blank"),
+        ('{"turns": [3]}', "turn 1 is not a text"),
+        ('{"prompt": null, "messages": [{"content": "a"}]}', ": messages: has a message without a role"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', ": messages: has a user message without text"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', ": messages: has no user turn"),
+        ('{"turns": ["a"], "license": ["MIT"]}', ": license: is ['MIT'], not a text"),
+        ('{"turns": ["\\ud800"]}', "turn 1 is not valid Unicode"),
+    ],
+)
+def test_a_broken_line_is_named_with_file_line_field_and_fix(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"turns": ["fine"]}}\n\n{line}\n', encoding="utf-8")
+    with pytest.raises(DataError) as raised:
+        load(str(path))
+    assert str(raised.value).startswith(f"{path}:3: ") and problem in str(raised.value)
+    assert raised.value.fix
+
+
+def test_bytes_that_are_no_utf8_are_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.jsonl").write_bytes('{"turns": ["é"]}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl:1: byte 13 is not UTF-8"):
+        load(str(tmp_path / "latin.jsonl"))
+
+
+def test_a_file_that_is_missing_empty_or_of_unknown_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
+        load(str(tmp_path / "gone.jsonl"))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match="holds no prompts"):
+        load(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(DataError, match="not a kind of prompts file"):
+        load(str(tmp_path / "prompts.csv"))
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(b'{"turns": ["fine"]}\n' * 500)
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match="cannot be read to its end"):
+        load(str(tmp_path / "cut.jsonl.gz"))
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        load(str(tmp_path / "cut.parquet"))
+
+
+def test_a_hub_data_set_is_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `datasets` treats ORG/NAME as a directory when there is one, so this needs no network.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    write_jsonl(tmp_path / "org" / "name" / "train.jsonl", [{"turns": ["Why?"], "license": "MIT"}])
+    assert load("hub:org/name") == [Prompt(id="org/name:1", source="org/name", license="MIT", category="org/name", turns=("Why?",))]
+    with pytest.raises(DataError, match="hub:org/name: split 'test' cannot be loaded"):
+        load("hub:org/name", split="test")

@@ -1,0 +1,61 @@
+"""What the store's tests share: a contract, samples, a run configuration, and a real object store."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig, parse
+from pipeline.records import Message, Sample, Sampling, Span, TargetContract
+
+
+@pytest.fixture
+def contract() -> TargetContract:
+    return TargetContract(
+        source="dir",
+        revision="local",
+        fingerprint="f" * 64,
+        dtype="bfloat16",
+        hidden_size=4,
+        num_layers=8,
+        vocab_size=64,
+        rope={"rope_type": "default", "rope_theta": 10000.0},
+        capture_layers=(1, 3, 4),
+        tokenizer_hash="t" * 64,
+        chat_template_hash="c" * 64,
+        parameters=1000,
+    )
+
+
+@pytest.fixture
+def make_sample() -> Callable[..., Sample]:
+    def make(index: int = 0, length: int = 8, **changes: Any) -> Sample:
+        fields: dict[str, Any] = {
+            "prompt_id": f"p{index}",
+            "source": "unit",
+            "license": "MIT",
+            "category": "chat",
+            "messages": (Message(role="user", content="Grüße 👋"), Message(role="assistant", content="")),
+            "token_ids": tuple((7 * index + at) % 64 for at in range(length)),
+            "supervised": (Span(start=3, end=length),),
+            "finish_reason": "stop",
+            "sampling": Sampling(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=16),
+            "seed": 2**40 + index,
+            "generator": "unit 1.0",
+        }
+        return Sample.model_validate({**fields, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_config() -> Callable[..., RunConfig]:
+    def make(uri: object, *, force: bool = False, **sections: Any) -> RunConfig:
+        synth = {"sources": [{"source": "prompts.jsonl"}], **sections.pop("synth", {})}
+        return parse({"run": {"uri": str(uri), "force": force, "threads": 1}, "target": {"source": "dir"}, "synth": synth, **sections})
+
+    return make

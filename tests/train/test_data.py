@@ -1,0 +1,138 @@
+"""Survey, cutting, packing, order and the batches that come of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipeline.eagle3.vocab import choose_vocabulary
+from pipeline.errors import CorruptShard, DataError
+from pipeline.store.states import StatesSample, teacher_positions
+from pipeline.train.batches import read_batch
+from pipeline.train.corpus import Piece, audit_mask, read_piece, survey
+from pipeline.train.schedule import Schedule
+
+
+class MemoryReader:
+    """A shard that was never written: the reader's interface over samples in memory."""
+
+    def __init__(self, samples: Sequence[StatesSample]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._samples[index].token_ids, self._samples[index].loss_mask
+
+    def sample(self, index: int) -> StatesSample:
+        return self._samples[index]
+
+
+class MemoryCorpus:
+    def __init__(self, *shards: Sequence[StatesSample]) -> None:
+        self._shards = [MemoryReader(samples) for samples in shards]
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def reader(self, shard: int) -> MemoryReader:
+        return self._shards[shard]
+
+
+def sample(length: int, supervised: Sequence[int], name: str = "s") -> StatesSample:
+    """Aux and final states hold their own position, so that a row can be recognised."""
+    mask = torch.zeros(length, dtype=torch.uint8)
+    mask[list(supervised)] = 1
+    positions = teacher_positions(mask)
+    at = torch.arange(length, dtype=torch.bfloat16)[:, None]
+    return StatesSample(name, "test", torch.arange(length, dtype=torch.int32), mask, at.repeat(1, 6), at[positions.long()].repeat(1, 2), positions)
+
+
+def test_survey_counts_tokens_and_reasons() -> None:
+    corpus = MemoryCorpus([sample(8, [3, 4, 5]), sample(6, [])], [sample(5, [1]), sample(25, range(20, 25))])
+    found = survey(corpus, vocab_size=30, budget=10)
+    assert (found.samples, found.tokens, found.supervised, found.split) == (4, 44, 9, 1)
+    # A token that no position can predict teaches nothing; the long sample's first two pieces hold only prompt.
+    assert found.rejected == {"no_supervised_tokens": 2, "piece_without_supervised_tokens": 2}
+    assert found.pieces == (Piece(0, 0, 0, 8), Piece(1, 1, 20, 25))
+    assert found.counts.nonzero().flatten().tolist() == [1, 3, 4, 5, 20, 21, 22, 23, 24]
+
+
+def test_vocabulary_covers_the_supervised_tokens() -> None:
+    corpus = MemoryCorpus([sample(10, [3, 4, 5]), sample(10, [4, 5]), sample(10, [5, 9])])
+    vocabulary = choose_vocabulary(survey(corpus, vocab_size=10, budget=10).counts, 2)
+    assert vocabulary.target_ids.tolist() == [4, 5]
+    assert vocabulary.coverage == pytest.approx(5 / 7)
+
+
+def test_long_sample_is_cut_without_losing_a_token() -> None:
+    long = sample(23, range(5, 23), "long")
+    corpus = MemoryCorpus([long])
+    found = survey(corpus, vocab_size=30, budget=10)
+    assert found.split == 1 and sum(piece.length for piece in found.pieces) == 23
+    parts = [read_piece(corpus, piece) for piece in found.pieces]
+    assert torch.cat([part.token_ids for part, _ in parts]).tolist() == list(range(23))
+    for piece, (part, rows) in zip(found.pieces, parts, strict=True):
+        assert (part.final_states[:, 0] - piece.start).tolist() == part.final_positions.tolist()
+        assert rows[part.final_positions.long()].tolist() == list(range(len(part.final_states)))
+    batch = read_batch(corpus, [found.pieces[1], found.pieces[2]])
+    assert batch.lengths == (10, 3)
+    # Every label's teacher stands one position before it, in the uncut sample.
+    assert batch.teacher_states[:, 0].tolist() == (batch.token_ids[batch.labels] - 1).tolist()
+    assert batch.depths.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 2]
+
+
+def test_token_outside_the_vocabulary() -> None:
+    with pytest.raises(CorruptShard, match="token id"):
+        survey(MemoryCorpus([sample(10, [3])]), vocab_size=9, budget=10)
+
+
+def test_final_states_at_other_positions() -> None:
+    good = sample(8, [3, 4])
+    shifted = replace(good, final_positions=good.final_positions + 1)
+    with pytest.raises(CorruptShard, match="final_positions"):
+        read_piece(MemoryCorpus([shifted]), Piece(0, 0, 0, 8))
+
+
+@pytest.mark.parametrize(("supervised", "share"), [([], "0 %"), (range(8), "100 %"), ([0, 1], "0 %")])
+def test_mask_audit(supervised: Sequence[int], share: str) -> None:
+    found = survey(MemoryCorpus([sample(8, supervised)]), vocab_size=30, budget=10)
+    with pytest.raises(DataError, match=share):
+        audit_mask(found, where="states")
+
+
+def pieces_of(lengths: Sequence[int]) -> list[Piece]:
+    return [Piece(number // 4, number % 4, 0, length) for number, length in enumerate(lengths)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=120), st.integers(0, 3))
+def test_every_epoch_holds_every_piece_once(lengths: list[int], seed: int) -> None:
+    pieces = pieces_of(lengths)
+    schedule = Schedule(pieces, budget=50, seed=seed, epochs=2)
+    seen: dict[int, Counter[Piece]] = {0: Counter(), 1: Counter()}
+    for number in range(len(schedule)):
+        batch = schedule.batch(number)
+        assert 0 < sum(piece.length for piece in batch) <= 50
+        seen[schedule.locate(number)[0]].update(batch)
+    assert seen[0] == seen[1] == Counter(pieces)
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    draw = torch.Generator().manual_seed(0)
+    pieces = pieces_of(torch.randint(5, 300, (400,), generator=draw).tolist())
+    one, same, other = (Schedule(pieces, budget=1024, seed=seed, epochs=3) for seed in (1, 1, 2))
+    backwards = [one.batch(number) for number in reversed(range(len(one)))][::-1]
+    assert backwards == [same.batch(number) for number in range(len(same))]
+    assert one.batch(0) != other.batch(0)
+    first_of_second = next(number for number in range(len(one)) if one.locate(number) == (1, 0))
+    assert one.batch(0) != one.batch(first_of_second)
+    assert one.fill > 0.95

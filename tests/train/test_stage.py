@@ -1,0 +1,178 @@
+"""The stage with real DeepSpeed on a tiny target: it learns, it stops on bad data, it survives kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.eagle3.checkpoint import load_head
+from pipeline.errors import ContractMismatch, DataError, MissingStage, StageConflict, StoreError
+from pipeline.records import Manifest
+from pipeline.store.location import Location
+from pipeline.store.states import StatesSample
+from pipeline.train import run
+from pipeline.train.metrics import read_lines
+from pipeline.train.plan import plan
+
+Configure = Callable[..., RunConfig]
+Store = Callable[..., Manifest]
+
+
+def lines_of(config: RunConfig) -> list[dict[str, float]]:
+    return read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")
+
+
+def without_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_overfits_and_exports(tiny_config: Configure, store_states: Store, states: list[StatesSample], dtype: str) -> None:
+    config = tiny_config(dtype=dtype, max_steps=150, epochs=150, batch_tokens=48, learning_rate=1e-2, head={"draft_vocab_size": 96}, checkpoint_every=200)
+    parent = store_states(config, states[:2])
+    manifest = run(config)
+    lines = lines_of(config)
+    assert [line["step"] for line in lines] == list(range(1, 151))
+    first, last = lines[0], lines[-1]
+    assert last["loss"] < 0.9 * first["loss"]
+    assert min(last["acc_0"], last["acc_1"], last["acc_2"]) > 0.9 > first["acc_0"]
+    head, card = load_head(Path(config.run.uri) / "train" / "head", expected=parent.contract)
+    assert card.provenance["manifests"]["features"] == parent.content_hash and card.provenance["licenses"] == {"MIT": 2}
+    assert card.metrics["acc_0"] == last["acc_0"] and card.metrics["steps"] == 150
+    assert manifest.details["parameters"] == head.count_parameters()
+    assert manifest.details["coverage"] == 1.0 and manifest.tokens == last["tokens"]
+    assert {shard.name for shard in manifest.shards} == {"config.json", "eagle3.json", "model.safetensors"}
+    assert plan(config).state == "complete"
+
+
+def test_complete_run_is_left_alone_and_a_lost_head_comes_back(tiny_config: Configure, store_states: Store) -> None:
+    config = tiny_config(max_steps=2)
+    store_states(config)
+    manifest = run(config)
+    weights = Path(config.run.uri) / "train" / "head" / "model.safetensors"
+    before = weights.read_bytes()
+    stamp = (Path(config.run.uri) / "train" / "manifest.json").stat().st_mtime_ns
+    weights.write_bytes(b"\0" * len(before))
+    assert run(config) == manifest
+    assert weights.read_bytes() == before
+    assert (Path(config.run.uri) / "train" / "manifest.json").stat().st_mtime_ns == stamp
+    with pytest.raises(StageConflict):
+        run(tiny_config(max_steps=3))
+
+
+def test_needs_states_of_the_same_target(tiny_config: Configure, store_states: Store) -> None:
+    config = tiny_config()
+    assert plan(config).state == "waiting for features"
+    with pytest.raises(MissingStage):
+        run(config)
+    store_states(config)
+    assert plan(config).state == "not started"
+    file = Path(config.run.uri) / "features" / "manifest.json"
+    body = json.loads(file.read_text())
+    body["contract"]["fingerprint"] = "0" * 64
+    file.write_text(json.dumps(body))
+    with pytest.raises(ContractMismatch, match="fingerprint"):
+        run(config)
+
+
+def test_nan_stops_with_the_sample(tiny_config: Configure, store_states: Store, states: list[StatesSample]) -> None:
+    broken = states[3].aux_states.clone()
+    broken[2, 5] = torch.nan
+    config = tiny_config(batch_tokens=len(states[3].token_ids))
+    store_states(config, [replace(states[3], aux_states=broken)])
+    with pytest.raises(DataError, match=r"loss is nan") as caught:
+        run(config)
+    assert "sample-3" in caught.value.where
+    assert not (Path(config.run.uri) / "train" / "manifest.json").exists()
+
+
+def test_accumulation_and_split_are_counted(tiny_config: Configure, store_states: Store) -> None:
+    config = tiny_config(batch_tokens=16, accumulate=2, epochs=1, zero_stage=1)
+    parent = store_states(config)
+    manifest = run(config)
+    assert manifest.details["split_samples"] == 12
+    assert manifest.details["tokens"] <= parent.tokens
+    assert all(0 < line["fill"] <= 1 for line in lines_of(config))
+
+
+def test_wandb_offline_holds_the_run(tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = tiny_config(max_steps=2, wandb="offline")
+    store_states(config)
+    run(config)
+    assert list((Path(config.run.uri) / "train" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_remote_run_uploads_head_and_metrics(tiny_config: Configure, store_states: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    local, remote = tiny_config(max_steps=5), tiny_config("memory://train-test/run", max_steps=5)
+    manifests = []
+    for config in (local, remote):
+        store_states(config)
+        manifests.append(run(config))
+    assert [shard.sha256 for shard in manifests[0].shards] == [shard.sha256 for shard in manifests[1].shards]
+    stage = Location(remote.run.uri).child("train")
+    assert stage.child("head").read("model.safetensors") == (Path(local.run.uri) / "train" / "head" / "model.safetensors").read_bytes()
+    assert stage.read("metrics.jsonl").count(b"\n") == 5
+
+
+def test_checkpoint_that_cannot_be_written(tiny_config: Configure, store_states: Store) -> None:
+    config = tiny_config(max_steps=4)
+    store_states(config)
+    stage = Path(config.run.uri) / "train"
+    stage.mkdir()
+    (stage / "checkpoints").write_text("a file in the way")
+    with pytest.raises(StoreError, match="checkpoint cannot be written"):
+        run(config)
+    assert not (stage / "manifest.json").exists()
+
+
+TRAIN = "import sys; from pipeline.config import parse; from pipeline.train import run; run(parse(__import__('json').loads(sys.argv[1])))"
+
+
+def start(config: RunConfig) -> subprocess.Popen[bytes]:
+    tree = config.model_dump(mode="json", exclude_none=True)
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", TRAIN, json.dumps(tree)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def kill_after(config: RunConfig, steps: int) -> None:
+    """Start training and kill it, -9, once it has logged `steps` steps."""
+    process = start(config)
+    until = time.monotonic() + 120
+    while len(lines_of(config)) < steps and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()[1]
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_kill_minus_nine_continues_bit_for_bit(tiny_config: Configure, store_states: Store) -> None:
+    settings = {"dtype": "bfloat16", "epochs": 40, "max_steps": 160, "checkpoint_every": 7}
+    whole, killed = tiny_config("whole", **settings), tiny_config("killed", **settings)
+    for config in (whole, killed):
+        store_states(config)
+    manifest = run(whole)
+    kill_after(killed, 17)
+    interrupted = lines_of(killed)
+    checkpoints = Path(killed.run.uri) / "train" / "checkpoints"
+    markers = sorted(checkpoints.glob("*.json"))
+    assert markers and len(interrupted) < 160
+    # The newest checkpoint was cut short after its marker as well: the one before it has to do.
+    if len(markers) > 1:
+        next((checkpoints / markers[-1].stem).rglob("*.pt")).write_bytes(b"cut")
+    again = run(killed)
+    assert without_speed(lines_of(killed)) == without_speed(lines_of(whole))
+    checksums = [{shard.name: shard.sha256 for shard in done.shards} for done in (manifest, again)]
+    assert checksums[0] == checksums[1]
+    assert len(list(checkpoints.glob("*.json"))) == killed.train.keep_checkpoints
