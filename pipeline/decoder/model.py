@@ -102,7 +102,7 @@ class DecoderModel:
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = rms_norm(query, layer.query_norm, self.eps), rms_norm(key, layer.key_norm, self.eps)
         cache.write(index, rotate(key, cos, sin), value, columns)
-        keys, values = cache.read(index, rows, mask.shape[-1])  # [B, S, G, d]
+        keys, values = cache.read(index, rows, mask.shape[-1])  # [B, G, S, d]
         mixed = tree_attention(rotate(query, cos, sin), keys, values, mask).flatten(2)  # [B, N, Q d]
         return F.linear(mixed, layer.output, layer.output_bias)
 

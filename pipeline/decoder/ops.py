@@ -22,7 +22,7 @@ def fold_mask(mask: Tensor, shared: int) -> Tensor:
 
 
 def tree_attention(query: Tensor, keys: Tensor, values: Tensor, folded_mask: Tensor) -> Tensor:
-    """Masked grouped-query attention: query [B, N, Q, d], keys and values [B, S, G, d] → [B, N, Q, d].
+    """Masked grouped-query attention: query [B, N, Q, d], keys and values [B, G, S, d] → [B, N, Q, d].
 
     Queries that share a key become rows of one problem, so no key is repeated in memory:
 
@@ -31,7 +31,7 @@ def tree_attention(query: Tensor, keys: Tensor, values: Tensor, folded_mask: Ten
         head 2: n0 n1 …  ┘
     """
     rows, count, heads, size = query.shape
-    groups = keys.shape[2]
+    groups = keys.shape[1]
     folded = query.view(rows, count, groups, heads // groups, size).permute(0, 2, 3, 1, 4).reshape(rows, groups, -1, size)
-    mixed = F.scaled_dot_product_attention(folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=folded_mask)
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=folded_mask)
     return mixed.view(rows, groups, heads // groups, count, size).permute(0, 3, 1, 2, 4).reshape(rows, count, heads, size)

@@ -55,7 +55,7 @@ class HeadShape(BaseModel):
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
             head_dim=self.head_dim,
-            rope_parameters=dict(self.rope_parameters),
+            rope_parameters=dict(self.rope_parameters) or None,
             max_position_embeddings=self.max_position_embeddings,
         )
 

@@ -18,7 +18,7 @@ Shapes: N tokens, S labels, A continuing rows, H hidden size, V target and Vd dr
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,16 +74,7 @@ def continuing_rows(batch: Batch, wanted: Tensor, steps: int) -> Tensor:
 
 def rotary_table(shape: HeadShape, length: int, *, device: torch.device, dtype: torch.dtype) -> RotaryTable:
     """The head's rotary table for positions 0…length-1."""
-    from transformers import LlamaConfig
-
-    config: Any = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters=dict(shape.rope_parameters) or None,
-    )
-    return RotaryTable(config, length, device=device, dtype=dtype)
+    return RotaryTable(shape.rope_config(), length, device=device, dtype=dtype)
 
 
 def _every(batch: Batch) -> Tensor:

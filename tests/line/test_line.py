@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_the_whole_line_and_once_more(write_config: Write, tmp_path: Path, capsy
     assert "<html" in (tmp_path / "run/eval/report.html").read_text()
 
     manifests = _manifests(tmp_path / "run")
-    for before, after in zip(STAGES, STAGES[1:], strict=False):
+    for before, after in pairwise(STAGES):
         assert manifests[after].parent_hash == manifests[before].content_hash and manifests[after].contract == manifests["synth"].contract
 
     before_again = _times(tmp_path / "run")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest

@@ -115,12 +115,12 @@ class Eagle3Drafter:
         rows = len(tokens)
         cos, sin = self.rotary.at(positions)  # [B, N, d]
         index = torch.arange(first_row, first_row + rows, device=tokens.device)[:, None]
-        keys_of, values_of = self.cache.data[0]  # each [slots, length, G, d]
+        keys_of, values_of = self.cache.data[0]  # each [slots, G, length, d]
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys_of[index, columns] = rotate(key, cos, sin)
-            values_of[index, columns] = value
-            seen = slice(first_row, first_row + rows), slice(0, mask.shape[-1])
+            keys_of[index, :, columns] = rotate(key, cos, sin)
+            values_of[index, :, columns] = value
+            seen = slice(first_row, first_row + rows), slice(None), slice(0, mask.shape[-1])
             folded = fold_mask(mask, query.shape[2] // key.shape[2])
             return tree_attention(rotate(query, cos, sin), keys_of[seen], values_of[seen], folded)
 
