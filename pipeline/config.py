@@ -51,7 +51,7 @@ class TargetSection(Section):
 class SourceSpec(Section):
     """One source of prompts."""
 
-    source: str = Field(description="JSONL or Parquet file (optionally .gz), hub:ORG/NAME, or package:NAME of a supported pip package.")
+    source: str = Field(description="JSONL or Parquet file (optionally .gz), hub:ORG/NAME, package:NAME of a supported pip package, or builtin:instructions.")
     split: str = Field("train", description="Split of a hub data set.")
     license: str | None = Field(None, description="SPDX id for all records; overrides a record's own `license` field when set.")
     category: str | None = Field(None, description="Category for all records; otherwise the record's own, or the source's name.")

@@ -3,7 +3,7 @@
 Prompt   written by prompts/      read by synth, serve_eval
 Sample   written by synth/        read by features
 Shard    written by store/        listed in every Manifest
-Manifest written by every stage   read by the next one and by `eagle3 inspect`
+Manifest written by every stage   read by the next one
 TargetContract written by synth   copied into every later manifest and into the head
 EvalReport written by serve_eval  read by people
 """

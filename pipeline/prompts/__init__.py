@@ -1,8 +1,9 @@
-"""Where prompts come from: files, hub data sets, and pip packages that carry data.
+"""Where prompts come from: files, hub data sets, pip packages that carry data, and our own.
 
     sources.py   load_prompts: every configured source, in order; balanced draws
     files.py     JSONL and Parquet
     hub.py       Hugging Face data sets
+    builtin.py   requests written for this project
     packages/    one small reader for each supported pip package
     record.py    one raw record → Prompt
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
+from pipeline.prompts.builtin import read_builtin
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
 from pipeline.prompts.packages import read_package
@@ -53,6 +54,8 @@ def _read(spec: SourceSpec) -> Iterator[Prompt]:
     kind, separator, name = spec.source.partition(":")
     if separator and kind == "package":
         return read_package(name)
+    if separator and kind == "builtin":
+        return read_builtin(name)
     if separator and kind == "hub":
         return read_hub(name, spec.split)
     return read_file(spec.source)
