@@ -39,13 +39,15 @@ _SUBJECTS = {
     ),
     "task": (
         "reverses the words of a sentence|counts the vowels in a string|finds the largest number in a list|checks whether a word is a palindrome|"
-        "merges two sorted lists|converts Celsius to Fahrenheit|removes duplicates from a list|computes the factorial of a number|reads a CSV file and sums a column|"
+        "merges two sorted lists|converts Celsius to Fahrenheit|removes duplicates from a list|computes the factorial of a number|"
+        "reads a CSV file and sums a column|"
         "finds all prime numbers below n|groups words by their first letter|validates an e-mail address|computes the median of a list|flattens a nested list|"
         "counts how often each word occurs in a text|rotates a matrix by ninety degrees|finds the longest common prefix|parses a date"
     ),
     "pair": (
         "tea and coffee|trains and planes|Python and Java|books and films|cats and dogs|city life and country life|SQL and spreadsheets|solar and wind power|"
-        "online and classroom learning|running and swimming|mammals and reptiles|novels and short stories|cash and cards|democracy and monarchy|stars and planets"
+        "online and classroom learning|running and swimming|mammals and reptiles|novels and short stories|cash and cards|"
+        "democracy and monarchy|stars and planets"
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config import RunConfig
+from pipeline.config import EvalSection, RunConfig
 from pipeline.records import Manifest, Plan
 from pipeline.store.stage import find_manifest
 
@@ -17,12 +17,11 @@ def plan(config: RunConfig) -> Plan:
     """Prompts, tokens, time and peak memory of eval for this run."""
     section = config.eval
     head = find_manifest(config.run.uri, "train")
-    # Nothing tells how many prompts the sources hold before they are read; 100 when no limit is set.
-    prompts = section.max_prompts or 100
-    limit = "eval.max_prompts" if section.max_prompts else "no limit set: 100 assumed"
+    prompts, limit = _prompts(section)
     replies = prompts * section.max_turns
     tokens = replies * section.max_new_tokens
-    parameters = head.contract.parameters if head else 0
+    known = head or find_manifest(config.run.uri, "features") or find_manifest(config.run.uri, "synth")
+    parameters = known.contract.parameters if known else 0
     width = 4 if config.target.dtype == "float32" else 2
     rate = _BYTES_PER_THREAD * config.run.threads
     hf_tokens = min(section.hf_prompts, prompts) * section.max_turns * section.max_new_tokens
@@ -42,6 +41,15 @@ def plan(config: RunConfig) -> Plan:
             "memory: the interpreter, the target twice (decoder and Hugging Face) and once in fp32",
         ),
     )
+
+
+def _prompts(section: EvalSection) -> tuple[int, str]:
+    """How many prompts at most, and what says so. Sources are not read for it."""
+    limits = [source.limit for source in section.sources if source.limit] if not section.prompts else []
+    bounded = sum(limits) if limits and len(limits) == len(section.sources) else None
+    if section.max_prompts and (bounded is None or section.max_prompts < bounded):
+        return section.max_prompts, "eval.max_prompts"
+    return (bounded, "limits of eval.sources") if bounded else (100, "no limit set: 100 assumed")
 
 
 def _state(config: RunConfig, head: Manifest | None) -> str:
