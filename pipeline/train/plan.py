@@ -42,7 +42,8 @@ def plan(config: RunConfig) -> Plan:
         seconds=_LOADING_SECONDS + flops * tokens / rate,
         peak_memory_bytes=_INTERPRETER_BYTES + state_bytes + activations + frozen,
         basis=(
-            f"head: at most {parameters:,} parameters ({parameters / parent.contract.parameters:.1%} of the target) with as many key as query heads, MLP width {_width(config, hidden):,}",
+            f"head: at most {parameters:,} parameters ({parameters / parent.contract.parameters:.1%} of the target), "
+            f"with as many key as query heads and MLP width {_width(config, hidden):,}",
             f"storage: {section.keep_checkpoints} checkpoints of 14 bytes a parameter, and the head twice in bfloat16",
             f"time: {flops / 1e6:,.0f} MFLOP a token at {rate / 1e9:,.0f} GFLOP/s ({config.run.threads} CPU threads), as if every token were supervised",
             "memory: the interpreter, optimiser state, the target's embedding and one unroll's activations",

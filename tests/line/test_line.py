@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+import pipeline.decoder.round
 from pipeline.cli import main
+from pipeline.decoder.tree import Tree
+from pipeline.decoder.verify import Acceptance, verify_greedy
 from pipeline.records import STAGES, EvalReport, Manifest
 from pipeline.store.stage import read_manifest
 
@@ -95,3 +101,25 @@ def test_killed_in_every_stage_the_line_ends_with_the_same_bytes(write_config: W
     for stage in ("synth", "features", "train"):
         assert cut[stage].shards == whole[stage].shards, stage
         assert cut[stage].content_hash == whole[stage].content_hash, stage
+
+
+def test_a_decoder_that_changes_the_output_fails_the_run(
+    write_config: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Planted: now and then a drafted token is taken although the target chose another."""
+    config = str(write_config())
+    assert main(["run", "-c", config]) == 0
+
+    def generous(tree: Tree, predicted: Tensor, depth: int) -> Acceptance:
+        wrong = predicted.clone()
+        wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])
+        return verify_greedy(tree, wrong, depth)
+
+    monkeypatch.setattr(pipeline.decoder.round, "verify_greedy", generous)
+    shutil.rmtree(tmp_path / "run/eval")
+    capsys.readouterr()
+    assert main(["eval", "-c", config]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "differs from plain output in fp32" in error and len(error.splitlines()) == 1
+    assert json.loads((tmp_path / "run/eval/report.json").read_text())["lossless"]["greedy_fp32"] is False
+    assert not (tmp_path / "run/eval/manifest.json").exists()

@@ -15,6 +15,8 @@ L-1+s; it sees all L entries, then its own ancestors among the drafted ones:
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,8 +33,8 @@ class Eagle3Drafter:
     """One head, its own one-layer cache, and the dynamic tree."""
 
     def __init__(self, head: Eagle3Head, embedding: Tensor, tree: TreeSection) -> None:
-        """`embedding` [V, H] is the target's; the head computes in its type and on its device."""
-        self.head = head.to(embedding.device, embedding.dtype).eval()
+        """`embedding` [V, H] is the target's; a copy of the head computes in its type and on its device."""
+        self.head = copy.deepcopy(head).to(embedding.device, embedding.dtype).eval()  # a head in training stays as it is
         self.embedding = embedding
         self.depth, self.top_k = tree.steps, min(tree.top_k, head.shape.draft_vocab_size)
         candidates = self.top_k + (self.depth - 1) * self.top_k**2

