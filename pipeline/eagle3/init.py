@@ -1,8 +1,7 @@
 """Starting weights of the head, borrowed from the target where the shapes allow it.
 
 A head whose layer starts as the target's last layer, reading the hidden half of its 2H-wide input,
-already predicts something sensible at step 0; measured on SmolLM2 this gains acceptance at equal
-training tokens over a random start.
+begins with weights that know this residual stream. docs/log.md compares the starts of `fc`.
 """
 
 from __future__ import annotations
