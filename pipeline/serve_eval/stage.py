@@ -44,7 +44,7 @@ def run(config: RunConfig) -> Manifest:
         match_contracts(contract, parent.contract, where=f"{stage_location(config.run.uri, 'train').uri}/manifest.json")
     with _local_head(config) as directory:
         head, card = load_head(directory, expected=contract)
-    report = _evaluate(config, contract, head, card)
+    report = _evaluate(config, resolved.directory, contract, head, card)
     _write(stage, report)
     print_table(report)
     console.print(f"report: {_page(stage)}")
@@ -62,16 +62,15 @@ def run(config: RunConfig) -> Manifest:
     )
 
 
-def _evaluate(config: RunConfig, contract: TargetContract, head: Eagle3Head, card: HeadCard) -> EvalReport:
+def _evaluate(config: RunConfig, target: Path, contract: TargetContract, head: Eagle3Head, card: HeadCard) -> EvalReport:
     """Speed and acceptance in the target's own type, then losslessness in fp32."""
     section, device = config.eval, pick_device(config.target.device)
     prompts = read_prompts(config)
-    directory = resolve(config.target).directory
-    template = load_template(directory, source=config.target.source, system_prompt=section.system_prompt)
+    template = load_template(target, source=config.target.source, system_prompt=section.system_prompt)
     length = _longest(config, max(len(template.start(prompt.turns[0])) for prompt in prompts), head.shape.max_position_embeddings)
 
     def workbench(dtype: torch.dtype) -> Workbench:
-        return Workbench(config, directory, contract, head, template, dtype=dtype, device=device, length=length)
+        return Workbench(config, target, contract, head, template, dtype=dtype, device=device, length=length)
 
     hf = load_target(config.target) if section.hf_prompts else None
     measured: list[Measured] = []

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.batches import Batch
-from pipeline.train.ttt import Unroll, continuing_rows, rotary_table, unroll
+from pipeline.train.ttt import Unroll, continuing_rows, unroll
 
 #: Logits held at one time. The rest of the loss is arithmetic on them, fastest while they stay in cache.
 _CHUNK_LOGITS = 4 << 20
@@ -56,7 +57,7 @@ class TttModel(nn.Module):
     def forward(self, batch: Batch) -> StepResult:
         """Unroll the head over `batch` and compare it with the teacher."""
         if self._rotary is None:  # now, because only now are device and type final
-            self._rotary = rotary_table(self.head.shape, self._length, device=self.embedding.device, dtype=self.embedding.dtype)
+            self._rotary = RotaryTable(self.head.shape.rope_config(), self._length, device=self.embedding.device, dtype=self.embedding.dtype)
         sayable = self.head.t2d[batch.token_ids[batch.labels]]  # [S]
         rows = continuing_rows(batch, sayable, self.steps)
         done = unroll(self.head, self.embedding, batch, self._rotary, rows=rows, steps=self.steps)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.attention import UnrolledAttention
 from pipeline.train.batches import Batch
@@ -70,11 +70,6 @@ def continuing_rows(batch: Batch, wanted: Tensor, steps: int) -> Tensor:
     for k in range(1, steps):
         needed[(batch.labels - k - 2)[wanted & (batch.depths >= k + 2)]] = True
     return needed.nonzero().flatten()
-
-
-def rotary_table(shape: HeadShape, length: int, *, device: torch.device, dtype: torch.dtype) -> RotaryTable:
-    """The head's rotary table for positions 0…length-1."""
-    return RotaryTable(shape.rope_config(), length, device=device, dtype=dtype)
 
 
 def _every(batch: Batch) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.layers import rotate
+from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.train.attention import UnrolledAttention
 from pipeline.train.batches import Batch, pack_samples
 from pipeline.train.loss import TttModel, gather_predictions
-from pipeline.train.ttt import Unroll, continuing_rows, rotary_table, step_logits, unroll
+from pipeline.train.ttt import Unroll, continuing_rows, step_logits, unroll
 
 STEPS, DECAY = 4, 0.7
 LENGTHS = (9, 12, 5)
@@ -60,7 +60,7 @@ def dense_unroll(head: Eagle3Head, embedding: Tensor, batch: Batch, rows: Tensor
     document = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
     position = torch.cat([torch.arange(length) for length in batch.lengths])
     causal = (document[:, None] == document) & (position[:, None] >= position)
-    rotary = rotary_table(head.shape, 64, device=torch.device("cpu"), dtype=batch.aux_states.dtype)
+    rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=batch.aux_states.dtype)
     keys: list[Tensor] = []
     values: list[Tensor] = []
     hidden, outputs = head.project(batch.aux_states), []
@@ -96,7 +96,7 @@ def test_unroll_equals_dense_mask_with_gradients(small_head: Eagle3Head, dtype: 
         if dense:
             outputs = dense_unroll(head, embedding, mine, rows)
         else:
-            rotary = rotary_table(head.shape, 64, device=torch.device("cpu"), dtype=dtype)
+            rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=dtype)
             outputs = list(unroll(head, embedding, mine, rotary, rows=rows, steps=STEPS).outputs)
         generator = torch.Generator().manual_seed(9)
         loss = sum((output * torch.randn(output.shape, generator=generator).to(dtype)).sum() for output in outputs)
@@ -111,7 +111,7 @@ def test_unroll_equals_dense_mask_with_gradients(small_head: Eagle3Head, dtype: 
 def test_attention_ignores_other_documents_and_later_tokens(small_head: Eagle3Head) -> None:
     batch = pack_samples(documents())
     rows = torch.arange(batch.tokens)
-    rotary = rotary_table(small_head.shape, 64, device=torch.device("cpu"), dtype=torch.float64)
+    rotary = RotaryTable(small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
 
     def mixed(changed: int | None) -> Tensor:
         generator = torch.Generator().manual_seed(2)
@@ -139,7 +139,7 @@ class Mistake(NamedTuple):
 
 def by_definition(head: Eagle3Head, fixed: Constants, mistake: Mistake) -> tuple[Tensor, list[float]]:
     """Loss and accuracies from the definition, one document, one query and one label at a time."""
-    rotary = rotary_table(head.shape, 64, device=torch.device("cpu"), dtype=torch.float64)
+    rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
     drafts = head.target_ids().tolist()
     loss, hits, counted, labels = torch.zeros((), dtype=torch.float64), [0] * STEPS, [0] * STEPS, 0
     for sample, rows in documents():
@@ -233,7 +233,7 @@ def test_alignment_by_hand() -> None:
 
 def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:
     batch, fixed = pack_samples(documents()), constants()
-    rotary = rotary_table(small_head.shape, 64, device=torch.device("cpu"), dtype=torch.float64)
+    rotary = RotaryTable(small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
     logits = step_logits(small_head, fixed.embedding, batch, rotary, steps=STEPS)
     dense = dense_unroll(small_head, fixed.embedding, batch, torch.arange(batch.tokens))
     assert [tuple(step.shape) for step in logits] == [(batch.tokens, 14)] * STEPS
