@@ -1,0 +1,59 @@
+"""τ, α, speedups and the verdict, worked out by hand for three prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.config import parse
+from pipeline.decoder.engine import Completion, Statistics
+from pipeline.eagle3.checkpoint import HeadCard
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.records import EvalReport
+from pipeline.serve_eval.measure import Measured
+from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.summary import summarise
+from tests.eagle3.test_checkpoint import CONTRACT, SHAPE
+
+
+def _measured(name: str, category: str, reached: list[int], rates: dict[str, float]) -> Measured:
+    """`reached[k]` rounds accepted k drafted tokens or more, so a round emits one token for each entry it is counted in."""
+    statistics = Statistics(rounds=reached[0], round_tokens=sum(reached), reached=reached)
+    done = Completion(name, (1, 2, 3), "length", statistics)
+    return Measured(Question(name, category, (1,)), done, done, rates)
+
+
+@pytest.fixture
+def report() -> EvalReport:
+    measured = [
+        _measured("a", "chat", [10, 8, 4], {"speculative": 30.0, "plain": 20.0, "hf": 10.0}),
+        _measured("b", "chat", [10, 2], {"speculative": 20.0, "plain": 20.0}),
+        _measured("c", "math", [20, 10, 2, 1], {"speculative": 25.0, "plain": 10.0, "hf": 20.0}),
+    ]
+    config = parse({"target": {"source": "x"}})
+    identical = {"a": True, "b": False, "c": True}
+    return summarise(config, CONTRACT, Eagle3Head(SHAPE), HeadCard(CONTRACT, {}, {"coverage": 0.9}), measured, identical, ["d"])
+
+
+def test_acceptance(report: EvalReport) -> None:
+    assert report.acceptance_length == pytest.approx((22 + 12 + 33) / 40)
+    assert report.alpha == pytest.approx((20 / 40, 6 / 20, 1 / 6))
+    assert {name: row["acceptance_length"] for name, row in report.by_category.items()} == pytest.approx({"chat": 34 / 20, "math": 33 / 20})
+
+
+def test_speed_is_the_median_of_ratios_on_the_same_prompt(report: EvalReport) -> None:
+    assert report.speedup == pytest.approx({"plain": 1.5, "hf": (3.0 + 1.25) / 2})
+    assert report.tokens_per_second == pytest.approx({"speculative": 25.0, "plain": 20.0, "hf": 15.0})
+
+
+def test_one_difference_is_enough(report: EvalReport) -> None:
+    assert report.lossless["greedy_fp32"] is False and report.lossless["different"] == ["b"]
+    assert report.lossless["prompts_checked"] == 3 and report.lossless["identical_in_run_dtype"] == 3
+    assert [prompt.identical_fp32 for prompt in report.prompts] == [True, False, True]
+    assert report.settings["left_out"] == {"prompt_too_long": 1}
+
+
+def test_the_head(report: EvalReport) -> None:
+    parameters = sum(parameter.numel() for parameter in Eagle3Head(SHAPE).parameters())
+    assert report.head["parameters"] == parameters and report.head["share_of_target"] == pytest.approx(parameters / 100_000)
+    assert report.head["coverage"] == 0.9 and report.settings["threads"] == torch.get_num_threads()
