@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import ConfigError
 from pipeline.records import Stage, digest
@@ -143,7 +143,13 @@ class TreeSection(Section):
 
     top_k: int = Field(4, gt=0, description="Candidates per node and beams per step; 1 drafts a chain.")
     steps: int = Field(5, gt=0, description="Draft depth.")
-    nodes: int = Field(16, gt=1, description="Nodes verified in one forward, root (the last token) included.")
+    nodes: int = Field(16, gt=1, le=64, description="Nodes verified in one forward, root (the last token) included; at most 64.")
+
+    @model_validator(mode="after")
+    def _fits_the_mask(self) -> TreeSection:
+        if (self.steps - 1) * self.top_k > 64:
+            raise ValueError(f"(steps - 1) x top_k is {(self.steps - 1) * self.top_k}, at most 64 drafted entries fit; lower steps or top_k")
+        return self
 
 
 class EvalSection(Section):

@@ -1,193 +1,203 @@
-"""Requests over slots: admit, run rounds, emit, retire.
+"""Requests over slots: admit, prefill in chunks, run rounds, emit, retire.
 
-    engine = Engine(model, slots=32)                      # plain
-    engine = Engine(model, drafter=Eagle3Drafter(…))      # speculative, greedy
-    for completion in engine.generate(requests): …        # in order of completion
+    engine = Engine(model, slots=32)                       # plain
+    engine = Engine(model, drafter=Eagle3Drafter(…))       # speculative
+    for completion in engine.generate(requests): …         # in order of completion
+    for emission in engine.stream(requests): …             # token by token
 
-A request joins as soon as a slot is free and leaves when it meets a stop token or its length
-limit; the other requests go on undisturbed.
+A request's life:
+
+    1  waits for a slot and for all the pages that it can ever need, so that it never has to stop again
+    2  its prompt is read in chunks between the others' rounds; the last chunk draws its first token
+    3  it takes part in rounds until a stop token or its length limit
+    4  its pages are freed and the last active row moves into its place
+
+A request that cannot be run, or whose logits turn NaN, ends as a completion with an error; the others
+go on undisturbed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
+from pipeline.decoder.batch import Batch
 from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.graphs import Parcel, RoundRunner, default_buckets, send
+from pipeline.decoder.kv import PagedPool, pages_for
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.round import forward_tree, speculative_round
-from pipeline.decoder.tree import causal_mask, root_only
-from pipeline.decoder.verify import sample
+from pipeline.decoder.request import Completion, Emission, Problem, Request, Slot, Statistics
+from pipeline.decoder.round import prefill_chunk
 
+#: A prefill or a round under way: the slots of its rows, and its tokens.
+_Launch = tuple[list[Slot], Parcel]
 
-@dataclass(frozen=True)
-class Request:
-    """What to generate. Temperature 0 is greedy."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-
-@dataclass
-class Statistics:
-    """Of one request. Prefill's token is in neither `rounds` nor `round_tokens`."""
-
-    rounds: int = 0
-    round_tokens: int = 0  # emitted by rounds, bonus included
-    reached: list[int] = field(default_factory=list)  # [k]: rounds in which k drafted tokens were accepted, or more
-    first_token_seconds: float = 0.0  # from admission
-    decode_seconds: float = 0.0  # first token to last
-
-    @property
-    def acceptance_length(self) -> float:
-        """τ; 1 for plain decoding, 0 when the first token was the last."""
-        return self.round_tokens / self.rounds if self.rounds else 0.0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished request: generated ids, a stop token included."""
-
-    id: str
-    token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
-    statistics: Statistics
-
-
-@dataclass
-class _Slot:
-    request: Request
-    generator: torch.Generator | None
-    started: float
-    tokens: list[int] = field(default_factory=list)
-    statistics: Statistics = field(default_factory=Statistics)
-    reason: Literal["stop", "length"] | None = None
-
-    @property
-    def cached(self) -> int:
-        """Tokens in the target's cache: all but the last one, which is the next root."""
-        return len(self.request.prompt_ids) + len(self.tokens) - 1
-
-    def emit(self, tokens: Iterable[int]) -> int:
-        """Append tokens up to a stop token or the limit; returns how many were taken."""
-        taken = 0
-        for token in tokens:
-            self.tokens.append(token)
-            taken += 1
-            if token in self.request.stop_ids:
-                self.reason = "stop"
-            elif len(self.tokens) == self.request.max_new_tokens:
-                self.reason = "length"
-            if self.reason:
-                break
-        return taken
+#: Prompt tokens read between two rounds: long enough for efficient matrix products, short enough that
+#: the others' next tokens are not delayed much.
+PREFILL_TOKENS = 512
 
 
 class Engine:
-    """Continuous batching over `slots` rows of a static cache."""
+    """Continuous batching over `slots` rows of static buffers and one pool of pages."""
 
-    def __init__(self, model: DecoderModel, *, drafter: Drafter | None = None, slots: int = 1) -> None:
-        self.model, self.drafter = model, drafter
-        self.cache = model.new_cache(slots)
-        self.nodes = drafter.nodes if drafter else 1
-        self._slots: list[_Slot] = []
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        drafter: Drafter | None = None,
+        slots: int = 1,
+        pages: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+        buckets: Sequence[int] | None = None,
+        overlap: bool | None = None,
+    ) -> None:
+        """`pages` limits the pool (default: enough for every slot at full length), `buckets` the batch sizes
+        that rounds run at (default: exact on a CPU), `overlap` launches a round before the last one's tokens
+        are read (default: on CUDA)."""
+        cuda = model.device.type == "cuda"
+        self.model, self.drafter, self.slots = model, drafter, slots
+        self._behind = int(cuda if overlap is None else overlap)
+        self._prefill_tokens = prefill_tokens
+        width = drafter.depth + 1 if drafter else 1  # most tokens that a round emits
+        # Behind the last kept token: what one round too many commits for each round in flight, and the tree on top.
+        self._spare = width * (1 + self._behind) + (max(drafter.nodes, drafter.lookahead) if drafter else 1)
+        table = pages_for(model.max_length + self._spare)
+        self.pool = PagedPool(slots * table + 1 if pages is None else pages, device=model.device)
+        self._plane = model.plane(self.pool)
         if drafter:
-            drafter.allocate(slots, model.max_length)
+            drafter.allocate(self.pool)
+        memory = drafter.memory if drafter else 0
+        self._batch, self._lobby = (Batch.empty(rows, pages=table, memory=memory, emitted=width, dtype=model.dtype, device=model.device) for rows in (slots, 1))
+        if buckets is None and cuda:
+            buckets = default_buckets(slots)
+        with torch.inference_mode():
+            self._runner = RoundRunner(model, self._plane, drafter, self._batch, buckets=buckets)
+        self._active: list[Slot] = []  # slot r holds row r
+        self._arriving: Slot | None = None  # being prefilled in the lobby
+        self._ready: deque[Emission] = deque()
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Completions as they finish; requests are taken from the iterable as slots become free."""
+        for emission in self.stream(requests):
+            if emission.completion is not None:
+                yield emission.completion
 
     @torch.inference_mode()
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they finish. Raises ValueError for a request that cannot be run."""
-        waiting = deque(self._checked(request) for request in requests)
-        while waiting or self._slots:
-            while waiting and len(self._slots) < self.cache.slots:
-                self._admit(waiting.popleft())
-            yield from self._retire()
-            if self._slots:
-                self._round()
-                yield from self._retire()
+    def stream(self, requests: Iterable[Request]) -> Iterator[Emission]:
+        """Tokens as they are emitted, of all requests in turn."""
+        source = _Queue(requests)
+        flying: deque[list[_Launch]] = deque()  # launched, not yet read; a list for each pass of this loop
+        try:
+            while source or self._arriving or self._active or flying:
+                flying.append(self._launch(source))
+                while flying and (len(flying) > self._behind or not flying[-1]):
+                    self._collect(flying.popleft())
+                while self._ready:
+                    yield self._ready.popleft()
+        finally:
+            self._abandon()
 
-    def _checked(self, request: Request) -> Request:
-        # The last tree may reach past the last token that is kept.
-        need = len(request.prompt_ids) + request.max_new_tokens + self.nodes
-        if not request.prompt_ids or request.max_new_tokens < 1:
-            raise ValueError(f"request {request.id}: needs a prompt and max_new_tokens of at least 1")
-        if need > self.model.max_length:
-            raise ValueError(f"request {request.id}: needs {need} cache entries, the engine has {self.model.max_length}")
-        if self.drafter and request.temperature > 0:
-            raise ValueError(f"request {request.id}: a drafter verifies greedily, temperature must be 0")
-        return request
+    def _launch(self, source: _Queue) -> list[_Launch]:
+        """Read prompts, within the budget, and run one round of the requests that are decoding."""
+        launched = self._prefill(source)
+        if not self._behind:  # a request may end with its first token
+            self._collect(launched)
+            launched = []
+        if self._active:
+            rows = len(self._active)
+            self._runner.run(rows, sampling=any(slot.request.temperature > 0 for slot in self._active))
+            launched.append((list(self._active), send(self._batch.rows(0, rows))))
+        return launched
 
-    def _admit(self, request: Request) -> None:
-        """Prefill one prompt into the next free row and draw its first token."""
-        started, row, device = time.perf_counter(), len(self._slots), self.model.device
-        generator = torch.Generator(device).manual_seed(request.seed) if request.temperature > 0 else None
-        slot = _Slot(request, generator, started)
-        ids = torch.tensor([request.prompt_ids], device=device)  # [1, T]
-        positions = torch.arange(ids.shape[1], device=device)[None]
-        mask = causal_mask(ids.shape[1], 0, self.model.dtype, device)
-        output = self.model.forward(ids, positions, positions, mask, self.cache.row(row))
-        slot.emit([self._draw(slot, self.model.logits(output.final[0, -1]))])
-        slot.statistics.first_token_seconds = time.perf_counter() - started
-        if self.drafter and not slot.reason:
-            root = torch.tensor(slot.tokens, device=device)
-            self.drafter.prefill(row, torch.cat((ids[0], root)), output.aux[0])
-        self._slots.append(slot)
+    def _prefill(self, source: _Queue) -> list[_Launch]:
+        launched: list[_Launch] = []
+        budget = self._prefill_tokens
+        while budget > 0 and (slot := self._arriving or self._admit(source)):
+            prompt = slot.request.prompt_ids
+            end = min(slot.prefilled + budget, len(prompt))
+            budget -= end - slot.prefilled
+            chunk = torch.tensor([prompt[slot.prefilled : end]], device=self.model.device)  # [1, n]
+            following = torch.tensor([prompt[end]], device=self.model.device) if end < len(prompt) else None
+            prefill_chunk(self.model, self._plane, self.drafter, self._lobby, chunk, following)
+            slot.prefilled, self._arriving = end, slot
+            if following is None:
+                launched.append(([slot], send(self._lobby)))
+                self._batch.copy_row(len(self._active), self._lobby, 0)
+                self._active.append(slot)
+                self._arriving = None
+        return launched
 
-    def _round(self) -> None:
-        roots = torch.tensor([slot.tokens[-1] for slot in self._slots], device=self.model.device)
-        starts = torch.tensor([slot.cached for slot in self._slots], device=self.model.device)
-        emitted = self._speculate(roots, starts) if self.drafter else self._plain(roots, starts)
-        now = time.perf_counter()
-        for slot, tokens in zip(self._slots, emitted, strict=True):
-            statistics = slot.statistics
-            taken = slot.emit(tokens)
-            statistics.rounds += 1
-            statistics.round_tokens += taken
-            for depth in range(len(tokens)):
-                if depth == len(statistics.reached):
-                    statistics.reached.append(0)
-                statistics.reached[depth] += 1
-            statistics.decode_seconds = now - slot.started - statistics.first_token_seconds
-
-    def _plain(self, roots: Tensor, starts: Tensor) -> list[list[int]]:
-        _, logits = forward_tree(self.model, self.cache, root_only(roots), starts)
-        if all(slot.request.temperature == 0 for slot in self._slots):
-            return [[token] for token in logits[:, 0].argmax(-1).tolist()]
-        return [[self._draw(slot, logits[row, 0])] for row, slot in enumerate(self._slots)]
-
-    def _speculate(self, roots: Tensor, starts: Tensor) -> list[list[int]]:
-        assert self.drafter is not None
-        accepted = speculative_round(self.model, self.cache, self.drafter, roots, starts)
-        return [row[:count] for row, count in zip(accepted.tokens.tolist(), accepted.counts.tolist(), strict=True)]
-
-    def _draw(self, slot: _Slot, logits: Tensor) -> int:
-        request = slot.request
-        return sample(logits, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, generator=slot.generator)
-
-    def _retire(self) -> Iterator[Completion]:
-        """Yield finished requests; the last active row takes each freed place."""
-        row = 0
-        while row < len(self._slots):
-            slot = self._slots[row]
-            if slot.reason is None:
-                row += 1
+    def _admit(self, source: _Queue) -> Slot | None:
+        """The next request that can run, with its pages, in the lobby; None while there is no room or no request."""
+        while source and len(self._active) < self.slots:
+            request = source.first
+            need = pages_for(len(request.prompt_ids) + request.max_new_tokens + self._spare)
+            problem = request.problem(vocabulary=self.model.vocabulary, max_length=self.model.max_length)
+            if problem is None and need > self.pool.capacity:
+                problem = Problem(f"needs {need} pages of key/value memory, the pool has {self.pool.capacity}", "give the engine more pages")
+            if problem is not None:
+                source.pop()
+                failed = Completion(request.id, (), "error", Statistics(), problem)
+                self._ready.append(Emission(request.id, (), failed))
                 continue
-            last = self._slots.pop()
-            if last is not slot:
-                self._slots[row] = last
-                self.cache.move(len(self._slots), row, last.cached)
-                if self.drafter and last.reason is None:
-                    self.drafter.move(len(self._slots), row)
-            yield Completion(slot.request.id, tuple(slot.tokens), slot.reason, slot.statistics)
+            pages = self.pool.take(need)
+            if pages is None:
+                return None
+            source.pop()
+            now = time.perf_counter()
+            self._lobby.open_row(0, pages, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed)
+            return Slot(request, pages, now, statistics=Statistics(queued_seconds=now - source.opened))
+        return None
+
+    def _collect(self, launched: list[_Launch]) -> None:
+        """Hand out what launches emitted, and retire the requests that ended."""
+        for slots, parcel in launched:
+            emitted, now = parcel.open(), time.perf_counter()
+            for slot, tokens in zip(slots, emitted, strict=True):
+                if slot.reason is not None:
+                    continue  # ended while this round was under way
+                taken = slot.take(tokens, now)
+                if slot.reason is not None:
+                    self._retire(slot)
+                self._ready.append(Emission(slot.request.id, taken, slot.completion() if slot.reason else None))
+
+    def _retire(self, slot: Slot) -> None:
+        """Free the pages; the last active row takes the place."""
+        row, last = self._active.index(slot), self._active.pop()
+        if last is not slot:
+            self._active[row] = last
+            self._batch.copy_row(row, self._batch, len(self._active))
+        self._batch.clear_row(len(self._active))
+        self.pool.give(slot.pages)
+
+    def _abandon(self) -> None:
+        """Drop everything, for a caller that stopped listening."""
+        for slot in list(self._active):
+            self._retire(slot)
+        if self._arriving is not None:
+            self.pool.give(self._arriving.pages)
+            self._arriving = None
+        self._ready.clear()
+
+
+class _Queue:
+    """Requests that wait, read from the caller's iterable one ahead."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._source = iter(requests)
+        self.opened = time.perf_counter()
+        self.pop()
+
+    def __bool__(self) -> bool:
+        return self._first is not None
+
+    @property
+    def first(self) -> Request:
+        assert self._first is not None
+        return self._first
+
+    def pop(self) -> None:
+        self._first = next(self._source, None)

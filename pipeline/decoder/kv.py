@@ -1,9 +1,12 @@
-"""Static key/value cache: every slot owns `length` consecutive entries in every layer.
+"""Paged key/value memory: one pool of pages, one allocator, shared by the target and the drafter.
 
-Active slots are always the first rows, so that a batch is a view and never a gather.
+    row 0   table [3 5]      page 3  p p p p p p p p │ page 5  p p n n n n . .
+    row 1   table [2 0]      page 2  p p p n n n n . │ page 0  nobody's: inert rows write here
 
-    row 0   p p p p p p n n n n . . .     p: prefix (committed)   n: nodes of the tree being verified
-    row 1   p p p n n n n . . . . . .     .: never read
+    p: committed   n: nodes of the tree being verified (or beams being drafted)   .: never read
+
+A page id names the same page in every plane: all layers of the target and the drafter's own layer.
+Nodes that were not accepted need no freeing: the next tree is written over them.
 """
 
 from __future__ import annotations
@@ -11,40 +14,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipeline.decoder.ops.reference import PAGE
 
-class KVCache:
-    """Keys and values of all layers: [layers, 2, slots, kv_heads, length, d].
 
-    A head's entries are contiguous: attention streams them, and that is most of what a batch reads."""
+class PagedPool:
+    """Which of `pages` pages are free. Page 0 is never handed out."""
 
-    def __init__(self, data: Tensor) -> None:
-        self.data = data
-        self.slots, self.length = data.shape[2], data.shape[4]
+    def __init__(self, pages: int, *, device: torch.device) -> None:
+        self.pages, self.device = pages, device
+        self._free = list(range(pages - 1, 0, -1))  # lowest first, so that memory in use stays together
 
-    @classmethod
-    def zeros(cls, layers: int, slots: int, length: int, kv_heads: int, head_dim: int, *, device: torch.device, dtype: torch.dtype) -> KVCache:
-        """An empty cache."""
-        return cls(torch.zeros(layers, 2, slots, kv_heads, length, head_dim, device=device, dtype=dtype))
+    def plane(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """Keys and values of `layers` layers on all pages: zeros [layers, 2, pages, G, PAGE, d]."""
+        return torch.zeros(layers, 2, self.pages, kv_heads, PAGE, head_dim, dtype=dtype, device=self.device)
 
-    def row(self, index: int) -> KVCache:
-        """A view of one row as a cache of its own."""
-        return KVCache(self.data[:, :, index : index + 1])
+    @property
+    def free(self) -> int:
+        return len(self._free)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, columns: Tensor) -> None:
-        """Store keys and values [B, N, kv_heads, d] of the first B rows at `columns` [B, N]."""
-        rows = torch.arange(len(columns), device=columns.device)[:, None]  # [B, 1]
-        self.data[layer, 0][rows, :, columns] = keys
-        self.data[layer, 1][rows, :, columns] = values
+    @property
+    def capacity(self) -> int:
+        """Pages that can be handed out at all."""
+        return self.pages - 1
 
-    def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Views (keys, values) [rows, kv_heads, length, d] of the first `rows` rows."""
-        return self.data[layer, 0, :rows, :, :length], self.data[layer, 1, :rows, :, :length]
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages, or None when fewer are free."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
 
-    def compact(self, source: Tensor, target: Tensor) -> None:
-        """Copy entries at columns `source` [B, E] to columns `target` [B, E] in the first B rows."""
-        rows = torch.arange(len(source), device=source.device)[:, None]
-        self.data[:, :, rows, :, target] = self.data[:, :, rows, :, source]
+    def give(self, pages: list[int]) -> None:
+        """Return pages; their content stays, and readers never look at what they did not write."""
+        self._free.extend(reversed(pages))
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` entries of row `source` over row `target`."""
-        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+def pages_for(entries: int) -> int:
+    """Pages that hold `entries` cache entries."""
+    return -(-entries // PAGE)

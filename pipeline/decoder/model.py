@@ -4,23 +4,25 @@ Weights are read from the target's safetensors and fused: q, k and v are one mat
 are one. Every forward is a *tree* forward; a prompt is a tree that is a chain, and plain decoding
 verifies a tree of one node.
 
-Shapes: B rows, N tokens a row, H hidden size, Q query heads, G key/value heads, d head size,
-R = Q / G queries that share a key, S cache entries that may be seen.
+Shapes: B rows, N tokens a row, T = B·N, H hidden size, Q query heads, G key/value heads, d head size,
+P pages a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoder.kv import KVCache
-from pipeline.decoder.ops import fold_mask, tree_attention
-from pipeline.eagle3.layers import RotaryTable, rms_norm, rotate
+from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.ops import pick_ops
+from pipeline.decoder.ops.reference import Packed, TorchOps, entry_slots
+from pipeline.decoder.tree import WINDOW
+from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
 from pipeline.target.weights import TargetWeights
 
@@ -31,15 +33,28 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 @dataclass(frozen=True)
 class _Layer:
     input_norm: Tensor  # [H]
-    qkv: Tensor  # [(Q + 2G) d, H]
+    qkv: Packed  # [(Q + 2G) d, H]
     qkv_bias: Tensor | None  # [(Q + 2G) d]
-    query_norm: Tensor | None  # [d]
-    key_norm: Tensor | None  # [d]
-    output: Tensor  # [H, Q d]
+    head_norms: tuple[Tensor, Tensor] | None  # of every query and key head, each [d]
+    output: Packed  # [H, Q d]
     output_bias: Tensor | None  # [H]
     post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2I, H]
-    down: Tensor  # [H, I]
+    gate_up: Packed  # [2I, H]
+    down: Packed  # [H, I]
+
+
+class Weights(Protocol):
+    """Where the tensors come from: a target directory, or a generator of random ones for benchmarks."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def embedding(self) -> Tensor: ...
+
+    def lm_head(self) -> Tensor: ...
+
+    def final_norm(self) -> Tensor: ...
+
+    def layer(self, index: int) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -51,60 +66,83 @@ class Forward:
 
 
 class DecoderModel:
-    """Weights, rotary table and the forward; caches belong to the engine."""
+    """Weights, rotary table and the forward; key/value pages belong to the engine."""
 
-    def __init__(self, directory: Path, capture_layers: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, max_length: int) -> None:
-        from transformers import AutoConfig
-
-        config: Any = AutoConfig.from_pretrained(directory)
-        _check_supported(config, max_length, where=str(directory))
-        self.config, self.device, self.dtype, self.max_length = config, device, dtype, max_length
+    def __init__(
+        self, config: Any, weights: Weights, capture_layers: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, max_length: int, ops: TorchOps
+    ) -> None:
+        """`max_length` is the longest prompt + response, `ops` the backend that computes."""
+        self.config, self.device, self.dtype, self.max_length, self.ops = config, device, dtype, max_length, ops
         self.capture_layers = capture_layers
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
-        weights = TargetWeights(directory)
         self.embedding = self._put(weights.embedding())  # [V, H]
-        self.lm_head = self._put(weights.lm_head()) if "lm_head.weight" in weights and not config.tie_word_embeddings else self.embedding
+        tied = config.tie_word_embeddings or "lm_head.weight" not in weights
+        self._lm_head = self.ops.pack(self.embedding if tied else self._put(weights.lm_head()))
         self.final_norm = self._put(weights.final_norm())
         self.layers = [self._fuse(weights.layer(index)) for index in range(config.num_hidden_layers)]
-        self.rotary = RotaryTable(config, max_length, device=device, dtype=dtype)
+        # Nodes of the last tree may stand behind the longest response.
+        rotary = RotaryTable(config, max_length + WINDOW, device=device, dtype=dtype)
+        self.rotary = rotary.cos, rotary.sin
 
-    def new_cache(self, slots: int) -> KVCache:
-        """A cache of `max_length` entries for each of `slots` rows."""
-        return KVCache.zeros(len(self.layers), slots, self.max_length, self.kv_heads, self.head_dim, device=self.device, dtype=self.dtype)
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        capture_layers: tuple[int, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_length: int,
+        ops: TorchOps | None = None,
+    ) -> DecoderModel:
+        """Read a target directory. Raises UnsupportedModel for what the decoder does not run."""
+        from transformers import AutoConfig
 
-    def forward(self, tokens: Tensor, positions: Tensor, columns: Tensor, mask: Tensor, cache: KVCache) -> Forward:
-        """Run tokens [B, N] at `positions` [B, N], storing keys and values at cache `columns` [B, N].
+        config: Any = AutoConfig.from_pretrained(directory)
+        check_supported(config, max_length, where=str(directory))
+        weights = TargetWeights(directory)
+        return cls(config, weights, capture_layers, device=device, dtype=dtype, max_length=max_length, ops=ops or pick_ops(device, dtype))
 
-        mask [B, N, S] is added to the attention scores: 0 where a token may look, -inf elsewhere.
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this."""
+        return len(self.embedding)
+
+    def plane(self, pool: PagedPool) -> Tensor:
+        """This model's keys and values on the pool's pages: [layers, 2, pages, G, PAGE, d]."""
+        return pool.plane(len(self.layers), self.kv_heads, self.head_dim, self.dtype)
+
+    def forward(self, tokens: Tensor, positions: Tensor, table: Tensor, starts: Tensor, visible: Tensor | None, plane: Tensor) -> Forward:
+        """Run tokens [B, N] at `positions` [B, N], token n of row b being cache entry starts[b] + n.
+
+        Pages come from `table` [B, P]. Every token sees the entries below `starts` [B], and behind
+        them what the bits of `visible` [B, N] name; without it the tokens are a chain.
         """
-        cos, sin = self.rotary.at(positions)  # [B, N, d]
-        mask = fold_mask(mask, self.num_heads // self.kv_heads)  # [B, 1, R N, S]
-        hidden = F.embedding(tokens, self.embedding)  # [B, N, H]
+        ops, (rows, count) = self.ops, tokens.shape
+        slots = entry_slots(table, starts[:, None] + torch.arange(count, device=tokens.device)).view(-1)  # [T]
+        places = positions.reshape(-1), slots
         captured = []
+        normed, hidden = ops.add_rms_norm(F.embedding(tokens.reshape(-1), self.embedding), None, self.layers[0].input_norm, self.eps)  # [T, H]
+        following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attention(index, layer, rms_norm(hidden, layer.input_norm, self.eps), cos, sin, columns, mask, cache)
-            gate, up = F.linear(rms_norm(hidden, layer.post_norm, self.eps), layer.gate_up).chunk(2, dim=-1)  # [B, N, I]
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down)
+            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)  # [T, (Q + 2G) d]
+            keys, values = plane[index]
+            query = ops.rope_write(qkv, layer.head_norms, self.eps, self.rotary, *places, keys, values)  # [T, Q, d]
+            mixed = ops.tree_attention(query.view(rows, count, self.num_heads, self.head_dim), keys, values, table, starts, visible)
+            update = ops.linear(mixed.view(rows * count, -1), layer.output, layer.output_bias)
+            normed, hidden = ops.add_rms_norm(hidden, update, layer.post_norm, self.eps)
+            update = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
+            normed, hidden = ops.add_rms_norm(hidden, update, following[index], self.eps)
             if index in self.capture_layers:
                 captured.append(hidden)
-        return Forward(torch.cat(captured, dim=-1), rms_norm(hidden, self.final_norm, self.eps))
+        shape = rows, count, -1
+        return Forward(torch.cat(captured, dim=-1).view(shape), normed.view(shape))
 
     def logits(self, final: Tensor) -> Tensor:
-        """Final states [.., H] → logits [.., V]."""
-        return F.linear(final, self.lm_head)
-
-    def _attention(self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, columns: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
-        rows, count = x.shape[:2]
-        fused = F.linear(x, layer.qkv, layer.qkv_bias).view(rows, count, -1, self.head_dim)  # [B, N, Q + 2G, d]
-        query, key, value = torch.split(fused, [self.num_heads, self.kv_heads, self.kv_heads], dim=2)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = rms_norm(query, layer.query_norm, self.eps), rms_norm(key, layer.key_norm, self.eps)
-        cache.write(index, rotate(key, cos, sin), value, columns)
-        keys, values = cache.read(index, rows, mask.shape[-1])  # [B, G, S, d]
-        mixed = tree_attention(rotate(query, cos, sin), keys, values, mask).flatten(2)  # [B, N, Q d]
-        return F.linear(mixed, layer.output, layer.output_bias)
+        """Final states [T, H] → logits [T, V]."""
+        return self.ops.linear(final, self._lm_head)
 
     def _fuse(self, layer: dict[str, Tensor]) -> _Layer:
         def joined(*names: str) -> Tensor:
@@ -114,24 +152,24 @@ class DecoderModel:
             return self._put(layer[name]) if name in layer else None
 
         qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
+        norms = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
         return _Layer(
             input_norm=self._put(layer["input_layernorm.weight"]),
-            qkv=joined(*(f"{name}.weight" for name in qkv)),
+            qkv=self.ops.pack(joined(*(f"{name}.weight" for name in qkv))),
             qkv_bias=joined(*(f"{name}.bias" for name in qkv)) if f"{qkv[0]}.bias" in layer else None,
-            query_norm=optional("self_attn.q_norm.weight"),
-            key_norm=optional("self_attn.k_norm.weight"),
-            output=self._put(layer["self_attn.o_proj.weight"]),
+            head_norms=(self._put(layer[norms[0]]), self._put(layer[norms[1]])) if norms[0] in layer else None,
+            output=self.ops.pack(self._put(layer["self_attn.o_proj.weight"])),
             output_bias=optional("self_attn.o_proj.bias"),
             post_norm=self._put(layer["post_attention_layernorm.weight"]),
-            gate_up=joined("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            down=self._put(layer["mlp.down_proj.weight"]),
+            gate_up=self.ops.pack(joined("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+            down=self.ops.pack(self._put(layer["mlp.down_proj.weight"])),
         )
 
     def _put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype).contiguous()
 
 
-def _check_supported(config: Any, max_length: int, *, where: str) -> None:
+def check_supported(config: Any, max_length: int, *, where: str) -> None:
     """Raise UnsupportedModel with what is supported, rather than decode something slightly wrong."""
 
     def refuse(problem: str, fix: str) -> UnsupportedModel:

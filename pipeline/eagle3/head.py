@@ -89,7 +89,9 @@ class _Mlp(nn.Module):
         return torch.as_tensor(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
-class _Norm(nn.Module):
+class RmsNorm(nn.Module):
+    """RMS norm with a weight."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -102,10 +104,10 @@ class _Norm(nn.Module):
 class _DraftLayer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.input_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = _Attention(shape)
-        self.post_attention_layernorm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = _Mlp(shape)
 
     def forward(self, embedding: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
@@ -130,7 +132,7 @@ class Eagle3Head(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = _DraftLayer(shape)
-        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))

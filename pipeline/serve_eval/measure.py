@@ -15,8 +15,9 @@ import torch
 
 from pipeline.config import RunConfig
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.engine import Completion, Engine, Request
+from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.request import Completion, Request
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import Prompt, TargetContract
 from pipeline.serve_eval.questions import Question, first_question, next_question
@@ -53,12 +54,12 @@ class Workbench:
         length: int,
     ) -> None:
         self._config, self._template = config, template
-        self.model = DecoderModel(directory, contract.capture_layers, device=device, dtype=dtype, max_length=length)
+        self.model = DecoderModel.load(directory, contract.capture_layers, device=device, dtype=dtype, max_length=length)
         self._head = head
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
         """A fresh engine over the shared weights."""
-        drafter = Eagle3Drafter(self._head, self.model.embedding, self._config.eval.tree) if speculative else None
+        drafter = Eagle3Drafter(self._head, self.model, self._config.eval.tree) if speculative else None
         return Engine(self.model, drafter=drafter, slots=slots)
 
     def measure(self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int) -> Iterator[Measured | str]:
@@ -100,7 +101,7 @@ class Workbench:
         return Request(question.id, question.context, self._config.eval.max_new_tokens, self._template.stop_ids)
 
     def _fits(self, question: Question) -> bool:
-        return len(question.context) + self._config.eval.max_new_tokens + self._config.eval.tree.nodes <= self.model.max_length
+        return len(question.context) + self._config.eval.max_new_tokens <= self.model.max_length
 
 
 def _complete(engine: Engine, request: Request) -> Completion:

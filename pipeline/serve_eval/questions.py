@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig, SourceSpec
-from pipeline.decoder.engine import Completion
+from pipeline.decoder.request import Completion
 from pipeline.errors import ConfigError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt

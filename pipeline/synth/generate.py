@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.config import SynthSection
-from pipeline.decoder.engine import Completion, Request
+from pipeline.decoder.request import Completion, Request
+from pipeline.errors import TargetError
 from pipeline.records import Message, Prompt, Sample, Sampling, Span, digest
 from pipeline.target.template import ChatTemplate
 
@@ -78,6 +79,9 @@ class Generator:
         unanswered = {request.id for request in requests}
         for completion in self._answer(requests):
             unanswered.remove(completion.id)
+            if completion.error is not None:
+                prompt = conversations[int(completion.id)].prompt
+                raise TargetError(completion.error.what, where=f"prompt {prompt.id} of {prompt.source}", fix=completion.error.fix)
             conversations[int(completion.id)].take(completion.token_ids, closed=completion.finish_reason == "stop")
         assert not unanswered, "the engine left requests unanswered"
 

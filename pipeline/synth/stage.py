@@ -104,12 +104,12 @@ def _is_finished(config: RunConfig) -> bool:
 
 def _load_engine(config: RunConfig, directory: Path, contract: TargetContract) -> Engine:
     section = synth_section(config)
-    model = DecoderModel(
+    model = DecoderModel.load(
         directory,
         contract.capture_layers,
         device=pick_device(config.target.device),
         dtype=getattr(torch, contract.dtype),
-        max_length=section.max_prompt_tokens + section.max_new_tokens + 1,  # the engine keeps one entry spare
+        max_length=section.max_prompt_tokens + section.max_new_tokens,
     )
     return Engine(model, slots=section.batch_size)
 

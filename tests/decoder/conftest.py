@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.decoder.batch import Batch
+from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for
@@ -27,16 +30,37 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.3,  # large enough that greedy choices are not near-ties
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-untied-llama3": {"model_type": "llama", "tie_word_embeddings": False, "rope_parameters": _LLAMA3},
+    "llama-yarn": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "llama-linear": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "llama-wide-heads": {"model_type": "llama", "head_dim": 16},
     "llama-biased": {"model_type": "llama", "attention_bias": True},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2"},
+    "qwen2-untied": {"model_type": "qwen2", "tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
 }
+
+
+def poisoned_plane(model: DecoderModel, pages: int) -> Tensor:
+    """Key/value memory of a model in which whatever is read before it was written shows."""
+    return model.plane(PagedPool(pages, device=model.device)).fill_(float("nan"))
+
+
+def open_rows(model: DecoderModel, rows: int, *, pages: int, memory: int = 0, emitted: int = 8) -> Batch:
+    """A batch of greedy requests with `pages` pages each, none of them in order."""
+    batch = Batch.empty(rows, pages=pages, memory=memory, emitted=emitted, dtype=model.dtype, device=model.device)
+    order = (1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))).view(rows, pages)
+    for row in range(rows):
+        batch.open_row(row, order[row].tolist(), temperature=0.0, top_p=1.0, top_k=0, seed=0)
+    return batch
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +87,7 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.fixture
 def model(make_target: Callable[[str], Path]) -> DecoderModel:
-    return DecoderModel(make_target("llama"), CAPTURE, device=torch.device("cpu"), dtype=torch.float32, max_length=160)
+    return DecoderModel.load(make_target("llama"), CAPTURE, device=torch.device("cpu"), dtype=torch.float32, max_length=160)
 
 
 @pytest.fixture

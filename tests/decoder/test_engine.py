@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import TreeSection
+from pipeline.decoder.batch import Batch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.engine import Completion, Engine, Request
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.tree import Tree, grow
-from pipeline.decoder.verify import sample
+from pipeline.decoder.ops.reference import TorchOps
+from pipeline.decoder.request import Completion, Request
+from pipeline.decoder.tree import Tree
 from pipeline.eagle3.head import Eagle3Head
 from tests.decoder.conftest import VOCABULARY
 
@@ -36,38 +40,39 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
 class OracleDrafter:
     """Knows the answers: proposes the true continuation among distractors, right up to a depth that varies."""
 
-    depth, nodes = 4, 13
+    depth, nodes, lookahead, memory = 4, 13, 0, 1
+    _shape = TreeSection(top_k=3, steps=4, nodes=13)
 
     def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], right: int) -> None:
-        self._answers, self._right = answers, right
+        self._whole = [(*prompt, *reply)[1:] for prompt, reply in answers.items()]
+        self._right = right
 
-    def allocate(self, slots: int, length: int) -> None:
-        self._seen: list[list[int]] = [[] for _ in range(slots)]
+    def allocate(self, pool: PagedPool) -> None:
+        self._seen: dict[int, list[int]] = {}  # by the request's first page: rows may move
 
-    def prefill(self, row: int, tokens: Tensor, aux: Tensor) -> None:
-        assert len(aux) == len(tokens) - 1
-        self._seen[row] = tokens.tolist()
+    def shape_for(self, rows: int) -> TreeSection:
+        return self._shape
 
-    def extend(self, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
+    def extend(self, batch: Batch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
         for row, count in enumerate(counts.tolist()):
-            self._seen[row] += tokens[row, :count].tolist()
+            seen = self._seen.setdefault(int(batch.table[row, 0]), [])
+            del seen[int(batch.starts[row]) :]  # whoever held the page before
+            seen += tokens[row, :count].tolist()
 
-    def move(self, source: int, target: int) -> None:
-        self._seen[target] = self._seen[source]
-
-    def draft(self, roots: Tensor) -> Tree:
+    def draft(self, batch: Batch, shape: TreeSection) -> Tree:
         tokens = []
-        for row, root in enumerate(roots.tolist()):
-            assert self._seen[row][-1] == root
-            future = self._future(self._seen[row])
+        for row, root in enumerate(batch.roots.tolist()):
+            seen = self._seen[int(batch.table[row, 0])]
+            assert seen[-1] == root
+            future = self._future(seen)
             guesses = [future[depth] if depth < self._right else (future[depth] + 1) % VOCABULARY for depth in range(4)]
             tokens.append([token for guess in guesses for token in ((guess + 2) % VOCABULARY, guess, (guess + 3) % VOCABULARY)])
-        parents = torch.tensor([-1] * 3 + [1] * 3 + [4] * 3 + [7] * 3).expand(len(roots), -1)
-        scores = -torch.tensor([1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3).expand(len(roots), -1)
-        return grow(roots, torch.tensor(tokens), parents, scores, self.nodes, self.depth)
+        parents = torch.tensor([-1] * 3 + [1] * 3 + [4] * 3 + [7] * 3).expand(len(batch), -1)
+        scores = -torch.tensor([1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3).expand(len(batch), -1)
+        return TorchOps().grow_tree(batch.roots, torch.tensor(tokens), parents, scores, self.nodes)
 
     def _future(self, seen: list[int]) -> list[int]:
-        (answer,) = [(*prompt, *reply) for prompt, reply in self._answers.items() if (*prompt, *reply)[: len(seen)] == tuple(seen)]
+        (answer,) = [whole for whole in self._whole if whole[: len(seen)] == tuple(seen)]
         return [*answer[len(seen) :], 0, 0, 0, 0][:4]
 
 
@@ -76,7 +81,7 @@ class OracleDrafter:
 def test_speculation_with_a_bad_head_changes_nothing(model: DecoderModel, head: Eagle3Head, slots: int, tree: TreeSection) -> None:
     requests = _requests(11)
     plain = _run(Engine(model), requests)
-    speculative = _run(Engine(model, drafter=Eagle3Drafter(head, model.embedding, tree), slots=slots), requests)
+    speculative = _run(Engine(model, drafter=Eagle3Drafter(head, model, tree), slots=slots), requests)
     assert {name: done.token_ids for name, done in speculative.items()} == {name: done.token_ids for name, done in plain.items()}
 
 
@@ -125,37 +130,33 @@ def test_statistics_count_rounds_without_prefill(model: DecoderModel) -> None:
     assert statistics.decode_seconds > 0
 
 
-def test_sampling_is_seeded_and_independent_of_the_batch(model: DecoderModel) -> None:
-    requests = [Request(str(index), (1 + index, 2, 3), 12, (), temperature=1.0, seed=index) for index in range(5)]
-    alone = {request.id: _run(Engine(model), [request])[request.id].token_ids for request in requests}
-    together = {name: done.token_ids for name, done in _run(Engine(model, slots=5), requests).items()}
-    assert together == alone
-    assert len(set(alone.values())) == 5
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("settings", [{"top_p": 1.0}, {"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 20}])
+def test_a_seed_draws_the_same_tokens_with_and_without_a_drafter(model: DecoderModel, head: Eagle3Head, slots: int, settings: dict[str, Any]) -> None:
+    requests = [replace(request, temperature=0.8, seed=index, **settings) for index, request in enumerate(_requests(7))]
+    requests[2] = replace(requests[2], temperature=0.0)  # greedy among the others
+    plain = _run(Engine(model), requests)
+    drafter = Eagle3Drafter(head, model, TreeSection(top_k=3, steps=4, nodes=12))
+    speculative = _run(Engine(model, drafter=drafter, slots=slots), requests)
+    assert {name: done.token_ids for name, done in speculative.items()} == {name: done.token_ids for name, done in plain.items()}
+    assert plain["2"].token_ids == _run(Engine(model), _requests(7))["2"].token_ids
+    other = _run(Engine(model), [replace(requests[5], seed=99)])["5"]
+    assert other.token_ids != plain["5"].token_ids
 
 
-def test_top_p_and_top_k_keep_exactly_the_most_likely_tokens() -> None:
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(**limits: float) -> set[int]:
-        settings = {"top_p": 1.0, "top_k": 0, **limits}
-        return {sample(logits, temperature=1.0, generator=generator, **settings) for _ in range(400)}  # type: ignore[arg-type]
-
-    assert drawn() == {0, 1, 2, 3}
-    assert drawn(top_k=2) == {0, 1}
-    assert drawn(top_p=0.6) == {0, 1}
-    assert drawn(top_p=0.49) == {0}
-    assert sample(logits, temperature=0, top_p=1, top_k=0, generator=None) == 0
+def test_prompts_read_in_chunks_change_nothing(model: DecoderModel, head: Eagle3Head) -> None:
+    requests = _requests(11)
+    whole = _run(Engine(model), requests)
+    for prefill_tokens in (1, 7):
+        drafter = Eagle3Drafter(head, model, TreeSection(top_k=2, steps=3, nodes=6))
+        chunked = _run(Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens), requests)
+        assert {name: done.token_ids for name, done in chunked.items()} == {name: done.token_ids for name, done in whole.items()}
 
 
-@pytest.mark.parametrize(
-    ("request_", "problem"),
-    [
-        (Request("x", (), 4, ()), "needs a prompt"),
-        (Request("x", (1,), 0, ()), "max_new_tokens"),
-        (Request("x", (1,) * 150, 20, ()), "160"),
-    ],
-)
-def test_impossible_requests_are_named(model: DecoderModel, request_: Request, problem: str) -> None:
-    with pytest.raises(ValueError, match=rf"request x: .*{problem}"):
-        list(Engine(model).generate([request_]))
+def test_a_tree_shape_for_each_batch_size(model: DecoderModel, head: Eagle3Head) -> None:
+    shapes = {1: TreeSection(top_k=4, steps=4, nodes=16), 3: TreeSection(top_k=2, steps=2, nodes=4), 5: TreeSection(top_k=1, steps=1, nodes=2)}
+    drafter = Eagle3Drafter(head, model, shapes)
+    assert [drafter.shape_for(rows).steps for rows in (1, 2, 3, 4, 5, 8)] == [4, 4, 2, 2, 1, 1]
+    requests = _requests(11)
+    done = _run(Engine(model, drafter=drafter, slots=6), requests)
+    assert {name: each.token_ids for name, each in done.items()} == {name: each.token_ids for name, each in _run(Engine(model), requests).items()}

@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.tree import causal_mask
 from pipeline.errors import UnsupportedModel
-from tests.decoder.conftest import CAPTURE, FAMILIES, VOCABULARY
+from tests.decoder.conftest import CAPTURE, FAMILIES, VOCABULARY, open_rows, poisoned_plane
 
 CPU = torch.device("cpu")
 
@@ -21,21 +20,20 @@ CPU = torch.device("cpu")
 def _both(directory: Path, chunks: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """Decoder's (logits, aux, final) over a prompt read in chunks, and HF's (hidden states, logits)."""
     ids = torch.randint(0, VOCABULARY, (1, sum(chunks)), generator=torch.Generator().manual_seed(1))
-    model = DecoderModel(directory, CAPTURE, device=CPU, dtype=torch.float32, max_length=64)
-    cache = model.new_cache(1)
-    cache.data.fill_(1e4)  # what was never written must never be read
+    model = DecoderModel.load(directory, CAPTURE, device=CPU, dtype=torch.float32, max_length=128)
+    plane, batch = poisoned_plane(model, 3), open_rows(model, 1, pages=2)
     outputs, start = [], 0
     for count in chunks:
         positions = torch.arange(start, start + count)[None]
-        outputs.append(model.forward(ids[:, start : start + count], positions, positions, causal_mask(count, start, torch.float32, CPU), cache))
+        outputs.append(model.forward(ids[:, start : start + count], positions, batch.table, torch.tensor([start]), None, plane))
         start += count
     reference = AutoModelForCausalLM.from_pretrained(directory)(ids, output_hidden_states=True)
     final = torch.cat([output.final for output in outputs], 1)
-    return model.logits(final), torch.cat([output.aux for output in outputs], 1), final, reference.hidden_states, reference.logits
+    return model.logits(final[0]), torch.cat([output.aux for output in outputs], 1), final, reference.hidden_states, reference.logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunks", [[37], [20, 16, 1]])
+@pytest.mark.parametrize("chunks", [[37], [70, 16, 1]])
 def test_logits_equal_hugging_face(make_target: Callable[[str], Path], family: str, chunks: list[int]) -> None:
     logits, _, _, _, expected = _both(make_target(family), chunks)
     scale = expected.abs().max()
@@ -55,7 +53,7 @@ def test_captured_states_are_the_outputs_of_the_named_layers(make_target: Callab
 def test_other_architectures_are_refused_with_the_list_of_supported_ones(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=10)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
-        DecoderModel(tmp_path, CAPTURE, device=CPU, dtype=torch.float32, max_length=8)
+        DecoderModel.load(tmp_path, CAPTURE, device=CPU, dtype=torch.float32, max_length=8)
 
 
 def test_a_sliding_window_is_refused_only_beyond_its_length(tmp_path: Path) -> None:
@@ -63,6 +61,6 @@ def test_a_sliding_window_is_refused_only_beyond_its_length(tmp_path: Path) -> N
         vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, sliding_window=16
     )
     MistralForCausalLM(config).save_pretrained(tmp_path)
-    DecoderModel(tmp_path, (0,), device=CPU, dtype=torch.float32, max_length=16)
+    DecoderModel.load(tmp_path, (0,), device=CPU, dtype=torch.float32, max_length=16)
     with pytest.raises(UnsupportedModel, match="sliding-window"):
-        DecoderModel(tmp_path, (0,), device=CPU, dtype=torch.float32, max_length=17)
+        DecoderModel.load(tmp_path, (0,), device=CPU, dtype=torch.float32, max_length=17)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
+from pipeline.decoder.batch import Batch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.tree import causal_mask
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
-from pipeline.train.batches import Batch
+from pipeline.train.batches import Batch as TrainingBatch
 from pipeline.train.ttt import step_logits
-from tests.decoder.conftest import VOCABULARY
+from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_plane
 
 STEPS = 5
 PREFIX = 17
@@ -29,15 +30,28 @@ PREFIX = 17
 @torch.no_grad()
 def _states(model: DecoderModel, tokens: Tensor) -> Tensor:
     """Aux states [T, 3H] of a sequence."""
-    positions = torch.arange(len(tokens))[None]
-    return model.forward(tokens[None], positions, positions, causal_mask(len(tokens), 0, torch.float32, torch.device("cpu")), model.new_cache(1)).aux[0]
+    positions, batch = torch.arange(len(tokens))[None], open_rows(model, 1, pages=2)
+    return model.forward(tokens[None], positions, batch.table, batch.starts, None, poisoned_plane(model, 3)).aux[0]
+
+
+def _drafter(head: Eagle3Head, model: DecoderModel, tree: TreeSection, rows: int) -> tuple[Eagle3Drafter, Batch]:
+    """A drafter over its own pages, and a batch of empty rows."""
+    drafter = Eagle3Drafter(head, model, tree)
+    drafter.allocate(PagedPool(2 * rows + 1, device=model.device))
+    return drafter, open_rows(model, rows, pages=2, memory=drafter.memory)
+
+
+def _read(drafter: Eagle3Drafter, batch: Batch, tokens: Tensor, aux: Tensor, count: int) -> None:
+    """Hand the drafter tokens [E] and states [E, 3H], of which `count` are valid, and commit them."""
+    drafter.extend(batch, tokens[None], aux[None], torch.tensor([count]))
+    batch.starts.add_(count)
 
 
 def _trained_on(head: Eagle3Head, model: DecoderModel, tokens: Tensor, aux: Tensor) -> list[Tensor]:
     """The trainer's logits [T, Vd] of every step over one sequence; the last positions have no aux state yet and no say."""
     none = torch.zeros(0, dtype=torch.int64)
     padded = torch.cat((aux, torch.full((len(tokens) - len(aux), aux.shape[1]), 1e3)))
-    batch = Batch(("x",), (len(tokens),), tokens, padded, none, none, aux[:0])
+    batch = TrainingBatch(("x",), (len(tokens),), tokens, padded, none, none, aux[:0])
     rotary = RotaryTable(head.shape.rope_config(), len(tokens) + STEPS, device=torch.device("cpu"), dtype=torch.float32)
     return step_logits(head, model.embedding, batch, rotary, steps=STEPS)
 
@@ -50,16 +64,17 @@ def _worst(model: DecoderModel, head: Eagle3Head, *, extended: int, shift: Calla
     """
     tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))  # the last one is the root
     aux = _states(model, tokens[:-1])
-    drafter = Eagle3Drafter(head, model.embedding, TreeSection(top_k=1, steps=STEPS, nodes=STEPS + 1))
-    drafter.allocate(1, 64)
+    shape = TreeSection(top_k=1, steps=STEPS, nodes=STEPS + 1)
+    drafter, batch = _drafter(head, model, shape, 1)
     drafter.trace = []
     read = PREFIX - extended
-    drafter.prefill(0, shift(tokens[: read + 1]), aux[:read])
+    _read(drafter, batch, shift(tokens[: read + 1])[1:], aux[:read], read)
     if extended:
         padding = torch.zeros(2, dtype=torch.int64)
-        width = torch.cat((aux[read:], torch.full((2, aux.shape[1]), 9.0)))
-        drafter.extend(torch.cat((tokens[read + 1 :], padding))[None], width[None], torch.tensor([extended]))
-    chain = drafter.draft(tokens[-1:]).tokens[0, 1:]
+        wide = torch.cat((aux[read:], torch.full((2, aux.shape[1]), 9.0)))
+        _read(drafter, batch, torch.cat((tokens[read + 1 :], padding)), wide, extended)
+    batch.roots.copy_(tokens[-1:])
+    chain = drafter.draft(batch, shape).tokens[0, 1:]
     expected = _trained_on(head, model, torch.cat((tokens, chain)), aux)
     assert len(drafter.trace) == STEPS
     return max(float((ours[0, 0] - theirs[PREFIX - 1]).abs().max()) for ours, theirs in zip(drafter.trace, expected, strict=True))
@@ -75,12 +90,13 @@ def test_draft_logits_equal_training_logits(model: DecoderModel, head: Eagle3Hea
 def test_every_beam_of_a_tree_equals_training_on_its_own_chain(model: DecoderModel, head: Eagle3Head) -> None:
     tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))
     aux = _states(model, tokens[:-1])
-    drafter = Eagle3Drafter(head, model.embedding, TreeSection(top_k=3, steps=3, nodes=16))
-    drafter.allocate(2, 64)
-    drafter.prefill(1, tokens[:9], aux[:8])  # a neighbour, which must not matter
-    drafter.prefill(0, tokens, aux)
+    shape = TreeSection(top_k=3, steps=3, nodes=16)
+    drafter, batch = _drafter(head, model, shape, 2)
+    _read(drafter, batch.rows(1, 2), tokens[1:9], aux[:8], 8)  # a neighbour, which must not matter
+    _read(drafter, batch.rows(0, 1), tokens[1:], aux, PREFIX)
+    batch.roots.fill_(int(tokens[-1]))
     drafter.trace = []
-    drafter.draft(tokens[-1:])
+    drafter.draft(batch, shape)
     ids = head.target_ids()
     scores, first = drafter.trace[0][0, 0].log_softmax(-1).topk(3)
     second_scores, second = drafter.trace[1][0].log_softmax(-1).topk(3)  # [3, 3]
@@ -103,9 +119,9 @@ def test_a_planted_shift_of_the_tokens_is_seen(model: DecoderModel, head: Eagle3
 def test_a_planted_off_by_one_in_the_rotary_position_is_seen(model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Eagle3Drafter._step
 
-    def late(self: Eagle3Drafter, tokens: Tensor, hidden: Tensor, positions: Tensor, columns: Tensor, mask: Tensor, first_row: int = 0) -> Tensor:
-        drafting = tokens.shape[1] == 1  # later draft steps, not the prompt
-        return original(self, tokens, hidden, positions + drafting, columns, mask, first_row)
+    def late(self: Eagle3Drafter, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, entries: Tensor, visible: Tensor | None) -> Tensor:
+        drafting = visible is not None  # later draft steps, not the prompt
+        return original(self, batch, tokens, hidden, positions + drafting, entries, visible)
 
     monkeypatch.setattr(Eagle3Drafter, "_step", late)
     assert _worst(model, head, extended=0) > 1e-3

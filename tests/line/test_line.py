@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import pipeline.decoder.round
 from pipeline.cli import main
-from pipeline.decoder.tree import Tree
-from pipeline.decoder.verify import Acceptance, verify_greedy
+from pipeline.decoder.ops.reference import TorchOps
+from pipeline.decoder.tree import Acceptance, Tree
 from pipeline.records import STAGES, EvalReport, Manifest
 from pipeline.store.stage import read_manifest
 
@@ -110,12 +109,15 @@ def test_a_decoder_that_changes_the_output_fails_the_run(
     config = str(write_config())
     assert main(["run", "-c", config]) == 0
 
-    def generous(tree: Tree, predicted: Tensor, depth: int) -> Acceptance:
-        wrong = predicted.clone()
-        wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])
-        return verify_greedy(tree, wrong, depth)
+    honest = TorchOps.verify
 
-    monkeypatch.setattr(pipeline.decoder.round, "verify_greedy", generous)
+    def generous(self: TorchOps, tree: Tree, predicted: Tensor, depth: int) -> Acceptance:
+        wrong = predicted.clone()
+        if depth:
+            wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])
+        return honest(self, tree, wrong, depth)
+
+    monkeypatch.setattr(TorchOps, "verify", generous)
     shutil.rmtree(tmp_path / "run/eval")
     capsys.readouterr()
     assert main(["eval", "-c", config]) == 1

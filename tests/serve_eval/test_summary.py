@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.config import parse
-from pipeline.decoder.engine import Completion, Statistics
+from pipeline.decoder.request import Completion, Statistics
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport

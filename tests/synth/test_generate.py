@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from pipeline.config import SourceSpec, SynthSection
-from pipeline.decoder.engine import Completion, Request, Statistics
+from pipeline.decoder.request import Completion, Request, Statistics
 from pipeline.errors import DataError
 from pipeline.records import Prompt, Sample
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from pipeline.config import TargetSection
-from pipeline.decoder.engine import Engine, Request
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.tree import causal_mask
+from pipeline.decoder.request import Request
 from pipeline.target.capture import capture_states, register_packed_attention
 from pipeline.target.load import LoadedTarget, load_target
 from pipeline.target.resolve import resolve
@@ -51,7 +52,7 @@ def test_it_is_dequantised_once(section: TargetSection, target: LoadedTarget) ->
 def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(target: LoadedTarget, template: ChatTemplate) -> None:
     documents = [template.start(question) for question in QUESTIONS]
     captured = capture_states(target, documents)
-    decoder = DecoderModel(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
+    decoder = DecoderModel.load(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
     reference = load_target(TargetSection(source=str(target.directory), device="cpu"), dtype="float32")
     for ids, (aux, final) in zip(documents, captured, strict=True):
         output = reference.model(torch.tensor([ids]), output_hidden_states=True)
@@ -59,16 +60,16 @@ def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(target: L
         scale = float(expected.abs().max())  # this model's residual stream holds values in the thousands
         assert (aux - expected).abs().max() <= 1e-5 * scale
         torch.testing.assert_close(final.clone(), output.hidden_states[-1][0], atol=1e-3, rtol=1e-3)
-        positions = torch.arange(len(ids))[None]
-        own = decoder.forward(torch.tensor([ids]), positions, positions, causal_mask(len(ids), 0, torch.float32, torch.device("cpu")), decoder.new_cache(1))
+        positions, table = torch.arange(len(ids))[None], torch.tensor([[1, 2]])
+        own = decoder.forward(torch.tensor([ids]), positions, table, torch.tensor([0]), None, decoder.plane(PagedPool(3, device=torch.device("cpu"))))
         assert (own.aux[0] - expected).abs().max() <= 1e-5 * scale
-        torch.testing.assert_close(decoder.logits(own.final), output.logits, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(decoder.logits(own.final[0]), output.logits[0], atol=2e-3, rtol=1e-3)
 
 
 @torch.no_grad()
 def test_plain_decoding_equals_generate(target: LoadedTarget, template: ChatTemplate) -> None:
     reference = load_target(TargetSection(source=str(target.directory), device="cpu"), dtype="float32")
-    decoder = DecoderModel(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
+    decoder = DecoderModel.load(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
     requests = [Request(question, tuple(template.start(question)), 24, template.stop_ids) for question in QUESTIONS]
     for done in Engine(decoder, slots=3).generate(requests):
         ids = torch.tensor([template.start(done.id)])

@@ -1,4 +1,8 @@
-"""The engine's view of a drafter. Rows are the engine's active slots, always the first ones."""
+"""The engine's view of a drafter.
+
+A drafter keeps nothing of its own about a request: what it must remember stands in its plane of the
+page pool and in `batch.memory`, so that rows can be joined, moved and dropped without its help.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,31 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeline.config import TreeSection
+from pipeline.decoder.batch import Batch
+from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.tree import Tree
 
 
 class Drafter(Protocol):
     """Proposes a tree below the last token of each row."""
 
-    depth: int  # deepest node it proposes
-    nodes: int  # nodes of its trees, root included
+    depth: int  # deepest node of any tree it proposes
+    nodes: int  # nodes of its largest tree, root included
+    lookahead: int  # entries behind the committed ones that drafting writes
+    memory: int  # values in a row of batch.memory
 
-    def allocate(self, slots: int, length: int) -> None:
-        """Room for `slots` rows of `length` tokens."""
+    def allocate(self, pool: PagedPool) -> None:
+        """Make its plane of the pool."""
 
-    def prefill(self, row: int, tokens: Tensor, aux: Tensor) -> None:
-        """Read a prompt: tokens [T + 1] (the last is the first generated one) and aux states [T, 3H]."""
+    def shape_for(self, rows: int) -> TreeSection:
+        """Which tree it drafts for a batch of this size."""
 
-    def draft(self, roots: Tensor) -> Tree:
-        """Trees below `roots` [B], the last token of each row."""
+    def draft(self, batch: Batch, shape: TreeSection) -> Tree:
+        """Trees below the roots."""
 
-    def extend(self, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
-        """Read what a round emitted: tokens [B, E] and the aux states [B, E, 3H] that led to each.
+    def extend(self, batch: Batch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
+        """Read tokens [B, E] and the aux states [B, E, 3H] that led to each; `batch.starts` is where they begin.
 
-        Row b has counts[b] valid entries; the rest is padding.
+        Row b has counts[b] valid entries; the rest is padding. Prompts come the same way, in chunks.
         """
-
-    def move(self, source: int, target: int) -> None:
-        """Row `source` takes the place of row `target`."""

@@ -4,134 +4,180 @@ A row with L committed tokens x0…x(L-1) and root xL has L entries in the head'
 made from (embedding of x(i+1), fc(aux i)) at position i:
 
     entry        0      1     …    L-1                 its output predicts x(L+1): depth 1
-    token        x1     x2    …    xL (root)
+    token        x1     x2    …    xL (root)           and is kept in batch.memory
     state        g0     g1    …    g(L-1)
 
-Draft step s = 1…depth-1 reads one token of depth s with the output that proposed it, at position
+Draft step s = 1…steps-1 reads one token of depth s with the output that proposed it, at position
 L-1+s; it sees all L entries, then its own ancestors among the drafted ones:
 
-    columns   0 … L-1 | depth 1: k | depth 2: k | …      k beams a step, rewritten every round
+    entries   0 … L-1 | depth 1: k | depth 2: k | …      k beams a step, written anew every round
+    bits                0 … k-1      k … 2k-1            of the mask
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.config import TreeSection
-from pipeline.decoder.kv import KVCache
-from pipeline.decoder.ops import additive, fold_mask, tree_attention
-from pipeline.decoder.tree import Tree, causal_mask, grow
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.layers import RotaryTable, rotate
+from pipeline.decoder.batch import Batch
+from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.reference import TorchOps, entry_slots
+from pipeline.decoder.tree import Tree
+from pipeline.eagle3.head import Eagle3Head, RmsNorm
+from pipeline.eagle3.layers import RotaryTable
+from pipeline.errors import HeadError
 
 
 class Eagle3Drafter:
-    """One head, its own one-layer cache, and the dynamic tree."""
+    """One head, its own plane of the page pool, and the dynamic tree."""
 
-    def __init__(self, head: Eagle3Head, embedding: Tensor, tree: TreeSection) -> None:
-        """`embedding` [V, H] is the target's; a copy of the head computes in its type and on its device."""
-        self.head = copy.deepcopy(head).to(embedding.device, embedding.dtype).eval()  # a head in training stays as it is
-        self.embedding = embedding
-        self.depth, self.top_k = tree.steps, min(tree.top_k, head.shape.draft_vocab_size)
-        candidates = self.top_k + (self.depth - 1) * self.top_k**2
-        self.nodes = min(tree.nodes, candidates + 1)
-        self.target_ids = head.target_ids().to(embedding.device)  # [Vd]
+    def __init__(self, head: Eagle3Head, model: DecoderModel, tree: TreeSection | Mapping[int, TreeSection]) -> None:
+        """`tree` is one shape for all batches, or the shape from each batch size upward.
+
+        A copy of the head computes with the target's embedding, type, device and operations. Raises
+        HeadError when head and target do not fit.
+        """
+        check_fits(head, model)
+        self.ops, self.embedding, self.dtype = model.ops, model.embedding, model.dtype
+        self.shape = head.shape
+        self._trees = {0: tree} if isinstance(tree, TreeSection) else dict(tree)
+        self.depth = max(shape.steps for shape in self._trees.values())
+        self.nodes = max(self._nodes(shape) for shape in self._trees.values())
+        self.lookahead = max(max((shape.steps - 1) * shape.top_k, shape.steps + 1) for shape in self._trees.values())
+        self.memory = head.shape.hidden_size
+        self.target_ids = head.target_ids().to(self.embedding.device)  # [Vd]
+        copied = copy.deepcopy(head).to(self.embedding.device, self.dtype).eval()  # a head in training stays as it is
+        self.head = with_ops(copied, model.ops)
+        rotary = RotaryTable(self.shape.rope_config(), model.max_length + self.lookahead, device=model.device, dtype=model.dtype)
+        self._rotary = rotary.cos, rotary.sin
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
 
-    def allocate(self, slots: int, length: int) -> None:
-        shape, device, dtype = self.head.shape, self.embedding.device, self.embedding.dtype
-        scratch = self.depth * max(self.top_k, self.depth + 1)
-        self.cache = KVCache.zeros(1, slots, length + scratch, shape.num_key_value_heads, shape.head_dim, device=device, dtype=dtype)
-        self.rotary = RotaryTable(shape.rope_config(), length + scratch, device=device, dtype=dtype)
-        self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)  # entries per row
-        self.outputs = torch.zeros(slots, shape.hidden_size, device=device, dtype=dtype)  # of the last entry
+    def allocate(self, pool: PagedPool) -> None:
+        self._keys, self._values = pool.plane(1, self.shape.num_key_value_heads, self.shape.head_dim, self.dtype)[0]
 
-    def prefill(self, row: int, tokens: Tensor, aux: Tensor) -> None:
-        count = len(aux)
-        columns = torch.arange(count, device=aux.device)[None]  # [1, T]
-        mask = causal_mask(count, 0, aux.dtype, aux.device)
-        output = self._step(tokens[None, 1:], self.head.project(aux[None]), columns, columns, mask, first_row=row)
-        self.outputs[row] = output[0, -1]
-        self.lengths[row] = count
+    def shape_for(self, rows: int) -> TreeSection:
+        return self._trees[max(size for size in self._trees if size <= rows)]
 
-    def extend(self, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
-        rows, width = tokens.shape
-        lengths = self.lengths[:rows]
-        columns = lengths[:, None] + torch.arange(width, device=tokens.device)  # [B, E]
+    def extend(self, batch: Batch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
+        entries = batch.starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, E]
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
-        seen = int(lengths.max()) + width
-        mask = additive(torch.arange(seen, device=tokens.device) <= columns[:, :, None], aux.dtype)
-        output = self._step(tokens, self.head.project(aux), columns, columns, mask)  # [B, E, H]
-        self.outputs[:rows] = output[torch.arange(rows, device=tokens.device), counts - 1]
-        self.lengths[:rows] += counts
+        hidden = self.head.project(aux)  # [B, E, H]
+        output = self._step(batch, tokens.clamp(min=0), hidden, entries, entries, None)  # [B, E, H]
+        last = (counts - 1)[:, None, None].expand(-1, 1, output.shape[-1])
+        batch.memory.copy_(output.gather(1, last)[:, 0])
 
-    def draft(self, roots: Tensor) -> Tree:
-        rows, k = len(roots), self.top_k
-        scores, drafted = self._propose(self.outputs[:rows, None])  # each [B, 1, k]
-        tokens, parents, cumulative = [drafted[:, 0]], [torch.full_like(drafted[:, 0], -1)], [scores[:, 0]]
-        beams = torch.arange(k, device=roots.device).expand(rows, -1)  # [B, k] candidate indices
-        hidden = self.outputs[:rows, None].expand(-1, k, -1)  # [B, k, H]
-        lineage = torch.zeros(rows, k, 0, dtype=torch.bool, device=roots.device)  # beams × drafted columns
-        score, token = scores[:, 0], drafted[:, 0]  # [B, k]
-        for step in range(1, self.depth):
-            lineage = torch.cat((lineage, torch.eye(k, dtype=torch.bool, device=roots.device).expand(rows, -1, -1)), dim=-1)
-            hidden = self._beam_step(step, token, hidden, lineage)  # [B, k, H]
-            gained, drafted = self._propose(hidden)  # [B, k, k]
-            total = (score[:, :, None] + gained).flatten(1)  # [B, k k]
-            base = sum(part.shape[1] for part in tokens)
-            tokens.append(drafted.flatten(1))
-            parents.append(beams[:, :, None].expand(-1, -1, k).flatten(1))
+    def draft(self, batch: Batch, shape: TreeSection) -> Tree:
+        tokens, parents, scores = self.candidates(batch, shape)
+        return self.ops.grow_tree(batch.roots, tokens, parents, scores, self._nodes(shape))
+
+    def candidates(self, batch: Batch, shape: TreeSection) -> tuple[Tensor, Tensor, Tensor]:
+        """All that a draft of this shape proposes: tokens, parents, cumulative log-probabilities [B, C].
+
+        The first k candidates have depth 1; after them every depth has k·k, k for each of its beams, best
+        first. `parents` are candidate indices, -1 for the root.
+        """
+        rows, k, device = len(batch), self._beams(shape), batch.roots.device
+        beam = torch.arange(k, device=device)  # [k]
+        score, token = (part[:, 0] for part in self._propose(batch.memory[:, None], k))  # each [B, k]
+        tokens, parents, cumulative = [token], [torch.full_like(token, -1)], [score]
+        candidates = beam.expand(rows, -1)  # [B, k] the candidate that each beam continues
+        hidden = batch.memory[:, None].expand(-1, k, -1)  # [B, k, H]
+        lineage = torch.zeros(rows, k, dtype=torch.int64, device=device)  # bits over drafted entries
+        for step in range(1, shape.steps):
+            drafted = (step - 1) * k + beam  # [k] this step's bits
+            lineage = lineage | (1 << drafted)
+            entries = batch.starts[:, None] + drafted  # [B, k]
+            positions = (batch.starts[:, None] + (step - 1)).expand(-1, k)
+            hidden = self._step(batch, token, hidden, positions, entries, lineage)  # [B, k, H]
+            gained, proposed = (part.flatten(1) for part in self._propose(hidden, k))  # each [B, k·k]
+            total = score.repeat_interleave(k, dim=1) + gained  # [B, k·k]
+            tokens.append(proposed)
+            parents.append(candidates.repeat_interleave(k, dim=1))
             cumulative.append(total)
+            if step == shape.steps - 1:
+                break
             score, best = total.topk(k, dim=-1)
-            token = drafted.flatten(1).gather(1, best)
-            beams = base + best
+            token = proposed.gather(1, best)
+            candidates = k + (step - 1) * k * k + best
             above = best // k  # the beam that each kept candidate continues
             hidden = hidden.gather(1, above[:, :, None].expand_as(hidden))
-            lineage = lineage.gather(1, above[:, :, None].expand(-1, -1, lineage.shape[-1]))
-        return grow(roots, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(cumulative, 1), self.nodes, self.depth)
+            lineage = lineage.gather(1, above)
+        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(cumulative, 1)
 
-    def move(self, source: int, target: int) -> None:
-        self.cache.move(source, target, int(self.lengths[source]))
-        self.lengths[target] = self.lengths[source]
-        self.outputs[target] = self.outputs[source]
-
-    def _beam_step(self, step: int, token: Tensor, hidden: Tensor, lineage: Tensor) -> Tensor:
-        """One draft step for k beams a row: token [B, k], hidden [B, k, H], lineage [B, k, step·k]."""
-        rows, k = token.shape
-        lengths = self.lengths[:rows, None]
-        columns = lengths + (step - 1) * k + torch.arange(k, device=token.device)  # [B, k]
-        positions = (lengths + step - 1).expand(-1, k)
-        offset = torch.arange(int(lengths.max()) + step * k, device=token.device) - lengths  # [B, S]
-        inside = (offset >= 0) & (offset < step * k)
-        drafted = lineage.gather(2, offset.clamp(0, step * k - 1)[:, None].expand(-1, k, -1))
-        visible = (offset < 0)[:, None] | (inside[:, None] & drafted)
-        return self._step(token, hidden, positions, columns, additive(visible, hidden.dtype))
-
-    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, columns: Tensor, mask: Tensor, first_row: int = 0) -> Tensor:
-        """The head's layer on tokens [B, N] and hidden [B, N, H]; mask [B, N, S] over its cache."""
-        rows = len(tokens)
-        cos, sin = self.rotary.at(positions)  # [B, N, d]
-        index = torch.arange(first_row, first_row + rows, device=tokens.device)[:, None]
-        keys_of, values_of = self.cache.data[0]  # each [slots, G, length, d]
+    def _step(self, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, entries: Tensor, visible: Tensor | None) -> Tensor:
+        """The head's layer on tokens [B, N] and hidden [B, N, H], stored at `entries` [B, N] → [B, N, H]."""
+        rows, count = tokens.shape
+        slots = entry_slots(batch.table, entries).view(-1)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys_of[index, :, columns] = rotate(key, cos, sin)
-            values_of[index, :, columns] = value
-            seen = slice(first_row, first_row + rows), slice(None), slice(0, mask.shape[-1])
-            folded = fold_mask(mask, query.shape[2] // key.shape[2])
-            return tree_attention(rotate(query, cos, sin), keys_of[seen], values_of[seen], folded)
+            qkv = torch.cat((query, key, value), dim=-2).view(rows * count, -1)
+            turned = self.ops.rope_write(qkv, None, 0.0, self._rotary, positions.reshape(-1), slots, self._keys, self._values)
+            return self.ops.tree_attention(turned.view_as(query), self._keys, self._values, batch.table, batch.starts, visible)
 
         return self.head.step(F.embedding(tokens, self.embedding), hidden, attend)
 
-    def _propose(self, output: Tensor) -> tuple[Tensor, Tensor]:
+    def _propose(self, output: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Un-normed outputs [B, n, H] → log-probabilities and target ids [B, n, k] of the best k tokens."""
-        logits = self.head.logits(output).float()  # [B, n, Vd]
+        logits = self.head.logits(output)  # [B, n, Vd]
         if self.trace is not None:
-            self.trace.append(logits)
-        scores, draft_ids = logits.log_softmax(-1).topk(self.top_k, dim=-1)
-        return scores, self.target_ids[draft_ids]
+            self.trace.append(logits.float())
+        scores, draft_ids = self.ops.propose(logits.flatten(0, 1), k)
+        shape = *output.shape[:2], k
+        return scores.view(shape), self.target_ids[draft_ids].view(shape)
+
+    def _nodes(self, shape: TreeSection) -> int:
+        """Nodes of a tree; a small draft may have fewer candidates than the budget."""
+        beams = self._beams(shape)
+        return min(shape.nodes, 1 + beams + (shape.steps - 1) * beams**2)
+
+    def _beams(self, shape: TreeSection) -> int:
+        return min(shape.top_k, self.shape.draft_vocab_size)
+
+
+class _Linear(nn.Module):
+    def __init__(self, linear: nn.Linear, ops: TorchOps) -> None:
+        super().__init__()
+        self._ops, self._weight = ops, ops.pack(linear.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ops.linear(x.reshape(-1, x.shape[-1]), self._weight).view(*x.shape[:-1], -1)
+
+
+class _Norm(nn.Module):
+    def __init__(self, norm: RmsNorm, ops: TorchOps) -> None:
+        super().__init__()
+        self._ops, self._weight, self._eps = ops, norm.weight.detach(), norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ops.add_rms_norm(x.reshape(-1, x.shape[-1]), None, self._weight, self._eps)[0].view_as(x)
+
+
+def with_ops(head: Eagle3Head, ops: TorchOps) -> Eagle3Head:
+    """The same head with its projections and norms computed by `ops`."""
+    for parent in list(head.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, _Linear(child, ops))
+            elif isinstance(child, RmsNorm):
+                setattr(parent, name, _Norm(child, ops))
+    return head
+
+
+def check_fits(head: Eagle3Head, model: DecoderModel) -> None:
+    """Raise HeadError where the head's shape contradicts the target's."""
+    wanted = {
+        "hidden_size": model.config.hidden_size,
+        "vocab_size": model.vocabulary,
+        "aux states": 3 * model.config.hidden_size,
+    }
+    found = {"hidden_size": head.shape.hidden_size, "vocab_size": head.shape.vocab_size, "aux states": head.fc.in_features}
+    for field, value in wanted.items():
+        if found[field] != value:
+            raise HeadError(f"{field} is {found[field]}, the target's is {value}", where="head", fix="use the head that was trained for this target")

@@ -1,0 +1,98 @@
+"""How a round is launched, and how its tokens leave.
+
+On a CPU a round runs eagerly on exactly the active rows. On CUDA every batch-size bucket has one graph
+that holds a whole round; a batch of 5 replays the graph of 8, whose other rows are inert. The host
+never waits inside a round: it launches the next one, and reads the tokens of the last from pinned memory.
+
+    GPU    round 1 ─────── round 2 ─────── round 3 ───────
+    copy             └ 1 ┘           └ 2 ┘
+    host   launch 2 … read 1, join and leave, launch 3 … read 2
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.decoder.batch import Batch
+from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.round import decode_round
+
+
+def default_buckets(slots: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then every 8th size: padding never wastes more than seven rows."""
+    return tuple(sorted({size for size in (1, 2, 4, *range(8, slots, 8)) if size < slots} | {slots}))
+
+
+class RoundRunner:
+    """Runs rounds on the first rows of a batch."""
+
+    def __init__(self, model: DecoderModel, plane: Tensor, drafter: Drafter | None, batch: Batch, *, buckets: Sequence[int] | None) -> None:
+        """`buckets` are the batch sizes that rounds run at, ascending; None runs exactly the active rows.
+
+        On CUDA the graphs are captured here, while every row is still inert.
+        """
+        self._model, self._plane, self._drafter, self._batch = model, plane, drafter, batch
+        self._buckets = buckets
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        if model.device.type == "cuda":
+            self._capture()
+
+    def run(self, rows: int, *, sampling: bool) -> None:
+        """Advance the first `rows` rows by one round."""
+        size = rows if self._buckets is None else self._buckets[bisect_left(self._buckets, rows)]
+        graph = self._graphs.get((size, sampling))
+        if graph is not None:
+            graph.replay()
+        else:
+            self._round(size, sampling=sampling)
+
+    def _round(self, size: int, *, sampling: bool) -> None:
+        decode_round(self._model, self._plane, self._drafter, self._batch.rows(0, size), sampling=sampling)
+
+    def _capture(self) -> None:
+        assert self._buckets is not None
+        pool = torch.cuda.graph_pool_handle()
+        for size in sorted(self._buckets, reverse=True):  # the largest first, so that the others fit into its memory
+            for sampling in (False, True):
+                # Kernels compile and libraries choose their algorithms outside the capture.
+                warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                warm.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(warm):
+                    for _ in range(2):
+                        self._round(size, sampling=sampling)
+                torch.cuda.current_stream().wait_stream(warm)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    self._round(size, sampling=sampling)
+                self._graphs[size, sampling] = graph
+
+
+class Parcel:
+    """Tokens of one launch on their way to the host."""
+
+    def __init__(self, emitted: Tensor, counts: Tensor, arrived: torch.cuda.Event | None) -> None:
+        self._emitted, self._counts, self._arrived = emitted, counts, arrived
+
+    def open(self) -> list[list[int]]:
+        """Tokens of each row; waits for the copy, not for later rounds."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [row[:count] for row, count in zip(self._emitted.tolist(), self._counts.tolist(), strict=True)]
+
+
+def send(batch: Batch) -> Parcel:
+    """Start copying what the last launch emitted; the batch may be used again at once."""
+    if batch.roots.device.type != "cuda":
+        return Parcel(batch.emitted.clone(), batch.counts.clone(), None)
+    emitted = torch.empty(batch.emitted.shape, dtype=torch.int64, pin_memory=True)
+    counts = torch.empty(batch.counts.shape, dtype=torch.int64, pin_memory=True)
+    emitted.copy_(batch.emitted, non_blocking=True)
+    counts.copy_(batch.counts, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return Parcel(emitted, counts, arrived)

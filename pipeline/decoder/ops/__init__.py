@@ -1,0 +1,26 @@
+"""What the model, the drafters and the round are made of, once per kind of machine.
+
+reference.py   every operation in plain torch: the definition
+native.py      CPU, bf16: kernels in C++, compiled on first use
+triton.py      CUDA: Triton kernels; on CPU under TRITON_INTERPRET=1, for tests
+random.py      counter-based random numbers
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.decoder.ops.reference import TorchOps
+
+
+def pick_ops(device: torch.device, dtype: torch.dtype) -> TorchOps:
+    """The fastest backend for a device and a type; torch itself where there is no other."""
+    if device.type == "cuda":
+        from pipeline.decoder.ops.triton import TritonOps
+
+        return TritonOps()
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        from pipeline.decoder.ops import native
+
+        return native.load() or TorchOps()
+    return TorchOps()

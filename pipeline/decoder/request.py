@@ -1,0 +1,148 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a request ended as an error, and what to do."""
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what} (fix: {self.fix})"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate. Temperature 0 is greedy."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0  # not negative; the same seed draws the same tokens in any batch and with any drafter
+
+    def problem(self, *, vocabulary: int, max_length: int) -> Problem | None:
+        """Why this request cannot be run; None when it can."""
+        if not self.prompt_ids:
+            return Problem("prompt_ids is empty", "send at least one token")
+        if self.max_new_tokens < 1:
+            return Problem(f"max_new_tokens is {self.max_new_tokens}", "ask for at least 1")
+        outside = next((token for token in self.prompt_ids if not 0 <= token < vocabulary), None)
+        if outside is not None:
+            return Problem(f"prompt_ids has token {outside}, the vocabulary has {vocabulary}", "encode with the target's own tokenizer")
+        length = len(self.prompt_ids) + self.max_new_tokens
+        if length > max_length:
+            return Problem(f"prompt_ids + max_new_tokens are {length} tokens, the engine holds {max_length} a request", "shorten one of them")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.seed < 0:
+            return Problem("temperature, top_k or seed is negative, or top_p is not in (0, 1]", "correct the sampling parameters")
+        return None
+
+
+@dataclass
+class Statistics:
+    """Of one request. Prefill's token is in neither `rounds` nor `round_tokens`."""
+
+    rounds: int = 0
+    round_tokens: int = 0  # emitted by rounds, bonus included
+    reached: list[int] = field(default_factory=list)  # [k]: rounds in which k drafted tokens were accepted, or more
+    queued_seconds: float = 0.0  # submitted to admitted
+    first_token_seconds: float = 0.0  # admitted to first token
+    decode_seconds: float = 0.0  # first token to last
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ; 1 for plain decoding, 0 when the first token was the last."""
+        return self.round_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """α_k for k = 0, 1, …: of the rounds that accepted k drafted tokens, the share that accepted another."""
+        return [after / before for before, after in zip(self.reached, self.reached[1:], strict=False) if before]
+
+    @property
+    def seconds_per_token(self) -> float:
+        """TPOT: mean time between two tokens after the first."""
+        return self.decode_seconds / self.round_tokens if self.round_tokens else 0.0
+
+    def count_round(self, emitted: int, taken: int) -> None:
+        """A round emitted `emitted` tokens, of which the request took `taken` before it ended."""
+        self.rounds += 1
+        self.round_tokens += taken
+        self.reached.extend([0] * (emitted - len(self.reached)))
+        for depth in range(emitted):
+            self.reached[depth] += 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request: generated ids, a stop token included."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    statistics: Statistics
+    error: Problem | None = None  # when finish_reason is "error"
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Tokens of one request as they come; the last one carries the completion."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    completion: Completion | None = None
+
+
+@dataclass
+class Slot:
+    """A request on its way through the engine."""
+
+    request: Request
+    pages: list[int]
+    admitted: float
+    prefilled: int = 0  # prompt tokens in the cache
+    tokens: list[int] = field(default_factory=list)
+    statistics: Statistics = field(default_factory=Statistics)
+    reason: FinishReason | None = None
+    error: Problem | None = None
+
+    def take(self, tokens: Iterable[int], now: float) -> tuple[int, ...]:
+        """Append what a round (or prefill) emitted, up to a stop token or the limit; returns what was taken."""
+        emitted, first = list(tokens), not self.tokens
+        taken = []
+        for token in emitted:
+            if token < 0:
+                self.reason = "error"
+                self.error = Problem(f"the target's logits were NaN after {len(self.tokens)} generated tokens", "check the target's weights and target.dtype")
+                break
+            taken.append(token)
+            self.tokens.append(token)
+            if token in self.request.stop_ids:
+                self.reason = "stop"
+            elif len(self.tokens) == self.request.max_new_tokens:
+                self.reason = "length"
+            if self.reason:
+                break
+        if first:
+            self.statistics.first_token_seconds = now - self.admitted
+        else:
+            self.statistics.count_round(len(emitted), len(taken))
+            self.statistics.decode_seconds = now - self.admitted - self.statistics.first_token_seconds
+        return tuple(taken)
+
+    def completion(self) -> Completion:
+        """The finished request."""
+        assert self.reason is not None
+        return Completion(self.request.id, tuple(self.tokens), self.reason, self.statistics, self.error)
