@@ -15,11 +15,11 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test check clean
+.PHONY: help setup demo synth features train eval test check bench-decode gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
-	@while IFS= read -r line; do case "$$line" in [a-z]*:*"## "*) printf '  make %-9s %s\n' "$${line%%:*}" "$${line##*## }";; esac; done < Makefile
+	@while IFS= read -r line; do case "$$line" in [a-z]*:*"## "*) printf '  make %-12s %s\n' "$${line%%:*}" "$${line##*## }";; esac; done < Makefile
 	@printf '\nVariables\n'
 	@printf '  CONFIG=FILE      configuration of the stages (now %s)\n' '$(CONFIG)'
 	@printf "  ARGS='...'       passed on, e.g. ARGS='synth.max_prompts=200 --plan' or ARGS='-k tree' for test\n"
@@ -53,6 +53,12 @@ check: $(READY) ## Lint, format, types and import directions; seconds, no model
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_structure.py -k directions
 
+bench-decode: ## Speed of the decoder on this CPU or GPU; ARGS='--head DIR' takes a trained head
+	@$(ANY_PYTHON) -m tests.bench.decode $(ARGS)
+
+gpu-check: ## Correctness of the decoder on this GPU, in minutes
+	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)
+
 clean: ## Remove caches and build leftovers; keeps .venv and runs
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -c "$$CLEAN"
 
@@ -69,6 +75,9 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@echo 'set-up 3/3: dependencies'
 	@$(PIP) -c constraints.txt -e '.[synth,gguf,gcs,train,dev]'
 	@touch $@
+
+# The benchmarks and the GPU check need torch, triton and transformers only: a GPU machine's own Python will do.
+ANY_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON),python3)
 
 # pip writes a package's RECORD last, so these two can tell what an interruption cut off.
 VENV_IS_WHOLE = $(wildcard $(VENV)/lib/python*/site-packages/pip-*.dist-info/RECORD)

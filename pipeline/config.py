@@ -71,6 +71,27 @@ class PiiSection(Section):
     )
 
 
+class TreeSection(Section):
+    """Shape of the dynamic draft tree (EAGLE-2 §4, EAGLE-3). `tree: auto` has it picked by measurement."""
+
+    auto: bool = Field(False, description="Time this machine, try the head on a few prompts, and take the fastest shape for each batch size.")
+
+    top_k: int = Field(4, gt=0, description="Candidates per node and beams per step; 1 drafts a chain.")
+    steps: int = Field(5, gt=0, description="Draft depth.")
+    nodes: int = Field(16, gt=1, le=64, description="Nodes verified in one forward, root (the last token) included; at most 64.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_auto(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @model_validator(mode="after")
+    def _fits_the_mask(self) -> TreeSection:
+        if (self.steps - 1) * self.top_k > 64:
+            raise ValueError(f"(steps - 1) x top_k is {(self.steps - 1) * self.top_k}, at most 64 drafted entries fit; lower steps or top_k")
+        return self
+
+
 class SynthSection(Section):
     """Prompts in, target responses out."""
 
@@ -91,6 +112,15 @@ class SynthSection(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling mass.")
     top_k: int = Field(0, ge=0, description="Sample among the k most likely tokens; 0 is no limit.")
     batch_size: int = Field(32, gt=0, description="Request slots of the generator.")
+    head: str | None = Field(None, description="Directory of an earlier head of this target to draft with; the responses stay the target's own.")
+    tree: TreeSection = Field(TreeSection(top_k=1, steps=2, nodes=3), description="Draft tree, when there is a head; a shape, not auto.")
+
+    @model_validator(mode="after")
+    def _names_a_shape(self) -> SynthSection:
+        if self.tree.auto:
+            raise ValueError("synth.tree cannot be auto: responses must not depend on timings; give a shape")
+        return self
+
     shard_prompts: int = Field(256, gt=0, description="Prompts consumed by one shard: the unit of commit and resume.")
 
 
@@ -136,20 +166,6 @@ class TrainSection(Section):
     log_every: int = Field(10, gt=0, description="Optimiser steps between lines of metrics.jsonl.")
     wandb: Literal["offline", "online", "disabled"] = Field("offline", description="Weights & Biases mode.")
     wandb_project: str = Field("eagle3", description="Weights & Biases project.")
-
-
-class TreeSection(Section):
-    """Shape of the dynamic draft tree (EAGLE-2 §4, EAGLE-3)."""
-
-    top_k: int = Field(4, gt=0, description="Candidates per node and beams per step; 1 drafts a chain.")
-    steps: int = Field(5, gt=0, description="Draft depth.")
-    nodes: int = Field(16, gt=1, le=64, description="Nodes verified in one forward, root (the last token) included; at most 64.")
-
-    @model_validator(mode="after")
-    def _fits_the_mask(self) -> TreeSection:
-        if (self.steps - 1) * self.top_k > 64:
-            raise ValueError(f"(steps - 1) x top_k is {(self.steps - 1) * self.top_k}, at most 64 drafted entries fit; lower steps or top_k")
-        return self
 
 
 class EvalSection(Section):

@@ -1,10 +1,16 @@
-"""The bundled decoder: one engine for plain and speculative decoding.
+"""The bundled decoder: one engine for plain and speculative decoding, on a CPU and on CUDA.
 
-model.py      dense Llama-family target over a static KV cache
-kv.py         the cache
-tree.py       the draft tree: nodes, ancestors, and the attention mask they imply
-verify.py     which nodes the target agrees with; sampling of plain decoding
+engine.py     requests over slots: admit, prefill, rounds, emit, retire
+request.py    what goes in and what comes out
+round.py      draft → verify → accept → compact → extend, without a decision on the host
+graphs.py     how rounds are launched: eagerly, or one CUDA graph per batch size
+batch.py      the static buffers that rounds work in
+model.py      dense Llama-family targets
+kv.py         one pool of key/value pages, shared by target and drafter
+tree.py       the draft tree and what is accepted of it
 drafters/     what proposes trees: a protocol and its implementations
-round.py      draft → verify → accept → compact → extend
-engine.py     requests over slots, stop conditions, statistics
+ops/          every operation in torch, in C++ for CPUs, in Triton for CUDA
+cost.py       what the pieces of a round cost, and what speedup that allows
+tune.py       which tree is fastest for a batch size
+simulate.py   imposed acceptance, for speed measurements without a trained head
 """

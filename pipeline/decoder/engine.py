@@ -31,6 +31,7 @@ from pipeline.decoder.kv import PagedPool, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Emission, Problem, Request, Slot, Statistics
 from pipeline.decoder.round import prefill_chunk
+from pipeline.decoder.simulate import ImposedAcceptance
 
 #: A prefill or a round under way: the slots of its rows, and its tokens.
 _Launch = tuple[list[Slot], Parcel]
@@ -53,10 +54,12 @@ class Engine:
         prefill_tokens: int = PREFILL_TOKENS,
         buckets: Sequence[int] | None = None,
         overlap: bool | None = None,
+        impose: Sequence[int] | None = None,
     ) -> None:
         """`pages` limits the pool (default: enough for every slot at full length), `buckets` the batch sizes
         that rounds run at (default: exact on a CPU), `overlap` launches a round before the last one's tokens
-        are read (default: on CUDA)."""
+        are read (default: on CUDA). `impose` accepts that many drafted tokens in each round, in turn, instead
+        of verifying: completions are then marked as simulated."""
         cuda = model.device.type == "cuda"
         self.model, self.drafter, self.slots = model, drafter, slots
         self._behind = int(cuda if overlap is None else overlap)
@@ -74,7 +77,9 @@ class Engine:
         if buckets is None and cuda:
             buckets = default_buckets(slots)
         with torch.inference_mode():
-            self._runner = RoundRunner(model, self._plane, drafter, self._batch, buckets=buckets)
+            judge = ImposedAcceptance(impose, model.device) if impose else None
+            self._runner = RoundRunner(model, self._plane, drafter, self._batch, buckets=buckets, judge=judge)
+        self._simulated = impose is not None
         self._active: list[Slot] = []  # slot r holds row r
         self._arriving: Slot | None = None  # being prefilled in the lobby
         self._ready: deque[Emission] = deque()
@@ -149,7 +154,7 @@ class Engine:
             source.pop()
             now = time.perf_counter()
             self._lobby.open_row(0, pages, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed)
-            return Slot(request, pages, now, statistics=Statistics(queued_seconds=now - source.opened))
+            return Slot(request, pages, now, statistics=Statistics(simulated=self._simulated, queued_seconds=now - source.opened))
         return None
 
     def _collect(self, launched: list[_Launch]) -> None:

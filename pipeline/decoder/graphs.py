@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.decoder.batch import Batch
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.round import decode_round
+from pipeline.decoder.round import Judge, decode_round
 
 
 def default_buckets(slots: int) -> tuple[int, ...]:
@@ -31,13 +31,22 @@ def default_buckets(slots: int) -> tuple[int, ...]:
 class RoundRunner:
     """Runs rounds on the first rows of a batch."""
 
-    def __init__(self, model: DecoderModel, plane: Tensor, drafter: Drafter | None, batch: Batch, *, buckets: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        plane: Tensor,
+        drafter: Drafter | None,
+        batch: Batch,
+        *,
+        buckets: Sequence[int] | None,
+        judge: Judge | None = None,
+    ) -> None:
         """`buckets` are the batch sizes that rounds run at, ascending; None runs exactly the active rows.
 
         On CUDA the graphs are captured here, while every row is still inert.
         """
         self._model, self._plane, self._drafter, self._batch = model, plane, drafter, batch
-        self._buckets = buckets
+        self._buckets, self._judge = buckets, judge
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if model.device.type == "cuda":
             self._capture()
@@ -52,7 +61,7 @@ class RoundRunner:
             self._round(size, sampling=sampling)
 
     def _round(self, size: int, *, sampling: bool) -> None:
-        decode_round(self._model, self._plane, self._drafter, self._batch.rows(0, size), sampling=sampling)
+        decode_round(self._model, self._plane, self._drafter, self._batch.rows(0, size), sampling=sampling, judge=self._judge)
 
     def _capture(self) -> None:
         assert self._buckets is not None

@@ -54,6 +54,7 @@ class Request:
 class Statistics:
     """Of one request. Prefill's token is in neither `rounds` nor `round_tokens`."""
 
+    simulated: bool = False  # acceptance was imposed: the speed means something, the tokens do not
     rounds: int = 0
     round_tokens: int = 0  # emitted by rounds, bonus included
     reached: list[int] = field(default_factory=list)  # [k]: rounds in which k drafted tokens were accepted, or more

@@ -10,6 +10,8 @@ run eagerly on a CPU and, captured once, as one CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,23 @@ from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.tree import Acceptance, Tree, root_only
 
+#: (tree, the target's choices [B, N], deepest draft) → what is accepted.
+Judge = Callable[[Tree, Tensor, int], Acceptance]
 
-def decode_round(model: DecoderModel, plane: Tensor, drafter: Drafter | None, batch: Batch, *, sampling: bool) -> None:
+
+def decode_round(model: DecoderModel, plane: Tensor, drafter: Drafter | None, batch: Batch, *, sampling: bool, judge: Judge | None = None) -> None:
     """Advance every active row by at least one token, leaving them in `batch.emitted` and `batch.counts`.
 
-    `plane` holds the target's keys and values; `sampling` says that some row may have a temperature.
+    `plane` holds the target's keys and values; `sampling` says that some row may have a temperature;
+    `judge` replaces honest verification in simulations.
     """
     if drafter is None:
         tree, depth = root_only(batch.roots), 0
     else:
         shape = drafter.shape_for(len(batch))
         tree, depth = drafter.draft(batch, shape), shape.steps
-    aux, accepted = verify(model, plane, batch, tree, depth, sampling=sampling)
+    aux, predicted = read_tree(model, plane, batch, tree, depth, sampling=sampling)
+    accepted = (judge or model.ops.verify)(tree, predicted, depth)
     if drafter is not None:
         model.ops.compact(plane, batch.table, batch.starts, accepted.path)
         branch = aux.gather(1, accepted.path[:, :, None].expand(-1, -1, aux.shape[-1]))  # [B, D + 1, 3H]
@@ -37,13 +44,14 @@ def decode_round(model: DecoderModel, plane: Tensor, drafter: Drafter | None, ba
     batch.advance(accepted)
 
 
-def verify(model: DecoderModel, plane: Tensor, batch: Batch, tree: Tree, depth: int, *, sampling: bool) -> tuple[Tensor, Acceptance]:
-    """One forward over all nodes: their aux states [B, N, 3H], and the branch that the target agrees with."""
-    ops, positions = model.ops, batch.starts[:, None] + tree.depth  # [B, N]
+def read_tree(model: DecoderModel, plane: Tensor, batch: Batch, tree: Tree, depth: int, *, sampling: bool) -> tuple[Tensor, Tensor]:
+    """One forward over all nodes: their aux states [B, N, 3H], and what the target chooses after each [B, N]."""
+    positions = batch.starts[:, None] + tree.depth  # [B, N]
     output = model.forward(tree.tokens, positions, batch.table, batch.starts, tree.ancestors, plane)
     logits = model.logits(output.final.flatten(0, 1)).view(*tree.tokens.shape, -1)  # [B, N, V]
-    predicted = ops.sample(logits, tree, batch.sampling, positions + 1, depth) if sampling else ops.argmax(logits)  # [B, N]
-    return output.aux, ops.verify(tree, predicted, depth)
+    if sampling:
+        return output.aux, model.ops.sample(logits, tree, batch.sampling, positions + 1, depth)
+    return output.aux, model.ops.argmax(logits)
 
 
 def prefill_chunk(model: DecoderModel, plane: Tensor, drafter: Drafter | None, batch: Batch, tokens: Tensor, following: Tensor | None) -> None:

@@ -26,7 +26,7 @@ from pipeline.errors import HeadError, StoreError
 from pipeline.records import TargetContract, match_contracts
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "eagle3.json"
+HEAD_FILES = CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "eagle3.json"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,15 @@ from pathlib import Path
 import torch
 
 from pipeline.config import RunConfig
+from pipeline.console import notice
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
+from pipeline.decoder.score import Gaps, greedy_gaps
+from pipeline.decoder.tune import Choice, tune
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.errors import TargetError
 from pipeline.records import Prompt, TargetContract
 from pipeline.serve_eval.questions import Question, first_question, next_question
 from pipeline.target.load import LoadedTarget
@@ -26,6 +30,8 @@ from pipeline.target.template import ChatTemplate
 
 #: Requests that the losslessness check decodes together.
 _LOSSLESS_SLOTS = 8
+#: Prompts that `tree: auto` tries the head on.
+_TUNING_PROMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Measured:
     plain: Completion
     speculative: Completion
     rates: dict[str, float]
+    gaps: Gaps  # of the speculative reply, in the run's own type
 
 
 class Workbench:
@@ -56,10 +63,23 @@ class Workbench:
         self._config, self._template = config, template
         self.model = DecoderModel.load(directory, contract.capture_layers, device=device, dtype=dtype, max_length=length)
         self._head = head
+        self.tree = config.eval.tree
+
+    def tune(self, prompts: Sequence[Prompt]) -> Choice:
+        """Pick the tree for batch 1 by trying the head on some of the prompts; `tree` is that one from then on."""
+        chosen = [prompts[index] for index in sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))]
+        questions = [question for question in (first_question(prompt, self._template) for prompt in chosen) if self._fits(question)]
+        contexts = [question.context for question in questions]
+        notice("eval", f"tree: auto, trying the head on {len(contexts)} prompts")
+        choice = tune(self.model, self._head, contexts, rows=(1,), stop_ids=self._template.stop_ids, new_tokens=self._config.eval.max_new_tokens)[1]
+        self.tree = choice.shape
+        shape = f"top_k {choice.shape.top_k}, steps {choice.shape.steps}, nodes {choice.shape.nodes}"
+        notice("eval", f"tree: {shape}; predicted: τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding")
+        return choice
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
         """A fresh engine over the shared weights."""
-        drafter = Eagle3Drafter(self._head, self.model, self._config.eval.tree) if speculative else None
+        drafter = Eagle3Drafter(self._head, self.model, self.tree) if speculative else None
         return Engine(self.model, drafter=drafter, slots=slots)
 
     def measure(self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int) -> Iterator[Measured | str]:
@@ -95,7 +115,8 @@ class Workbench:
         rates = {name: _rate(completion) for name, completion in done.items()}
         if hf:
             rates["hf"] = _hf_rate(hf, request, warm_up=warm_up)
-        return Measured(question, done["plain"], done["speculative"], rates)
+        gaps = greedy_gaps(self.model, request.prompt_ids, done["speculative"].token_ids)
+        return Measured(question, done["plain"], done["speculative"], rates, gaps)
 
     def _request(self, question: Question) -> Request:
         return Request(question.id, question.context, self._config.eval.max_new_tokens, self._template.stop_ids)
@@ -106,6 +127,8 @@ class Workbench:
 
 def _complete(engine: Engine, request: Request) -> Completion:
     (completion,) = engine.generate([request])
+    if completion.error is not None:
+        raise TargetError(completion.error.what, where=f"prompt {request.id}", fix=completion.error.fix)
     return completion
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from pipeline.config import RunConfig
 from pipeline.console import console, notice, progress_bar
-from pipeline.eagle3.checkpoint import CARD, CONFIG, WEIGHTS, HeadCard, load_head
+from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import EvalReport, Manifest, TargetContract, match_contracts
@@ -20,6 +17,7 @@ from pipeline.serve_eval.measure import Measured, Workbench
 from pipeline.serve_eval.questions import Question, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
 from pipeline.serve_eval.summary import summarise
+from pipeline.store.fetch import as_directory
 from pipeline.store.location import Location
 from pipeline.store.stage import StageRun, open_stage, read_manifest, stage_location
 from pipeline.target.contract import read_contract
@@ -42,7 +40,7 @@ def run(config: RunConfig) -> Manifest:
     contract = read_contract(config.target, resolved)
     if parent:
         match_contracts(contract, parent.contract, where=f"{stage_location(config.run.uri, 'train').uri}/manifest.json")
-    with _local_head(config) as directory:
+    with as_directory(_head_location(config), HEAD_FILES) as directory:
         head, card = load_head(directory, expected=contract)
     report = _evaluate(config, resolved.directory, contract, head, card)
     _write(stage, report)
@@ -72,12 +70,14 @@ def _evaluate(config: RunConfig, target: Path, contract: TargetContract, head: E
     def workbench(dtype: torch.dtype) -> Workbench:
         return Workbench(config, target, contract, head, template, dtype=dtype, device=device, length=length)
 
+    bench = workbench(getattr(torch, config.target.dtype))
+    choice = bench.tune(prompts) if section.tree.auto else None
     hf = load_target(config.target) if section.hf_prompts else None
     measured: list[Measured] = []
     left_out: list[str] = []
     turns = sum(min(len(prompt.turns), section.max_turns) for prompt in prompts)
     with progress_bar("eval", unit="turns", total=turns) as bar:
-        for item in workbench(getattr(torch, config.target.dtype)).measure(prompts, hf, section.hf_prompts):
+        for item in bench.measure(prompts, hf, section.hf_prompts):
             if isinstance(item, str):
                 left_out.append(item)
             else:
@@ -85,9 +85,11 @@ def _evaluate(config: RunConfig, target: Path, contract: TargetContract, head: E
             bar.advance(1)
     if not measured:
         raise ConfigError("no evaluation prompt fits the target's positions", where="eval.sources", fix="choose shorter prompts or lower eval.max_new_tokens")
-    del hf
-    identical = _check_lossless(workbench(torch.float32), [item.question for item in measured])
-    return summarise(config, contract, head, card, measured, identical, left_out)
+    exact = workbench(torch.float32)
+    exact.tree = bench.tree
+    del hf, bench
+    identical = _check_lossless(exact, [item.question for item in measured])
+    return summarise(config, contract, head, card, measured, identical, left_out, exact.tree, choice)
 
 
 def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bool]:
@@ -100,24 +102,13 @@ def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bo
 
 
 def _longest(config: RunConfig, longest_first_turn: int, positions: int) -> int:
-    """Cache entries for the longest conversation, within the target's positions."""
-    section = config.eval
-    reply = section.max_new_tokens + section.tree.nodes
-    return min(positions, longest_first_turn * section.max_turns + reply * section.max_turns)
+    """Tokens of the longest conversation, within the target's positions."""
+    return min(positions, (longest_first_turn + config.eval.max_new_tokens) * config.eval.max_turns)
 
 
-@contextmanager
-def _local_head(config: RunConfig) -> Iterator[Path]:
-    """`eval.head`, or the run's own head: in place when it is local, otherwise a copy for the time of the block."""
-    location = Location(config.eval.head) if config.eval.head else stage_location(config.run.uri, "train").child("head")
-    if location.is_local:
-        yield location.local_path(".")
-        return
-    with tempfile.TemporaryDirectory(prefix="eagle3-head-") as folder:
-        for name in (CONFIG, WEIGHTS, CARD):
-            if location.exists(name):
-                (Path(folder) / name).write_bytes(location.read(name))
-        yield Path(folder)
+def _head_location(config: RunConfig) -> Location:
+    """`eval.head`, or the run's own head."""
+    return Location(config.eval.head) if config.eval.head else stage_location(config.run.uri, "train").child("head")
 
 
 def _write(stage: StageRun, report: EvalReport) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, TreeSection
+from pipeline.decoder.tune import Choice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport, PromptResult, TargetContract
@@ -25,8 +26,11 @@ def summarise(
     measured: Sequence[Measured],
     identical: Mapping[str, bool],
     left_out: Sequence[str],
+    tree: TreeSection,
+    choice: Choice | None,
 ) -> EvalReport:
-    """All figures of `report.json`. `identical` holds the losslessness verdict of each question."""
+    """All figures of `report.json`. `identical` holds the losslessness verdict of each question,
+    `choice` what `tree: auto` predicted for `tree`."""
     results = tuple(_result(item, identical) for item in measured)
     parameters = head.count_parameters()
     return EvalReport(
@@ -39,6 +43,10 @@ def summarise(
             "prompts_checked": len(identical),
             "different": sorted(name for name, same in identical.items() if not same),
             "identical_in_run_dtype": sum(item.plain.token_ids == item.speculative.token_ids for item in measured),
+            # Of the speculative replies in the run's own type, scored by the plain model in one forward.
+            "tokens_scored": sum(item.gaps.tokens for item in measured),
+            "near_ties": sum(item.gaps.near_ties for item in measured),
+            "worst_log_probability_gap": max(item.gaps.worst for item in measured),
         },
         head={
             "parameters": parameters,
@@ -50,7 +58,8 @@ def summarise(
         contract=contract,
         provenance=card.provenance,
         settings={
-            "tree": config.eval.tree.model_dump(),
+            "tree": tree.model_dump(),
+            "tree_auto": {"predicted_acceptance_length": choice.acceptance_length, "predicted_speedup": choice.speedup} if choice else None,
             "dtype": contract.dtype,
             "device": _device_name(),
             "threads": torch.get_num_threads(),

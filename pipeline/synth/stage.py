@@ -22,10 +22,14 @@ import torch
 from pipeline import __version__
 from pipeline.config import RunConfig
 from pipeline.console import notice, progress_bar
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
 from pipeline.errors import StageConflict
 from pipeline.records import Manifest, Prompt, Sample, TargetContract
+from pipeline.store.fetch import as_directory
+from pipeline.store.location import Location
 from pipeline.store.samples import encode_samples, read_samples
 from pipeline.store.stage import StageRun, find_manifest, open_stage
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample
@@ -103,6 +107,7 @@ def _is_finished(config: RunConfig) -> bool:
 
 
 def _load_engine(config: RunConfig, directory: Path, contract: TargetContract) -> Engine:
+    """The target over the section's slots, drafting with an earlier head when there is one."""
     section = synth_section(config)
     model = DecoderModel.load(
         directory,
@@ -111,7 +116,11 @@ def _load_engine(config: RunConfig, directory: Path, contract: TargetContract) -
         dtype=getattr(torch, contract.dtype),
         max_length=section.max_prompt_tokens + section.max_new_tokens,
     )
-    return Engine(model, slots=section.batch_size)
+    if section.head is None:
+        return Engine(model, slots=section.batch_size)
+    with as_directory(Location(section.head), HEAD_FILES) as folder:
+        head, _ = load_head(folder, expected=contract)
+    return Engine(model, drafter=Eagle3Drafter(head, model, section.tree), slots=section.batch_size)
 
 
 def _refuse_foreign(run: StageRun, shards: Mapping[str, Any]) -> None:

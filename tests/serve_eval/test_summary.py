@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.config import parse
+from pipeline.config import TreeSection, parse
 from pipeline.decoder.request import Completion, Statistics
+from pipeline.decoder.score import Gaps
+from pipeline.decoder.tune import Choice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport
@@ -15,12 +17,14 @@ from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.summary import summarise
 from tests.eagle3.test_checkpoint import CONTRACT, SHAPE
 
+TREE = TreeSection(top_k=2, steps=3, nodes=6)
+
 
 def _measured(name: str, category: str, reached: list[int], rates: dict[str, float]) -> Measured:
     """`reached[k]` rounds accepted k drafted tokens or more, so a round emits one token for each entry it is counted in."""
     statistics = Statistics(rounds=reached[0], round_tokens=sum(reached), reached=reached)
     done = Completion(name, (1, 2, 3), "length", statistics)
-    return Measured(Question(name, category, (1,)), done, done, rates)
+    return Measured(Question(name, category, (1,)), done, done, rates, Gaps(tokens=3, near_ties=len(reached) - 2, worst=0.1 * len(reached)))
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def report() -> EvalReport:
     ]
     config = parse({"target": {"source": "x"}})
     identical = {"a": True, "b": False, "c": True}
-    return summarise(config, CONTRACT, Eagle3Head(SHAPE), HeadCard(CONTRACT, {}, {"coverage": 0.9}), measured, identical, ["d"])
+    return summarise(config, CONTRACT, Eagle3Head(SHAPE), HeadCard(CONTRACT, {}, {"coverage": 0.9}), measured, identical, ["d"], TREE, Choice(TREE, 1.6, 1.2))
 
 
 def test_acceptance(report: EvalReport) -> None:
@@ -49,8 +53,15 @@ def test_speed_is_the_median_of_ratios_on_the_same_prompt(report: EvalReport) ->
 def test_one_difference_is_enough(report: EvalReport) -> None:
     assert report.lossless["greedy_fp32"] is False and report.lossless["different"] == ["b"]
     assert report.lossless["prompts_checked"] == 3 and report.lossless["identical_in_run_dtype"] == 3
+    assert (report.lossless["tokens_scored"], report.lossless["near_ties"]) == (9, 1 + 0 + 2)
+    assert report.lossless["worst_log_probability_gap"] == pytest.approx(0.4)
     assert [prompt.identical_fp32 for prompt in report.prompts] == [True, False, True]
     assert report.settings["left_out"] == {"prompt_too_long": 1}
+
+
+def test_the_tree_is_the_one_that_was_used(report: EvalReport) -> None:
+    assert report.settings["tree"] == TREE.model_dump()
+    assert report.settings["tree_auto"] == {"predicted_acceptance_length": 1.6, "predicted_speedup": 1.2}
 
 
 def test_the_head(report: EvalReport) -> None:

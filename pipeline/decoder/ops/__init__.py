@@ -20,7 +20,7 @@ def pick_ops(device: torch.device, dtype: torch.dtype) -> TorchOps:
 
         return TritonOps()
     if device.type == "cpu" and dtype == torch.bfloat16:
-        from pipeline.decoder.ops import native
+        from pipeline.decoder.ops.native import load
 
-        return native.load() or TorchOps()
+        return load() or TorchOps()
     return TorchOps()

@@ -187,9 +187,7 @@ class TorchOps:
     def draw(self, logits: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
         """One token a row from logits [B, V] by inverting the cumulative distribution; -1 where a logit is NaN."""
         greedy = self.argmax(logits)
-        scaled = logits.float() / sampling.temperature.clamp(min=1e-6)[:, None]
-        probabilities = _keep_top(scaled, sampling).softmax(-1)
-        total = probabilities.double().cumsum(-1)  # [B, V]
+        total = cumulative(logits, sampling)
         threshold = uniform(sampling.seeds, positions)[:, None].double() * total[:, -1:]
         # The first token whose cumulative mass lies above the threshold always has mass of its own.
         drawn = (total <= threshold).sum(-1).clamp(max=logits.shape[-1] - 1)
@@ -207,6 +205,12 @@ class TorchOps:
 def entry_slots(table: Tensor, entries: Tensor) -> Tensor:
     """Slots of entries [B, E] of each row."""
     return table.gather(1, entries // PAGE) * PAGE + entries % PAGE
+
+
+def cumulative(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that each row of logits [B, V] is drawn from, summed up by token id: float64 [B, V]."""
+    scaled = logits.float() / sampling.temperature.clamp(min=1e-6)[:, None]
+    return _keep_top(scaled, sampling).softmax(-1).double().cumsum(-1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

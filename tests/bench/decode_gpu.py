@@ -1,0 +1,142 @@
+"""The decoder on a GPU: the shape of Llama-3.1-8B with random weights in bf16, acceptance imposed.
+
+Everything but the weights is real: captured rounds, paged memory, tree verification, drafting with a
+head of the usual shape. Speculative figures are simulated in the engine's sense.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from pipeline.config import TreeSection
+from pipeline.decoder.cost import eta, floor_seconds, measure_costs, open_batch, s_max
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.graphs import RoundRunner
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops import pick_ops
+from pipeline.decoder.request import Request
+from pipeline.decoder.simulate import ImposedAcceptance
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.init import random_init, shape_for
+from tests.bench.random_target import LLAMA_8B, RandomWeights
+from tests.bench.report import interleaved, read_bandwidth, rounded
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+TREE = TreeSection(top_k=4, steps=5, nodes=16)
+PATTERN = (3, 2, 4, 2, 3)  # accepted drafts a round: τ = 3.8
+PROMPT, NEW_TOKENS = 256, 128
+
+
+def measure(*, runs: int) -> Any:
+    """Groups of figures, as they are ready: the machine, then one group a batch size."""
+    from transformers import LlamaConfig
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    config = LlamaConfig(**LLAMA_8B)
+    weights = RandomWeights(config, device=device, dtype=dtype)
+    model = DecoderModel(config, weights, (1, 15, 28), device=device, dtype=dtype, max_length=PROMPT + NEW_TOKENS, ops=pick_ops(device, dtype))
+    head = Eagle3Head(shape_for(config, draft_vocab_size=32000, intermediate_size=None, num_attention_heads=None, num_key_value_heads=None))
+    random_init(head, 0)
+    head.set_vocabulary(torch.arange(32000))
+    bandwidth, flops = read_bandwidth(device, megabytes=4096), _matmul_rate(device)
+    yield {"copy_bandwidth_gb_s": bandwidth / 1e9, "matmul_tflop_s": flops / 1e12, "acceptance_is_simulated": True, "pattern": list(PATTERN)}
+    for rows in BATCHES:
+        yield {f"batch_{rows}": _batch(model, head, rows, bandwidth, flops, runs)}
+
+
+def _batch(model: DecoderModel, head: Eagle3Head, rows: int, bandwidth: float, flops: float, runs: int) -> dict[str, float]:
+    """Plain and speculative decoding of `rows` requests, their rooflines and the yardstick η."""
+    context = PROMPT + NEW_TOKENS // 2
+    drafter = Eagle3Drafter(head, model, TREE)
+    costs = measure_costs(model, drafter, rows, context, repeats=runs)
+    plain = Engine(model, slots=rows, buckets=(rows,))
+    speculative = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=rows, buckets=(rows,), impose=PATTERN)
+    rates = interleaved({"plain": lambda: _decode(plain, rows)[0], "speculative": lambda: _decode(speculative, rows)[0]}, runs=runs)
+    tau = _decode(speculative, rows)[1]
+    floor_one = floor_seconds(model, rows, rows, context, bandwidth, flops)
+    floor_tree = floor_seconds(model, rows * TREE.nodes, rows, context, bandwidth, flops)
+    floor_head = _head_floor(head, bandwidth)
+    best = s_max(tau, floor_one, floor_tree, floor_head, floor_head, TREE.steps)
+    speedup = rates["speculative"] / rates["plain"]
+    kernels, wall = _round_overhead(model, head, rows)
+    return rounded(
+        {
+            "plain_tokens_per_second": rates["plain"],
+            "plain_share_of_roofline": floor_one / (rows / rates["plain"]),
+            "speculative_tokens_per_second_simulated": rates["speculative"],
+            "tau_simulated": tau,
+            "speedup_simulated": speedup,
+            "s_max": best,
+            "eta": eta(speedup, best),
+            "predicted_speedup": costs.speedup(TREE, tau),
+            "cost_model_error": costs.speedup(TREE, tau) / speedup - 1,
+            "t_ar_ms": costs.plain_seconds * 1e3,
+            "t_verify_ms": costs.verify_seconds(TREE.nodes) * 1e3,
+            "t_draft_ms": costs.draft_seconds(TREE.top_k) * 1e3,
+            "t_extend_ms": costs.extend_seconds(TREE.steps) * 1e3,
+            "round_ms": wall * 1e3,
+            "round_kernels_ms": kernels * 1e3,
+            "round_overhead_share": wall / kernels - 1,
+        }
+    )
+
+
+def _decode(engine: Engine, rows: int) -> tuple[float, float]:
+    """(tokens per second of the whole batch while all rows decode, τ)."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, 32000, (rows, PROMPT), generator=generator).tolist()
+    done = list(engine.generate(Request(str(row), tuple(prompt), NEW_TOKENS, ()) for row, prompt in enumerate(prompts)))
+    seconds = min(each.statistics.decode_seconds for each in done)  # the last one to join: from then on all decode
+    tokens = sum(each.statistics.round_tokens for each in done) / rows
+    tau = sum(each.statistics.round_tokens for each in done) / sum(each.statistics.rounds for each in done)
+    return rows * tokens / seconds, tau
+
+
+def _round_overhead(model: DecoderModel, head: Eagle3Head, rows: int) -> tuple[float, float]:
+    """Seconds of a captured round: its kernels one by one, and the whole replay back to back."""
+    drafter, launches = Eagle3Drafter(head, model, TREE), 32
+    room = (launches + 8) * (TREE.steps + 1) + TREE.nodes + drafter.lookahead
+    batch, plane = open_batch(model, drafter, rows, PROMPT + room, emitted=TREE.steps + 1)
+    batch.starts.fill_(PROMPT)
+    with torch.inference_mode():
+        runner = RoundRunner(model, plane, drafter, batch, buckets=(rows,), judge=ImposedAcceptance(PATTERN, model.device))
+    batch.starts.fill_(PROMPT)
+
+    def replay(times: int) -> None:
+        for _ in range(times):
+            runner.run(rows, sampling=False)
+        torch.cuda.synchronize()
+
+    replay(3)
+    started = time.perf_counter()
+    replay(20)
+    wall = (time.perf_counter() - started) / 20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        replay(5)
+    kernels = sum(event.self_device_time_total for event in profile.key_averages()) / 5
+    return kernels * 1e-6, wall
+
+
+def _head_floor(head: Eagle3Head, bandwidth: float) -> float:
+    """Seconds to read the head's bf16 weights once."""
+    return 2 * head.count_parameters() / bandwidth
+
+
+def _matmul_rate(device: torch.device) -> float:
+    """FLOP/s of a large bf16 product."""
+    size = 8192
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def run() -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(10):
+            left @ right
+        torch.cuda.synchronize()
+        return 10 * 2 * size**3 / (time.perf_counter() - started)
+
+    return interleaved({"matmul": run}, runs=5)["matmul"]

@@ -1,0 +1,90 @@
+"""What every benchmark shares: interleaved runs, medians, and one JSON line at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def interleaved(cases: Mapping[str, Callable[[], float]], *, runs: int, warm_up: int = 1) -> dict[str, float]:
+    """Median of what each case returns, over `runs` turns in which every case runs once.
+
+    Whatever else the machine does then hits all of them."""
+    seen: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(warm_up + runs):
+        for name, case in cases.items():
+            figure = case()
+            if turn >= warm_up:
+                seen[name].append(figure)
+    return {name: statistics.median(figures) for name, figures in seen.items()}
+
+
+def read_bandwidth(device: torch.device, *, megabytes: int = 512) -> float:
+    """Bytes per second of a plain sequential read (CPU) or of a copy, both directions counted (CUDA)."""
+    import time
+
+    source = torch.ones(megabytes * 2**20 // 4, device=device)
+    if device.type == "cpu":
+
+        def run() -> float:
+            started = time.perf_counter()
+            source.sum()
+            return source.numel() * 4 / (time.perf_counter() - started)
+    else:
+        target = torch.empty_like(source)
+
+        def run() -> float:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            target.copy_(source)
+            torch.cuda.synchronize()
+            return 2 * source.numel() * 4 / (time.perf_counter() - started)
+
+    return interleaved({"read": run}, runs=9)["read"]
+
+
+def machine(device: torch.device) -> str:
+    """One line that tells what a figure was measured on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    model = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    flags = next((set(line.split()) for line in _cpuinfo() if line.startswith("flags")), set())
+    known = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
+    return f"{model}, {torch.get_num_threads()} threads, {' '.join(known) or 'no bf16 instructions'}, torch {torch.__version__}"
+
+
+def publish(name: str, figures: Mapping[str, Any], *, device: torch.device, folder: Path | None = None) -> None:
+    """Write runs/bench/NAME.json and print the same as the last line."""
+    record = {"bench": name, "commit": _commit(), "machine": machine(device), "figures": dict(figures)}
+    path = (folder or ROOT / "runs/bench") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(record))
+
+
+def rounded(figures: Mapping[str, float], digits: int = 4) -> dict[str, float]:
+    """Figures to so many significant digits."""
+    return {name: float(f"{value:.{digits}g}") for name, value in figures.items()}
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        return os.environ.get("EAGLE3_COMMIT", "unknown")
+    return found.stdout.strip() + ("+changes" if changed.stdout.strip() else "")

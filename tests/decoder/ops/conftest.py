@@ -1,0 +1,63 @@
+"""Where the Triton kernels run: on a GPU if there is one, else in Triton's interpreter.
+
+Whether kernels are interpreted is settled when Triton is first imported, and other tests, or transformers,
+have imported it by now. So without a GPU the tests of `test_triton*.py` run in one process of their own,
+and each reports here what became of it there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from pipeline.decoder.ops.kernels.language import INTERPRETED
+
+_ROOT = Path(__file__).resolve().parents[3]
+_OUTCOMES = pytest.StashKey[dict[str, str | None]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test of the suite here if kernels run here, else answer with its outcome in the interpreter."""
+    if not _is_kernel_test(pyfuncitem) or INTERPRETED or torch.cuda.is_available():
+        return None
+    session = pyfuncitem.session
+    if _OUTCOMES not in session.stash:
+        session.stash[_OUTCOMES] = _interpret([item.nodeid for item in session.items if _is_kernel_test(item)])
+    outcomes = session.stash[_OUTCOMES]
+    name = ".".join([*pyfuncitem.path.relative_to(_ROOT).with_suffix("").parts, pyfuncitem.name])
+    if name not in outcomes:
+        pytest.fail(f"the interpreter's process did not run this test: {outcomes}", pytrace=False)
+    problem = outcomes[name]
+    if problem is not None:
+        pytest.fail(problem, pytrace=False)
+    return True
+
+
+def _is_kernel_test(item: pytest.Item) -> bool:
+    return item.path.parent == Path(__file__).parent and item.path.name.startswith("test_triton")
+
+
+def _interpret(tests: list[str]) -> dict[str, str | None]:
+    """Module and name of each test → what was wrong with it, None if nothing was."""
+    with TemporaryDirectory() as directory:
+        return _run(tests, Path(directory) / "report.xml")
+
+
+def _run(tests: list[str], report: Path) -> dict[str, str | None]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    done = subprocess.run(command, cwd=_ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    if not report.exists():
+        return {"no report": done.stdout + done.stderr}
+    return {f"{case.attrib['classname']}.{case.attrib['name']}": _problem(case) for case in ElementTree.parse(report).iter("testcase")}
+
+
+def _problem(case: ElementTree.Element) -> str | None:
+    return next((child.text or child.attrib.get("message", "") for child in case if child.tag in ("failure", "error", "skipped")), None)
