@@ -61,6 +61,8 @@ class Batch:
 
     def rows(self, first: int, last: int) -> Batch:
         """Rows first … last-1 as a batch that shares this one's memory."""
+        if (first, last) == (0, len(self)):
+            return self
         return Batch(*(getattr(self, field.name)[first:last] for field in fields(self)))
 
     def copy_row(self, row: int, other: Batch, source: int) -> None:

@@ -157,6 +157,16 @@ def measure_costs(
     )
 
 
+def median_costs(measured: Sequence[Costs]) -> Costs:
+    """The median of several measurements, point by point."""
+
+    def merged(name: str) -> dict[int, float]:
+        curves = [getattr(costs, name) for costs in measured]
+        return {count: median(curve[count] for curve in curves) for count in curves[0]}
+
+    return Costs(merged("verify"), merged("draft"), merged("extend"), merged("other"))
+
+
 def open_batch(model: DecoderModel, drafter: Eagle3Drafter, rows: int, entries: int, *, emitted: int) -> tuple[Batch, Tensor]:
     """Greedy rows with room for `entries` cache entries each and `emitted` tokens a round, and the target's plane."""
     pages = pages_for(entries)

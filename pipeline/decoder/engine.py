@@ -37,8 +37,10 @@ from pipeline.decoder.simulate import ImposedAcceptance
 _Launch = tuple[list[Slot], Parcel]
 
 #: Prompt tokens read between two rounds: long enough for efficient matrix products, short enough that
-#: the others' next tokens are not delayed much.
+#: the others' next tokens are not delayed much. While nobody is decoding there is nobody to delay, but
+#: the first to arrive should not wait for all: four times as many.
 PREFILL_TOKENS = 512
+_IDLE_FACTOR = 4
 
 
 class Engine:
@@ -119,7 +121,7 @@ class Engine:
 
     def _prefill(self, source: _Queue) -> list[_Launch]:
         launched: list[_Launch] = []
-        budget = self._prefill_tokens
+        budget = self._prefill_tokens * (1 if self._active else _IDLE_FACTOR)
         while budget > 0 and (slot := self._arriving or self._admit(source)):
             prompt = slot.request.prompt_ids
             end = min(slot.prefilled + budget, len(prompt))

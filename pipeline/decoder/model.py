@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.ops import pick_ops
-from pipeline.decoder.ops.reference import Packed, TorchOps, entry_slots
+from pipeline.decoder.ops.layer import LayerWeights, Place
+from pipeline.decoder.ops.reference import TorchOps, entry_slots
 from pipeline.decoder.tree import WINDOW
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
@@ -28,19 +29,6 @@ from pipeline.target.weights import TargetWeights
 
 #: model_type of the configurations that the decoder runs.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-
-
-@dataclass(frozen=True)
-class _Layer:
-    input_norm: Tensor  # [H]
-    qkv: Packed  # [(Q + 2G) d, H]
-    qkv_bias: Tensor | None  # [(Q + 2G) d]
-    head_norms: tuple[Tensor, Tensor] | None  # of every query and key head, each [d]
-    output: Packed  # [H, Q d]
-    output_bias: Tensor | None  # [H]
-    post_norm: Tensor  # [H]
-    gate_up: Packed  # [2I, H]
-    down: Packed  # [H, I]
 
 
 class Weights(Protocol):
@@ -82,6 +70,7 @@ class DecoderModel:
         self._lm_head = self.ops.pack(self.embedding if tied else self._put(weights.lm_head()))
         self.final_norm = self._put(weights.final_norm())
         self.layers = [self._fuse(weights.layer(index)) for index in range(config.num_hidden_layers)]
+        self._following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         # Nodes of the last tree may stand behind the longest response.
         rotary = RotaryTable(config, max_length + WINDOW, device=device, dtype=dtype)
         self.rotary = rotary.cos, rotary.sin
@@ -122,19 +111,12 @@ class DecoderModel:
         """
         ops, (rows, count) = self.ops, tokens.shape
         slots = entry_slots(table, starts[:, None] + torch.arange(count, device=tokens.device)).view(-1)  # [T]
-        places = positions.reshape(-1), slots
+        place = Place(rows, self.rotary, positions.reshape(-1), slots, table, starts, visible)
         captured = []
         normed, hidden = ops.add_rms_norm(F.embedding(tokens.reshape(-1), self.embedding), None, self.layers[0].input_norm, self.eps)  # [T, H]
-        following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, layer in enumerate(self.layers):
-            qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)  # [T, (Q + 2G) d]
             keys, values = plane[index]
-            query = ops.rope_write(qkv, layer.head_norms, self.eps, self.rotary, *places, keys, values)  # [T, Q, d]
-            mixed = ops.tree_attention(query.view(rows, count, self.num_heads, self.head_dim), keys, values, table, starts, visible)
-            update = ops.linear(mixed.view(rows * count, -1), layer.output, layer.output_bias)
-            normed, hidden = ops.add_rms_norm(hidden, update, layer.post_norm, self.eps)
-            update = ops.linear(ops.silu_mul(ops.linear(normed, layer.gate_up)), layer.down)
-            normed, hidden = ops.add_rms_norm(hidden, update, following[index], self.eps)
+            normed, hidden = ops.layer(layer, self._following[index], self.eps, place, hidden, normed, keys, values)
             if index in self.capture_layers:
                 captured.append(hidden)
         shape = rows, count, -1
@@ -144,7 +126,7 @@ class DecoderModel:
         """Final states [T, H] → logits [T, V]."""
         return self.ops.linear(final, self._lm_head)
 
-    def _fuse(self, layer: dict[str, Tensor]) -> _Layer:
+    def _fuse(self, layer: dict[str, Tensor]) -> LayerWeights:
         def joined(*names: str) -> Tensor:
             return self._put(torch.cat([layer[name] for name in names]))
 
@@ -153,7 +135,7 @@ class DecoderModel:
 
         qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
         norms = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-        return _Layer(
+        return LayerWeights(
             input_norm=self._put(layer["input_layernorm.weight"]),
             qkv=self.ops.pack(joined(*(f"{name}.weight" for name in qkv))),
             qkv_bias=joined(*(f"{name}.bias" for name in qkv)) if f"{qkv[0]}.bias" in layer else None,

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.config import TargetSection, TreeSection
-from pipeline.decoder.cost import measure_costs
+from pipeline.decoder.cost import Costs, draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, measure_costs, median_costs, s_max
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -28,7 +29,7 @@ from pipeline.prompts.builtin import read_builtin
 from pipeline.target.load import LoadedTarget, load_target
 from pipeline.target.template import load_template
 from tests.bench.llama_cpp import rival
-from tests.bench.report import interleaved, read_bandwidth
+from tests.bench.report import interleaved, matmul_rate, read_bandwidth
 
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
 SHAPES = {
@@ -39,6 +40,7 @@ SHAPES = {
     "tree-4x5-16": TREE,
     "tree-8x6-48": TreeSection(top_k=8, steps=6, nodes=48),
 }
+CPU = torch.device("cpu")
 PATTERN = (2, 0, 1, 3, 1)  # accepted drafts of each round in turn, cut to the tree's depth
 NEW_TOKENS, MANY, LENGTH = 64, 32, 512
 
@@ -53,10 +55,10 @@ class Bench:
     imposed: tuple[int, ...] | None  # None: the head is a trained one, acceptance is its own
     prompts: tuple[tuple[int, ...], ...]
 
-    def engine(self, tree: TreeSection | None = None, *, slots: int = 1) -> Engine:
-        """Plain, or speculative with a tree."""
+    def engine(self, tree: TreeSection | None = None, *, slots: int = 1, honest: bool = False) -> Engine:
+        """Plain, or speculative with a tree; an honest one verifies even what a random head drafts."""
         drafter = Eagle3Drafter(self.head, self.model, tree) if tree else None
-        return Engine(self.model, drafter=drafter, slots=slots, impose=self.imposed if tree else None)
+        return Engine(self.model, drafter=drafter, slots=slots, impose=self.imposed if tree and not honest else None)
 
     def request(self, index: int) -> Request:
         return Request(str(index), self.prompts[index], NEW_TOKENS, ())
@@ -94,14 +96,14 @@ def _single(bench: Bench, gguf: Path, runs: int) -> dict[str, Any]:
     llama = rival(gguf, folder, threads=torch.get_num_threads(), context=LENGTH)
     if llama is not None:
         cases["llama_cpp"] = lambda: llama(bench.prompts[0], NEW_TOKENS)
-    rates = interleaved(cases, runs=runs)
     read = sum(parameter.numel() for parameter in bench.hf.model.parameters()) * 2  # bf16; the tied lm_head is the embedding
-    floor = read_bandwidth(torch.device("cpu")) / read
+    cases["floor"] = lambda: read_bandwidth(CPU, runs=3) / read
+    rates = interleaved(cases, runs=runs)
+    floor = rates["floor"]
     simulated = "" if bench.imposed is None else "_simulated"
     return {
         **{f"{name}_tokens_per_second_b1{simulated if name == 'speculative' else ''}": rate for name, rate in rates.items()},
         "plain_vs_hf_b1": rates["plain"] / rates["hf"],
-        "floor_tokens_per_second_b1": floor,
         "plain_share_of_floor_b1": rates["plain"] / floor,
         **({"plain_vs_llama_cpp_b1": rates["plain"] / rates["llama_cpp"]} if llama else {"plain_vs_llama_cpp_b1": None}),
     }
@@ -110,7 +112,7 @@ def _single(bench: Bench, gguf: Path, runs: int) -> dict[str, Any]:
 def _pieces(bench: Bench, runs: int) -> dict[str, Any]:
     """What a round is made of, at batch 1 behind 128 tokens."""
     costs = measure_costs(bench.model, Eagle3Drafter(bench.head, bench.model, TREE), 1, 128, repeats=4 * runs)
-    engine = bench.engine(TREE)
+    engine = bench.engine(TREE, honest=True)
     assert isinstance(engine.drafter, Eagle3Drafter)
     _complete(engine, bench.request(0))
     shares = []
@@ -121,6 +123,7 @@ def _pieces(bench: Bench, runs: int) -> dict[str, Any]:
         shares.append(1 - spent(done.decode_seconds))
     return {
         "verify16_over_one": costs.verify_seconds(16) / costs.plain_seconds,
+        "verify16_share_of_floor": floor_seconds(bench.model, 16, 1, 128, read_bandwidth(CPU), matmul_rate(CPU, size=2048)) / costs.verify_seconds(16),
         "draft_step_over_one": costs.draft_seconds(TREE.top_k) / costs.plain_seconds,
         "extend_over_one": costs.extend_seconds(TREE.steps) / costs.plain_seconds,
         "round_other_share": sorted(shares)[len(shares) // 2],
@@ -151,23 +154,50 @@ def _many(bench: Bench, runs: int) -> dict[str, Any]:
 
 
 def _cost_model(bench: Bench, runs: int) -> dict[str, Any]:
-    """Predicted against measured speedup of each tree shape: the same prompt, plain and speculative in turn."""
+    """Predicted against measured speedup of each tree shape: the same prompt, plain and speculative in turn.
+
+    η compares with a machine that reads and multiplies at the measured rates and does nothing else, plain
+    decoding included.
+    """
     context = len(bench.prompts[0]) + NEW_TOKENS // 2  # the middle of the reply
-    costs = measure_costs(bench.model, Eagle3Drafter(bench.head, bench.model, TREE), 1, context, repeats=2 * runs)
+    drafter = Eagle3Drafter(bench.head, bench.model, TREE)
     engines = {"plain": bench.engine(), **{name: bench.engine(shape) for name, shape in SHAPES.items()}}
     lengths: dict[str, float] = {}
+    measured_costs: list[Costs] = []
+    counts = sorted({1, *(shape.nodes for shape in SHAPES.values())})
+    beams, steps = ({getattr(shape, name) for shape in SHAPES.values()} for name in ("top_k", "steps"))
+
+    def measure_once() -> float:
+        costs = measure_costs(bench.model, drafter, 1, context, counts, beam_counts=sorted(beams), step_counts=sorted(steps), repeats=3)
+        measured_costs.append(costs)
+        return costs.plain_seconds
 
     def run(name: str) -> float:
         done = _complete(engines[name], bench.request(0))
         lengths[name] = done.statistics.acceptance_length
         return _rate(done)
 
-    rates = interleaved({name: lambda name=name: run(name) for name in engines}, runs=runs)  # type: ignore[misc]
+    # The pieces take turns with the whole: a machine that is slow for a while is slow for both.
+    cases: dict[str, Callable[[], float]] = {name: partial(run, name) for name in engines}
+    cases |= {"costs": measure_once, "read": partial(read_bandwidth, CPU, runs=3), "matmul": partial(matmul_rate, CPU, size=2048)}
+    rates = interleaved(cases, runs=runs)
+    costs = median_costs(measured_costs[1:])
+    machine = 1, context, rates["read"], rates["matmul"]
     rows = {}
     for name, shape in SHAPES.items():
         measured, predicted = rates[name] / rates["plain"], costs.speedup(shape, lengths[name])
-        rows[name] = {"tau": lengths[name], "predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+        best = s_max(
+            lengths[name],
+            floor_seconds(bench.model, 1, *machine),
+            floor_seconds(bench.model, shape.nodes, *machine),
+            draft_floor_seconds(drafter, shape.top_k, *machine),
+            extend_floor_seconds(drafter, shape.steps, *machine),
+            shape.steps,
+        )
+        rows[name] = {"tau": lengths[name], "predicted": predicted, "measured": measured, "error": predicted / measured - 1, "eta": eta(measured, best)}
     return {
+        "read_gb_s": machine[2] / 1e9,
+        "matmul_gflop_s": machine[3] / 1e9,
         "speedup_by_shape" + ("" if bench.imposed is None else "_simulated"): rows,
         "cost_model_error": max(abs(row["error"]) for row in rows.values()),
     }
@@ -175,7 +205,7 @@ def _cost_model(bench: Bench, runs: int) -> dict[str, Any]:
 
 @contextmanager
 def _stopwatch(model: DecoderModel, drafter: Eagle3Drafter) -> Iterator[Callable[[float], float]]:
-    """Times the model's and the head's own calls; gives a function from a round's seconds to their share."""
+    """Times the model's and the head's calls; gives a function from a round's seconds to their share."""
     calls: list[tuple[float, float]] = []  # (begun, seconds)
     patched: list[tuple[Any, str]] = []
 
@@ -191,7 +221,8 @@ def _stopwatch(model: DecoderModel, drafter: Eagle3Drafter) -> Iterator[Callable
         patched.append((owner, name))
         setattr(owner, name, timed)
 
-    for owner, names in ((model, ("forward", "logits")), (drafter.head, ("step", "project", "logits"))):
+    # What T_verify, T_draft and T_extend are made of; the rest of a round is tree, masks, acceptance, bookkeeping.
+    for owner, names in ((model, ("forward", "logits")), (drafter.head, ("step", "project", "logits")), (model.ops, ("argmax", "propose"))):
         for name in names:
             time_calls(owner, name)
     try:

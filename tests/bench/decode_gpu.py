@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.config import TreeSection
-from pipeline.decoder.cost import eta, floor_seconds, measure_costs, open_batch, s_max
+from pipeline.decoder.cost import draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, measure_costs, open_batch, s_max
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
@@ -23,7 +23,7 @@ from pipeline.decoder.simulate import ImposedAcceptance
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for
 from tests.bench.random_target import LLAMA_8B, RandomWeights
-from tests.bench.report import interleaved, read_bandwidth, rounded
+from tests.bench.report import interleaved, matmul_rate, read_bandwidth, rounded
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
@@ -42,7 +42,7 @@ def measure(*, runs: int) -> Any:
     head = Eagle3Head(shape_for(config, draft_vocab_size=32000, intermediate_size=None, num_attention_heads=None, num_key_value_heads=None))
     random_init(head, 0)
     head.set_vocabulary(torch.arange(32000))
-    bandwidth, flops = read_bandwidth(device, megabytes=4096), _matmul_rate(device)
+    bandwidth, flops = read_bandwidth(device, megabytes=4096), matmul_rate(device, size=8192)
     yield {"copy_bandwidth_gb_s": bandwidth / 1e9, "matmul_tflop_s": flops / 1e12, "acceptance_is_simulated": True, "pattern": list(PATTERN)}
     for rows in BATCHES:
         yield {f"batch_{rows}": _batch(model, head, rows, bandwidth, flops, runs)}
@@ -57,10 +57,11 @@ def _batch(model: DecoderModel, head: Eagle3Head, rows: int, bandwidth: float, f
     speculative = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=rows, buckets=(rows,), impose=PATTERN)
     rates = interleaved({"plain": lambda: _decode(plain, rows)[0], "speculative": lambda: _decode(speculative, rows)[0]}, runs=runs)
     tau = _decode(speculative, rows)[1]
-    floor_one = floor_seconds(model, rows, rows, context, bandwidth, flops)
-    floor_tree = floor_seconds(model, rows * TREE.nodes, rows, context, bandwidth, flops)
-    floor_head = _head_floor(head, bandwidth)
-    best = s_max(tau, floor_one, floor_tree, floor_head, floor_head, TREE.steps)
+    rates_of = rows, context, bandwidth, flops
+    floor_one, floor_tree = floor_seconds(model, 1, *rates_of), floor_seconds(model, TREE.nodes, *rates_of)
+    best = s_max(
+        tau, floor_one, floor_tree, draft_floor_seconds(drafter, TREE.top_k, *rates_of), extend_floor_seconds(drafter, TREE.steps, *rates_of), TREE.steps
+    )
     speedup = rates["speculative"] / rates["plain"]
     kernels, wall = _round_overhead(model, head, rows)
     return rounded(
@@ -119,24 +120,3 @@ def _round_overhead(model: DecoderModel, head: Eagle3Head, rows: int) -> tuple[f
         replay(5)
     kernels = sum(event.self_device_time_total for event in profile.key_averages()) / 5
     return kernels * 1e-6, wall
-
-
-def _head_floor(head: Eagle3Head, bandwidth: float) -> float:
-    """Seconds to read the head's bf16 weights once."""
-    return 2 * head.count_parameters() / bandwidth
-
-
-def _matmul_rate(device: torch.device) -> float:
-    """FLOP/s of a large bf16 product."""
-    size = 8192
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def run() -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(10):
-            left @ right
-        torch.cuda.synchronize()
-        return 10 * 2 * size**3 / (time.perf_counter() - started)
-
-    return interleaved({"matmul": run}, runs=5)["matmul"]

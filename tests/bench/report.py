@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,28 +30,43 @@ def interleaved(cases: Mapping[str, Callable[[], float]], *, runs: int, warm_up:
     return {name: statistics.median(figures) for name, figures in seen.items()}
 
 
-def read_bandwidth(device: torch.device, *, megabytes: int = 512) -> float:
+def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
     """Bytes per second of a plain sequential read (CPU) or of a copy, both directions counted (CUDA)."""
-    import time
-
     source = torch.ones(megabytes * 2**20 // 4, device=device)
-    if device.type == "cpu":
+    target = torch.empty_like(source)
+    moved = source.numel() * 4 * (1 if device.type == "cpu" else 2)
 
-        def run() -> float:
-            started = time.perf_counter()
+    def run() -> float:
+        _synchronize(device)
+        started = time.perf_counter()
+        if device.type == "cpu":
             source.sum()
-            return source.numel() * 4 / (time.perf_counter() - started)
-    else:
-        target = torch.empty_like(source)
-
-        def run() -> float:
-            torch.cuda.synchronize()
-            started = time.perf_counter()
+        else:
             target.copy_(source)
-            torch.cuda.synchronize()
-            return 2 * source.numel() * 4 / (time.perf_counter() - started)
+        _synchronize(device)
+        return moved / (time.perf_counter() - started)
 
-    return interleaved({"read": run}, runs=9)["read"]
+    return interleaved({"read": run}, runs=runs)["read"]
+
+
+def matmul_rate(device: torch.device, *, size: int) -> float:
+    """FLOP/s of a square bf16 product."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def run() -> float:
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(5):
+            left @ right
+        _synchronize(device)
+        return 5 * 2 * size**3 / (time.perf_counter() - started)
+
+    return interleaved({"matmul": run}, runs=5)["matmul"]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def machine(device: torch.device) -> str:

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from pipeline.config import TreeSection
-from pipeline.decoder.cost import Costs, draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, measure_costs, s_max
+from pipeline.decoder.cost import Costs, draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, measure_costs, median_costs, s_max
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.reference import TorchOps
@@ -111,3 +111,8 @@ def test_measured_costs_make_sense(drafting: tuple[DecoderModel, Eagle3Drafter])
 def test_a_context_without_room_for_a_round(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
     with pytest.raises(ValueError, match="max_length 256"):
         measure_costs(*drafting, 1, 250)
+
+
+def test_the_median_of_measurements_is_taken_point_by_point() -> None:
+    measured = [Costs({1: one, 8: 9 - one}, {2: one}, {3: 2 * one}, {8: 1.0}) for one in (1.0, 2.0, 5.0)]
+    assert median_costs(measured) == Costs({1: 2.0, 8: 7.0}, {2: 2.0}, {3: 4.0}, {8: 1.0})

@@ -119,9 +119,9 @@ def test_a_planted_shift_of_the_tokens_is_seen(model: DecoderModel, head: Eagle3
 def test_a_planted_off_by_one_in_the_rotary_position_is_seen(model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Eagle3Drafter._step
 
-    def late(self: Eagle3Drafter, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, entries: Tensor, visible: Tensor | None) -> Tensor:
+    def late(self: Eagle3Drafter, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | None) -> Tensor:
         drafting = visible is not None  # later draft steps, not the prompt
-        return original(self, batch, tokens, hidden, positions + drafting, entries, visible)
+        return original(self, batch, tokens, hidden, positions + drafting, slots, visible)
 
     monkeypatch.setattr(Eagle3Drafter, "_step", late)
     assert _worst(model, head, extended=0) > 1e-3

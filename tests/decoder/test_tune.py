@@ -213,6 +213,6 @@ def test_what_cannot_be_traced(pair: Pair) -> None:
         trace(model, drafter, [[1]], 4, WIDEST)
     spoilt = DecoderModel.__new__(DecoderModel)
     spoilt.__dict__.update(model.__dict__)
-    spoilt.final_norm = model.final_norm * float("nan")
+    spoilt.embedding = model.embedding * float("nan")
     with pytest.raises(TargetError, match="NaN"):
         trace(spoilt, drafter, [[1]], 4, shape)

@@ -69,7 +69,7 @@ class Eagle3Drafter:
         entries = batch.starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, E]
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
         hidden = self.head.project(aux)  # [B, E, H]
-        output = self._step(batch, tokens.clamp(min=0), hidden, entries, entries, None)  # [B, E, H]
+        output = self._step(batch, tokens.clamp(min=0), hidden, entries, entry_slots(batch.table, entries), None)  # [B, E, H]
         last = (counts - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         batch.memory.copy_(output.gather(1, last)[:, 0])
 
@@ -84,41 +84,42 @@ class Eagle3Drafter:
         first. `parents` are candidate indices, -1 for the root.
         """
         rows, k, device = len(batch), self._beams(shape), batch.roots.device
-        beam = torch.arange(k, device=device)  # [k]
+        drafted = torch.arange((shape.steps - 1) * k, device=device)  # [W] step by step, k beams each
+        slots = entry_slots(batch.table, batch.starts[:, None] + drafted)  # [B, W]
+        positions = batch.starts[:, None] + drafted // k  # [B, W]
+        bits = (1 << drafted).expand(rows, -1)  # [B, W]
         score, token = (part[:, 0] for part in self._propose(batch.memory[:, None], k))  # each [B, k]
         tokens, parents, cumulative = [token], [torch.full_like(token, -1)], [score]
-        candidates = beam.expand(rows, -1)  # [B, k] the candidate that each beam continues
+        candidates = torch.arange(k, device=device).expand(rows, -1)  # [B, k] the candidate that each beam continues
         hidden = batch.memory[:, None].expand(-1, k, -1)  # [B, k, H]
         lineage = torch.zeros(rows, k, dtype=torch.int64, device=device)  # bits over drafted entries
         for step in range(1, shape.steps):
-            drafted = (step - 1) * k + beam  # [k] this step's bits
-            lineage = lineage | (1 << drafted)
-            entries = batch.starts[:, None] + drafted  # [B, k]
-            positions = (batch.starts[:, None] + (step - 1)).expand(-1, k)
-            hidden = self._step(batch, token, hidden, positions, entries, lineage)  # [B, k, H]
-            gained, proposed = (part.flatten(1) for part in self._propose(hidden, k))  # each [B, k·k]
-            total = score.repeat_interleave(k, dim=1) + gained  # [B, k·k]
+            own = slice((step - 1) * k, step * k)
+            lineage = lineage | bits[:, own]
+            hidden = self._step(batch, token, hidden, positions[:, own], slots[:, own], lineage)  # [B, k, H]
+            gained, proposed = self._propose(hidden, k)  # each [B, k, k]
+            total = (score[:, :, None] + gained).flatten(1)  # [B, k·k]
+            proposed = proposed.flatten(1)
             tokens.append(proposed)
-            parents.append(candidates.repeat_interleave(k, dim=1))
+            parents.append(candidates[:, :, None].expand(-1, -1, k).flatten(1))
             cumulative.append(total)
             if step == shape.steps - 1:
                 break
             score, best = total.topk(k, dim=-1)
             token = proposed.gather(1, best)
-            candidates = k + (step - 1) * k * k + best
+            candidates = best + (k + (step - 1) * k * k)
             above = best // k  # the beam that each kept candidate continues
             hidden = hidden.gather(1, above[:, :, None].expand_as(hidden))
             lineage = lineage.gather(1, above)
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(cumulative, 1)
 
-    def _step(self, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, entries: Tensor, visible: Tensor | None) -> Tensor:
-        """The head's layer on tokens [B, N] and hidden [B, N, H], stored at `entries` [B, N] → [B, N, H]."""
+    def _step(self, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | None) -> Tensor:
+        """The head's layer on tokens [B, N] and hidden [B, N, H], stored in `slots` [B, N] → [B, N, H]."""
         rows, count = tokens.shape
-        slots = entry_slots(batch.table, entries).view(-1)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             qkv = torch.cat((query, key, value), dim=-2).view(rows * count, -1)
-            turned = self.ops.rope_write(qkv, None, 0.0, self._rotary, positions.reshape(-1), slots, self._keys, self._values)
+            turned = self.ops.rope_write(qkv, None, 0.0, self._rotary, positions.reshape(-1), slots.reshape(-1), self._keys, self._values)
             return self.ops.tree_attention(turned.view_as(query), self._keys, self._values, batch.table, batch.starts, visible)
 
         return self.head.step(F.embedding(tokens, self.embedding), hidden, attend)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache, lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from pipeline.decoder.ops.layer import LayerWeights, Place
 from pipeline.decoder.ops.native_library import Unavailable, load_library
 from pipeline.decoder.ops.reference import PAGE, TorchOps
 from pipeline.decoder.tree import Acceptance, Tree
@@ -57,6 +59,24 @@ class Weight:
         self._data, self.address, self.outputs, self.inputs = data, data.data_ptr(), outputs, inputs
 
 
+class _Layer(ctypes.Structure):
+    """Layer of layer.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down", "qkv_bias", "query_norm", "key_norm", "output_bias", "post_norm")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "size", "hidden", "inner")),
+    )
+
+
+class _Place(ctypes.Structure):
+    """Place of layer.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "positions", "slots", "table", "starts", "visible")),
+        *((name, ctypes.c_int64) for name in ("rows", "count", "pages")),
+    )
+
+
 class NativeOps(TorchOps):
     """bf16 only; a float32 model takes TorchOps."""
 
@@ -67,6 +87,8 @@ class NativeOps(TorchOps):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library  # a function is an attribute of its own once it was looked up
         self._most_proposed = int(library.eagle3_most_proposed())
+        self._layers: WeakKeyDictionary[LayerWeights, _Layer] = WeakKeyDictionary()
+        self._place: tuple[Place | None, _Place, tuple[Tensor | None, ...]] = None, _Place(), ()  # the last forward's
 
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in] in panels of 32 outputs. The original is not needed any more."""
@@ -106,6 +128,22 @@ class NativeOps(TorchOps):
         y = gate_up.new_empty(rows, both // 2)
         self._library.eagle3_silu_mul(gate_up.data_ptr(), y.data_ptr(), rows, both // 2, torch.get_num_threads())
         return y
+
+    def layer(
+        self, weights: LayerWeights, following_norm: Tensor, eps: float, place: Place, hidden: Tensor, normed: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert hidden.dtype is normed.dtype is keys.dtype is torch.bfloat16 and hidden.is_contiguous() and normed.is_contiguous() and keys.is_contiguous()
+        if self._place[0] is not place:
+            self._place = place, *_native_place(place)
+        layer = self._layers.get(weights)
+        if layer is None:
+            layer = self._layers[weights] = _native_layer(weights, groups=keys.shape[1], size=keys.shape[3])
+        normed_sum, total = torch.empty_like(hidden), torch.empty_like(hidden)
+        self._library.eagle3_layer(
+            ctypes.addressof(layer), ctypes.addressof(self._place[1]), following_norm.data_ptr(), eps, hidden.data_ptr(), normed.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), normed_sum.data_ptr(), total.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return normed_sum, total
 
     def rope_write(
         self,
@@ -192,6 +230,24 @@ class NativeOps(TorchOps):
             planes.data_ptr(), layers * both, pages, groups, page, size * planes.element_size(), table.data_ptr(), starts.data_ptr(), path.data_ptr(),
             *path.shape[:1], table.shape[1], path.shape[1], torch.get_num_threads(),
         )  # fmt: skip
+
+
+def _native_layer(weights: LayerWeights, *, groups: int, size: int) -> _Layer:
+    assert all(tensor is None or tensor.dtype is torch.bfloat16 for tensor in (weights.post_norm, weights.qkv_bias, weights.output_bias))
+    query_norm, key_norm = (None, None) if weights.head_norms is None else (norm.data_ptr() for norm in weights.head_norms)
+    return _Layer(
+        *(weight.address for weight in (weights.qkv, weights.output, weights.gate_up, weights.down)),
+        *(_address(weights.qkv_bias), query_norm, key_norm, _address(weights.output_bias), weights.post_norm.data_ptr()),
+        *(weights.output.inputs // size, groups, size, weights.output.outputs, weights.down.inputs),
+    )
+
+
+def _native_place(place: Place) -> tuple[_Place, tuple[Tensor | None, ...]]:
+    """The structure, and the tensors that it points into."""
+    visible = None if place.visible is None else place.visible.contiguous()
+    held = (*place.rotary, place.positions.contiguous(), place.slots.contiguous(), place.table.contiguous(), place.starts.contiguous(), visible)
+    count = len(place.positions) // place.rows
+    return _Place(*(_address(tensor) for tensor in held), place.rows, count, place.table.shape[1]), held
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -33,6 +33,7 @@ _PROTOTYPES = {
     "linear": ":ppppiiii",
     "add_rms_norm": ":pppfppiii",
     "silu_mul": ":ppiii",
+    "layer": ":pppfppppppi",
     "rope_write": ":pppfpppppppiiiiii",
     "tree_attention": ":ppppppppi",
     "argmax": ":ppiii",

@@ -10,20 +10,16 @@ NaN included, and never matter.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.decoder.ops.layer import LayerWeights, Packed, Place
 from pipeline.decoder.ops.random import uniform
 from pipeline.decoder.tree import WINDOW, Acceptance, Sampling, Tree
 
 #: Cache entries in a page. One page of one head is the block that an attention kernel loads at once.
 PAGE = 64
-
-#: A weight as a backend wants it; only that backend's `linear` looks inside.
-Packed: TypeAlias = Any
 
 
 class TorchOps:
@@ -48,6 +44,23 @@ class TorchOps:
         """[T, 2I] → [T, I]: silu(first half) · second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def layer(
+        self, weights: LayerWeights, following_norm: Tensor, eps: float, place: Place, hidden: Tensor, normed: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A decoder layer: hidden [T, H] and its input norm [T, H] → the layer's output, normed and as it is.
+
+        The output is normed with `following_norm` [H], the next layer's or the model's last. Keys and
+        values go to their slots of the layer's planes.
+        """
+        qkv = self.linear(normed, weights.qkv, weights.qkv_bias)  # [T, (Q + 2G) d]
+        query = self.rope_write(qkv, weights.head_norms, eps, place.rotary, place.positions, place.slots, keys, values)  # [T, Q, d]
+        by_row = query.view(place.rows, -1, *query.shape[1:])  # [B, N, Q, d]
+        mixed = self.tree_attention(by_row, keys, values, place.table, place.starts, place.visible)
+        update = self.linear(mixed.view(len(hidden), -1), weights.output, weights.output_bias)
+        normed, hidden = self.add_rms_norm(hidden, update, weights.post_norm, eps)
+        update = self.linear(self.silu_mul(self.linear(normed, weights.gate_up)), weights.down)
+        return self.add_rms_norm(hidden, update, following_norm, eps)
 
     def rope_write(
         self,

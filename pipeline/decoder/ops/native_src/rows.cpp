@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr int64_t kSerialWork = 1 << 15;  // numbers below which a second thread does not pay
+constexpr int64_t kSerialWork = 1 << 13;  // numbers below which a second thread does not pay
 
 // Rotation of one head (RoFormer, eq. 34), half-split, after an optional RMS norm:
 //
@@ -64,7 +64,7 @@ void eagle3_add_rms_norm(const bf16* x, const bf16* update, const bf16* weight, 
 
 // gate_up [rows, 2 size] → y [rows, size]: silu(gate) · up.
 void eagle3_silu_mul(const bf16* gate_up, bf16* y, int64_t rows, int64_t size, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows * size > kSerialWork / 2)
+#pragma omp parallel for num_threads(threads) if (rows * size > kSerialWork)
     for (int64_t row = 0; row < rows; ++row) {
         const bf16* from = gate_up + row * 2 * size;
         for (int64_t i = 0; i < size; i += kLanes) {
