@@ -1,0 +1,41 @@
+"""The GPU check's own checks, run with the CPU's operations: they pass on a sound decoder and fail on a broken one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.decoder.ops.reference import TorchOps
+from pipeline.decoder.tree import Acceptance, Tree
+from tests.gpu import check
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SHAPES", {"llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}})
+    monkeypatch.setattr(check, "TREES", {"tree": check.TREES["tree"]})
+
+
+def test_a_sound_decoder_passes() -> None:
+    results = check.run(CPU)
+    assert list(results) == ["logits, llama", "near ties in bf16, llama", "greedy, llama, tree", "sampling"]
+    assert all(result["passed"] for result in results.values())
+    assert results["greedy, llama, tree"]["tokens"] > 500
+
+
+def test_a_lossy_verification_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = TorchOps.verify
+
+    def generous(self: TorchOps, tree: Tree, predicted: torch.Tensor, depth: int) -> Acceptance:
+        wrong = predicted.clone()
+        if depth:
+            wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])
+        return honest(self, tree, wrong, depth)
+
+    monkeypatch.setattr(TorchOps, "verify", generous)
+    results = check.run(CPU)
+    assert not results["greedy, llama, tree"]["passed"]
+    assert not results["sampling"]["passed"]
+    assert results["logits, llama"]["passed"]
