@@ -12,7 +12,7 @@ from pipeline.console import console, notice, progress_bar
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError, NotLossless
-from pipeline.records import EvalReport, Manifest, TargetContract, match_contracts
+from pipeline.records import EvalReport, Manifest, Prompt, TargetContract, match_contracts
 from pipeline.serve_eval.measure import Measured, Workbench
 from pipeline.serve_eval.questions import Question, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
@@ -23,7 +23,7 @@ from pipeline.store.stage import StageRun, open_stage, read_manifest, stage_loca
 from pipeline.target.contract import read_contract
 from pipeline.target.load import load_target, pick_device
 from pipeline.target.resolve import resolve
-from pipeline.target.template import load_template
+from pipeline.target.template import ChatTemplate, load_template
 
 REPORT, PAGE = "report.json", "report.html"
 
@@ -65,7 +65,7 @@ def _evaluate(config: RunConfig, target: Path, contract: TargetContract, head: E
     section, device = config.eval, pick_device(config.target.device)
     prompts = read_prompts(config)
     template = load_template(target, source=config.target.source, system_prompt=section.system_prompt)
-    length = _longest(config, max(len(template.start(prompt.turns[0])) for prompt in prompts), head.shape.max_position_embeddings)
+    length = min(head.shape.max_position_embeddings, max(_tokens(prompt, config, template) for prompt in prompts))
 
     def workbench(dtype: torch.dtype) -> Workbench:
         return Workbench(config, target, contract, head, template, dtype=dtype, device=device, length=length)
@@ -101,9 +101,11 @@ def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bo
     return verdicts
 
 
-def _longest(config: RunConfig, longest_first_turn: int, positions: int) -> int:
-    """Tokens of the longest conversation, within the target's positions."""
-    return min(positions, (longest_first_turn + config.eval.max_new_tokens) * config.eval.max_turns)
+def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:
+    """Tokens of a whole conversation, every reply at its longest."""
+    first, *others = prompt.turns[: config.eval.max_turns]
+    asked = len(template.start(first)) + sum(len(template.follow(turn, closed=False)) for turn in others)
+    return asked + config.eval.max_new_tokens * (1 + len(others))
 
 
 def _head_location(config: RunConfig) -> Location:
