@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline.decoder.ops.layer import LayerWeights, Place
 from pipeline.decoder.ops.native_library import Unavailable, load_library
 from pipeline.decoder.ops.reference import PAGE, TorchOps
-from pipeline.decoder.tree import Acceptance, Tree
+from pipeline.decoder.tree import Acceptance, Sampling, Tree
 
 
 def load() -> NativeOps | None:
@@ -221,6 +221,23 @@ class NativeOps(TorchOps):
             tokens.data_ptr(), parents.data_ptr(), predicted.data_ptr(), rows, nodes, depth, path.data_ptr(), counts.data_ptr(), emitted.data_ptr()
         )
         return Acceptance(path, counts, emitted)
+
+    def sample(self, logits: Tensor, tree: Tree, sampling: Sampling, positions: Tensor, depth: int) -> Tensor:
+        if logits.dtype is not torch.bfloat16:
+            return super().sample(logits, tree, sampling, positions, depth)
+        logits, tokens, parents, positions = logits.contiguous(), tree.tokens.contiguous(), tree.parents.contiguous(), positions.contiguous()
+        rows, nodes, size = logits.shape
+        predicted = torch.empty(rows, nodes, dtype=torch.int64)
+        held = [part.contiguous() for part in (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seeds)]
+        self._library.eagle3_sample(
+            logits.data_ptr(), tokens.data_ptr(), parents.data_ptr(), positions.data_ptr(), *(part.data_ptr() for part in held),
+            predicted.data_ptr(), rows, nodes, size, torch.get_num_threads(),
+        )  # fmt: skip
+        return predicted
+
+    def draw(self, logits: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
+        zeros = torch.zeros(len(logits), 1, dtype=torch.int64)
+        return self.sample(logits[:, None], Tree(zeros, zeros, zeros, zeros), sampling, positions[:, None], 0)[:, 0]
 
     def compact(self, planes: Tensor, table: Tensor, starts: Tensor, path: Tensor) -> None:
         assert planes.is_contiguous()

@@ -40,6 +40,7 @@ _PROTOTYPES = {
     "most_proposed": "i:",
     "propose": ":pippiii",
     "grow_tree": ":ppppiiipppp",
+    "sample": ":pppppppppiiii",
     "verify": ":pppiiippp",
     "compact": ":piiiiipppiiii",
 }
