@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test check bench-decode gpu-check clean
+.PHONY: help setup demo synth features train eval test check bench-decode bench-train gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -55,6 +55,9 @@ check: $(READY) ## Lint, format, types and import directions; seconds, no model
 
 bench-decode: ## Speed of the decoder on this CPU or GPU; ARGS='--head DIR' takes a trained head
 	@$(ANY_PYTHON) -m tests.bench.decode $(ARGS)
+
+bench-train: ## Speed and memory of the trainer on this CPU
+	@$(ANY_PYTHON) -m tests.bench.train $(ARGS)
 
 gpu-check: ## Correctness of the decoder on this GPU, in minutes
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)

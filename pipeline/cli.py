@@ -4,6 +4,9 @@
     eagle3 run    -c run.yaml …      the four stages in order
     eagle3 show   -c run.yaml …      the resolved configuration as YAML
     eagle3 schema                    the configuration's JSON schema
+    eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance and metrics of a head
+    eagle3 export HEAD --format sglang|speculators --out DIR [--target SOURCE]
+    eagle3 import DIR --target SOURCE --out HEAD
 
 A stage is imported when it is asked for, so that `--help`, `--plan`, `show` and `schema` answer
 without torch.
@@ -16,7 +19,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, cast
 
 import pipeline
@@ -86,7 +89,28 @@ def _build_parser() -> argparse.ArgumentParser:
     commands.add_parser("show", parents=[configured], help=shown, description=shown)
     schema = "print the JSON schema of the configuration"
     commands.add_parser("schema", help=schema, description=schema)
+    _add_travel(commands)
     return parser
+
+
+def _add_travel(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """The commands on single heads; every directory may be an fsspec URI."""
+    looked = "print contract, size, tensors, draft vocabulary, provenance and metrics of a head"
+    look = commands.add_parser("inspect", help=looked, description=looked)
+    look.add_argument("head", metavar="HEAD", help="head directory")
+    look.add_argument("--json", action="store_true", help="print JSON")
+    exported = "write a head in the format of SGLang, or of speculators and vLLM"
+    export = commands.add_parser("export", help=exported, description=exported)
+    export.add_argument("head", metavar="HEAD", help="head directory")
+    export.add_argument("--format", required=True, choices=("sglang", "speculators"), help="sglang is the format of a head directory itself")
+    export.add_argument("--out", required=True, metavar="DIR", help="directory to write; it must be empty or not exist")
+    export.add_argument("--target", metavar="SOURCE", help="where the target is now, for its embedding; default: where the head was trained")
+    imported = "read a head of another trainer, in either format, and make a head directory of it"
+    bring = commands.add_parser("import", help=imported, description=imported)
+    bring.add_argument("head", metavar="DIR", help="directory with config.json and *.safetensors")
+    bring.add_argument("--target", required=True, metavar="SOURCE", help="the target it was trained for, as in target.source")
+    bring.add_argument("--out", required=True, metavar="HEAD", help="head directory to write; it must be empty or not exist")
+    bring.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="the target's compute type, as in target.dtype")
 
 
 def _configured() -> _Parser:
@@ -112,6 +136,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command == "show":
         print(_as_yaml(load(arguments.config, arguments.overrides)), end="")
         return 0
+    if arguments.command in TRAVEL:
+        TRAVEL[arguments.command](arguments)
+        return 0
     config = load(arguments.config, arguments.overrides, force=arguments.force)
     stages = STAGES if arguments.command == "run" else (cast(Stage, arguments.command),)
     for stage in stages:
@@ -120,6 +147,31 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         else:
             _run_of(stage)(config)
     return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from pipeline.travel.inspect import inspect_head, print_inspection
+
+    found = inspect_head(arguments.head)
+    if arguments.json:
+        print(found.as_json())
+    else:
+        print_inspection(found)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from pipeline.travel.export import export_head
+
+    export_head(arguments.head, format=arguments.format, out=arguments.out, target=arguments.target)
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from pipeline.travel.imports import import_head
+
+    import_head(arguments.head, target=arguments.target, out=arguments.out, dtype=arguments.dtype)
+
+
+TRAVEL: dict[str, Callable[[argparse.Namespace], None]] = {"inspect": _inspect, "export": _export, "import": _import}
 
 
 class _Run(Protocol):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 #: Standard output; machine-readable lines are printed with `print`, never with this.
 console = Console(highlight=False, soft_wrap=True)
@@ -32,8 +33,6 @@ class _Rate(TextColumn):
         super().__init__("")
 
     def render(self, task):  # type: ignore[no-untyped-def]
-        from rich.text import Text
-
         speed = task.finished_speed or task.speed
         return Text("" if not speed else f"{speed:,.1f} {task.fields['unit']}/s", style="cyan")
 
@@ -61,3 +60,13 @@ def progress_bar(title: str, *, unit: str, total: float | None, done: float = 0)
 def notice(stage: str, text: str) -> None:
     """One line about what a stage does or found."""
     console.print(f"[bold cyan]{stage:>8}[/] {text}")
+
+
+def show_mask(parts: Iterable[tuple[str, bool]], *, supervised: int, total: int) -> None:
+    """One sample as text, part by part: supervised ones green, all others dim. The counts are of tokens."""
+    text = Text()
+    for part, is_supervised in parts:
+        text.append(part, style="green" if is_supervised else "dim")
+    console.rule(f"a sample: {supervised} of {total} tokens are supervised (green)", style="dim")
+    console.print(text)
+    console.rule(style="dim")

@@ -78,7 +78,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"    {command} " in text for command in [*STAGES, "run", "show", "schema"])
+    assert all(f"    {command} " in text for command in [*STAGES, "run", "show", "schema", "inspect", "export", "import"])
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,11 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "command"),
         (["train", "-c", "FILE", "--frce"], "unknown option '--frce'"),
         (["schema", "more"], "takes no argument 'more'"),
+        (["inspect"], "HEAD"),
+        (["inspect", "head", "more"], "takes no argument 'more'"),
+        (["export", "head", "--out", "there"], "--format"),
+        (["export", "head", "--out", "there", "--format", "gguf"], "'gguf'"),
+        (["import", "there", "--out", "head"], "--target"),
     ],
 )
 def test_misuse_is_one_line_and_code_2(argv: list[str], part: str, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

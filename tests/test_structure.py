@@ -23,8 +23,8 @@ STAGES = {"synth", "features", "train", "serve_eval"}
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: BASE for name in BASE | {"store", "prompts", "target", "eagle3"}},
     "decoder": BASE | {"eagle3", "target"},
-    **{name: BASE | SHARED for name in STAGES},
-    "cli": BASE | SHARED | STAGES,
+    **{name: BASE | SHARED for name in STAGES | {"travel"}},
+    "cli": BASE | SHARED | STAGES | {"travel"},
 }
 
 #: Packages that a bare machine may lack; any import of them belongs inside the function that needs it.

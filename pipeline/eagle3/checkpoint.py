@@ -4,7 +4,8 @@
     model.safetensors  fc, midlayer.*, norm, lm_head, d2t, t2d; no embedding
     eagle3.json        contract, provenance and metrics: what SGLang ignores and people need
 
-The directory is written under a temporary name and renamed when it is complete.
+The other dialect is written by `export_speculators`. A directory is written under a temporary name
+and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,16 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from pipeline.eagle3.formats.fields import shape_of
+from pipeline.eagle3.formats.foreign import read_json
+from pipeline.eagle3.formats.sglang import sglang_config
+from pipeline.eagle3.formats.speculators import MARK, speculators_config, speculators_tensors
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import HeadError, StoreError
 from pipeline.records import TargetContract, match_contracts
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 HEAD_FILES = CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "eagle3.json"
 
 
@@ -40,20 +46,18 @@ class HeadCard:
 
 def save_head(directory: Path, head: Eagle3Head, card: HeadCard) -> None:
     """Write a head directory atomically, weights in bfloat16; an existing one is replaced."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        tensors = {name: _stored(tensor) for name, tensor in head.state_dict().items()}
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / CONFIG).write_text(json.dumps(sglang_config(head.shape, card.contract), indent=2) + "\n")
-        body = {"contract": card.contract.model_dump(mode="json"), "provenance": card.provenance, "metrics": card.metrics}
-        (partial / CARD).write_text(json.dumps(body, indent=2) + "\n")
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.rename(partial, directory)
-    except OSError as error:
-        raise StoreError(f"cannot write the head: {error.strerror}", where=str(directory), fix="free some space or choose a writable run.uri") from error
+    _write(directory, sglang_config(head.shape, card.contract), head.state_dict(), card)
+
+
+def export_speculators(
+    directory: Path, head: Eagle3Head, card: HeadCard, *, embedding: Tensor, verifier: str, architectures: Sequence[str], speculative_tokens: int
+) -> None:
+    """Write `head` as speculators and vLLM read it, with its card beside it.
+
+    embedding [V, H] is the target's; verifier, architectures and speculative_tokens: see `speculators_config`.
+    """
+    config = speculators_config(head.shape, card.contract, verifier=verifier, architectures=architectures, speculative_tokens=speculative_tokens)
+    _write(directory, config, speculators_tensors(head.state_dict(), embedding), card)
 
 
 def load_head(directory: Path, *, expected: TargetContract | None = None) -> tuple[Eagle3Head, HeadCard]:
@@ -61,10 +65,10 @@ def load_head(directory: Path, *, expected: TargetContract | None = None) -> tup
     for name in (CONFIG, WEIGHTS, CARD):
         if not (directory / name).is_file():
             raise HeadError(f"has no {name}", where=f"head {directory}", fix="pass a head directory that `eagle3 train` wrote")
-    card = _read_card(directory)
+    card = read_card(directory / CARD)
     if expected is not None:
         match_contracts(expected, card.contract, where=f"head {directory}")
-    head = Eagle3Head(_read_shape(directory))
+    head = Eagle3Head(read_shape(directory))
     try:
         tensors = load_file(directory / WEIGHTS)
         head.load_state_dict(tensors)
@@ -74,57 +78,41 @@ def load_head(directory: Path, *, expected: TargetContract | None = None) -> tup
     return head.float(), card
 
 
-def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
-    """config.json with every field that today's loaders look at.
-
-    `rope_theta` stands at the top level and inside `rope_parameters`: some converters read only the
-    former and fall back to 10000 without it. Layer ids are output indices, which is also how SGLang
-    reads `eagle_aux_hidden_state_layer_ids`.
-    """
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rope_theta": shape.rope_parameters.get("rope_theta", 10000.0),
-        "rope_parameters": shape.rope_parameters,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "dtype": "bfloat16",
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(contract.capture_layers),
-            "use_aux_hidden_state": True,
-        },
-    }
+def read_card(path: Path) -> HeadCard:
+    """The card in an `eagle3.json`. Raises HeadError."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return HeadCard(TargetContract.model_validate(body["contract"]), body["provenance"], body["metrics"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise HeadError(f"{CARD} cannot be read: {str(error).splitlines()[0]}", where=f"head {path.parent}", fix="export the head again") from error
 
 
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
+def _write(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], card: HeadCard) -> None:
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        save_file({name: _stored(tensor) for name, tensor in tensors.items()}, partial / WEIGHTS, metadata={"format": "pt"})
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        body = {"contract": card.contract.model_dump(mode="json"), "provenance": card.provenance, "metrics": card.metrics}
+        (partial / CARD).write_text(json.dumps(body, indent=2) + "\n")
+        if directory.exists():
+            shutil.rmtree(directory)
+        os.rename(partial, directory)
+    except OSError as error:
+        raise StoreError(f"cannot write the head: {error.strerror}", where=str(directory), fix="free some space or choose a writable directory") from error
+
+
+def _stored(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
-def _read_card(directory: Path) -> HeadCard:
-    try:
-        body = json.loads((directory / CARD).read_text())
-        return HeadCard(TargetContract.model_validate(body["contract"]), body["provenance"], body["metrics"])
-    except (ValueError, KeyError, ValidationError) as error:
-        raise HeadError(f"{CARD} cannot be read: {str(error).splitlines()[0]}", where=f"head {directory}", fix="export the head again") from error
-
-
-def _read_shape(directory: Path) -> HeadShape:
-    try:
-        body = json.loads((directory / CONFIG).read_text())
-        return HeadShape.model_validate({name: body[name] for name in HeadShape.model_fields})
-    except (ValueError, KeyError, ValidationError) as error:
-        raise HeadError(f"{CONFIG} lacks or garbles {error}", where=f"head {directory}", fix="export the head again") from error
+def read_shape(directory: Path) -> HeadShape:
+    """The shape in a head directory's config.json. Raises HeadError, also for a head of the other dialect."""
+    body = read_json(directory / CONFIG)
+    where = f"head {directory}: {CONFIG}"
+    if MARK in body:
+        fix = f"eagle3 import {directory} --target SOURCE --out HEAD"
+        raise HeadError("is in the dialect of speculators", where=where, fix=fix)
+    return shape_of({name: body[name] for name in HeadShape.model_fields if name in body}, where)

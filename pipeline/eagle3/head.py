@@ -9,6 +9,13 @@
                                                       │
                        next step's hidden (un-normed) ◄─┴─► norm ─► lm_head ─► logits [.., Vd]
 
+EAGLE-3.1 (arXiv:2605.09992) adds two switches, each off by default:
+
+    fc_norm        each of the three aux states passes a norm of its own before fc: fc_norm.0, .1, .2
+    norm_output    the next step's hidden is taken behind `norm` instead of before it:
+                   layer ─► norm ─┬─► next step's hidden
+                                  └─► lm_head ─► logits
+
 Training and decoding differ only in which keys a query sees, so attention is passed in.
 
 Shapes: H hidden size, V target vocabulary, Vd draft vocabulary, Q query heads, G key/value heads,
@@ -21,11 +28,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from pipeline.eagle3.layers import rms_norm
+from pipeline.eagle3.frugal import norm, swiglu
 
 #: (q [.., Q, d], k [.., G, d], v [.., G, d]), before rotary embedding → mixed values [.., Q, d]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -46,6 +52,8 @@ class HeadShape(BaseModel):
     rms_norm_eps: float
     rope_parameters: dict[str, Any]  # as transformers writes them; the target's
     max_position_embeddings: int
+    fc_norm: bool = False  # a norm of each aux state before fc
+    norm_output: bool = False  # the next step reads the normed output
 
     def rope_config(self) -> Any:
         """A transformers configuration that carries the rotary parameters."""
@@ -70,10 +78,13 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """x [.., 2H] → [.., H]."""
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [.., 2H] → query [.., Q, d], key and value [.., G, d]."""
         split = (*x.shape[:-1], -1, self.head_dim)
-        mixed = attend(self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split))
+        return self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split)
+
+    def write(self, mixed: Tensor) -> Tensor:
+        """Mixed values [.., Q, d] → [.., H]."""
         return torch.as_tensor(self.o_proj(mixed.flatten(-2)))
 
 
@@ -85,8 +96,8 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [.., H] → [.., H]; SwiGLU (Shazeer 2020)."""
-        return torch.as_tensor(self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+        """x [.., H] → [.., H]."""
+        return torch.as_tensor(self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x))))
 
 
 class RmsNorm(nn.Module):
@@ -98,7 +109,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return norm(x, self.weight, self.eps)
 
 
 class _DraftLayer(nn.Module):
@@ -110,10 +121,14 @@ class _DraftLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = _Mlp(shape)
 
-    def forward(self, embedding: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        """embedding, hidden [.., H] → un-normed output [.., H]."""
+    def read(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All before attention: embedding, hidden [.., H] → query [.., Q, d], key and value [.., G, d]."""
         joined = torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)  # [.., 2H]
-        hidden = hidden + self.self_attn(joined, attend)
+        return self.self_attn.read(joined)
+
+    def write(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """All after it: hidden [.., H], mixed values [.., Q, d] → un-normed output [.., H]."""
+        hidden = hidden + self.self_attn.write(mixed)
         return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
@@ -130,6 +145,8 @@ class Eagle3Head(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.shape = shape
+        if shape.fc_norm:
+            self.fc_norm = nn.ModuleList(RmsNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3))
         self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = _DraftLayer(shape)
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -139,15 +156,27 @@ class Eagle3Head(nn.Module):
 
     def project(self, aux_states: Tensor) -> Tensor:
         """Aux states [.., 3H] → g [.., H], the hidden input of step 0."""
+        if self.shape.fc_norm:
+            states = aux_states.chunk(3, dim=-1)  # low, middle, high, each [.., H]
+            aux_states = torch.cat([own(state) for own, state in zip(self.fc_norm, states, strict=True)], dim=-1)
         return torch.as_tensor(self.fc(aux_states))
 
     def step(self, embedding: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        """One pass of the decoder layer: → un-normed output [.., H], the hidden input of the next step."""
-        return torch.as_tensor(self.midlayer(embedding, hidden, attend))
+        """One pass of the decoder layer: → output [.., H], the hidden input of the next step."""
+        return self.finish(hidden, attend(*self.midlayer.read(embedding, hidden)))
+
+    def finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """The part of `step` behind attention: hidden [.., H], mixed values [.., Q, d] → output [.., H]."""
+        output = self.midlayer.write(hidden, mixed)
+        return torch.as_tensor(self.norm(output)) if self.shape.norm_output else output
+
+    def readout(self, output: Tensor) -> Tensor:
+        """What `lm_head` reads, for an output of `step` [.., H]: normed once, here or there."""
+        return output if self.shape.norm_output else torch.as_tensor(self.norm(output))
 
     def logits(self, output: Tensor) -> Tensor:
-        """Un-normed output [.., H] → logits over the draft vocabulary [.., Vd]."""
-        return torch.as_tensor(self.lm_head(self.norm(output)))
+        """Output of `step` [.., H] → logits over the draft vocabulary [.., Vd]."""
+        return torch.as_tensor(self.lm_head(self.readout(output)))
 
     def target_ids(self) -> Tensor:
         """Target token of each draft row [Vd], ascending."""

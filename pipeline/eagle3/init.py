@@ -87,6 +87,8 @@ def shape_for(
     intermediate_size: int | None,
     num_attention_heads: int | None,
     num_key_value_heads: int | None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
 ) -> HeadShape:
     """A head for a transformers target configuration; None takes the target's own value."""
     hidden = int(target_config.hidden_size)
@@ -102,4 +104,6 @@ def shape_for(
         rms_norm_eps=float(target_config.rms_norm_eps),
         rope_parameters=dict(getattr(target_config, "rope_parameters", None) or {}),
         max_position_embeddings=int(target_config.max_position_embeddings),
+        fc_norm=fc_norm,
+        norm_output=norm_output,
     )

@@ -125,6 +125,10 @@ class StatesReader:
         """Tokens of each sample, known without reading any state."""
         return [stop - start for start, stop in zip(self._token_offsets, self._token_offsets[1:], strict=False)]
 
+    def origin(self, index: int) -> tuple[str, str]:
+        """Id and source of one sample, without reading any state."""
+        return self._samples[index]["id"], self._samples[index]["source"]
+
     def tokens(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """`token_ids` and `loss_mask` of one sample, without reading any state."""
         own = self._span(self._token_offsets, index)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.text import Text
-
-from pipeline.console import console
+from pipeline.console import show_mask
 from pipeline.errors import DataError
 from pipeline.records import Sample
 
@@ -31,14 +29,12 @@ def audit_mask(samples: Sequence[Sample], *, where: str) -> None:
 
 def show_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> None:
     """Print one sample: supervised tokens green, all others dim."""
-    text = Text()
+    parts = []
     position = 0
     for span in sample.supervised:
-        text.append(decode(sample.token_ids[position : span.start]), style="dim")
-        text.append(decode(sample.token_ids[span.start : span.end]), style="green")
+        parts.append((decode(sample.token_ids[position : span.start]), False))
+        parts.append((decode(sample.token_ids[span.start : span.end]), True))
         position = span.end
-    text.append(decode(sample.token_ids[position:]), style="dim")
+    parts.append((decode(sample.token_ids[position:]), False))
     supervised, total = count_tokens([sample])
-    console.rule(f"a sample: {supervised} of {total} tokens are supervised (green)", style="dim")
-    console.print(text)
-    console.rule(style="dim")
+    show_mask(parts, supervised=supervised, total=total)

@@ -12,14 +12,23 @@ Shapes: N tokens of a batch, S labels, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
+from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from pipeline.store.states import StatesSample
 from pipeline.train.corpus import FIRST_LABEL, Corpus, Piece, read_piece
+from pipeline.train.schedule import Schedule
+
+#: Batches that are read before they are needed.
+AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -76,3 +85,42 @@ def pack_samples(documents: Sequence[tuple[StatesSample, Tensor]]) -> Batch:
         depths=torch.cat(depths),
         teacher_states=torch.cat(teachers),
     )
+
+
+class ReadAhead:
+    """Batches in a fixed order, read by one thread while earlier ones are trained on.
+
+    At most AHEAD wait, so memory is bounded. Reading does not depend on training, so the batches are
+    those that would be read in turn. While it is open nobody else may read from `corpus`.
+    """
+
+    def __init__(self, corpus: Corpus, schedule: Schedule, numbers: Iterable[int]) -> None:
+        """`numbers` are batch numbers of the schedule, in the order in which they are taken."""
+        self._corpus, self._schedule, self._numbers = corpus, schedule, iter(numbers)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._waiting: deque[Future[Batch]] = deque()
+        #: Seconds that `take` has waited for data.
+        self.waited = 0.0
+
+    def __enter__(self) -> ReadAhead:
+        self._fill()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def take(self) -> Batch:
+        """The next batch. Raises what reading it raised."""
+        started = time.perf_counter()
+        future = self._waiting.popleft()
+        self._fill()
+        batch = future.result()
+        self.waited += time.perf_counter() - started
+        return batch
+
+    def _fill(self) -> None:
+        for number in islice(self._numbers, AHEAD - len(self._waiting)):
+            self._waiting.append(self._pool.submit(self._read, number))
+
+    def _read(self, number: int) -> Batch:
+        return read_batch(self._corpus, self._schedule.batch(number))

@@ -6,14 +6,15 @@ small record a sample. States are then read sample by sample, with a bounded num
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import random
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pipeline.errors import CorruptShard, DataError
+from pipeline.errors import ConfigError, CorruptShard
 from pipeline.records import Shard
 from pipeline.store.location import Location
 from pipeline.store.shards import verify_shard
@@ -29,6 +30,7 @@ class Reader(Protocol):
     """The samples of one shard; `StatesReader` is one."""
 
     def __len__(self) -> int: ...
+    def origin(self, index: int) -> tuple[str, str]: ...  # id, source
     def tokens(self, index: int) -> tuple[Tensor, Tensor]: ...
     def sample(self, index: int) -> StatesSample: ...
 
@@ -37,6 +39,7 @@ class Corpus(Protocol):
     """Shards that can be opened by number, again and again."""
 
     def __len__(self) -> int: ...
+    def rows(self, shard: int) -> int: ...  # samples, known without opening it
     def reader(self, shard: int) -> Reader: ...
 
 
@@ -49,6 +52,10 @@ class StoredCorpus:
 
     def __len__(self) -> int:
         return len(self._shards)
+
+    def rows(self, shard: int) -> int:
+        """Samples of shard number `shard`."""
+        return self._shards[shard].rows
 
     def verify(self) -> None:
         """Check every shard's checksum. Raises CorruptShard."""
@@ -79,60 +86,86 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
+class HeldOut(NamedTuple):
+    """A sample that is decoded and not trained on."""
+
+    shard: int
+    sample: int
+    sample_id: str
+    prompt_ids: tuple[int, ...]  # everything before the first supervised token
+
+
 class Survey(NamedTuple):
-    """What the corpus holds."""
+    """What the corpus holds for training: held-out and dropped samples count in `rejected` alone."""
 
     pieces: tuple[Piece, ...]  # in stored order
     samples: int
     tokens: int
     supervised: int
-    counts: Tensor  # [V] int64, supervised occurrences of each target token
-    rejected: dict[str, int]  # samples, and pieces of samples, that teach nothing
+    counts: dict[str, Tensor]  # source → [V] int64, supervised occurrences of each target token
+    rejected: dict[str, int]  # samples that were left out, and pieces of samples that teach nothing
     split: int  # samples that were cut into several pieces
 
 
-def survey(corpus: Corpus, *, vocab_size: int, budget: int) -> Survey:
-    """Read all ids and masks once and cut samples longer than `budget` tokens.
+def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[HeldOut, ...]:
+    """`count` samples drawn with `seed`. Passed over: those without a reply, or with a prompt above `longest` tokens.
 
-    A cut sample loses no token. Only predictions that would look across a cut are lost: the first
-    two tokens of a later piece at step 0, one more at each further step.
+    Raises ConfigError when there are too few, or none would be left to train on.
+    """
+    order = [(shard, sample) for shard in range(len(corpus)) for sample in range(corpus.rows(shard))]
+    random.Random(f"{seed}/held-out").shuffle(order)
+    chosen: list[HeldOut] = []
+    for shard, sample in order:
+        if len(chosen) == count:
+            break
+        reader = corpus.reader(shard)
+        token_ids, mask = reader.tokens(sample)
+        prompt = int(mask.argmax()) if bool(mask.any()) else 0
+        if 0 < prompt <= longest:
+            chosen.append(HeldOut(shard, sample, reader.origin(sample)[0], tuple(token_ids[:prompt].tolist())))
+    if len(chosen) < count or len(order) == count:
+        problem = f"{count} samples cannot be held out: of {len(order):,} stored ones {len(chosen):,} have a prompt of 1 to {longest} tokens"
+        raise ConfigError(problem, where="train.evaluate_prompts", fix="lower it, or make more samples; some must be left to train on")
+    return tuple(chosen)
+
+
+def survey(corpus: Corpus, *, vocab_size: int, budget: int, long_samples: Literal["split", "drop"] = "split", held_out: Sequence[HeldOut] = ()) -> Survey:
+    """Read all ids and masks once; samples longer than `budget` tokens are cut, or dropped and counted.
+
+    A cut sample loses no token, and its states were computed with all of their context. Only
+    predictions that would look across a cut are lost: the first two tokens of a later piece at
+    step 0, one more at each further step.
 
     Raises CorruptShard for a token id outside the target's vocabulary.
     """
+    excluded = {(item.shard, item.sample) for item in held_out}
     pieces: list[Piece] = []
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    samples = tokens = split = 0
-    rejected = {"no_supervised_tokens": 0, "piece_without_supervised_tokens": 0}
+    counts: dict[str, Tensor] = {}
+    rejected: Counter[str] = Counter(held_out=len(excluded))
+    samples = tokens = supervised = split = 0
     for shard in range(len(corpus)):
         reader = corpus.reader(shard)
         for index in range(len(reader)):
             token_ids, mask = reader.tokens(index)
             _check_ids(token_ids, vocab_size, shard, index)
-            supervised = mask.bool()
-            counts += torch.bincount(token_ids[supervised].long(), minlength=vocab_size)
-            samples, tokens = samples + 1, tokens + len(token_ids)
+            if (shard, index) in excluded:
+                continue
+            if len(token_ids) > budget and long_samples == "drop":
+                rejected["longer_than_batch"] += 1
+                continue
             cut = [Piece(shard, index, start, min(start + budget, len(token_ids))) for start in range(0, len(token_ids), budget)]
-            useful = [piece for piece in cut if bool(supervised[piece.start + FIRST_LABEL : piece.stop].any())]
-            pieces += useful
-            if not useful:
-                rejected["no_supervised_tokens"] += 1
-            else:
-                split += len(cut) > 1
+            useful = [piece for piece in cut if bool(mask[piece.start + FIRST_LABEL : piece.stop].any())]
+            if useful:
                 rejected["piece_without_supervised_tokens"] += len(cut) - len(useful)
-    return Survey(tuple(pieces), samples, tokens, int(counts.sum()), counts, {reason: count for reason, count in rejected.items() if count}, split)
-
-
-def audit_mask(found: Survey, *, where: str) -> None:
-    """Refuse states of which nothing, or everything, is supervised: a mask that was lost or never made.
-
-    Raises DataError.
-    """
-    share = found.supervised / found.tokens if found.tokens else 0.0
-    fix = "look at the samples' `supervised` spans and run `eagle3 synth` and `eagle3 features` again"
-    if not found.pieces:
-        raise DataError(f"no trainable token: {found.supervised} of {found.tokens} tokens are supervised (0 %)", where=where, fix=fix)
-    if share == 1.0:
-        raise DataError(f"all {found.tokens} tokens are supervised (100 %), prompts included", where=where, fix=fix)
+            else:
+                rejected["no_supervised_tokens"] += 1
+            pieces += useful
+            split += bool(useful) and len(cut) > 1
+            labels = token_ids[mask.bool()].long()
+            seen = counts.setdefault(reader.origin(index)[1], torch.zeros(vocab_size, dtype=torch.int64))
+            seen.index_add_(0, labels, torch.ones_like(labels))
+            samples, tokens, supervised = samples + 1, tokens + len(token_ids), supervised + len(labels)
+    return Survey(tuple(pieces), samples, tokens, supervised, counts, {reason: count for reason, count in rejected.items() if count}, split)
 
 
 def read_piece(corpus: Corpus, piece: Piece) -> tuple[StatesSample, Tensor]:

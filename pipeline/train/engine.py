@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,22 +25,49 @@ from pipeline.errors import DataError, MissingPackage
 from pipeline.train.batches import Batch
 from pipeline.train.loss import StepResult, TttModel
 
+Value = TypeVar("Value")
+
+
+def rank() -> int:
+    """Number of this process among those that the launcher started; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def in_turn(action: Callable[[], Value], device: torch.device) -> Value:
+    """Do `action` on the first process and, when it is done there, on all others.
+
+    Joins the launcher's group for it; a process without a launcher just does it.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return action()
+    _join_group(_deepspeed(), device)
+    if rank() > 0:
+        torch.distributed.barrier()
+    done = action()
+    if rank() == 0:
+        torch.distributed.barrier()
+    return done
+
 
 class Engine:
     """A model in training: forward, backward and optimiser step through DeepSpeed."""
 
     def __init__(self, model: TttModel, section: TrainSection, device: torch.device) -> None:
-        """Join or make the process group and hand the model over. Raises MissingPackage without deepspeed."""
-        deepspeed = _deepspeed()
+        """Join or make the process group and hand the model over. Parameters that require no gradient stay as they are.
+
+        Raises MissingPackage without deepspeed.
+        """
+        self._deepspeed = deepspeed = _deepspeed()
         _join_group(deepspeed, device)
         self.model = model
+        self._sharded_weights = section.zero_stage == 3
         self.device = torch.device("cuda", _local_rank()) if device.type == "cuda" else device
         self.dtype: torch.dtype = getattr(torch, section.dtype)
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
         model.to(self.device)
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=section.learning_rate,
             betas=section.betas,
             weight_decay=section.weight_decay,
@@ -56,7 +84,8 @@ class Engine:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         for batch in batches:
-            result: StepResult = self._engine(batch.to(self.device, self.dtype))
+            with _quiet() if self._sharded_weights else nullcontext():  # it gathers weights on the way
+                result: StepResult = self._engine(batch.to(self.device, self.dtype))
             if not bool(torch.isfinite(result.loss)):
                 raise _not_finite("loss", float(result.loss.detach()), batch)
             skipped = self._engine.skipped_steps
@@ -66,6 +95,19 @@ class Engine:
             if self._engine.skipped_steps != skipped:
                 raise _not_finite("gradient norm", float("nan"), batch)
             yield batch, StepResult(result.loss.detach(), result.hits, result.rows)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The head's tensors, whole and on the CPU, by name; every process takes part."""
+        with _quiet(), self._whole():
+            return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self.model.head.state_dict().items()}
+
+    def from_first(self, value: Value) -> Value:
+        """What the first process passes, on all of them."""
+        if self.world == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` over all processes."""
@@ -91,6 +133,19 @@ class Engine:
         if self.world > 1:
             torch.distributed.barrier()
 
+    def peak_memory(self) -> float:
+        """Most memory that this process has held, in GB: of the GPU, or of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+    def _whole(self) -> AbstractContextManager[Any]:
+        """While it is open, parameters that ZeRO 3 has split are there in full."""
+        if not self._sharded_weights:
+            return nullcontext()
+        gathered: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(list(self.model.head.parameters()))
+        return gathered
+
 
 def _settings(section: TrainSection) -> dict[str, Any]:
     return {
@@ -98,7 +153,7 @@ def _settings(section: TrainSection) -> dict[str, Any]:
         "gradient_accumulation_steps": section.accumulate,
         "gradient_clipping": section.clip_norm,
         "bf16": {"enabled": section.dtype == "bfloat16"},
-        "zero_optimization": {"stage": section.zero_stage},
+        "zero_optimization": {"stage": section.zero_stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO
         "steps_per_print": 1 << 40,
     }

@@ -1,10 +1,19 @@
-"""metrics.jsonl, one line every `train.log_every` steps, and the same numbers in Weights & Biases."""
+"""metrics.jsonl, one line every `train.log_every` steps and at every evaluation, and the same numbers in Weights & Biases.
+
+step epoch loss acc_0…acc_(K-1)    optimiser steps so far; means since the line before
+lr tokens fill                     learning rate, tokens so far, share of the batches' budget that holds tokens
+tau alpha_1…                       of the head at this step, when it was evaluated
+tokens_per_second data_wait_share  of the time since the line before, evaluations and checkpoints taken out
+peak_memory_gb                     of the first process, so far
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +23,29 @@ from pipeline.store.location import Location
 from pipeline.train.checkpoints import Window
 
 METRICS = "metrics.jsonl"
+#: What differs between two runs of the same training.
+VOLATILE = frozenset({"tokens_per_second", "data_wait_share", "peak_memory_gb"})
+
+
+class Clock:
+    """Seconds of training since the line of metrics before."""
+
+    def __init__(self) -> None:
+        self._mark, self._waited = time.perf_counter(), 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not training."""
+        started = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - started
+
+    def lap(self, waited: float) -> tuple[float, float]:
+        """(seconds, share of them that was spent waiting for data); `waited` counts from the beginning."""
+        now = time.perf_counter()
+        seconds, share = now - self._mark, (waited - self._waited) / (now - self._mark)
+        self._mark, self._waited = now, waited
+        return seconds, share
 
 
 class Metrics:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pipeline.config import RunConfig
 from pipeline.records import Manifest, Plan
 from pipeline.store.stage import find_manifest, stage_location
@@ -13,6 +15,8 @@ _INTERPRETER_BYTES = 900 << 20
 _LOADING_SECONDS = 15.0
 #: Weights and gradient in compute type, master, and two moments of AdamW.
 _BYTES_PER_PARAMETER = {"bfloat16": 2 + 2 + 4 + 4 + 8, "float32": 4 + 4 + 8}
+#: A decoded round is short and runs at a smaller share of the rate above; measured likewise, with replies as below.
+_DECODING_SHARE = 0.75
 #: Kept for the backward pass, in multiples of the hidden size, per token and step of the unroll.
 _ACTIVATIONS = 40
 
@@ -33,21 +37,52 @@ def plan(config: RunConfig) -> Plan:
     state_bytes = parameters * _BYTES_PER_PARAMETER[section.dtype]
     activations = section.batch_tokens * section.ttt_steps * _ACTIVATIONS * hidden * width
     frozen = (parent.contract.vocab_size + section.head.draft_vocab_size) * hidden * width
+    evaluation = _evaluation(config, parent, tokens)
+    evaluating = (evaluation.basis,) if evaluation.basis else ()
     return Plan(
         stage="train",
         state=_state(config, parent),
         records=parent.rows * section.epochs,
         tokens=tokens,
-        storage_bytes=section.keep_checkpoints * parameters * 14 + 2 * 2 * parameters,
-        seconds=_LOADING_SECONDS + flops * tokens / rate,
-        peak_memory_bytes=_INTERPRETER_BYTES + state_bytes + activations + frozen,
+        storage_bytes=section.keep_checkpoints * (parameters * 14 + evaluation.storage_bytes) + 2 * 2 * parameters,
+        seconds=_LOADING_SECONDS + flops * tokens / rate + evaluation.flops / (rate * _DECODING_SHARE),
+        peak_memory_bytes=_INTERPRETER_BYTES + state_bytes + activations + frozen + evaluation.memory_bytes,
         basis=(
             f"head: at most {parameters:,} parameters ({parameters / parent.contract.parameters:.1%} of the target), "
             f"with as many key as query heads and MLP width {_width(config, hidden):,}",
             f"storage: {section.keep_checkpoints} checkpoints of 14 bytes a parameter, and the head twice in bfloat16",
             f"time: {flops / 1e6:,.0f} MFLOP a token at {rate / 1e9:,.0f} GFLOP/s ({config.run.threads} CPU threads), as if every token were supervised",
             "memory: the interpreter, optimiser state, the target's embedding and one unroll's activations",
+            *evaluating,
         ),
+    )
+
+
+class _Evaluation(NamedTuple):
+    """What decoding on the way adds."""
+
+    flops: float = 0.0
+    memory_bytes: int = 0
+    storage_bytes: int = 0  # of one best head
+    basis: str = ""
+
+
+def _evaluation(config: RunConfig, parent: Manifest, tokens: int) -> _Evaluation:
+    """As if a round emitted one token: an untrained head is what the first evaluations see."""
+    section, contract = config.train, parent.contract
+    if not section.evaluate_every:
+        return _Evaluation()
+    steps = max(1, tokens // (section.batch_tokens * section.accumulate))
+    count = -(-steps // section.evaluate_every)
+    prompt = parent.tokens // max(1, parent.rows)  # a whole sample's length: its prompt is not longer
+    read = section.evaluate_prompts * (prompt + section.evaluate_tokens * section.evaluate_tree.nodes)
+    width = 4 if contract.dtype == "float32" else 2
+    return _Evaluation(
+        flops=2.0 * contract.parameters * read * count,
+        memory_bytes=contract.parameters * width,
+        storage_bytes=_parameters(config, contract.hidden_size) * (4 if section.dtype == "float32" else 2),
+        basis=f"evaluation: {count:,} times {section.evaluate_prompts} replies of {section.evaluate_tokens} tokens, as if a round emitted one token; "
+        f"the target of {contract.parameters:,} parameters stays in memory beside the head",
     )
 
 

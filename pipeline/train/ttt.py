@@ -3,7 +3,7 @@
 Position i, step k: reads the embedding of x[i+k+1] and a hidden state, predicts x[i+k+2].
 
     step 0   tokens  x1 x2 x3 x4      step 1   tokens  x2 x3 x4 x5
-             states  g0 g1 g2 g3               states  a0 a1 a2 a3     a = un-normed output of step 0
+             states  g0 g1 g2 g3               states  a0 a1 a2 a3     a = output of step 0
              teach   x2 x3 x4 x5               teach   x3 x4 x5 x6
 
 Read from a label, the supervised token at position j of its document: step k predicts it at
@@ -18,35 +18,72 @@ Shapes: N tokens, S labels, A continuing rows, H hidden size, V target and Vd dr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
-from pipeline.train.attention import UnrolledAttention
+from pipeline.train.attention import Seen, UnrolledAttention
 from pipeline.train.batches import Batch
+
+#: `Eagle3Head.step` before and behind attention
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 class Unroll(NamedTuple):
-    """Un-normed outputs of every step."""
+    """Outputs of every step, as `Eagle3Head.step` returns them."""
 
     outputs: tuple[Tensor, ...]  # step 0 [N, H], later steps [A, H]
     rows: Tensor  # int64 [A], flat positions that later steps were computed for
     place: Tensor  # int64 [N], where a flat position stands in `rows`; 0 when it does not
 
 
-def unroll(head: Eagle3Head, embedding: Tensor, batch: Batch, rotary: RotaryTable, *, rows: Tensor, steps: int) -> Unroll:
-    """Run the head for `steps` steps. embedding [V, H] is the target's; rows [A] ascending."""
+class Layer(NamedTuple):
+    """How a step is computed: the head's layer before and behind attention, and what its backward pass keeps."""
+
+    read: Read
+    finish: Finish
+    checkpointing: bool = False  # keep a step's inputs only and compute the step again in the backward pass
+
+    @classmethod
+    def of(cls, head: Eagle3Head, *, checkpointing: bool = False, compiled: bool = False) -> Layer:
+        """The layer of `head`. Compiled, each part is one graph for any number of rows; attention stays outside.
+
+        The compiled functions belong to this object: a copy of the head knows nothing of them.
+        """
+        if not compiled:
+            return cls(head.midlayer.read, head.finish, checkpointing)
+        return cls(torch.compile(head.midlayer.read, dynamic=True), torch.compile(head.finish, dynamic=True), checkpointing)
+
+    def step(self, k: int, embedding: Tensor, hidden: Tensor, attention: UnrolledAttention, past: list[Seen]) -> tuple[Tensor, Seen]:
+        """Output [.., H] of step k and what later steps see of it."""
+
+        def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            mixed, seen = attention.mix(k, *self.read(embedding, hidden), past)
+            return self.finish(hidden, mixed), *seen
+
+        # A step draws no random numbers, so there is no state to put back.
+        output, key, value = checkpoint(run, embedding, hidden, use_reentrant=False, preserve_rng_state=False) if self.checkpointing else run(embedding, hidden)
+        return output, Seen(key, value)
+
+
+def unroll(head: Eagle3Head, embedding: Tensor, batch: Batch, rotary: RotaryTable, *, rows: Tensor, steps: int, layer: Layer | None = None) -> Unroll:
+    """Run the head for `steps` steps. embedding [V, H] is the target's; rows [A] ascending; layer is the head's own when None."""
+    layer = layer or Layer.of(head)
     attention = UnrolledAttention(batch.lengths, rows, rotary)
-    hidden = head.step(_embed(embedding, batch, _every(batch) + 1), head.project(batch.aux_states), attention.step(0))
-    outputs = [hidden]
+    hidden, seen = layer.step(0, _embed(embedding, batch, _every(batch) + 1), head.project(batch.aux_states), attention, [])
+    outputs, past = [hidden], [seen]
     hidden = hidden[rows]
     for k in range(1, steps):
-        hidden = head.step(_embed(embedding, batch, rows + k + 1), hidden, attention.step(k))
+        hidden, seen = layer.step(k, _embed(embedding, batch, rows + k + 1), hidden, attention, list(past))
         outputs.append(hidden)
+        past.append(seen)
     place = torch.zeros_like(batch.token_ids)
     place[rows] = torch.arange(len(rows), device=rows.device)
     return Unroll(tuple(outputs), rows, place)

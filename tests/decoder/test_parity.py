@@ -86,6 +86,17 @@ def test_draft_logits_equal_training_logits(model: DecoderModel, head: Eagle3Hea
     assert _worst(model, head, extended=extended) <= 1e-4
 
 
+@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}], ids=str)
+@torch.no_grad()
+def test_a_head_with_the_norms_of_eagle_31_drafts_as_it_was_trained(model: DecoderModel, head: Eagle3Head, flags: dict[str, bool]) -> None:
+    changed = Eagle3Head(head.shape.model_copy(update=flags))
+    generator = torch.Generator().manual_seed(6)
+    for name, parameter in changed.named_parameters():
+        parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5 if "norm" in name else head.get_parameter(name))
+    changed.set_vocabulary(head.target_ids())
+    assert _worst(model, changed, extended=4) <= 1e-4
+
+
 @torch.no_grad()
 def test_every_beam_of_a_tree_equals_training_on_its_own_chain(model: DecoderModel, head: Eagle3Head) -> None:
     tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))

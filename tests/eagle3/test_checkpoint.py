@@ -114,7 +114,7 @@ def test_refusals_name_the_file(directory: Path) -> None:
     with pytest.raises(HeadError, match=r"model\.safetensors"):
         load_head(directory)
     (directory / "config.json").write_text("{}")
-    with pytest.raises(HeadError, match=r"config\.json lacks"):
+    with pytest.raises(HeadError, match=r"config\.json: lacks hidden_size"):
         load_head(directory)
     (directory / "eagle3.json").unlink()
     with pytest.raises(HeadError, match=r"has no eagle3\.json"):

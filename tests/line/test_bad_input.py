@@ -80,6 +80,21 @@ def test_no_head(write_config: Write, fails: Fails, tmp_path: Path) -> None:
     assert "has no config.json" in fails("eval", write_config(), f"eval.head={tmp_path}")
 
 
+def test_settings_of_training_that_contradict_each_other(write_config: Write, fails: Fails, tmp_path: Path) -> None:
+    config = write_config()
+    assert "train.early_stop: needs train.evaluate_every" in fails("train", config, "train.early_stop=2")
+    assert "train.evaluate_tree: cannot be auto" in fails("train", config, "train.evaluate_tree=auto")
+    assert main(["run", "-c", str(config)]) == 0
+    head = tmp_path / "run/train/head"
+    shutil.copytree(tmp_path / "run/features", tmp_path / "other/features")
+    other = [f"run.uri={tmp_path / 'other'}", f"train.start_from={head}", "train.head.draft_vocab_size=100"]
+    line = fails("train", config, *other, uri="other")
+    assert f"train.head.draft_vocab_size: 100 is asked for, but the head that training starts from has 200 ({head})" in line
+    assert "train.evaluate_prompts: 99 samples cannot be held out" in fails(
+        "train", config, other[0], "train.evaluate_every=2", "train.evaluate_prompts=99", "--force", uri="other"
+    )
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_damaged_shards(write_config: Write, fails: Fails, tmp_path: Path, damage: str) -> None:
     config = write_config()

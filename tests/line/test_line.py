@@ -78,6 +78,20 @@ def test_eval_takes_any_head_and_any_prompts(write_config: Write, tmp_path: Path
     assert report["provenance"]["licenses"] == {"MIT": 24}, "the head carries where it came from"
 
 
+def test_the_best_head_by_acceptance_is_the_one_that_eval_reads(write_config: Write, tmp_path: Path) -> None:
+    evaluation = {"evaluate_every": 3, "evaluate_prompts": 4, "evaluate_tokens": 12, "evaluate_tree": {"top_k": 1, "steps": 3, "nodes": 4}, "early_stop": 4}
+    train = {"head": {"draft_vocab_size": 200, "intermediate_size": 32, "max_share_of_target": 5.0}, "batch_tokens": 256, "epochs": 4}
+    assert main(["run", "-c", str(write_config(train={**train, **evaluation}))]) == 0
+    manifests = _manifests(tmp_path / "run")
+    details = manifests["train"].details
+    assert manifests["train"].rejected["held_out"] == 4
+    card = json.loads((tmp_path / "run/train/head/eagle3.json").read_text())["metrics"]
+    lines = [json.loads(line) for line in (tmp_path / "run/train/metrics.jsonl").read_text().splitlines()]
+    taus = {line["step"]: line["tau"] for line in lines if "tau" in line}
+    assert details["tau"] == card["tau"] == max(taus.values()) and taus[details["exported_step"]] == details["tau"]
+    assert manifests["eval"].parent_hash == manifests["train"].content_hash
+
+
 #: What must exist before the kill: something of the stage is on disk, but the stage is not finished.
 _MOMENTS = ["synth/shards/*.entry.json", "features/shards/*.entry.json", "train/checkpoints/step-*", "eval/begin.json"]
 

@@ -30,7 +30,7 @@ def few_threads() -> None:
 def target_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 8 layers, hidden size 32, with a word-level tokenizer."""
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
@@ -48,7 +48,9 @@ def target_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model: Any = LlamaForCausalLM(config)
     model.lm_head.weight.data *= 4  # a target that is sure of what it says
     model.to(torch.bfloat16).save_pretrained(directory)
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", chat_template=template).save_pretrained(directory)  # type: ignore[no-untyped-call]
     return directory
 
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from pipeline.eagle3.vocab import choose_vocabulary
 from pipeline.errors import CorruptShard, DataError
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train.batches import read_batch
-from pipeline.train.corpus import Piece, audit_mask, read_piece, survey
+from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
+from pipeline.train.batches import AHEAD, ReadAhead, read_batch
+from pipeline.train.corpus import Piece, read_piece, survey
+from pipeline.train.loop import own_batches
 from pipeline.train.schedule import Schedule
 
 
@@ -28,6 +30,9 @@ class MemoryReader:
 
     def __len__(self) -> int:
         return len(self._samples)
+
+    def origin(self, index: int) -> tuple[str, str]:
+        return self._samples[index].sample_id, self._samples[index].source
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         return self._samples[index].token_ids, self._samples[index].loss_mask
@@ -43,17 +48,20 @@ class MemoryCorpus:
     def __len__(self) -> int:
         return len(self._shards)
 
+    def rows(self, shard: int) -> int:
+        return len(self._shards[shard])
+
     def reader(self, shard: int) -> MemoryReader:
         return self._shards[shard]
 
 
-def sample(length: int, supervised: Sequence[int], name: str = "s") -> StatesSample:
+def sample(length: int, supervised: Sequence[int], name: str = "s", source: str = "test") -> StatesSample:
     """Aux and final states hold their own position, so that a row can be recognised."""
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[list(supervised)] = 1
     positions = teacher_positions(mask)
     at = torch.arange(length, dtype=torch.bfloat16)[:, None]
-    return StatesSample(name, "test", torch.arange(length, dtype=torch.int32), mask, at.repeat(1, 6), at[positions.long()].repeat(1, 2), positions)
+    return StatesSample(name, source, torch.arange(length, dtype=torch.int32), mask, at.repeat(1, 6), at[positions.long()].repeat(1, 2), positions)
 
 
 def test_survey_counts_tokens_and_reasons() -> None:
@@ -63,12 +71,12 @@ def test_survey_counts_tokens_and_reasons() -> None:
     # A token that no position can predict teaches nothing; the long sample's first two pieces hold only prompt.
     assert found.rejected == {"no_supervised_tokens": 2, "piece_without_supervised_tokens": 2}
     assert found.pieces == (Piece(0, 0, 0, 8), Piece(1, 1, 20, 25))
-    assert found.counts.nonzero().flatten().tolist() == [1, 3, 4, 5, 20, 21, 22, 23, 24]
+    assert found.counts["test"].nonzero().flatten().tolist() == [1, 3, 4, 5, 20, 21, 22, 23, 24]
 
 
 def test_vocabulary_covers_the_supervised_tokens() -> None:
     corpus = MemoryCorpus([sample(10, [3, 4, 5]), sample(10, [4, 5]), sample(10, [5, 9])])
-    vocabulary = choose_vocabulary(survey(corpus, vocab_size=10, budget=10).counts, 2)
+    vocabulary = choose_vocabulary(survey(corpus, vocab_size=10, budget=10).counts["test"], 2)
     assert vocabulary.target_ids.tolist() == [4, 5]
     assert vocabulary.coverage == pytest.approx(5 / 7)
 
@@ -88,6 +96,32 @@ def test_long_sample_is_cut_without_losing_a_token() -> None:
     # Every label's teacher stands one position before it, in the uncut sample.
     assert batch.teacher_states[:, 0].tolist() == (batch.token_ids[batch.labels] - 1).tolist()
     assert batch.depths.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 2]
+
+
+def test_long_sample_is_dropped_and_counted() -> None:
+    corpus = MemoryCorpus([sample(23, range(5, 23)), sample(10, [4, 5])])
+    found = survey(corpus, vocab_size=30, budget=10, long_samples="drop")
+    assert found.pieces == (Piece(0, 1, 0, 10),) and found.rejected == {"longer_than_batch": 1}
+    assert (found.samples, found.tokens, found.supervised, found.split) == (1, 10, 2, 0)
+    nothing = survey(MemoryCorpus([sample(23, range(5, 23))]), vocab_size=30, budget=10, long_samples="drop")
+    with pytest.raises(DataError, match="longer_than_batch 1") as caught:
+        audit_mask(nothing, where="states")
+    assert "train.long_samples=split" in caught.value.fix
+
+
+def test_coverage_is_counted_by_source() -> None:
+    corpus = MemoryCorpus([sample(10, [3, 4, 5], source="a"), sample(10, [4, 9], source="b"), sample(10, [5, 8, 9], source="b")])
+    found = survey(corpus, vocab_size=10, budget=10)
+    assert coverage_by_source(found.counts, torch.tensor([3, 4, 5])) == {"a": 1.0, "b": pytest.approx(2 / 5)}
+
+
+def test_one_sample_is_shown_with_its_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = MemoryCorpus([sample(6, []), sample(300, [2, 3, 299])])
+    found = survey(corpus, vocab_size=300, budget=300)
+    show_sample(corpus, found, lambda ids: "".join(f"<{token}>" for token in ids))
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert "3 of 300 tokens are supervised" in shown
+    assert "<0><1><2><3><4>" in shown and "<83> … 135 tokens … <219>" in shown and "<298><299>" in shown
 
 
 def test_token_outside_the_vocabulary() -> None:
@@ -136,3 +170,48 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     first_of_second = next(number for number in range(len(one)) if one.locate(number) == (1, 0))
     assert one.batch(0) != one.batch(first_of_second)
     assert one.fill > 0.95
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 4), (2, 2), (4, 1)])
+def test_a_step_sees_the_same_batches_whatever_the_number_of_processes(world: int, accumulate: int) -> None:
+    first, steps = 20, 3
+    mine = [list(own_batches(first, steps, rank=rank, world=world, accumulate=accumulate)) for rank in range(world)]
+    for step in range(steps):
+        taken = {number for numbers in mine for number in numbers[step * accumulate : (step + 1) * accumulate]}
+        assert taken == set(range(first + 4 * step, first + 4 * step + 4))
+
+
+class CountingCorpus(MemoryCorpus):
+    """Counts the samples that were read."""
+
+    reads = 0
+
+    def reader(self, shard: int) -> MemoryReader:
+        self.reads += 1
+        return super().reader(shard)
+
+
+def test_read_ahead_keeps_the_order_and_its_bound() -> None:
+    corpus = CountingCorpus([sample(10, [4, 5], f"s{number}") for number in range(12)])
+    schedule = Schedule([Piece(0, number, 0, 10) for number in range(12)], budget=10, seed=0, epochs=1)
+    expected = [read_batch(corpus, schedule.batch(number)).sample_ids for number in range(12)]
+    corpus.reads = 0
+    with ReadAhead(corpus, schedule, range(12)) as reader:
+        taken = []
+        for number in range(12):
+            taken.append(reader.take().sample_ids)
+            assert corpus.reads <= number + 1 + AHEAD
+        assert reader.waited > 0
+    assert taken == expected and corpus.reads == 12
+
+
+def test_what_the_reading_thread_raises_arrives_with_its_batch() -> None:
+    good = sample(8, [3, 4])
+    shifted = replace(good, final_positions=good.final_positions + 1)
+    corpus = MemoryCorpus([good, shifted])
+    schedule = Schedule([Piece(0, 0, 0, 8), Piece(0, 1, 0, 8)], budget=8, seed=0, epochs=1)
+    bad = next(number for number in range(2) if schedule.batch(number)[0].sample == 1)
+    with ReadAhead(corpus, schedule, [1 - bad, bad]) as reader:
+        assert reader.take().sample_ids == ("s",)
+        with pytest.raises(CorruptShard, match="final_positions"):
+            reader.take()

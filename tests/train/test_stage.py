@@ -22,7 +22,7 @@ from pipeline.records import Manifest
 from pipeline.store.location import Location
 from pipeline.store.states import StatesSample
 from pipeline.train import run
-from pipeline.train.metrics import read_lines
+from pipeline.train.metrics import VOLATILE, read_lines
 from pipeline.train.plan import plan
 
 Configure = Callable[..., RunConfig]
@@ -34,7 +34,7 @@ def lines_of(config: RunConfig) -> list[dict[str, float]]:
 
 
 def without_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+    return [{name: value for name, value in line.items() if name not in VOLATILE} for line in lines]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -104,6 +104,44 @@ def test_accumulation_and_split_are_counted(tiny_config: Configure, store_states
     assert manifest.details["split_samples"] == 12
     assert manifest.details["tokens"] <= parent.tokens
     assert all(0 < line["fill"] <= 1 for line in lines_of(config))
+
+
+def test_every_line_says_how_fast_and_how_large(tiny_config: Configure, store_states: Store) -> None:
+    config = tiny_config(max_steps=4, log_every=2)
+    store_states(config)
+    run(config)
+    lines = lines_of(config)
+    assert [line["step"] for line in lines] == [2, 4]
+    for line in lines:
+        assert line["tokens_per_second"] > 0 and 0 <= line["data_wait_share"] < 1 and 0.05 < line["peak_memory_gb"] < 64 and line["lr"] > 0
+
+
+def test_dropped_samples_reach_the_manifest(tiny_config: Configure, store_states: Store, states: list[StatesSample]) -> None:
+    config = tiny_config(batch_tokens=30, long_samples="drop", epochs=1)
+    store_states(config)
+    manifest = run(config)
+    longer = sum(len(sample.token_ids) > 30 for sample in states)
+    assert 0 < longer < len(states) and manifest.rejected == {"longer_than_batch": longer}
+    assert manifest.details["coverage_by_source"] == {"test": manifest.details["coverage"]} and manifest.details["split_samples"] == 0
+
+
+def test_plan_counts_the_evaluations(tiny_config: Configure, store_states: Store) -> None:
+    plain, decoding = tiny_config(), tiny_config(evaluate_every=2)
+    parent = store_states(plain)
+    without, with_them = plan(plain), plan(decoding)
+    assert with_them.seconds > without.seconds and with_them.storage_bytes > without.storage_bytes
+    assert with_them.peak_memory_bytes - without.peak_memory_bytes == 2 * parent.contract.parameters
+    assert not any("evaluation" in line for line in without.basis) and "replies of 48 tokens" in with_them.basis[-1]
+
+
+@pytest.mark.parametrize("settings", [{"loss": "lk"}, {"normalise": "all"}, {"activation_checkpointing": True}])
+def test_switches_reach_the_model(tiny_config: Configure, store_states: Store, settings: dict[str, object]) -> None:
+    plain, switched = tiny_config("plain", max_steps=2), tiny_config("switched", max_steps=2, **settings)
+    for config in (plain, switched):
+        store_states(config)
+        run(config)
+    losses = [lines_of(config)[0]["loss"] for config in (plain, switched)]
+    assert (losses[0] == pytest.approx(losses[1], rel=1e-3)) == ("activation_checkpointing" in settings)
 
 
 def test_wandb_offline_holds_the_run(tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +12,12 @@ import pytest
 import torch
 
 from pipeline.config import HeadSection, RunConfig
+from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.vocab import DraftVocabulary
-from pipeline.errors import ConfigError, TargetError
+from pipeline.errors import ConfigError, ContractMismatch, HeadError, TargetError
 from pipeline.records import Manifest
+from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
 from pipeline.train.loop import rate_at, total_steps
@@ -78,3 +82,64 @@ def test_number_of_steps(tiny_config: Callable[..., RunConfig]) -> None:
     section = tiny_config(accumulate=3).train
     assert [total_steps(section, batches, 2) for batches in (5, 6, 17, 18)] == [1, 1, 2, 3]
     assert total_steps(tiny_config(max_steps=7).train, 100, 1) == 7
+
+
+def head_of(config: RunConfig) -> Path:
+    return Path(config.run.uri) / "train" / "head"
+
+
+def test_fine_tuning_keeps_vocabulary_and_shape(
+    tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], states: list[StatesSample]
+) -> None:
+    first = tiny_config("first", max_steps=3)
+    store_states(first, states[:4])
+    run(first)
+    before, _ = load_head(head_of(first))
+    other_data = states[6:]
+    # The default draft vocabulary of 4,096 asks for nothing.
+    again = tiny_config("again", max_steps=1, learning_rate=1e-9, dtype="float32", start_from=str(head_of(first)), head={"draft_vocab_size": 4096})
+    store_states(again, other_data)
+    manifest = run(again)
+    after, card = load_head(head_of(again))
+    assert torch.equal(after.d2t, before.d2t) and torch.equal(after.t2d, before.t2d) and after.shape == before.shape
+    for now, then in zip(after.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=1e-6)  # one step of 1e-9 away
+    labels = torch.cat([sample.token_ids[sample.loss_mask.bool()] for sample in other_data]).long()
+    assert manifest.details["coverage"] == pytest.approx(float(before.t2d[labels].double().mean()))
+    assert manifest.details["draft_vocab_size"] == 48 and card.provenance["start_from"]["head"] == str(head_of(first))
+
+
+def test_fine_tuning_refuses_another_shape_or_target(tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], tmp_path: Path) -> None:
+    first = tiny_config("first", max_steps=1)
+    store_states(first)
+    run(first)
+    head = str(head_of(first))
+    for field, asked, own in (("draft_vocab_size", 32, 48), ("intermediate_size", 16, 32), ("fc_norm", True, False)):
+        config = tiny_config("again", start_from=head, head={field: asked})
+        store_states(config)
+        with pytest.raises(ConfigError, match=f"{asked} is asked for, but the head that training starts from has {own}") as caught:
+            run(config)
+        assert caught.value.where == f"train.head.{field}"
+        shutil.rmtree(config.run.uri)
+    config = tiny_config("again", start_from=str(tmp_path))
+    store_states(config)
+    with pytest.raises(HeadError, match=r"has no config\.json"):
+        run(config)
+    card = json.loads((head_of(first) / "eagle3.json").read_text())
+    card["contract"]["capture_layers"] = [0, 2, 5]
+    (head_of(first) / "eagle3.json").write_text(json.dumps(card))
+    shutil.rmtree(config.run.uri)
+    config = tiny_config("again", start_from=head)
+    store_states(config)
+    with pytest.raises(ContractMismatch, match="capture_layers"):
+        run(config)
+
+
+def test_frozen_lm_head_stays_as_it_started(tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], target_directory: Path) -> None:
+    config = tiny_config(max_steps=4, train_lm_head=False, learning_rate=1e-2, dtype="float32", checkpoint_every=2)
+    store_states(config)
+    run(config)
+    head, _ = load_head(head_of(config))
+    rows = TargetWeights(target_directory).lm_head()[head.target_ids()]
+    assert torch.equal(head.lm_head.weight, rows.float())
+    assert not torch.equal(head.norm.weight, TargetWeights(target_directory).final_norm().float())

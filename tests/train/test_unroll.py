@@ -15,6 +15,7 @@ from pipeline.train.attention import UnrolledAttention
 from pipeline.train.batches import Batch, pack_samples
 from pipeline.train.loss import TttModel, gather_predictions
 from pipeline.train.ttt import Unroll, continuing_rows, step_logits, unroll
+from tests.train.dense import dense_loss, dense_unroll
 
 STEPS, DECAY = 4, 0.7
 LENGTHS = (9, 12, 5)
@@ -54,34 +55,6 @@ def constants(dtype: torch.dtype = torch.float64) -> Constants:
     return Constants(torch.randn(24, 16, generator=generator).to(dtype), torch.randn(24, 16, generator=generator).to(dtype))
 
 
-def dense_unroll(head: Eagle3Head, embedding: Tensor, batch: Batch, rows: Tensor) -> list[Tensor]:
-    """The same unroll with every key of every step and a mask [N, N(1+k)]."""
-    total = batch.tokens
-    document = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
-    position = torch.cat([torch.arange(length) for length in batch.lengths])
-    causal = (document[:, None] == document) & (position[:, None] >= position)
-    rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=batch.aux_states.dtype)
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    hidden, outputs = head.project(batch.aux_states), []
-    for k in range(STEPS):
-        mask = torch.cat([causal, *[torch.eye(total, dtype=torch.bool)] * k], dim=1)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, k: int = k, mask: Tensor = mask) -> Tensor:
-            cos, sin = rotary.at(position + k)
-            keys.append(rotate(key, cos, sin))
-            values.append(value)
-            share = query.shape[1] // key.shape[1]
-            every_key, every_value = (torch.cat(part).repeat_interleave(share, 1).transpose(0, 1) for part in (keys, values))
-            scores = rotate(query, cos, sin).transpose(0, 1) @ every_key.transpose(1, 2) * query.shape[-1] ** -0.5
-            return torch.as_tensor((scores.masked_fill(~mask, -torch.inf).softmax(-1) @ every_value).transpose(0, 1))
-
-        inputs = batch.token_ids[(torch.arange(total) + k + 1).clamp(max=total - 1)]
-        hidden = head.step(embedding[inputs], hidden, attend)
-        outputs.append(hidden if k == 0 else hidden[rows])
-    return outputs
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_unroll_equals_dense_mask_with_gradients(small_head: Eagle3Head, dtype: torch.dtype, tolerance: float) -> None:
     head = small_head.to(dtype)
@@ -94,7 +67,8 @@ def test_unroll_equals_dense_mask_with_gradients(small_head: Eagle3Head, dtype: 
         aux = batch.aux_states.clone().requires_grad_()
         mine = Batch(**{**vars(batch), "aux_states": aux})
         if dense:
-            outputs = dense_unroll(head, embedding, mine, rows)
+            first, *later = dense_unroll(head, embedding, mine, steps=STEPS)
+            outputs = [first, *(output[rows] for output in later)]
         else:
             rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=dtype)
             outputs = list(unroll(head, embedding, mine, rotary, rows=rows, steps=STEPS).outputs)
@@ -118,7 +92,7 @@ def test_attention_ignores_other_documents_and_later_tokens(small_head: Eagle3He
         query, key, value = (torch.randn(batch.tokens, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
         if changed is not None:
             value[changed] += 1
-        return UnrolledAttention(batch.lengths, rows, rotary).step(0)(query, key, value)
+        return UnrolledAttention(batch.lengths, rows, rotary).mix(0, query, key, value, [])[0]
 
     moved = (mixed(12) - mixed(None)).abs().amax((1, 2)) > 1e-9  # position 3 of the second document
     assert moved.nonzero().flatten().tolist() == list(range(12, 21))
@@ -196,6 +170,8 @@ def test_loss_accuracy_and_gradients_follow_the_definition(small_head: Eagle3Hea
     torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters), rtol=1e-8, atol=1e-9)
     assert (result.hits / result.rows).tolist() == pytest.approx(accuracies)
+    dense = dense_loss(small_head, fixed.embedding, fixed.lm_head[small_head.target_ids()], batch, steps=STEPS, decay=DECAY)
+    torch.testing.assert_close(dense, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("mistake", [Mistake(token=1), Mistake(token=-1), Mistake(rope=1), Mistake(teacher=1), Mistake(past=-1)], ids=str)
@@ -235,7 +211,7 @@ def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:
     batch, fixed = pack_samples(documents()), constants()
     rotary = RotaryTable(small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
     logits = step_logits(small_head, fixed.embedding, batch, rotary, steps=STEPS)
-    dense = dense_unroll(small_head, fixed.embedding, batch, torch.arange(batch.tokens))
+    dense = dense_unroll(small_head, fixed.embedding, batch, steps=STEPS)
     assert [tuple(step.shape) for step in logits] == [(batch.tokens, 14)] * STEPS
     torch.testing.assert_close(logits[3], small_head.logits(dense[3]))
 
@@ -243,7 +219,7 @@ def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:
 def test_chunks_do_not_change_the_result(small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed, batch = constants(), pack_samples(documents())
     whole = model_of(small_head, fixed)(batch)
-    monkeypatch.setattr("pipeline.train.loss._CHUNK_LOGITS", 3 * STEPS * 14)
+    monkeypatch.setattr("pipeline.train.divergence._CHUNK_LOGITS", 3 * STEPS * 14)
     parts = model_of(small_head, fixed)(batch)
     torch.testing.assert_close(parts.loss, whole.loss)
     assert parts.hits.tolist() == whole.hits.tolist()

@@ -1,0 +1,147 @@
+"""A head of another trainer, read and checked.
+
+    config.json        detect the dialect → shape, aux layers
+    *.safetensors      rename → complete, nothing surplus, of the right shapes
+    d2t, t2d           offsets → target ids, distinct and inside the vocabulary; rows put in order
+
+Loaders skip a tensor that they do not know and keep random weights where one is missing; here both
+are errors that name the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from pipeline.eagle3.formats import sglang, speculators
+from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.errors import HeadError
+
+Dialect = Literal["sglang", "speculators"]
+
+_MAPS = ("d2t", "t2d")
+#: What trainers leave in their checkpoints and no head needs: the verifier's own weights, and copies of it.
+_IGNORED = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
+#: SGLang's older names of the three norms before fc.
+_LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+
+
+@dataclass(frozen=True)
+class ForeignHead:
+    """What a directory holds, under our names."""
+
+    dialect: Dialect
+    capture_layers: tuple[int, int, int] | None  # output indices; None leaves them to the loader's default
+    head: Eagle3Head  # float32
+    embedding: Tensor | None  # [V, H], when it ships one
+
+
+def read_foreign(directory: Path) -> ForeignHead:
+    """Read a head directory in either dialect. Raises HeadError with file, field and fix."""
+    body = read_json(directory / "config.json")
+    where = f"{directory}/config.json"
+    dialect = detect(body, where)
+    shape, layers = (speculators if dialect == "speculators" else sglang).read_config(body, where)
+    tensors = {_our_name(name): tensor for name, tensor in _load(directory).items() if name not in _IGNORED}
+    embedding = tensors.pop(speculators.EMBEDDING, None)
+    return ForeignHead(dialect, layers, build_head(shape, tensors, where=str(directory)), embedding)
+
+
+def detect(body: dict[str, Any], where: str) -> Dialect:
+    """The dialect of a config.json. Raises HeadError for what is no EAGLE-3 head."""
+    if speculators.MARK in body:
+        return "speculators"
+    if sglang.ARCHITECTURE in (body.get("architectures") or []) or "draft_vocab_size" in body:
+        return "sglang"
+    known = f"neither {speculators.MARK} nor architectures [{sglang.ARCHITECTURE}] nor draft_vocab_size"
+    raise HeadError(f"is no EAGLE-3 head's: it has {known}", where=where, fix="pass the directory of an EAGLE-3 head")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises HeadError when it is absent or no object."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HeadError("no such file", where=str(path), fix="pass the directory of an EAGLE-3 head") from None
+    except (OSError, ValueError) as error:
+        raise HeadError(f"cannot be read: {error}", where=str(path), fix="download or export the head again") from error
+    if not isinstance(body, dict):
+        raise HeadError("is no JSON object", where=str(path), fix="download or export the head again")
+    return body
+
+
+def build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> Eagle3Head:
+    """A float32 head of `shape` from `tensors` under our names; rows are put in ascending order of target id.
+
+    Raises HeadError on the first tensor that is missing, surplus or of another shape, and for a
+    vocabulary map that is none.
+    """
+    head = Eagle3Head(shape)
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    if shape.draft_vocab_size == shape.vocab_size:  # the whole vocabulary needs no map
+        identity = {"d2t": torch.zeros(shape.vocab_size, dtype=torch.int64), "t2d": torch.ones(shape.vocab_size, dtype=torch.bool)}
+        tensors = {**identity, **tensors}
+    _check_tensors(expected, tensors, where)
+    target_ids = _target_ids(tensors["d2t"], tensors["t2d"], where)
+    order = target_ids.argsort()
+    weights = {name: tensor.float() for name, tensor in tensors.items() if name not in _MAPS}
+    weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    head.load_state_dict({**weights, **{name: getattr(head, name) for name in _MAPS}})
+    head.set_vocabulary(target_ids[order])
+    return head
+
+
+def _load(directory: Path) -> dict[str, Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        pickled = " (a pytorch_model.bin is a pickle, which can run code)" if any(directory.glob("*.bin")) else ""
+        raise HeadError(f"has no *.safetensors{pickled}", where=str(directory), fix="save the head's weights as safetensors")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise HeadError(f"cannot be read: {error}", where=str(file), fix="download or export the head again") from error
+    return tensors
+
+
+def _our_name(name: str) -> str:
+    name = speculators.ours_of(name.removeprefix("model."))
+    for legacy, current in _LEGACY.items():
+        name = name.replace(legacy, current)
+    return name
+
+
+def _check_tensors(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], where: str) -> None:
+    missing, surplus = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing:
+        fix = "import a head with all weights; a reader that goes on without would draft from random ones"
+        raise HeadError(f"has no tensor {', '.join(missing)}", where=where, fix=fix)
+    if surplus:
+        fix = "import a head without it; a reader that skips it would draft with other maths"
+        raise HeadError(f"has a tensor that this head has no place for: {', '.join(surplus)}", where=where, fix=fix)
+    for name, shape in expected.items():
+        found = tuple(tensors[name].shape)
+        if found != shape:
+            fix = "correct config.json (hidden, intermediate and vocabulary sizes, heads, head_dim), or export the head again"
+            raise HeadError(f"{name} is {list(found)} where config.json asks for {list(shape)}", where=where, fix=fix)
+
+
+def _target_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
+    """Target ids [Vd] of the draft rows from the offsets d2t [Vd]; t2d [V] must mark the same tokens. Raises HeadError."""
+    ids = d2t.long() + torch.arange(len(d2t))
+    marked = t2d.bool()
+    fits = bool(((ids >= 0) & (ids < len(marked))).all())
+    if fits and len(set(ids.tolist())) == len(ids) == int(marked.sum()) and bool(marked[ids].all()):
+        return ids
+    if torch.equal(d2t.long().sort().values, marked.nonzero().flatten()):
+        raise HeadError("d2t holds target ids where offsets belong", where=where, fix="subtract 0, 1, 2, … from its rows")
+    problem = "d2t and t2d do not name the same distinct target tokens: row i + d2t[i] must be marked in t2d, once each"
+    raise HeadError(problem, where=where, fix="export the head again with its vocabulary map")

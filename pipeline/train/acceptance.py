@@ -1,0 +1,95 @@
+"""Acceptance in the loop: the bundled decoder decodes a fixed held-out set with the head as it is now.
+
+    held-out sample    <user> What is 2+2? <assistant> | 4 <end>
+                       └──────── request ────────────┘   what it said then is not needed
+
+Decoding is greedy, so the replies are the target's own whatever the head proposes; only the number
+of rounds changes, and τ of the same head is the same number every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.config import TrainSection
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.request import Request, Statistics
+from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.errors import ConfigError, TargetError
+from pipeline.records import TargetContract
+from pipeline.train.corpus import HeldOut
+
+#: Requests decoded together. Acceptance does not depend on it.
+_SLOTS = 8
+
+
+class Acceptance(NamedTuple):
+    """What one evaluation found."""
+
+    tau: float  # τ: tokens a round over all requests, bonus included, prefill's token excluded
+    alpha: tuple[float, ...]  # α_k, k = 1…: drafted position k accepted, given that all before it were
+
+    def named(self) -> dict[str, float]:
+        """As it is written to the metrics."""
+        return {"tau": self.tau, **{f"alpha_{k}": value for k, value in enumerate(self.alpha, start=1)}}
+
+
+class Evaluator:
+    """The target in memory, and the requests. Weights of the head come with every call."""
+
+    def __init__(
+        self,
+        directory: Path,
+        contract: TargetContract,
+        shape: HeadShape,
+        section: TrainSection,
+        held_out: Sequence[HeldOut],
+        *,
+        stop_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        """Load the target of `contract` in its own type. Raises UnsupportedModel for what the decoder does not run."""
+        self._tree = section.evaluate_tree
+        self._requests = [Request(f"{number} {item.sample_id}", item.prompt_ids, section.evaluate_tokens, stop_ids) for number, item in enumerate(held_out)]
+        longest = max(len(item.prompt_ids) for item in held_out) + section.evaluate_tokens
+        dtype: torch.dtype = getattr(torch, contract.dtype)
+        self._model = DecoderModel.load(directory, contract.capture_layers, device=device, dtype=dtype, max_length=longest)
+        self._head = Eagle3Head(shape)
+
+    def measure(self, weights: Mapping[str, Tensor]) -> Acceptance:
+        """Decode every request with a head of these weights (names as in `Eagle3Head`)."""
+        self._head.load_state_dict(weights)
+        drafter = Eagle3Drafter(self._head, self._model, self._tree)
+        engine = Engine(self._model, drafter=drafter, slots=min(_SLOTS, len(self._requests)))
+        done: list[Statistics] = []
+        for completion in engine.generate(self._requests):
+            if completion.error is not None:
+                raise TargetError(completion.error.what, where=f"held-out sample {completion.id.partition(' ')[2]}", fix=completion.error.fix)
+            done.append(completion.statistics)
+        return summarise_rounds(done)
+
+
+def summarise_rounds(done: Sequence[Statistics]) -> Acceptance:
+    """τ and α over all rounds: a long reply counts for more than a short one."""
+    rounds = sum(statistics.rounds for statistics in done)
+    tau = sum(statistics.round_tokens for statistics in done) / rounds if rounds else 0.0
+    depth = max((len(statistics.reached) for statistics in done), default=0)
+    reached = [sum(statistics.reached[k] for statistics in done if k < len(statistics.reached)) for k in range(depth)]
+    return Acceptance(tau, tuple(after / before for before, after in pairwise(reached)))
+
+
+def check_settings(section: TrainSection) -> None:
+    """Raise ConfigError for settings of the evaluation that contradict each other."""
+    if section.early_stop and not section.evaluate_every:
+        raise ConfigError("needs train.evaluate_every, which is not set", where="train.early_stop", fix="set train.evaluate_every to a number of steps")
+    if section.evaluate_tree.auto:
+        problem = "cannot be auto: τ of two checkpoints is compared on one tree"
+        raise ConfigError(problem, where="train.evaluate_tree", fix="give top_k, steps and nodes")

@@ -1,0 +1,55 @@
+"""Run by an interpreter that has `speculators` (and not this package).
+
+    python run_speculators.py EXPORTED OWN TARGET INPUTS FOLDER STEPS
+
+EXPORTED   our export in their dialect: loaded with their class, run, and written to FOLDER/resaved
+OWN        our head directory, in SGLang's dialect: written to FOLDER/converted by their converter
+INPUTS     token_ids [T] and aux_states [T, 3H]; FOLDER/logits.safetensors receives step_0, … [T-1, Vd]
+
+The last line of the output is JSON about what was loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+
+
+def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from speculators.convert.eagle.eagle3_converter import Eagle3Converter  # type: ignore[import-not-found]
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig  # type: ignore[import-not-found]
+
+    torch.set_num_threads(1)
+    config = Eagle3SpeculatorConfig.from_pretrained(exported)
+    config.transformer_layer_config._attn_implementation = "eager"  # the default, flex attention, wants a GPU
+    model = Eagle3DraftModel.from_pretrained(exported, config=config, dtype=torch.float32).eval()
+    seen: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
+    given = load_file(inputs)
+    with torch.no_grad():
+        # Their position i pairs token i + 1 with the states of token i, as ours does.
+        model(
+            hidden_states=given["aux_states"][None, :-1],
+            input_ids=given["token_ids"][None, 1:],
+            document_ids=torch.zeros(1, len(given["token_ids"]) - 1, dtype=torch.long),
+            ttt_steps=int(steps),
+        )
+    save_file({f"step_{step}": tensor.contiguous() for step, tensor in enumerate(seen)}, f"{folder}/logits.safetensors")
+    model.to(torch.bfloat16).save_pretrained(f"{folder}/resaved")
+    Eagle3Converter().convert(own, f"{folder}/converted", target, validate=False)
+    shipped = load_file(f"{exported}/model.safetensors").keys()
+    facts = {
+        "version": version("speculators"),
+        "rope_theta": model.config.transformer_layer_config.rope_parameters["rope_theta"],
+        "layers": model.config.eagle_aux_hidden_state_layer_ids,
+        "missing": sorted(model.state_dict().keys() - shipped),
+        "surplus": sorted(shipped - model.state_dict().keys()),
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
