@@ -4,7 +4,8 @@ The loss of a batch with S labels, K steps and decay γ:
 
     loss = 1/M · Σ_k γ^k Σ_labels  D(teacher at j-1 , head at step k, position j-k-2)
 
-M is S, or with `normalise: all` the number of tokens N; trainers differ in this (docs/training.md).
+M is S, or with `normalise: all` the number of tokens N. Trainers differ in this: speculators divides by
+the sum of the loss mask, SafeAILab's EAGLE and SpecForge take the mean over all positions.
 D is one of `pipeline.train.divergence`.
 
 The teacher is the target's softmax restricted to the draft vocabulary. A label outside the draft

@@ -101,6 +101,8 @@ def head_shape(section: HeadSection, target_directory: Path, vocabulary_size: in
         intermediate_size=section.intermediate_size,
         num_attention_heads=section.num_attention_heads,
         num_key_value_heads=section.num_key_value_heads,
+        fc_norm=section.fc_norm,
+        norm_output=section.norm_output,
     )
     if shape.num_attention_heads % shape.num_key_value_heads:
         problem = f"{shape.num_attention_heads} query heads do not divide over {shape.num_key_value_heads} key/value heads"

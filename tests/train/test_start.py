@@ -55,6 +55,12 @@ def test_impossible_shapes(target_directory: Path, section: HeadSection, field: 
     assert caught.value.where == f"train.head.{field}"
 
 
+@pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"norm_output": True}], ids=str)
+def test_norms_of_the_configuration_reach_the_head(target_directory: Path, flags: dict[str, bool]) -> None:
+    shape = head_shape(HeadSection.model_validate({"draft_vocab_size": 48, **flags}), target_directory, 96)
+    assert {"fc_norm": shape.fc_norm, "norm_output": shape.norm_output} == {"fc_norm": False, "norm_output": False, **flags}
+
+
 def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
     section = HeadSection(draft_vocab_size=10, intermediate_size=16)
     shape = head_shape(section, target_directory, 96)
