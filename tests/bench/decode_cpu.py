@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from pipeline.config import TargetSection, TreeSection
-from pipeline.decoder.cost import Costs, draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, measure_costs, median_costs, s_max
+from pipeline.decoder.cost import Costs, measure_costs, median_costs
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
+from pipeline.decoder.roofline import draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, s_max
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for

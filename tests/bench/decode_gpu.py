@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from pipeline.config import TreeSection
-from pipeline.decoder.cost import draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, measure_costs, open_batch, s_max
+from pipeline.decoder.cost import measure_costs, open_batch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.request import Request
+from pipeline.decoder.roofline import draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, s_max
 from pipeline.decoder.simulate import ImposedAcceptance
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for

@@ -49,6 +49,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Threads that wait for each other after every small operation are slower than one, and far slower on a busy machine."""
+    torch.set_num_threads(1)
+
+
 def poisoned_plane(model: DecoderModel, pages: int) -> Tensor:
     """Key/value memory of a model in which whatever is read before it was written shows."""
     return model.plane(PagedPool(pages, device=model.device)).fill_(float("nan"))

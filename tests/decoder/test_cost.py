@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,24 +9,16 @@ import torch
 from transformers import LlamaConfig
 
 from pipeline.config import TreeSection
-from pipeline.decoder.cost import Costs, draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, measure_costs, median_costs, s_max
+from pipeline.decoder.cost import Costs, measure_costs, median_costs
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.reference import TorchOps
+from pipeline.decoder.roofline import draft_floor_seconds, eta, extend_floor_seconds, floor_seconds, s_max
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for
 from tests.bench.random_target import RandomWeights
 
 SHAPE = TreeSection(top_k=3, steps=4, nodes=12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two wait for each other when the second core is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -26,15 +25,6 @@ NEW_TOKENS = 40
 PROMPTS = [[(3 * index + 5 * place * place) % 8 for place in range(2 + 9 * index)] for index in range(7)]
 SHAPES = [(1, 1, 2), (1, 5, 6), (2, 3, 6), (3, 1, 4), (3, 4, 12), (4, 5, 24), (6, 6, 64), (8, 2, 9), (8, 6, 48)]
 Pair = tuple[DecoderModel, Eagle3Head]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small are slower with two, and far slower when the second core is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

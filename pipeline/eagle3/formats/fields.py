@@ -27,6 +27,29 @@ _FIXED: dict[str, tuple[Any, str]] = {
 }
 
 
+def layer_config(shape: HeadShape) -> dict[str, Any]:
+    """The head's decoder layer as a Llama configuration."""
+    return {
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.rms_norm_eps,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        **rope_fields(shape.rope_parameters),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "dtype": "bfloat16",
+    }
+
+
 def refuse_unsupported(body: dict[str, Any], where: str) -> None:
     """Raise HeadError for the first field with a value that would change the maths."""
     for name, (value, reason) in _FIXED.items():

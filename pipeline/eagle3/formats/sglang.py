@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.eagle3.formats.fields import SWITCHES, layer_ids, refuse_unsupported, rope_fields, shape_fields
+from pipeline.eagle3.formats.fields import SWITCHES, layer_config, layer_ids, refuse_unsupported, shape_fields
 from pipeline.eagle3.head import HeadShape
 from pipeline.errors import HeadError
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
@@ -25,24 +25,8 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
     """
     return {
         "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "vocab_size": shape.vocab_size,
+        **layer_config(shape),
         "draft_vocab_size": shape.draft_vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        **rope_fields(shape.rope_parameters),
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "dtype": "bfloat16",
         **{name: True for name in SWITCHES if getattr(shape, name)},
         _LAYERS: [layer + 1 for layer in contract.capture_layers],
         "eagle_config": {

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.eagle3.formats.fields import SWITCHES, layer_ids, refuse_unsupported, rope_fields, shape_fields
+from pipeline.eagle3.formats.fields import SWITCHES, layer_config, layer_ids, refuse_unsupported, shape_fields
 from pipeline.eagle3.head import HeadShape
 from pipeline.errors import HeadError
 from pipeline.records import TargetContract
@@ -48,25 +48,7 @@ def speculators_config(shape: HeadShape, contract: TargetContract, *, verifier: 
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
         },
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "head_dim": shape.head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": shape.rms_norm_eps,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.max_position_embeddings,
-            **rope_fields(shape.rope_parameters),
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "dtype": "bfloat16",
-        },
+        "transformer_layer_config": layer_config(shape),
     }
 
 

@@ -23,6 +23,12 @@ _ROOT = Path(__file__).resolve().parents[3]
 _OUTCOMES = pytest.StashKey[dict[str, str | None]]()
 
 
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test of the suite here if kernels run here, else answer with its outcome in the interpreter."""

@@ -29,16 +29,6 @@ TYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> None:
-    torch.set_num_threads(2)
-
-
 def seeded(seed: int) -> random.Random:
     torch.manual_seed(seed)
     return random.Random(seed)
