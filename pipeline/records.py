@@ -14,7 +14,7 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import ContractMismatch
 
@@ -44,6 +44,14 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class SamplingChoice(Record):
+    """What a source asks for instead of the run's sampling; None keeps the run's value."""
+
+    temperature: float | None = Field(None, ge=0)  # 0 is greedy
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)  # 0: no limit
+
+
 class Prompt(Record):
     """What a user asks: turns of one conversation, without any reply."""
 
@@ -52,6 +60,8 @@ class Prompt(Record):
     license: str  # SPDX identifier, "unknown" when the source does not say
     category: str  # groups the evaluation, e.g. "writing"
     turns: tuple[str, ...]  # user turns in order; the target answers each
+    system: str | None = None  # the record's own system prompt; None takes the run's
+    sampling: SamplingChoice | None = None  # its source's; None takes the run's
 
 
 class Span(Record):
@@ -113,6 +123,7 @@ class TargetContract(Record):
     final_state_normed: bool = True  # final states are taken after the target's last norm
     tokenizer_hash: str
     chat_template_hash: str
+    chat_template_kwargs: dict[str, Any] = {}  # passed to the template, such as enable_thinking
     parameters: int  # of the target, tied weights counted once
 
 

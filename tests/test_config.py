@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.config import RunConfig, Section, _section_in, load, parse
+from pipeline.config import RunConfig, Section, load, parse
+from pipeline.config.reading import _section_in
 from pipeline.errors import ConfigError
 
 TREE: dict[str, Any] = {"target": {"source": "some/model"}, "synth": {"sources": [{"source": "prompts.jsonl"}]}}

@@ -28,7 +28,22 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 #: Packages that a bare machine may lack; any import of them belongs inside the function that needs it.
-OPTIONAL = ["presidio_analyzer", "spacy", "tldextract", "deepspeed", "gcsfs", "wandb", "ray", "datasets", "gguf", "accelerate", "pandas"]
+OPTIONAL = [
+    "presidio_analyzer",
+    "spacy",
+    "tldextract",
+    "deepspeed",
+    "gcsfs",
+    "wandb",
+    "ray",
+    "datasets",
+    "gguf",
+    "accelerate",
+    "pandas",
+    "detect_secrets",
+    "datasketch",
+    "py3langid",
+]
 
 
 def room_of(file: Path, package: Path) -> str:

@@ -154,12 +154,16 @@ class Eagle3Head(nn.Module):
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
 
+    def normed_aux(self, aux_states: Tensor) -> Tensor:
+        """What `fc` reads [.., 3H]: the aux states, each behind its norm if the head has them."""
+        if not self.shape.fc_norm:
+            return aux_states
+        states = aux_states.chunk(3, dim=-1)  # low, middle, high, each [.., H]
+        return torch.cat([own(state) for own, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+
     def project(self, aux_states: Tensor) -> Tensor:
         """Aux states [.., 3H] → g [.., H], the hidden input of step 0."""
-        if self.shape.fc_norm:
-            states = aux_states.chunk(3, dim=-1)  # low, middle, high, each [.., H]
-            aux_states = torch.cat([own(state) for own, state in zip(self.fc_norm, states, strict=True)], dim=-1)
-        return torch.as_tensor(self.fc(aux_states))
+        return torch.as_tensor(self.fc(self.normed_aux(aux_states)))
 
     def step(self, embedding: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass of the decoder layer: → output [.., H], the hidden input of the next step."""

@@ -1,11 +1,12 @@
-"""One shard: packed forwards of its samples, and what is kept of each.
+"""One shard: packed forwards of its samples, what is kept of each, and one sample computed a second time.
 
 Shapes: T tokens of a sample, H the target's hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,33 +15,43 @@ from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.features.packing import into_forwards
 from pipeline.records import Sample, TargetContract, match_contracts
+from pipeline.store.encodings import AUX_LAYERS
 from pipeline.store.stage import stage_location
-from pipeline.store.states import StatesSample, encode_states, teacher_positions
-from pipeline.target.capture import capture_states, register_packed_attention
+from pipeline.store.states import StatesSample, teacher_positions
+from pipeline.target.capture import capture_alone, capture_states, register_packed_attention
 from pipeline.target.load import LoadedTarget, load_target
 
 
 def load_matching_target(config: RunConfig, expected: TargetContract) -> LoadedTarget:
     """The target, ready for packed forwards. Raises ContractMismatch when it is not the one that wrote the samples."""
     torch.set_num_threads(config.run.threads)
-    target = load_target(config.target, attention=register_packed_attention())
+    target = load_target(config.target, attention=register_packed_attention(), device_map=config.features.device_map)
     match_contracts(target.contract, expected, where=f"{stage_location(config.run.uri, 'synth').uri}/manifest.json")
     return target
 
 
-def capture_shard(target: LoadedTarget, samples: list[Sample], batch_tokens: int, advance: Callable[[int], None]) -> bytes:
-    """The encoded states of `samples`. Raises DataError that names the sample for ids or states that cannot be used.
+def capture_shard(
+    target: LoadedTarget, samples: Sequence[Sample], batch_tokens: int, advance: Callable[[int], None], *, name: str, tolerance: float
+) -> list[StatesSample]:
+    """The states of `samples`, in their order, bf16 on the target's device.
 
-    `advance` is told how many tokens each forward took in.
+    One sample, chosen by the shard's `name`, is computed again by itself and compared (see `differences`).
+    `advance` is told how many tokens each forward took in. Raises DataError that names the sample
+    for ids or states that cannot be used, and for states that depend on how samples were batched.
     """
-    states: list[StatesSample] = []
-    for batch in into_forwards(samples, batch_tokens):
-        for sample in batch:
-            _check_ids(sample, target.contract.vocab_size)
-        captured = capture_states(target, [sample.token_ids for sample in batch])
-        states += [_keep(sample, aux, final) for sample, (aux, final) in zip(batch, captured, strict=True)]
-        advance(sum(len(sample.token_ids) for sample in batch))
-    return encode_states(states)
+    states: dict[int, StatesSample] = {}
+    checked = chosen_for_check(name, len(samples))
+    for batch in into_forwards([len(sample.token_ids) for sample in samples], batch_tokens):
+        for number in batch:
+            _check_ids(samples[number], target.contract.vocab_size)
+        captured = capture_states(target, [samples[number].token_ids for number in batch])
+        _check_finite([samples[number] for number in batch], captured)
+        for number, (aux, final) in zip(batch, captured, strict=True):
+            if number == checked and tolerance:
+                _check_alone(target, samples[number], aux, final, tolerance)
+            states[number] = _keep(samples[number], aux, final)
+        advance(sum(len(samples[number].token_ids) for number in batch))
+    return [states[number] for number in range(len(samples))]
 
 
 def supervised_mask(sample: Sample) -> Tensor:
@@ -51,12 +62,57 @@ def supervised_mask(sample: Sample) -> Tensor:
     return mask
 
 
+def chosen_for_check(name: str, count: int) -> int:
+    """Number of the sample of shard `name` that is computed twice; the same in every run."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % count
+
+
+def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> list[float]:
+    """Largest relative difference of a token, ‖packed - alone‖ / ‖alone‖, in each aux layer and the final state.
+
+    Both are (aux [T, 3H], final [T, H]).
+    """
+    found = []
+    for ours, reference in zip(_layers(*packed), _layers(*alone), strict=True):
+        distance = (ours.float() - reference.float()).norm(dim=1)  # [T]
+        found.append(float((distance / reference.float().norm(dim=1).clamp_min(1e-30)).max()))
+    return found
+
+
+def _layers(aux: Tensor, final: Tensor) -> list[Tensor]:
+    """Low, middle, high and final state, each [T, H]."""
+    return [*aux.chunk(AUX_LAYERS, dim=1), final]
+
+
+def _check_alone(target: LoadedTarget, sample: Sample, aux: Tensor, final: Tensor, tolerance: float) -> None:
+    """Raise DataError when the sample's states are not those that it has by itself.
+
+    The tolerance counts in steps of the compute type. Two sound ways to compute SmolLM2's states
+    differ by up to 15 steps in bfloat16 and 23 in float32; a token from another document in reach
+    makes 100 % and more.
+    """
+    allowed = tolerance * torch.finfo(aux.dtype).eps
+    names = [f"layer {layer}" for layer in target.contract.capture_layers] + ["the final state"]
+    for name, difference in zip(names, differences((aux, final), capture_alone(target, sample.token_ids)), strict=True):
+        if not difference <= allowed:
+            problem = f"{name} differs by {difference:.3g} between a packed forward and the sample alone, where {allowed:.3g} is allowed in {aux.dtype}"
+            fix = "set features.batch_tokens=1 so that each sample goes alone, and report the target; features.self_check_tolerance sets the limit"
+            raise DataError(problem, where=f"sample {sample.prompt_id} of {sample.source}", fix=fix)
+
+
+def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """One look at a whole forward; only a bad one is searched."""
+    if bool(torch.stack([torch.isfinite(part).all() for pair in captured for part in pair]).all()):
+        return
+    for sample, pair in zip(samples, captured, strict=True):
+        for name, states in zip(("aux states", "final states"), pair, strict=True):
+            if not torch.isfinite(states).all():
+                fix = "check the target's weights, or try target.dtype=float32"
+                raise DataError(f"the target's {name} hold NaN or infinity", where=f"sample {sample.prompt_id} of {sample.source}", fix=fix)
+
+
 def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
-    """aux [T, 3H] whole, final [T, H] where it teaches; both bf16 on the CPU."""
-    for name, states in (("aux states", aux), ("final states", final)):
-        if not torch.isfinite(states).all():
-            layer_fix = "check the target's weights, or try target.dtype=float32"
-            raise DataError(f"the target's {name} hold NaN or infinity", where=f"sample {sample.prompt_id} of {sample.source}", fix=layer_fix)
+    """aux [T, 3H] whole, final [T, H] where it teaches; both bf16."""
     mask = supervised_mask(sample)
     positions = teacher_positions(mask)
     return StatesSample(
@@ -64,8 +120,8 @@ def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
         source=sample.source,
         token_ids=torch.tensor(sample.token_ids, dtype=torch.int32),
         loss_mask=mask,
-        aux_states=aux.to("cpu", torch.bfloat16),
-        final_states=final[positions.to(final.device)].to("cpu", torch.bfloat16),
+        aux_states=aux.to(torch.bfloat16),
+        final_states=final[positions.to(final.device)].to(torch.bfloat16),
         final_positions=positions,
     )
 

@@ -2,12 +2,15 @@
 
 samples   ▢▢▢ ▢▢ ▢▢▢▢ ▢ ▢▢▢▢▢ ▢▢
 shards   [▢▢▢ ▢▢ ▢▢▢▢][▢ ▢▢▢▢▢ ▢▢]     closed by the sample that reaches shard_tokens
-forwards [▢▢▢ ▢▢][▢▢▢▢] [▢ ▢▢▢▢▢][▢▢]  never above batch_tokens, except for one longer sample alone
+forwards [▢▢▢▢][▢▢▢ ▢▢] [▢▢▢▢▢][▢▢ ▢]  the longest first; never above batch_tokens, except for one longer sample alone
+
+Inside a shard samples of like length are computed together and put back into their order. The most
+memory is needed by the first forward of a shard, not by some later one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from pipeline.records import Sample
 
@@ -26,16 +29,15 @@ def into_shards(samples: Iterable[Sample], shard_tokens: int) -> Iterator[list[S
         yield shard
 
 
-def into_forwards(samples: Iterable[Sample], batch_tokens: int) -> Iterator[list[Sample]]:
-    """Consecutive samples of at most `batch_tokens` together; a longer one goes alone."""
-    batch: list[Sample] = []
+def into_forwards(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Numbers of samples of like length, at most `batch_tokens` together; a longer one goes alone."""
+    batch: list[int] = []
     held = 0
-    for sample in samples:
-        length = len(sample.token_ids)
-        if batch and held + length > batch_tokens:
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        if batch and held + lengths[number] > batch_tokens:
             yield batch
             batch, held = [], 0
-        batch.append(sample)
-        held += length
+        batch.append(number)
+        held += lengths[number]
     if batch:
         yield batch

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from typing import NamedTuple
+
 from pipeline.config import RunConfig
+from pipeline.errors import StoreError
 from pipeline.records import Manifest, Plan
 from pipeline.store.shards import ENTRY, SHARDS
 from pipeline.store.stage import find_manifest, stage_location
@@ -12,37 +17,99 @@ _FLOPS_PER_THREAD = 150e9
 #: The interpreter with torch and transformers imported.
 _INTERPRETER_BYTES = 700 << 20
 _LOADING_SECONDS = 10.0
+#: Shards whose states are in memory at one time: computed, waiting, written, and the written one's bytes.
+_SHARDS_HELD = 4
+#: Of a sample's id, source, offsets and checksum, and of a shard's header; both are small beside the states.
+_SAMPLE_BYTES, _HEADER_BYTES = 80, 900
+#: Entries of committed shards that are read for the rate.
+_ENTRIES_READ = 8
+
+
+class _Size(NamedTuple):
+    """What is stored: bytes a token, bytes more for a supervised one, bytes more for each sample and shard."""
+
+    token: float
+    teacher: int
+    total: int
 
 
 def plan(config: RunConfig) -> Plan:
-    """Records, tokens, storage, time and peak memory of features for this run."""
+    """Records, tokens, storage, time and peak memory of features for this run. Raises StoreError when the disk cannot hold it."""
     parent = find_manifest(config.run.uri, "synth")
     if parent is None:
         nothing = ("the samples do not exist yet: run `eagle3 synth` first",)
         return Plan(stage="features", state="waiting for synth", records=0, tokens=0, storage_bytes=0, seconds=0, peak_memory_bytes=0, basis=nothing)
-    hidden, tokens = parent.contract.hidden_size, parent.tokens
-    supervised = int(parent.details.get("supervised_tokens", tokens))
-    token_bytes = 5 + 6 * hidden
-    teacher_bytes = 4 + 2 * hidden
-    width = 4 if config.target.dtype == "float32" else 2
-    weights = parent.contract.parameters * width
-    shard = min(tokens, config.features.shard_tokens) * (token_bytes + teacher_bytes)
+    require_space(config)
+    tokens, shards, supervised = parent.tokens, _expected_shards(config, parent), _supervised(parent)
+    size = _size(config, parent)
+    hidden, width = parent.contract.hidden_size, 4 if config.target.dtype == "float32" else 2
+    held = min(tokens, config.features.shard_tokens) * 8 * hidden  # bf16, whatever is stored
     forward = min(tokens, config.features.batch_tokens) * hidden * width * 32
-    rate = _FLOPS_PER_THREAD * config.run.threads
+    rate, rate_basis = _rate(config, parent)
     return Plan(
         stage="features",
         state=_state(config, parent),
         records=parent.rows,
         tokens=tokens,
-        storage_bytes=tokens * token_bytes + supervised * teacher_bytes,
-        seconds=_LOADING_SECONDS + 2 * parent.contract.parameters * tokens / rate,
-        peak_memory_bytes=_INTERPRETER_BYTES + weights + 3 * shard + forward,
+        storage_bytes=size.total,
+        seconds=_LOADING_SECONDS + tokens / rate,
+        peak_memory_bytes=_INTERPRETER_BYTES + parent.contract.parameters * width + _SHARDS_HELD * held + forward,
         basis=(
-            f"storage: {token_bytes:,} bytes a token and {teacher_bytes:,} for each of {supervised:,} supervised ones",
-            f"time: 2 FLOP a parameter and token at {rate / 1e9:,.0f} GFLOP/s ({config.run.threads} CPU threads), and {_LOADING_SECONDS:.0f} s to load",
-            "memory: the interpreter, the target, three copies of one shard and one packed forward",
+            f"storage: {size.token:,.0f} bytes a token and {size.teacher:,} for each of {supervised:,} supervised ones, as {config.features.encoding}",
+            f"shards: about {shards:,} of {size.total / max(1, shards) / 1e6:,.1f} MB",
+            f"time: {rate_basis}, and {_LOADING_SECONDS:.0f} s to load",
+            f"memory: the interpreter, the target, {_SHARDS_HELD} shards of bf16 states and one packed forward",
         ),
     )
+
+
+def require_space(config: RunConfig) -> None:
+    """Raise StoreError when the run lies on a local disk that cannot hold the states that are still missing."""
+    location, parent = stage_location(config.run.uri, "features"), find_manifest(config.run.uri, "synth")
+    if not location.is_local or parent is None or find_manifest(config.run.uri, "features"):
+        return
+    missing = _size(config, parent).total - sum(location.child(SHARDS).sizes().values())
+    directory = location.local_path(".").absolute()
+    existing = next(path for path in (directory, *directory.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    if missing > free:
+        smaller = ", set features.encoding=int8" if config.features.encoding == "bf16" else ""
+        problem = f"the states need {missing / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
+        raise StoreError(problem, where=location.uri, fix=f"free some space{smaller}, or set run.uri=… to another disk or bucket")
+
+
+def _size(config: RunConfig, parent: Manifest) -> _Size:
+    """docs/states-format.md, in numbers."""
+    hidden, encoding = parent.contract.hidden_size, config.features.encoding
+    row = 2 * hidden if encoding == "bf16" else hidden + 1  # of one layer
+    token = 3 * row + (2 if parent.contract.vocab_size <= 1 << 16 else 4) + 1 / 8
+    shard = _HEADER_BYTES + (8 * hidden if encoding == "int8" else 0)
+    total = parent.tokens * token + _supervised(parent) * row + parent.rows * _SAMPLE_BYTES + _expected_shards(config, parent) * shard
+    return _Size(token, row, round(total))
+
+
+def _supervised(parent: Manifest) -> int:
+    return int(parent.details.get("supervised_tokens", parent.tokens))
+
+
+def _expected_shards(config: RunConfig, parent: Manifest) -> int:
+    return max(1, -(-parent.tokens // config.features.shard_tokens))
+
+
+def _rate(config: RunConfig, parent: Manifest) -> tuple[float, str]:
+    """Tokens a second, and what that rests on: shards of this run where there are some, else the arithmetic."""
+    folder = stage_location(config.run.uri, "features").child(SHARDS)
+    entries = [json.loads(folder.read(name)) for name in _entries(config)[:_ENTRIES_READ]]
+    seconds = sum(float(entry["seconds"]) for entry in entries)
+    if seconds:
+        rate = sum(int(entry["shard"]["tokens"]) for entry in entries) / seconds
+        return rate, f"{rate:,.0f} tokens/s as measured over {len(entries)} committed shards"
+    flops = _FLOPS_PER_THREAD * config.run.threads
+    return flops / (2 * parent.contract.parameters), f"2 FLOP a parameter and token at {flops / 1e9:,.0f} GFLOP/s ({config.run.threads} CPU threads)"
+
+
+def _entries(config: RunConfig) -> list[str]:
+    return [name for name in stage_location(config.run.uri, "features").child(SHARDS).names() if name.endswith(ENTRY)]
 
 
 def _state(config: RunConfig, parent: Manifest) -> str:
@@ -51,6 +118,5 @@ def _state(config: RunConfig, parent: Manifest) -> str:
     if manifest:
         same = (manifest.config_hash, manifest.parent_hash) == (config.section_hash("features"), parent.content_hash)
         return "complete" if same else "complete for another config or parent"
-    expected = max(1, -(-parent.tokens // config.features.shard_tokens))
-    committed = [name for name in stage_location(config.run.uri, "features").child(SHARDS).names() if name.endswith(ENTRY)]
-    return f"{len(committed)} of about {expected} shards committed" if committed else "not started"
+    committed = len(_entries(config))
+    return f"{committed} of about {_expected_shards(config, parent)} shards committed" if committed else "not started"

@@ -16,8 +16,8 @@ _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 _PARQUET = (".parquet", ".parquet.gz")
 
 
-def read_file(source: str) -> Iterator[Prompt]:
-    """Prompts of one file. Raises DataError naming file, line and field of a broken record."""
+def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
+    """Prompts of one file; `field` names the field that holds them. Raises DataError naming file, line and field of a broken record."""
     if source.endswith(_JSONL):
         records = _jsonl(source)
     elif source.endswith(_PARQUET):
@@ -28,7 +28,7 @@ def read_file(source: str) -> Iterator[Prompt]:
         )
     stem = PurePosixPath(source).name.split(".")[0]
     for number, (where, record) in enumerate(records, start=1):
-        yield to_prompt(record, where=where, id=f"{stem}:{number}", source=stem)
+        yield to_prompt(record, where=where, id=f"{stem}:{number}", source=stem, field=field)
 
 
 def read_jsonl(source: str) -> Iterator[tuple[str, Any]]:

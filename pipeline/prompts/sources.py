@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -11,6 +12,7 @@ from pipeline.prompts.builtin import read_builtin
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
 from pipeline.prompts.packages import read_package
+from pipeline.prompts.record import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 
 
@@ -22,7 +24,7 @@ def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     for spec in specs:
-        found = [_labelled(prompt, spec) for prompt in _read(spec)]
+        found = [_labelled(prompt, spec) for prompt in itertools.islice(_read(spec), spec.read_at_most)]
         if not found:
             raise DataError("holds no prompts", where=spec.source, fix="remove the source or correct its path")
         prompts += balanced(found, spec.limit, seed)
@@ -57,11 +59,12 @@ def _read(spec: SourceSpec) -> Iterator[Prompt]:
     if separator and kind == "builtin":
         return read_builtin(name)
     if separator and kind == "hub":
-        return read_hub(name, spec.split)
-    return read_file(spec.source)
+        return read_hub(name, spec)
+    return read_file(spec.source, field=spec.field)
 
 
 def _labelled(prompt: Prompt, spec: SourceSpec) -> Prompt:
-    """The source's configured licence and category win over the record's own."""
-    chosen = {"license": spec.license, "category": spec.category}
+    """The source's configured licence, category and sampling win over the record's own; forbidding terms win over any licence."""
+    forbidden = spec.forbids_competing_models or prompt.license == FORBIDS_COMPETING_MODELS
+    chosen = {"license": FORBIDS_COMPETING_MODELS if forbidden else spec.license, "category": spec.category, "sampling": spec.sampling}
     return prompt.model_copy(update={field: value for field, value in chosen.items() if value})

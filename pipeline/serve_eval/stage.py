@@ -64,7 +64,7 @@ def _evaluate(config: RunConfig, target: Path, contract: TargetContract, head: E
     """Speed and acceptance in the target's own type, then losslessness in fp32."""
     section, device = config.eval, pick_device(config.target.device)
     prompts = read_prompts(config)
-    template = load_template(target, source=config.target.source, system_prompt=section.system_prompt)
+    template = load_template(target, source=config.target.source, system_prompt=section.system_prompt, kwargs=config.target.chat_template_kwargs)
     length = min(head.shape.max_position_embeddings, max(_tokens(prompt, config, template) for prompt in prompts))
 
     def workbench(dtype: torch.dtype) -> Workbench:

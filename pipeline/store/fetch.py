@@ -19,5 +19,6 @@ def as_directory(location: Location, names: Sequence[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:
         for name in names:
             if location.exists(name):
-                (Path(folder) / name).write_bytes(location.read(name))
+                with open(Path(folder) / name, "wb") as file:
+                    file.writelines(location.blocks(name))
         yield Path(folder)

@@ -5,24 +5,25 @@
 
 A name becomes visible only with all of its bytes: local files are written beside their final
 name, flushed to the disk and renamed; object stores make an object visible when its one upload ends.
+Remote operations are repeated while they fail in a way that passes (retry.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TypeVar
 
 from pipeline.errors import CorruptShard, Eagle3Error
-from pipeline.records import digest
-from pipeline.store.failures import explain_os_error, explain_remote_error, open_filesystem
+from pipeline.store.backend import Backend, FileInfo
+from pipeline.store.disk import Disk, is_temporary
+from pipeline.store.failures import explain_os_error, explain_remote_error
+from pipeline.store.remote import Remote
 
-_BLOCK = 16 << 20
+T = TypeVar("T")
 
 
 class Location:
@@ -36,10 +37,7 @@ class Location:
         path = uri.removeprefix("file://").removeprefix("local://")
         self.is_local = "://" not in path
         self._directory = Path(path)
-        self._fs: Any = None
-        self._root = ""
-        if not self.is_local:
-            self._fs, self._root = open_filesystem(self.uri)
+        self._backend: Backend = Disk(self._directory) if self.is_local else Remote(self.uri)
 
     def __repr__(self) -> str:
         return f"Location({self.uri!r})"
@@ -50,217 +48,126 @@ class Location:
 
     def where(self, name: str) -> str:
         """How messages call the file `name`."""
-        return f"{self.uri}/{name}"
+        return f"{self.uri}/{name}" if name else self.uri
 
     def exists(self, name: str) -> bool:
         """Whether the file `name` is there. Unlike fsspec's, raises when that cannot be told."""
-        return self._info(name) is not None
+        return self._attempt(lambda: self._backend.info(name), name, writing=False) is not None
+
+    def info(self, name: str) -> FileInfo:
+        """Size, the store's own checksum, and age of the file `name`."""
+        found = self._attempt(lambda: self._backend.info(name), name, writing=False)
+        if found is None:
+            raise explain_os_error(FileNotFoundError(), self.where(name), writing=False)
+        return found
 
     def size(self, name: str) -> int:
         """Bytes of the file `name`."""
-        info = self._info(name)
-        if info is None:
-            raise explain_os_error(FileNotFoundError(), self.where(name), writing=False)
-        return int(info["size"])
+        return self.info(name).size
+
+    def files(self) -> dict[str, FileInfo]:
+        """Name → what the store knows of it, for the files directly in this directory, from one listing; no temporary files."""
+        return {name: info for name, info in self._listing().items() if not is_temporary(name)}
+
+    def temporaries(self) -> dict[str, FileInfo]:
+        """The files directly in this directory that some writer has not finished, or never will."""
+        return {name: info for name, info in self._listing().items() if is_temporary(name)}
 
     def sizes(self) -> dict[str, int]:
-        """Name → bytes of the files directly in this directory, from one listing; temporary files are left out."""
-        with self._explained("", writing=False):
-            found = self._list_local() if self.is_local else self._list_remote()
-        return {name: size for name, size in sorted(found) if not _is_temporary(name)}
+        """Name → bytes of the files directly in this directory, from one listing; no temporary files."""
+        return {name: info.size for name, info in self.files().items()}
 
     def names(self) -> list[str]:
         """Sorted names of the files directly in this directory."""
-        return list(self.sizes())
+        return list(self.files())
 
     def read(self, name: str) -> bytes:
         """All bytes of `name`."""
-        with self._explained(name, writing=False):
-            if self.is_local:
-                return (self._directory / name).read_bytes()
-            return bytes(self._fs.cat_file(self._key(name)))
+        return self._attempt(lambda: self._backend.read(name), name, writing=False)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of `name`; fewer bytes than that is a CorruptShard."""
         if stop <= start:
             return b""
-        with self._explained(name, writing=False):
-            if self.is_local:
-                with open(self._directory / name, "rb") as file:
-                    file.seek(start)
-                    data = file.read(stop - start)
-            else:
-                data = bytes(self._fs.cat_file(self._key(name), start=start, end=stop))
+        data = self._attempt(lambda: self._backend.read_range(name, start, stop), name, writing=False)
         if len(data) != stop - start:
             problem = f"ends after {start + len(data)} bytes where {stop} were expected"
             raise CorruptShard(problem, where=self.where(name), fix="restore the file, or run the stage that wrote it with --force")
         return data
 
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """The bytes of `name` in order, a few megabytes at a time."""
+        with self._explained(name, writing=False):
+            yield from self._backend.blocks(name)
+
     def sha256(self, name: str) -> str:
         """Hex SHA-256 of `name`, read in blocks."""
         checksum = hashlib.sha256()
-        with self._explained(name, writing=False), self._open(name) as file:
-            while block := file.read(_BLOCK):
-                checksum.update(block)
+        for block in self.blocks(name):
+            checksum.update(block)
         return checksum.hexdigest()
 
-    def write(self, name: str, data: bytes) -> None:
-        """Create or replace `name` atomically."""
-        with self._explained(name, writing=True):
-            if self.is_local:
-                _replace(self._directory / name, lambda file: _write_all(file, data))
-            else:
-                self._fs.pipe_file(self._key(name), data)
+    def write(self, name: str, data: bytes) -> FileInfo:
+        """Create or replace `name` atomically; returns what the store then says of it.
 
-    def put_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """Create or replace `name` atomically with a local file's bytes, without holding them in memory."""
-        with self._explained(name, writing=True):
-            if self.is_local:
-                with open(local_path, "rb") as source:
-                    _replace(self._directory / name, lambda file: shutil.copyfileobj(source, file, _BLOCK))
-            else:
-                self._fs.put_file(os.fspath(local_path), self._key(name))
+        A remote store's size and checksum have been compared with `data` when this returns.
+        """
+        return self._attempt(lambda: self._backend.write(name, data), name, writing=True)
+
+    def put_file(self, name: str, local_path: str | os.PathLike[str]) -> FileInfo:
+        """As `write`, with a local file's bytes, without holding them in memory."""
+        return self._attempt(lambda: self._backend.put_file(name, local_path), name, writing=True)
 
     def delete(self, name: str) -> None:
         """Remove the file `name`; absent is fine."""
-        with self._explained(name, writing=True), suppress(FileNotFoundError):
-            if self.is_local:
-                (self._directory / name).unlink()
-            else:
-                self._fs.rm_file(self._key(name))
+        with suppress(FileNotFoundError):
+            self._attempt(lambda: self._backend.delete(name), name, writing=True, absent_is_fine=True)
 
     def delete_tree(self) -> None:
         """Remove this directory and all below it; absent is fine."""
-        with self._explained("", writing=True), suppress(FileNotFoundError):
-            if self.is_local:
-                shutil.rmtree(self._directory)
-            else:
-                self._fs.rm(self._root, recursive=True)
+        with suppress(FileNotFoundError):
+            self._attempt(self._backend.delete_tree, "", writing=True, absent_is_fine=True)
 
     def subdirectories(self) -> list[str]:
         """Sorted names of the directories directly in this one."""
-        with self._explained("", writing=False), suppress(FileNotFoundError):
-            if self.is_local:
-                return sorted(path.name for path in self._directory.iterdir() if path.is_dir())
-            self._fs.invalidate_cache()
-            return sorted(_last(entry["name"]) for entry in self._fs.ls(self._root, detail=True) if entry["type"] == "directory")
-        return []
+        return self._attempt(self._backend.directories, "", writing=False)
 
     def sweep(self) -> None:
         """Remove temporary files that a killed writer left in this directory."""
-        if not self.is_local:
-            return
-        with self._explained("", writing=True), suppress(FileNotFoundError):
-            for path in self._directory.iterdir():
-                if _is_temporary(path.name):
-                    path.unlink()
+        for name in self.temporaries():
+            self.delete(name)
 
     def local_path(self, name: str) -> Path:
-        """A path that holds the bytes of `name`: the file itself, or a copy in the user's cache.
+        """Where a local directory has the file `name`; "." is the directory itself."""
+        assert self.is_local, f"{self.uri} is not local"
+        return self._directory / name
 
-        Copies are kept by URI, size and the store's own checksum, so a replaced object is fetched anew.
-        """
-        if self.is_local:
-            return self._directory / name
-        info = self._info(name)
-        if info is None:
-            raise explain_os_error(FileNotFoundError(), self.where(name), writing=False)
-        version = [self.where(name), info["size"], str(_checksum(info))]
-        copy = cache_directory() / "objects" / digest(version)[:32] / name
-        if not copy.exists():
-            with self._explained(name, writing=False), self._open(name) as source:
-                _replace(copy, lambda file: shutil.copyfileobj(source, file, _BLOCK))
-        return copy
+    def _listing(self) -> dict[str, FileInfo]:
+        return dict(sorted(self._attempt(self._backend.files, "", writing=False).items()))
 
-    def _key(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-    def _open(self, name: str) -> BinaryIO:
-        file: BinaryIO = open(self._directory / name, "rb") if self.is_local else self._fs.open(self._key(name), "rb", cache_type="readahead")  # noqa: SIM115
-        return file
-
-    def _info(self, name: str) -> dict[str, Any] | None:
-        with self._explained(name, writing=False), suppress(FileNotFoundError):
-            if self.is_local:
-                return {"size": os.stat(self._directory / name).st_size}
-            self._fs.invalidate_cache()
-            info: dict[str, Any] = self._fs.info(self._key(name))
-            return info
-        return None
-
-    def _list_local(self) -> list[tuple[str, int]]:
-        with suppress(FileNotFoundError):
-            return [(path.name, path.stat().st_size) for path in self._directory.iterdir() if path.is_file()]
-        return []
-
-    def _list_remote(self) -> list[tuple[str, int]]:
-        self._fs.invalidate_cache()
-        with suppress(FileNotFoundError):
-            return [(_last(entry["name"]), int(entry["size"])) for entry in self._fs.ls(self._root, detail=True) if entry["type"] == "file"]
-        return []
+    def _attempt(self, call: Callable[[], T], name: str, *, writing: bool, absent_is_fine: bool = False) -> T:
+        with self._explained(name, writing=writing, absent_is_fine=absent_is_fine):
+            return self._backend.attempt(call, self.where(name))
 
     @contextmanager
-    def _explained(self, name: str, *, writing: bool) -> Iterator[None]:
+    def _explained(self, name: str, *, writing: bool, absent_is_fine: bool = False) -> Iterator[None]:
         """Turn what the storage raises into a StoreError."""
-        where = self.where(name) if name else self.uri
         try:
             yield
         except Eagle3Error:
             raise
         except OSError as error:
-            raise explain_os_error(error, where, writing=writing) from error
+            if absent_is_fine and isinstance(error, FileNotFoundError):
+                raise
+            raise explain_os_error(error, self.where(name), writing=writing) from error
         except Exception as error:
             # Remote filesystems have no common exception class; on a local disk the rest is our own bug.
             if self.is_local:
                 raise
-            raise explain_remote_error(error, where) from error
+            raise explain_remote_error(error, self.where(name)) from error
 
 
 def cache_directory() -> Path:
     """$XDG_CACHE_HOME/eagle3, or ~/.cache/eagle3."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "eagle3"
-
-
-def _replace(path: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Write a temporary file beside `path`, flush it to the disk and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_directory(path.parent)
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _is_temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".tmp")
-
-
-def _last(key: str) -> str:
-    return key.rstrip("/").rsplit("/", 1)[-1]
-
-
-def _checksum(info: dict[str, Any]) -> Any:
-    """What changes when an object's bytes change; the name of the field differs between stores."""
-    fields = ("md5Hash", "crc32c", "etag", "ETag", "generation", "mtime", "LastModified", "created")
-    return next((info[field] for field in fields if info.get(field)), "")

@@ -6,29 +6,39 @@ token_ids      list<int32>                         exactly the ids that the targ
 supervised     list<struct<start: int32, end: int32>>        half-open ranges of generated ids
 sampling       struct<temperature: double, top_p: double, top_k: int32, max_new_tokens: int32>
 seed           int64
+
+The file's key-value metadata holds under `eagle3` a JSON object of notes: facts about the whole file
+that no row tells, such as why conversations ended. Readers that do not know it skip it.
 """
 
 from __future__ import annotations
 
 import io
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipeline.errors import CorruptShard
-from pipeline.records import Sample, Shard
+from pipeline.records import Sample, Shard, canonical_json
 from pipeline.store.location import Location
 from pipeline.store.shards import read_shard
 
 _TEXT_FIELDS = ("prompt_id", "source", "license", "category", "finish_reason", "generator")
 
 
-def encode_samples(samples: list[Sample]) -> bytes:
-    """One Parquet file; equal samples give equal bytes. An empty list is legal."""
+_NOTES = b"eagle3"
+
+
+def encode_samples(samples: list[Sample], notes: Mapping[str, Any] | None = None) -> bytes:
+    """One Parquet file; equal samples and notes (JSON values) give equal bytes. An empty list is legal."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     table = pa.Table.from_pylist([sample.model_dump(mode="json") for sample in samples], schema=_schema())
+    if notes:
+        table = table.replace_schema_metadata({_NOTES: canonical_json(dict(notes)).encode()})
     sink = io.BytesIO()
     pq.write_table(table, sink, compression="zstd")
     return sink.getvalue()
@@ -53,6 +63,20 @@ def decode_samples(data: bytes, where: str) -> list[Sample]:
             field = ".".join(str(part) for part in first["loc"])
             raise CorruptShard(f"{first['msg']}", where=f"{where}: row {index}, {field}", fix=fix) from None
     return samples
+
+
+def decode_notes(data: bytes, where: str) -> dict[str, Any]:
+    """The notes of one file, empty where it has none. Raises CorruptShard that names `where`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        text = (pq.read_schema(io.BytesIO(data)).metadata or {}).get(_NOTES, b"{}")
+        notes: dict[str, Any] = json.loads(text)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        problem = f"its notes cannot be read: {' '.join(str(error).split())[:200]}"
+        raise CorruptShard(problem, where=where, fix="restore the file, or run `eagle3 synth --force`") from None
+    return notes
 
 
 def read_samples(location: Location, shard: Shard) -> list[Sample]:

@@ -1,22 +1,32 @@
 """One committed file. Data first, then its entry: a file without an entry was never committed.
 
 <stage>/shards/00003.safetensors             the bytes
-<stage>/shards/00003.safetensors.entry.json  the Shard record and the seconds it took
+<stage>/shards/00003.safetensors.entry.json  the Shard record, the seconds it took, the store's own checksum
+
+A commit is write → verify → entry; the manifest that lists the shard comes when all are committed:
+
+    write ──► size and checksum as the store reports them ──► entry ──► … ──► manifest
+      └ killed here: an orphan, written again       └ killed from here on: committed, left as it is
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from pipeline.errors import CorruptShard
 from pipeline.records import Shard, canonical_json
+from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
 
 #: Directory of the shards inside a stage's directory.
 SHARDS = "shards"
 ENTRY = ".entry.json"
+#: Entries that are read at one time; each is one request to a remote store.
+_AT_ONCE = 16
 
 
 class Entry(NamedTuple):
@@ -24,6 +34,7 @@ class Entry(NamedTuple):
 
     shard: Shard
     seconds: float  # since the commit before it; adds up to the stage's wall time over all attempts
+    stored: str = ""  # the store's own checksum of the file ("crc32c:…", "md5:…"), where it has one
 
 
 def verify_shard(location: Location, shard: Shard) -> None:
@@ -34,7 +45,7 @@ def verify_shard(location: Location, shard: Shard) -> None:
     folder = location.child(SHARDS)
     if not folder.exists(shard.name):
         raise _corrupt(location, shard, "the file is missing")
-    _check(location, shard, folder.size(shard.name), folder.sha256(shard.name))
+    check_shard(location, shard, folder.size(shard.name), f"sha256:{folder.sha256(shard.name)}")
 
 
 def read_shard(location: Location, shard: Shard) -> bytes:
@@ -43,7 +54,7 @@ def read_shard(location: Location, shard: Shard) -> bytes:
     if not folder.exists(shard.name):
         raise _corrupt(location, shard, "the file is missing")
     data = folder.read(shard.name)
-    _check(location, shard, len(data), hashlib.sha256(data).hexdigest())
+    check_shard(location, shard, len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
     return data
 
 
@@ -53,34 +64,80 @@ def verify_sizes(location: Location, shards: tuple[Shard, ...]) -> None:
     for shard in shards:
         if shard.name not in sizes:
             raise _corrupt(location, shard, "the file is missing")
-        _check(location, shard, sizes[shard.name], shard.sha256)
+        check_size(location, shard, sizes[shard.name])
+
+
+def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
+    """As `verify_sizes`, and that the store's own checksums are those that it reported at the commits. Raises CorruptShard."""
+    folder = location.child(SHARDS)
+    files = folder.files() if shards else {}
+    for shard in shards:
+        if shard.name not in files:
+            raise _corrupt(location, shard, "the file is missing")
+        check_size(location, shard, files[shard.name].size)
+    recorded = [shard for shard in shards if files[shard.name].checksum and shard.name + ENTRY in files]
+    for shard, entry in zip(recorded, _read_entries(folder, [shard.name + ENTRY for shard in recorded]), strict=True):
+        now = files[shard.name].checksum
+        if entry.shard == shard and entry.stored and entry.stored != now:
+            raise _corrupt(location, shard, f"has {now} in the store, {entry.stored} was committed")
+
+
+def stored_checksum(location: Location, shard: Shard) -> str:
+    """What the store reported of this very shard when it was committed; empty where it reported nothing, or the entry is gone."""
+    folder, name = location.child(SHARDS), shard.name + ENTRY
+    entry = read_entry(folder, name) if folder.exists(name) else None
+    return entry.stored if entry and entry.shard == shard else ""
 
 
 def write_shard(location: Location, name: str, data: bytes, *, rows: int, tokens: int, rejected: dict[str, int], seconds: float) -> Shard:
-    """Write the file, read its size back, then write its entry."""
+    """Write the file, compare what the store reports of it, then write its entry."""
     folder = location.child(SHARDS)
     shard = Shard(name=name, rows=rows, tokens=tokens, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rejected=dict(sorted(rejected.items())))
-    folder.write(name, data)
-    _check(location, shard, folder.size(name), shard.sha256)
-    entry = {"shard": shard.model_dump(mode="json"), "seconds": round(seconds, 3)}
+    info = folder.write(name, data)
+    check_size(location, shard, info.size)
+    entry = {"shard": shard.model_dump(mode="json"), "seconds": round(seconds, 3), "stored": info.checksum}
     folder.write(name + ENTRY, canonical_json(entry).encode())
     return shard
 
 
+def uncommit(location: Location, name: str) -> None:
+    """Remove the entry of the shard `name`, so that its file may be replaced."""
+    location.child(SHARDS).delete(name + ENTRY)
+
+
 def committed(location: Location) -> dict[str, Entry]:
-    """All entries of the stage at `location` whose files match. Raises CorruptShard for one that does not."""
+    """All entries of the stage at `location` whose files match. Raises CorruptShard for one that does not.
+
+    Local files are read and their SHA-256 compared. Where a remote store reports checksums, the one it
+    reports now is compared with the one it reported at the commit, so that resuming reads no shard.
+    """
     folder = location.child(SHARDS)
-    names = [name for name in folder.names() if name.endswith(ENTRY)]
-    entries = {name.removesuffix(ENTRY): _read_entry(folder, name) for name in names}
+    files = folder.files()
+    names = [name for name in files if name.endswith(ENTRY)]
+    entries = {entry.shard.name: entry for entry in _read_entries(folder, names)}
     for entry in entries.values():
-        verify_shard(location, entry.shard)
+        _verify_committed(location, entry, files.get(entry.shard.name))
     return entries
 
 
-def _read_entry(folder: Location, name: str) -> Entry:
+def _verify_committed(location: Location, entry: Entry, info: FileInfo | None) -> None:
+    if info is None:
+        raise _corrupt(location, entry.shard, "the file is missing")
+    check_size(location, entry.shard, info.size)
+    if not info.checksum or info.checksum != entry.stored:
+        verify_shard(location, entry.shard)
+
+
+def _read_entries(folder: Location, names: Sequence[str]) -> list[Entry]:
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="entries") as pool:
+        return list(pool.map(lambda name: read_entry(folder, name), names))
+
+
+def read_entry(folder: Location, name: str) -> Entry:
+    """The entry in the file `name` of the shards' directory `folder`. Raises CorruptShard."""
     try:
         fields: dict[str, Any] = json.loads(folder.read(name))
-        entry = Entry(Shard.model_validate(fields["shard"]), float(fields["seconds"]))
+        entry = Entry(Shard.model_validate(fields["shard"]), float(fields["seconds"]), str(fields.get("stored", "")))
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
         raise CorruptShard(problem, where=folder.where(name), fix="delete it; the shard is then made again") from None
@@ -89,11 +146,23 @@ def _read_entry(folder: Location, name: str) -> Entry:
     return entry
 
 
-def _check(location: Location, shard: Shard, size: int, sha256: str) -> None:
+def check_size(location: Location, shard: Shard, size: int) -> None:
+    """Raises CorruptShard for another size than was committed."""
     if size != shard.bytes:
         raise _corrupt(location, shard, f"has {size} bytes, {shard.bytes} were committed")
-    if sha256 != shard.sha256:
-        raise _corrupt(location, shard, f"has SHA-256 {sha256[:16]}…, {shard.sha256[:16]}… was committed")
+
+
+def check_shard(location: Location, shard: Shard, size: int, checksum: str, expected: str | None = None) -> None:
+    """Compare what was read or stored with what was committed: its SHA-256, or an `expected` checksum. Raises CorruptShard."""
+    check_size(location, shard, size)
+    expected = expected or f"sha256:{shard.sha256}"
+    if checksum != expected:
+        raise _corrupt(location, shard, f"has {_shown(checksum)}, {_shown(expected)} was committed")
+
+
+def _shown(checksum: str) -> str:
+    kind, value = checksum.split(":")
+    return f"SHA-256 {value[:16]}…" if kind == "sha256" else checksum
 
 
 def _corrupt(location: Location, shard: Shard, problem: str) -> CorruptShard:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard, MissingStage, StageConflict, StoreError
 from pipeline.records import SCHEMA_VERSION, Manifest, Shard, Stage, TargetContract, canonical_json
 from pipeline.store.location import Location
-from pipeline.store.shards import SHARDS, Entry, committed, read_shard, verify_shard, verify_sizes, write_shard
+from pipeline.store.shards import SHARDS, Entry, committed, read_shard, uncommit, verify_shard, verify_sizes, write_shard
 
 __all__ = ["StageRun", "find_manifest", "open_stage", "read_manifest", "read_shard", "stage_location", "verify_shard"]
 
@@ -106,13 +107,22 @@ class StageRun:
         self._stage, self._work, self._parent_uri = stage, work, parent_uri
         self._seconds = sum(entry.seconds for entry in entries.values())
         self._mark = time.monotonic()
+        self._lock = threading.Lock()
 
     def commit(self, name: str, data: bytes, *, rows: int, tokens: int, rejected: Mapping[str, int] | None = None) -> Shard:
-        """Store one shard for good: data, size read back, entry. Zero rows are legal."""
+        """Store one shard for good: data, size and checksum compared, entry. Zero rows are legal.
+
+        Shards may be committed in any order and from several threads; the manifest lists them by name.
+        A shard that was committed before with other bytes loses its entry first: a kill in between leaves an orphan,
+        not an entry that its file contradicts.
+        """
         assert self.manifest is None, "the stage is finished"
-        shard = write_shard(self.location, name, data, rows=rows, tokens=tokens, rejected=dict(rejected or {}), seconds=time.monotonic() - self._mark)
-        self.shards[name] = shard
-        self._lap()
+        if name in self.shards:
+            uncommit(self.location, name)
+        seconds = self._lap()
+        shard = write_shard(self.location, name, data, rows=rows, tokens=tokens, rejected=dict(rejected or {}), seconds=seconds)
+        with self._lock:
+            self.shards[name] = shard
         return shard
 
     def finish(
@@ -150,10 +160,13 @@ class StageRun:
         self.manifest = manifest
         return manifest
 
-    def _lap(self) -> None:
-        now = time.monotonic()
-        self._seconds += now - self._mark
-        self._mark = now
+    def _lap(self) -> float:
+        """Seconds since the last lap, which are added to the stage's."""
+        with self._lock:
+            now = time.monotonic()
+            passed, self._mark = now - self._mark, now
+            self._seconds += passed
+        return passed
 
 
 def _open(config: RunConfig, stage: Stage, work: Work, location: Location, parent: Manifest | None) -> StageRun:

@@ -1,8 +1,11 @@
 """What keeps a prompt out before any model is loaded: named steps, each a reason or None.
 
-    license:<spdx>   its licence is not on the allow-list
-    duplicate        the same turns came earlier
-    contaminated     it matches a prompt of an excluded (evaluation) set
+    terms:forbids_competing_models   its text came from a model whose terms forbid this use
+    license:<spdx>                   its licence is not on the allow-list
+    duplicate                        the same turns came earlier
+    contaminated                     it matches a prompt of an excluded (evaluation) set
+
+quality.py has the steps that judge the text itself.
 
 Text is compared after normalisation: NFKC, lower case, word characters only.
 """
@@ -11,9 +14,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from pipeline.prompts.record import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 
 #: A prompt's reason to be left out, or None.
@@ -24,23 +27,26 @@ _SHORTEST_WHOLE = 7  # an excluded turn of 7…12 words counts when it is contai
 _DISTINCT_WORDS = 5  # alphabetic ones; rows of digits or table borders overlap by chance
 
 
-def apply_steps(prompts: Iterable[Prompt], steps: Sequence[Step]) -> tuple[list[Prompt], Counter[str]]:
-    """Prompts that pass all steps, and the others counted by the first reason that a step gave."""
-    kept: list[Prompt] = []
-    rejected: Counter[str] = Counter()
-    for prompt in prompts:
-        reason = next((reason for step in steps if (reason := step(prompt))), None)
-        if reason:
-            rejected[reason] += 1
-        else:
-            kept.append(prompt)
-    return kept, rejected
-
-
 def license_gate(allowed: Sequence[str]) -> Step:
-    """Only licences on the list; SPDX ids are compared without regard to case."""
+    """Only licences on the list, and never a source whose terms forbid competing models.
+
+    SPDX ids are compared without regard to case. Of `A OR B` one must be allowed, of `A AND B` both;
+    an expression with brackets is not taken apart, so it must be on the list as it stands.
+    """
     known = {license.lower() for license in allowed}
-    return lambda prompt: None if prompt.license.lower() in known else f"license:{prompt.license}"
+
+    def step(prompt: Prompt) -> str | None:
+        if prompt.license == FORBIDS_COMPETING_MODELS:
+            return "terms:forbids_competing_models"
+        return None if _is_allowed(prompt.license.lower(), known) else f"license:{prompt.license}"
+
+    return step
+
+
+def _is_allowed(expression: str, known: set[str]) -> bool:
+    if expression in known or "(" in expression:
+        return expression in known
+    return any(all(license.strip() in known for license in choice.split(" and ")) for choice in expression.split(" or "))
 
 
 def first_of_its_kind() -> Step:

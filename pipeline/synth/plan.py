@@ -18,7 +18,7 @@ _BYTES_PER_TOKEN = 5.0  # of compressed Parquet: ids and text
 #: Weight bytes that one thread works through each second, a pass serving a batch of slots. Measured with
 #: SmolLM2-135M in bf16 and 64 slots (150 ms a step) on two quiet cores without AMX; faster machines beat it.
 _STREAM_BYTES_PER_THREAD = 0.9e9
-_SCREEN_SECONDS = 0.015  # per text, of presidio with a small spaCy pipeline
+_SCREEN_SECONDS = 0.004  # per text, of patterns, secrets and, where names are wanted, a small spaCy pipeline
 _LOADING_SECONDS = 15.0
 _LIBRARY_BYTES = 1200 << 20  # the interpreter with torch, transformers, presidio and spaCy
 

@@ -8,7 +8,8 @@ from pipeline.config import RunConfig, SynthSection
 from pipeline.errors import ConfigError, DataError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, digest
-from pipeline.synth.filters import apply_steps, decontaminate, first_of_its_kind, license_gate
+from pipeline.synth.filters import Step, decontaminate, first_of_its_kind, license_gate
+from pipeline.synth.quality import apply_steps, prompt_steps
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ def select_prompts(config: RunConfig) -> Selection:
     """Load, filter and draw. Raises DataError when nothing is left."""
     section = synth_section(config)
     loaded = load_prompts(section.sources, seed=config.run.seed)
-    excluded = load_prompts(section.exclude, seed=config.run.seed)
-    passed, rejected = apply_steps(loaded, [license_gate(section.allowed_licenses), first_of_its_kind(), decontaminate(excluded)])
+    passed, rejected = apply_steps(loaded, _steps(section, config.run.seed))
     drawn = balanced(passed, section.max_prompts, config.run.seed)
     if len(drawn) < len(passed):
         rejected["max_prompts"] = len(passed) - len(drawn)
@@ -47,6 +47,13 @@ def select_prompts(config: RunConfig) -> Selection:
         raise DataError(f"none of {len(loaded)} prompts is left after the filters ({reasons})", where="synth.sources", fix=fix)
     assert len(loaded) == len(drawn) + rejected.total()
     return Selection(len(loaded), tuple(drawn), dict(rejected))
+
+
+def _steps(section: SynthSection, seed: int) -> list[Step]:
+    """Every filter that needs no model, in the order in which it may claim a prompt."""
+    repeated = [first_of_its_kind()] if section.quality.duplicates else []
+    excluded = load_prompts(section.exclude, seed=seed)
+    return [license_gate(section.allowed_licenses), *repeated, *prompt_steps(section.quality), decontaminate(excluded)]
 
 
 def _fingerprint(prompts: tuple[Prompt, ...]) -> str:

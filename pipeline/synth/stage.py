@@ -6,40 +6,44 @@
     screen   the answers
     audit    which tokens are supervised
     commit   the shard, with what it left out
+    receipts audit.json and datasheet.md, from the shards
 
-A shard depends on its own prompts alone, so a killed run ends with the same bytes.
+Shards are finished in any order. A shard's bytes depend on its own prompts alone, so a killed run
+ends with the same ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline import __version__
 from pipeline.config import RunConfig
 from pipeline.console import notice, progress_bar
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.engine import Engine
-from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
 from pipeline.errors import StageConflict
 from pipeline.records import Manifest, Prompt, Sample, TargetContract
-from pipeline.store.fetch import as_directory
-from pipeline.store.location import Location
-from pipeline.store.samples import encode_samples, read_samples
-from pipeline.store.stage import StageRun, find_manifest, open_stage
+from pipeline.store.samples import decode_notes, decode_samples, encode_samples
+from pipeline.store.stage import StageRun, find_manifest, open_stage, read_shard
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample
-from pipeline.synth.generate import Generator
+from pipeline.synth.datasheet import write_datasheet
+from pipeline.synth.generate import Batch, Generator
+from pipeline.synth.receipts import Tally, audit_record
 from pipeline.synth.screen import Screen
 from pipeline.synth.select import select_prompts, synth_section
 from pipeline.target.contract import read_contract
-from pipeline.target.load import pick_device
 from pipeline.target.resolve import resolve
-from pipeline.target.template import load_template
+from pipeline.target.template import ChatTemplate, load_template
+
+if TYPE_CHECKING:
+    from pipeline.synth.local import LocalAnswer
+    from pipeline.synth.remote import RemoteAnswer
+
+AUDIT, DATASHEET = "audit.json", "datasheet.md"
 
 
 def run_stage(config: RunConfig) -> Manifest:
@@ -56,10 +60,9 @@ def run_stage(config: RunConfig) -> Manifest:
     job.announce(run)
     done = sum(len(prompts) for name, prompts in job.shards.items() if name in run.shards)
     with progress_bar("synth", unit="prompts", total=len(job.selection.prompts), done=done) as bar:
-        for name, prompts in job.shards.items():
-            if name not in run.shards:
-                job.make_shard(run, name, prompts)
-                bar.advance(len(prompts))
+        for batch in job.work(run.shards):
+            job.commit(run, batch)
+            bar.advance(len(job.shards[batch.name]))
     return _finish(config, run, job)
 
 
@@ -70,13 +73,18 @@ class Job:
         section = synth_section(config)
         target = resolve(config.target)
         self.contract = read_contract(config.target, target)
-        self._template = load_template(target.directory, source=config.target.source, system_prompt=section.system_prompt)
+        self.template = load_template(
+            target.directory, source=config.target.source, system_prompt=section.system_prompt, kwargs=config.target.chat_template_kwargs
+        )
         self.selection = select_prompts(config)
+        if section.max_turns > 1 and any(len(prompt.turns) > 1 for prompt in self.selection.prompts):
+            self.template.check_turns()
         self.shards = self.selection.shards(section.shard_prompts)
-        self._screen = Screen(section.pii)
-        engine = _load_engine(config, target.directory, self.contract)
-        name = f"{self.contract.source}@{self.contract.revision}, eagle3 {__version__}"
-        self._generator = Generator(section, self._template, engine.generate, seed=config.run.seed, name=name)
+        self._screen = Screen(section, seed=config.run.seed)
+        answer = _open_answer(config, target.directory, self.contract, self.template)
+        self._across = section.generator.across_shards == "always" or (section.generator.across_shards == "auto" and answer.ignores_neighbours)
+        self._generator = Generator(section, self.template, answer, seed=config.run.seed, name=_generator_name(config, self.contract))
+        self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}  # of shards under way: prompts dropped, what was found in prompts
         self._shown = False
 
     def announce(self, run: StageRun) -> None:
@@ -84,20 +92,36 @@ class Job:
         counts = f"{self.selection.loaded:,} prompts, {len(self.selection.prompts):,} after the filters, in {len(self.shards)} shards"
         notice("synth", f"{counts}, {len(run.shards)} of them committed")
 
-    def make_shard(self, run: StageRun, name: str, prompts: Sequence[Prompt]) -> None:
-        """Answer the prompts and commit the samples."""
-        clean, rejected = self._screen.prompts(prompts)
-        samples, unanswered = self._generator.converse(clean)
-        samples, leaking = self._screen.samples(samples)
-        rejected = rejected + unanswered + leaking
-        assert len(prompts) == len(samples) + rejected.total(), "a prompt was lost"
-        audit_mask(samples, where=f"{run.location.uri}/shards/{name}")
+    def work(self, done: Container[str]) -> Iterator[Batch]:
+        """Answer the prompts of all shards that are not done; shards come as they are finished."""
+        yield from self._generator.converse(self._screen_prompts(done), across=self._across)
+
+    def commit(self, run: StageRun, batch: Batch) -> None:
+        """Check the answers and store the shard."""
+        samples, leaking = self._screen.samples(batch.samples)
+        dropped, findings = self._screened.pop(batch.name)
+        rejected = dropped + batch.rejected + leaking
+        assert len(self.shards[batch.name]) == len(samples) + rejected.total(), "a prompt was lost"
+        audit_mask(samples, where=f"{run.location.uri}/shards/{batch.name}")
         self._show_once(samples)
-        run.commit(name, encode_samples(samples), rows=len(samples), tokens=count_tokens(samples)[1], rejected=rejected)
+        notes = {
+            "ended": dict(batch.ended),
+            "dropped_prompts": dict(dropped),
+            "dropped_responses": dict(leaking),
+            "findings": findings | self._screen.take_audit(),
+        }
+        run.commit(batch.name, encode_samples(samples, notes), rows=len(samples), tokens=count_tokens(samples)[1], rejected=rejected)
+
+    def _screen_prompts(self, done: Container[str]) -> Iterator[tuple[str, Sequence[Prompt]]]:
+        for name, prompts in self.shards.items():
+            if name not in done:
+                clean, dropped = self._screen.prompts(prompts)
+                self._screened[name] = dropped, self._screen.take_audit()
+                yield name, clean
 
     def _show_once(self, samples: Sequence[Sample]) -> None:
         if samples and not self._shown:
-            show_sample(samples[0], lambda ids: self._template.text(tuple(ids), special=True))
+            show_sample(samples[0], lambda ids: self.template.text(tuple(ids), special=True))
             self._shown = True
 
 
@@ -106,21 +130,23 @@ def _is_finished(config: RunConfig) -> bool:
     return manifest is not None and manifest.config_hash == config.section_hash("synth")
 
 
-def _load_engine(config: RunConfig, directory: Path, contract: TargetContract) -> Engine:
-    """The target over the section's slots, drafting with an earlier head when there is one."""
-    section = synth_section(config)
-    model = DecoderModel.load(
-        directory,
-        contract.capture_layers,
-        device=pick_device(config.target.device),
-        dtype=getattr(torch, contract.dtype),
-        max_length=section.max_prompt_tokens + section.max_new_tokens,
-    )
-    if section.head is None:
-        return Engine(model, slots=section.batch_size)
-    with as_directory(Location(section.head), HEAD_FILES) as folder:
-        head, _ = load_head(folder, expected=contract)
-    return Engine(model, drafter=Eagle3Drafter(head, model, section.tree), slots=section.batch_size)
+def _open_answer(config: RunConfig, directory: Path, contract: TargetContract, template: ChatTemplate) -> LocalAnswer | RemoteAnswer:
+    """Who answers."""
+    generator = synth_section(config).generator
+    if generator.backend == "local":
+        from pipeline.synth.local import open_local
+
+        return open_local(config, directory, contract)
+    from pipeline.synth.remote import open_remote
+
+    return open_remote(generator, template, source=contract.source, vocabulary=contract.vocab_size)
+
+
+def _generator_name(config: RunConfig, contract: TargetContract) -> str:
+    """What the samples say produced them; without addresses, which are nobody's business."""
+    generator = synth_section(config).generator
+    served = "" if generator.backend == "local" else f", {generator.backend} server of {generator.model or contract.source}"
+    return f"{contract.source}@{contract.revision}{served}, eagle3 {__version__}"
 
 
 def _refuse_foreign(run: StageRun, shards: Mapping[str, Any]) -> None:
@@ -135,42 +161,62 @@ def _refuse_foreign(run: StageRun, shards: Mapping[str, Any]) -> None:
 
 
 def _finish(config: RunConfig, run: StageRun, job: Job) -> Manifest:
-    """Everything the manifest says is read back from the shards, so that it does not depend on interruptions."""
-    section, selection = synth_section(config), job.selection
-    licenses: Counter[str] = Counter()
-    sources: Counter[str] = Counter()
-    supervised = total = 0
-    for name in sorted(run.shards):
-        samples = read_samples(run.location, run.shards[name])
-        licenses.update(sample.license for sample in samples)
-        sources.update(sample.source for sample in samples)
-        supervised, total = (before + more for before, more in zip((supervised, total), count_tokens(samples), strict=True))
+    """Receipts and manifest; everything they say is read back from the shards, so that it does not depend on interruptions."""
+    selection = job.selection
+    tally = _count(run)
     details = {
-        "prompts": {"loaded": selection.loaded, "selected": len(selection.prompts), "samples": licenses.total()},
-        "supervised_tokens": supervised,
-        "supervised_share": round(supervised / total, 6) if total else 0.0,
-        "sampling": section.model_dump(mode="json", include={"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "system_prompt"}),
+        "prompts": {"loaded": selection.loaded, "selected": len(selection.prompts), "samples": tally.samples},
+        "supervised_tokens": tally.supervised,
+        "supervised_share": tally.supervised_share,
+        "sampling": synth_section(config).model_dump(
+            mode="json", include={"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "on_length", "system_prompt"}
+        ),
+        "template": {
+            "kwargs": config.target.chat_template_kwargs,
+            "stop_ids": list(job.template.stop_ids),
+            "end_of_turn": job.template.end_of_turn,
+        },
         "pii": _pii_policy(config),
     }
-    manifest = run.finish(contract=job.contract, licenses=licenses, sources=sources, details=details, rejected_extra=selection.rejected)
+    rejected = Counter(selection.rejected)
+    for shard in run.shards.values():
+        rejected.update(shard.rejected)
+    record = audit_record(tally, details, dict(rejected), job.contract)
+    for name, text in ((AUDIT, record.as_json()), (DATASHEET, write_datasheet(record))):
+        run.location.write(name, text.encode())
+        details[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    manifest = run.finish(contract=job.contract, licenses=tally.licenses, sources=tally.by_source_samples, details=details, rejected_extra=selection.rejected)
     assert selection.loaded == manifest.rows + sum(manifest.rejected.values()), "prompts in = samples + rejected"
-    share = f"{supervised / max(total, 1):.0%} supervised"
-    notice("synth", f"{manifest.rows:,} samples, {manifest.tokens:,} tokens, {share}; rejected: {_listed(manifest.rejected)}")
+    notice("synth", f"{manifest.rows:,} samples, {manifest.tokens:,} tokens, {tally.supervised_share:.0%} supervised; rejected: {_listed(manifest.rejected)}")
+    notice("synth", f"datasheet: {run.location.where(DATASHEET)}")
     return manifest
+
+
+def _count(run: StageRun) -> Tally:
+    """One shard in memory at a time."""
+    tally = Tally()
+    for name in sorted(run.shards):
+        data, where = read_shard(run.location, run.shards[name]), run.location.where(f"shards/{name}")
+        tally.add(decode_samples(data, where), decode_notes(data, where))
+    return tally
 
 
 def _pii_policy(config: RunConfig) -> dict[str, Any]:
     from pipeline.synth.secrets import SECRET_ENTITIES
 
-    pii = synth_section(config).pii
+    section = synth_section(config)
+    pii = section.pii
     if not pii.enabled:
         return {"enabled": False}
+    own = (recognizer.entity for recognizer in pii.recognizers)
     return {
         "enabled": True,
         "prompts": pii.action,
         "responses": "drop",
-        "entities": sorted({*pii.entities, *SECRET_ENTITIES}),
+        "entities": sorted({*pii.entities, *own, *(SECRET_ENTITIES if pii.secrets else ())}),
         "score_threshold": pii.score_threshold,
+        "thresholds": dict(sorted(pii.thresholds.items())),
+        "dlp": section.dlp.backend,
         "spacy_model": pii.spacy_model,
     }
 

@@ -40,6 +40,7 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         capture_layers=capture_layers(target, config.num_hidden_layers),
         tokenizer_hash=_tokenizer_hash(directory, where),
         chat_template_hash=_template_hash(directory),
+        chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
         parameters=sum(_count(path, skip_head=tied) for path in weights),
     )
 

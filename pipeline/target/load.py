@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeline.config import TargetSection
-from pipeline.errors import TargetError
+from pipeline.errors import MissingPackage, TargetError
 from pipeline.records import TargetContract
 from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
@@ -34,13 +35,30 @@ def pick_device(setting: str) -> torch.device:
     return torch.device(setting)
 
 
-def load_target(target: TargetSection, *, attention: str = "sdpa", dtype: str | None = None) -> LoadedTarget:
-    """Resolve and load. `attention` is a transformers attention implementation, `dtype` overrides the section's."""
+def load_target(
+    target: TargetSection, *, attention: str = "sdpa", dtype: str | None = None, device_map: str | dict[str, int | str] | None = None
+) -> LoadedTarget:
+    """Resolve and load. `attention` is a transformers attention implementation, `dtype` overrides the section's.
+
+    With a `device_map`, layers lie on several devices and `LoadedTarget.device` is that of the embedding.
+    Raises MissingPackage when that needs accelerate and it is not installed.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     resolved = resolve(target)
     device = pick_device(target.device)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, dtype=getattr(torch, dtype or target.dtype), attn_implementation=attention)
-    return LoadedTarget(model.to(device).eval(), read_contract(target, resolved), device, resolved.directory)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype or target.dtype), "attn_implementation": attention}
+    if device_map is not None:
+        _require_accelerate()
+        options["device_map"] = device_map
+    model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, **options)
+    if device_map is None:
+        model = model.to(device)
+    return LoadedTarget(model.eval(), read_contract(target, resolved), model.get_input_embeddings().weight.device, resolved.directory)
+
+
+def _require_accelerate() -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        raise MissingPackage("a device map needs accelerate", where="features.device_map", fix="pip install accelerate, or leave features.device_map out")

@@ -6,10 +6,16 @@ generated, and only the text between two replies is rendered.
     start("2+2?")     <sys>…<end><user>2+2?<end><assistant>
     generated                                              4<end>
     follow("Why?")                                               \\n<user>Why?<end><assistant>
+
+That is what a server would read only if the template, given the longer conversation, renders the
+shorter one unchanged in front. `check_turns` tries it before a run, `keeps` for a conversation.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,76 +23,133 @@ from pipeline.errors import TargetError, TemplateError
 
 # Private-use characters: no template gives them a meaning and no user types them.
 _REPLY = "\ue000reply\ue001"
-_FIRST_TURN = "\ue000turn\ue001"
+_TURNS = tuple(f"\ue000turn {number}\ue001" for number in range(1, 5))
 
 
 class ChatTemplate:
-    """The target's template with one fixed system prompt."""
+    """The target's template with the run's system prompt and template variables.
 
-    def __init__(self, tokenizer: Any, *, source: str, system_prompt: str | None = None, stop_ids: tuple[int, ...] = ()) -> None:
+    A `system` given to a method takes the place of the run's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        source: str,
+        system_prompt: str | None = None,
+        stop_ids: tuple[int, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._source = source
-        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system = system_prompt
+        self._kwargs = dict(kwargs or {})
         if not tokenizer.chat_template:
-            raise TemplateError(
+            raise self._error(
                 "the target's tokenizer has no chat template",
-                where=f"target.source={source}",
                 fix="use an instruct model, or add chat_template.jinja to its directory",
             )
+        self._check_kwargs()
         ids = {*stop_ids, tokenizer.eos_token_id} - {None}
         if not ids:
-            raise TemplateError("the target names no end-of-turn token", where=f"target.source={source}", fix="set eos_token_id in generation_config.json")
+            raise self._error("the target names no end-of-turn token", fix="set eos_token_id in generation_config.json")
         self.stop_ids: tuple[int, ...] = tuple(sorted(ids))
 
-    def start(self, turn: str) -> list[int]:
+    def start(self, turn: str, *, system: str | None = None) -> list[int]:
         """Ids of the system prompt, the first user turn and the opening of the reply."""
-        return self._encode(self._render([{"role": "user", "content": turn}]))
+        return self.encode(self._render([turn], [], system))
 
-    def follow(self, turn: str, *, closed: bool) -> list[int]:
+    def follow(self, turn: str, *, closed: bool, system: str | None = None) -> list[int]:
         """Ids that lead from the end of a reply to the opening of the next one.
 
         `closed`: the reply's ids already end with the end-of-turn token, which is then not repeated.
         """
-        opening = self._render([{"role": "user", "content": _FIRST_TURN}])
-        whole = self._render(
-            [
-                {"role": "user", "content": _FIRST_TURN},
-                {"role": "assistant", "content": _REPLY},
-                {"role": "user", "content": turn},
-            ]
-        )
-        before, found, after = whole.partition(_REPLY)
+        opening = self._render([_TURNS[0]], [], system)
+        before, found, after = self._render([_TURNS[0], turn], [_REPLY], system).partition(_REPLY)
         if not found or before != opening:
-            raise TemplateError(
-                "the chat template rewrites earlier turns, so a conversation cannot be continued token by token",
-                where=f"target.source={self._source}",
-                fix="set synth.max_turns=1 (and eval.max_turns=1)",
-            )
+            raise self._rewrites()
         if closed:
             for stop in self.stop_ids:
                 after = after.removeprefix(self._tokenizer.decode([stop]))
-        return self._encode(after)
+        return self.encode(after)
 
-    def text(self, ids: list[int] | tuple[int, ...], *, special: bool = False) -> str:
+    def keeps(self, turns: Sequence[str], replies: Sequence[str], *, system: str | None = None) -> bool:
+        """Whether rendering `turns` with `replies` to all but the last leaves the earlier turns as they were.
+
+            before   <user>2+2?<end><assistant>
+            now      <user>2+2?<end><assistant>4<end><user>Why?<end><assistant>
+                     └ a prefix of `now` ─────┘└ and here the reply; space around it may be trimmed
+
+        False for templates that move the system prompt, number the turns, or cut reasoning out of
+        all replies but the last.
+        """
+        before = self._render(turns[:-1], replies[:-1], system)
+        now = self._render(turns, replies, system)
+        return now.startswith(before) and now[len(before) :].lstrip().startswith(replies[-1].strip())
+
+    def check_turns(self) -> None:
+        """Raise TemplateError when no conversation of this template can be continued token by token."""
+        for turns in range(2, len(_TURNS) + 1):
+            if not self.keeps(_TURNS[:turns], [_REPLY] * (turns - 1)):
+                raise self._rewrites()
+        self.follow(_TURNS[1], closed=True)
+        if self.end_of_turn is None:
+            raise self._error(
+                "the chat template writes no end-of-turn token behind a reply, so a conversation cannot be continued token by token",
+                fix="set synth.max_turns=1, or name the token that it writes as an eos_token_id in generation_config.json",
+            )
+
+    @cached_property
+    def end_of_turn(self) -> int | None:
+        """The stop token that the template writes behind a reply; None when it writes none of them."""
+        after = self._render(_TURNS[:2], [_REPLY], None).partition(_REPLY)[2].lstrip()
+        return next((stop for stop in self.stop_ids if after.startswith(self._tokenizer.decode([stop]))), None)
+
+    def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Ids as text; special tokens only show with `special`."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        from jinja2 import TemplateError as JinjaError
-
-        try:
-            return str(self._tokenizer.apply_chat_template(self._system + messages, tokenize=False, add_generation_prompt=True))
-        except (JinjaError, TypeError, ValueError) as error:
-            raise TemplateError(
-                f"the chat template cannot be rendered: {error}", where=f"target.source={self._source}", fix="correct the template or drop the system prompt"
-            ) from error
-
-    def _encode(self, text: str) -> list[int]:
-        # The template has written every special token that belongs there.
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text that already holds every special token that belongs there."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def _render(self, turns: Sequence[str], replies: Sequence[str], system: str | None) -> str:
+        """Turns and replies in alternation, then the opening of the next reply."""
+        from jinja2 import TemplateError as JinjaError
 
-def load_template(directory: Path, *, source: str, system_prompt: str | None) -> ChatTemplate:
+        assert len(turns) == len(replies) + 1
+        chosen = system or self._system
+        messages = [{"role": "system", "content": chosen}] if chosen else []
+        for index, turn in enumerate(turns):
+            messages.append({"role": "user", "content": turn})
+            if index < len(replies):
+                messages.append({"role": "assistant", "content": replies[index]})
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs))
+        except (JinjaError, TypeError, ValueError) as error:
+            raise self._error(f"the chat template cannot be rendered: {error}", fix="correct the template or drop the system prompt") from error
+
+    def _check_kwargs(self) -> None:
+        """A variable that the template does not read would be ignored without a word."""
+        template = self._tokenizer.chat_template
+        text = " ".join(template.values()) if isinstance(template, dict) else str(template)
+        for name in self._kwargs:
+            if not re.search(rf"\b{re.escape(name)}\b", text):
+                problem = f"the chat template reads no variable {name!r}"
+                raise TemplateError(problem, where=f"target.chat_template_kwargs.{name}", fix="correct the name or leave it out")
+
+    def _rewrites(self) -> TemplateError:
+        return self._error(
+            "the chat template rewrites earlier turns, so a conversation cannot be continued token by token",
+            fix="set synth.max_turns=1 (and eval.max_turns=1)",
+        )
+
+    def _error(self, problem: str, *, fix: str) -> TemplateError:
+        return TemplateError(problem, where=f"target.source={self._source}", fix=fix)
+
+
+def load_template(directory: Path, *, source: str, system_prompt: str | None, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
     """Tokenizer and stop ids of a resolved target directory."""
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -100,4 +163,4 @@ def load_template(directory: Path, *, source: str, system_prompt: str | None) ->
     if (directory / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(directory).eos_token_id
         stops = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    return ChatTemplate(tokenizer, source=source, system_prompt=system_prompt, stop_ids=stops)
+    return ChatTemplate(tokenizer, source=source, system_prompt=system_prompt, stop_ids=stops, kwargs=kwargs)

@@ -35,7 +35,7 @@ def audit_mask(found: Survey, *, where: str) -> None:
 def show_sample(corpus: Corpus, found: Survey, decode: Callable[[Sequence[int]], str]) -> None:
     """Print the first trained sample: supervised tokens green, all others dim."""
     first = found.pieces[0]
-    token_ids, mask = corpus.reader(first.shard).tokens(first.sample)
+    token_ids, mask = corpus.outline(first.shard).tokens(first.sample)
     parts = []
     for supervised, run in groupby(zip(mask.tolist(), token_ids.tolist(), strict=True), key=lambda pair: bool(pair[0])):
         parts.append((_shortened([token for _, token in run], decode), supervised))

@@ -7,6 +7,8 @@
 
 Labels whose depth is below 2 are never predicted (position 0 at step 0 predicts token 2) and are left out.
 
+States stay as they are stored until the batch is on the training device, which decodes them there.
+
 Shapes: N tokens of a batch, S labels, H hidden size.
 """
 
@@ -17,18 +19,32 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from types import TracebackType
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.store.states import StatesSample
+from pipeline.store.states import Codec, StatesSample
 from pipeline.train.corpus import FIRST_LABEL, Corpus, Piece, read_piece
 from pipeline.train.schedule import Schedule
 
-#: Batches that are read before they are needed.
-AHEAD = 2
+#: Batches that are read, or wait, before they are needed.
+AHEAD = 4
+#: Batches whose shards are fetched before they are read.
+LOOK_AHEAD = 32
+#: Shards that are fetched at one time.
+FETCHES = 4
+
+
+class Coded(NamedTuple):
+    """Consecutive documents of a batch whose states are encoded alike."""
+
+    codec: Codec
+    tokens: int
+    labels: int
 
 
 @dataclass(frozen=True)
@@ -38,25 +54,38 @@ class Batch:
     sample_ids: tuple[str, ...]
     lengths: tuple[int, ...]  # of the documents, adding up to N
     token_ids: Tensor  # int64 [N]
-    aux_states: Tensor  # [N, 3H]
+    aux_states: Tensor  # [N, 3H]; rows as stored while there are codecs
     labels: Tensor  # int64 [S], flat position j of each predicted token
     depths: Tensor  # int64 [S], position of the same token inside its document
-    teacher_states: Tensor  # [S, H], the target's final state at j-1
+    teacher_states: Tensor  # [S, H], the target's final state at j-1; rows as stored while there are codecs
+    coded: tuple[Coded, ...] = ()  # empty: states are plain numbers
 
     @property
     def tokens(self) -> int:
         return len(self.token_ids)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Batch:
-        """The same batch on `device`, states in `dtype`."""
+        """The same batch on `device`, states decoded there, in `dtype`."""
+        aux, teachers = self._decoded(device)
         return replace(
             self,
             token_ids=self.token_ids.to(device),
-            aux_states=self.aux_states.to(device, dtype),
+            aux_states=aux.to(dtype),
             labels=self.labels.to(device),
             depths=self.depths.to(device),
-            teacher_states=self.teacher_states.to(device, dtype),
+            teacher_states=teachers.to(dtype),
+            coded=(),
         )
+
+    def _decoded(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        aux, teachers = self.aux_states.to(device), self.teacher_states.to(device)
+        if not self.coded:
+            return aux, teachers
+        aux_runs = aux.split_with_sizes([run.tokens for run in self.coded])
+        teacher_runs = teachers.split_with_sizes([run.labels for run in self.coded])
+        decoded_aux = [run.codec.decode_aux(rows) for run, rows in zip(self.coded, aux_runs, strict=True)]
+        decoded_teachers = [run.codec.decode_final(rows) for run, rows in zip(self.coded, teacher_runs, strict=True)]
+        return _joined(decoded_aux), _joined(decoded_teachers)
 
 
 def read_batch(corpus: Corpus, pieces: Sequence[Piece]) -> Batch:
@@ -73,32 +102,83 @@ def pack_samples(documents: Sequence[tuple[StatesSample, Tensor]]) -> Batch:
         depth = depth[depth >= FIRST_LABEL]
         labels.append(depth + offset)
         depths.append(depth)
-        teachers.append(sample.final_states[rows[depth - 1]])
+        teachers.append((sample.final_states, rows[depth - 1]))
         offset += len(sample.token_ids)
     samples = [sample for sample, _ in documents]
     return Batch(
         sample_ids=tuple(sample.sample_id for sample in samples),
         lengths=tuple(len(sample.token_ids) for sample in samples),
         token_ids=torch.cat([sample.token_ids for sample in samples]).long(),
-        aux_states=torch.cat([sample.aux_states for sample in samples]),
+        aux_states=_gathered([(sample.aux_states, None) for sample in samples]),
         labels=torch.cat(labels),
         depths=torch.cat(depths),
-        teacher_states=torch.cat(teachers),
+        teacher_states=_gathered(teachers),
+        coded=_runs(samples, [len(depth) for depth in depths]),
     )
 
 
-class ReadAhead:
-    """Batches in a fixed order, read by one thread while earlier ones are trained on.
+def _gathered(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Rows of several tensors under one another: all of them, or those with the given numbers.
 
-    At most AHEAD wait, so memory is bounded. Reading does not depend on training, so the batches are
-    those that would be read in turn. While it is open nobody else may read from `corpus`.
+    numpy copies with one thread. torch would start a team of threads for each thread that reads batches,
+    and they would take the cores from training.
+    """
+    rows = [len(tensor) if chosen is None else len(chosen) for tensor, chosen in parts]
+    first = parts[0][0]
+    whole = torch.empty(sum(rows), first.shape[1], dtype=first.dtype)
+    target = _bytes(whole)
+    for (tensor, chosen), stop, count in zip(parts, accumulate(rows), rows, strict=True):
+        if count and chosen is None:
+            target[stop - count : stop] = _bytes(tensor)
+        elif count and chosen is not None:
+            np.take(_bytes(tensor), chosen.numpy(), axis=0, out=target[stop - count : stop], mode="clip")
+    return whole
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """The same memory as rows of bytes; numpy has no bfloat16."""
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def _runs(samples: Sequence[StatesSample], labels: Sequence[int]) -> tuple[Coded, ...]:
+    """Neighbours of one codec together; nothing when all states are plain numbers."""
+    if all(sample.codec is None or sample.codec.encoding == "bf16" for sample in samples):
+        return ()
+    runs: list[Coded] = []
+    for sample, count in zip(samples, labels, strict=True):
+        codec = sample.codec or Codec("bf16")
+        last = runs[-1] if runs else None
+        if last and last.codec.encoding == codec.encoding and last.codec.channels is codec.channels:
+            runs[-1] = Coded(codec, last.tokens + len(sample.token_ids), last.labels + count)
+        else:
+            runs.append(Coded(codec, len(sample.token_ids), count))
+    return tuple(runs)
+
+
+def _joined(runs: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(runs)) if len(runs) > 1 else runs[0]
+
+
+class ReadAhead:
+    """Batches in a fixed order, read by a few threads while earlier ones are trained on.
+
+        plan      batches n … n+31   which pieces they hold, and so which shards
+        fetch     their shards       into the cache of remote ones, four at a time
+        read      batches n … n+3    wait, read or being read: memory is bounded
+        take      batch n
+
+    Reading does not depend on training, so the batches are those that would be read in turn.
     """
 
     def __init__(self, corpus: Corpus, schedule: Schedule, numbers: Iterable[int]) -> None:
         """`numbers` are batch numbers of the schedule, in the order in which they are taken."""
         self._corpus, self._schedule, self._numbers = corpus, schedule, iter(numbers)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._fetchers = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
+        self._readers = ThreadPoolExecutor(AHEAD, thread_name_prefix="read-ahead")
+        self._planned: deque[Future[list[Piece]]] = deque()
         self._waiting: deque[Future[Batch]] = deque()
+        self._announced: deque[set[int]] = deque(maxlen=LOOK_AHEAD)  # shards of the batches planned last
         #: Seconds that `take` has waited for data.
         self.waited = 0.0
 
@@ -107,7 +187,10 @@ class ReadAhead:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._planner, self._fetchers, self._readers):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._planner, self._fetchers, self._readers):
+            pool.shutdown(wait=True)
 
     def take(self) -> Batch:
         """The next batch. Raises what reading it raised."""
@@ -119,8 +202,20 @@ class ReadAhead:
         return batch
 
     def _fill(self) -> None:
-        for number in islice(self._numbers, AHEAD - len(self._waiting)):
-            self._waiting.append(self._pool.submit(self._read, number))
+        for number in islice(self._numbers, LOOK_AHEAD - len(self._planned)):
+            self._planned.append(self._planner.submit(self._plan, number))
+        while self._planned and len(self._waiting) < AHEAD:
+            self._waiting.append(self._readers.submit(self._read, self._planned.popleft()))
 
-    def _read(self, number: int) -> Batch:
-        return read_batch(self._corpus, self._schedule.batch(number))
+    def _plan(self, number: int) -> list[Piece]:
+        """The pieces of a batch; those of its shards that no batch shortly before it needs are fetched from now on."""
+        pieces = self._schedule.batch(number)
+        shards = list(dict.fromkeys(piece.shard for piece in pieces))
+        for shard in shards:
+            if not any(shard in recent for recent in self._announced):
+                self._fetchers.submit(self._corpus.prefetch, shard)
+        self._announced.append(set(shards))
+        return pieces
+
+    def _read(self, planned: Future[list[Piece]]) -> Batch:
+        return read_batch(self._corpus, planned.result())

@@ -1,24 +1,22 @@
-"""All states of a run: lengths and supervised tokens known at once, states read when a batch needs them.
+"""What a run's states hold: samples, pieces of long ones, supervised tokens.
 
 A survey reads ids and masks, a few bytes a token, one shard at a time; what stays in memory is one
-small record a sample. States are then read sample by sample, with a bounded number of open shards.
+small record a sample. States are read piece by piece when a batch needs them (stored.py).
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, CorruptShard
-from pipeline.records import Shard
-from pipeline.store.location import Location
-from pipeline.store.shards import verify_shard
-from pipeline.store.states import StatesReader, StatesSample, teacher_positions
+from pipeline.store.states import StatesSample, teacher_positions
 
 #: The first two tokens of a document cannot be predicted: position 0 at step 0 predicts token 2.
 FIRST_LABEL = 2
@@ -26,51 +24,23 @@ FIRST_LABEL = 2
 _FIX = "run `eagle3 features --force`"
 
 
-class Reader(Protocol):
-    """The samples of one shard; `StatesReader` is one."""
+class Outline(Protocol):
+    """What is known of a shard without reading its states."""
 
     def __len__(self) -> int: ...
     def origin(self, index: int) -> tuple[str, str]: ...  # id, source
     def tokens(self, index: int) -> tuple[Tensor, Tensor]: ...
-    def sample(self, index: int) -> StatesSample: ...
 
 
 class Corpus(Protocol):
-    """Shards that can be opened by number, again and again."""
+    """Shards by number. Every method may be called from several threads at once."""
 
     def __len__(self) -> int: ...
     def rows(self, shard: int) -> int: ...  # samples, known without opening it
-    def reader(self, shard: int) -> Reader: ...
-
-
-class StoredCorpus:
-    """The committed shards of the features stage at `location`; at most `keep_open` stay open."""
-
-    def __init__(self, location: Location, shards: Sequence[Shard], *, keep_open: int = 64) -> None:
-        self._location, self._shards, self._keep_open = location, list(shards), keep_open
-        self._open: OrderedDict[int, StatesReader] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    def rows(self, shard: int) -> int:
-        """Samples of shard number `shard`."""
-        return self._shards[shard].rows
-
-    def verify(self) -> None:
-        """Check every shard's checksum. Raises CorruptShard."""
-        for shard in self._shards:
-            verify_shard(self._location, shard)
-
-    def reader(self, shard: int) -> StatesReader:
-        """The reader of shard number `shard`; the one unused for longest is closed for it."""
-        if shard in self._open:
-            self._open.move_to_end(shard)
-        else:
-            self._open[shard] = StatesReader(self._location, self._shards[shard])
-            if len(self._open) > self._keep_open:
-                self._open.popitem(last=False)
-        return self._open[shard]
+    def outline(self, shard: int) -> Outline: ...
+    def outlines(self) -> Iterator[Outline]: ...  # of all shards in order
+    def sample(self, shard: int, index: int) -> StatesSample: ...  # checked; states possibly as stored
+    def prefetch(self, shard: int) -> None: ...  # it will be asked for soon
 
 
 class Piece(NamedTuple):
@@ -118,11 +88,11 @@ def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[He
     for shard, sample in order:
         if len(chosen) == count:
             break
-        reader = corpus.reader(shard)
-        token_ids, mask = reader.tokens(sample)
+        outline = corpus.outline(shard)
+        token_ids, mask = outline.tokens(sample)
         prompt = int(mask.argmax()) if bool(mask.any()) else 0
         if 0 < prompt <= longest:
-            chosen.append(HeldOut(shard, sample, reader.origin(sample)[0], tuple(token_ids[:prompt].tolist())))
+            chosen.append(HeldOut(shard, sample, outline.origin(sample)[0], tuple(token_ids[:prompt].tolist())))
     if len(chosen) < count or len(order) == count:
         problem = f"{count} samples cannot be held out: of {len(order):,} stored ones {len(chosen):,} have a prompt of 1 to {longest} tokens"
         raise ConfigError(problem, where="train.evaluate_prompts", fix="lower it, or make more samples; some must be left to train on")
@@ -143,10 +113,9 @@ def survey(corpus: Corpus, *, vocab_size: int, budget: int, long_samples: Litera
     counts: dict[str, Tensor] = {}
     rejected: Counter[str] = Counter(held_out=len(excluded))
     samples = tokens = supervised = split = 0
-    for shard in range(len(corpus)):
-        reader = corpus.reader(shard)
-        for index in range(len(reader)):
-            token_ids, mask = reader.tokens(index)
+    for shard, outline in enumerate(corpus.outlines()):
+        for index in range(len(outline)):
+            token_ids, mask = outline.tokens(index)
             _check_ids(token_ids, vocab_size, shard, index)
             if (shard, index) in excluded:
                 continue
@@ -162,27 +131,26 @@ def survey(corpus: Corpus, *, vocab_size: int, budget: int, long_samples: Litera
             pieces += useful
             split += bool(useful) and len(cut) > 1
             labels = token_ids[mask.bool()].long()
-            seen = counts.setdefault(reader.origin(index)[1], torch.zeros(vocab_size, dtype=torch.int64))
+            seen = counts.setdefault(outline.origin(index)[1], torch.zeros(vocab_size, dtype=torch.int64))
             seen.index_add_(0, labels, torch.ones_like(labels))
             samples, tokens, supervised = samples + 1, tokens + len(token_ids), supervised + len(labels)
     return Survey(tuple(pieces), samples, tokens, supervised, counts, {reason: count for reason, count in rejected.items() if count}, split)
 
 
 def read_piece(corpus: Corpus, piece: Piece) -> tuple[StatesSample, Tensor]:
-    """The piece as a sample of its own, and the final state's row of each position or -1 [T].
+    """The piece as a sample of its own, states as the corpus hands them out, and the final state's row of each position or -1 [T].
 
-    Raises CorruptShard when a supervised token has no final state.
+    Raises CorruptShard when a supervised token has no final state, and for bytes that are not those that were written.
     """
-    whole = corpus.reader(piece.shard).sample(piece.sample)
+    whole = corpus.sample(piece.shard, piece.sample)
     expected = teacher_positions(whole.loss_mask)
     if not torch.equal(expected, whole.final_positions):
         problem = "final states are not at the positions before the supervised tokens"
         raise CorruptShard(problem, where=f"states of sample {whole.sample_id}: final_positions", fix=_FIX)
     own = slice(piece.start, piece.stop)
     inside = (whole.final_positions >= piece.start) & (whole.final_positions < piece.stop)
-    part = StatesSample(
-        sample_id=whole.sample_id,
-        source=whole.source,
+    part = replace(
+        whole,
         token_ids=whole.token_ids[own],
         loss_mask=whole.loss_mask[own],
         aux_states=whole.aux_states[own],

@@ -33,12 +33,17 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def world() -> int:
+    """How many processes the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def in_turn(action: Callable[[], Value], device: torch.device) -> Value:
     """Do `action` on the first process and, when it is done there, on all others.
 
     Joins the launcher's group for it; a process without a launcher just does it.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world() == 1:
         return action()
     _join_group(_deepspeed(), device)
     if rank() > 0:
@@ -52,10 +57,10 @@ def in_turn(action: Callable[[], Value], device: torch.device) -> Value:
 class Engine:
     """A model in training: forward, backward and optimiser step through DeepSpeed."""
 
-    def __init__(self, model: TttModel, section: TrainSection, device: torch.device) -> None:
+    def __init__(self, model: TttModel, section: TrainSection, device: torch.device, *, fc_scale: float = 1.0) -> None:
         """Join or make the process group and hand the model over. Parameters that require no gradient stay as they are.
 
-        Raises MissingPackage without deepspeed.
+        fc_scale multiplies the learning rate of `fc`. Raises MissingPackage without deepspeed.
         """
         self._deepspeed = deepspeed = _deepspeed()
         _join_group(deepspeed, device)
@@ -67,7 +72,7 @@ class Engine:
         self.world = torch.distributed.get_world_size()
         model.to(self.device)
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            _groups(model, fc_scale),
             lr=section.learning_rate,
             betas=section.betas,
             weight_decay=section.weight_decay,
@@ -82,7 +87,7 @@ class Engine:
         Raises DataError with the sample ids when a loss or a gradient is not finite.
         """
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         for batch in batches:
             with _quiet() if self._sharded_weights else nullcontext():  # it gathers weights on the way
                 result: StepResult = self._engine(batch.to(self.device, self.dtype))
@@ -145,6 +150,13 @@ class Engine:
             return nullcontext()
         gathered: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(list(self.model.head.parameters()))
         return gathered
+
+
+def _groups(model: TttModel, fc_scale: float) -> list[dict[str, Any]]:
+    """What is trained, in groups of one learning rate each."""
+    fc = model.head.fc.weight
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter is not fc]
+    return [{"params": others, "scale": 1.0}, {"params": [fc], "scale": fc_scale}]
 
 
 def _settings(section: TrainSection) -> dict[str, Any]:

@@ -95,7 +95,9 @@ def _provenance(config: RunConfig, parent: Manifest) -> dict[str, Any]:
     """Which data, under which licences, with which settings made this head."""
     samples = find_manifest(config.run.uri, "synth")
     chain = {"features": parent, **({"synth": samples} if samples and samples.content_hash == parent.parent_hash else {})}
-    settings = config.model_dump(mode="json", exclude={"run": {"uri", "force", "threads"}, "target": {"cache_dir"}, "eval": True})
+    settings = config.model_dump(
+        mode="json", exclude={"run": {"uri", "force", "threads"}, "target": {"cache_dir"}, "eval": True, "synth": {"generator": {"endpoints", "api_key_env"}}}
+    )
     return {
         "manifests": {"features": parent.content_hash, "synth": parent.parent_hash},
         "licenses": parent.licenses,

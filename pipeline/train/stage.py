@@ -31,14 +31,16 @@ from pipeline.target.weights import TargetWeights
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
 from pipeline.train.checkpoints import Checkpoints, Progress, workspace
-from pipeline.train.corpus import HeldOut, StoredCorpus, Survey, hold_out, survey
-from pipeline.train.engine import Engine, in_turn, rank
+from pipeline.train.corpus import HeldOut, Survey, hold_out, survey
+from pipeline.train.engine import Engine, in_turn, rank, world
 from pipeline.train.export import HEAD, chosen_head, export, facts_of, place_head
 from pipeline.train.loop import run_loop, total_steps
 from pipeline.train.loss import TttModel
 from pipeline.train.metrics import Metrics
+from pipeline.train.regression import SCALE_BATCHES, fc_scale, first_batches, start_by_least_squares
 from pipeline.train.schedule import Schedule
 from pipeline.train.start import begin, choose_start, draft_vocabulary
+from pipeline.train.stored import StoredCorpus, open_corpus
 
 
 class Target(NamedTuple):
@@ -100,7 +102,7 @@ def open_target(config: RunConfig, parent: Manifest) -> Target:
 def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadShape) -> Data:
     """Verify the states, hold some out, survey and audit the rest."""
     section, location = config.train, stage_location(config.run.uri, "features")
-    corpus = StoredCorpus(location, parent.shards)
+    corpus = open_corpus(config, parent)
     if rank() == 0:
         corpus.verify()
     longest = shape.max_position_embeddings - section.evaluate_tokens
@@ -120,10 +122,15 @@ def fit(config: RunConfig, parent: Manifest, work: StageRun, head: Eagle3Head, t
     """Train `head` from the newest checkpoint if there is one; returns what was done, the head to export, and the engine."""
     section, shape = config.train, head.shape
     schedule = Schedule(data.found.pieces, budget=section.batch_tokens, seed=config.run.seed, epochs=section.epochs)
-    engine = Engine(_model(config, head, target, data.found), section, pick_device(config.target.device))
     identity = digest([config.section_hash("train"), parent.content_hash])
     directory = workspace(work)
     checkpoints = Checkpoints(directory / "checkpoints", work=identity, keep=section.keep_checkpoints)
+    device = pick_device(config.target.device)
+    begun = checkpoints.newest(world(), sharded=section.zero_stage > 0) is not None
+    if section.head.init_layer == "least_squares" and not section.start_from and not begun:
+        _solve(config, head, target, data, schedule, device)
+    scale = fc_scale(head, first_batches(data.corpus, schedule, section.batch_tokens * SCALE_BATCHES))
+    engine = Engine(_model(config, head, target, data.found), section, device, fc_scale=scale)
     progress = _resume(engine, checkpoints, sharded=section.zero_stage > 0)
     steps = total_steps(section, len(schedule), engine.world, before=progress)
     notice("train", f"{steps:,} steps of {section.batch_tokens * section.accumulate * engine.world:,} tokens, filled to {schedule.fill:.1%}, {section.dtype}")
@@ -164,6 +171,15 @@ def _model(config: RunConfig, head: Eagle3Head, target: Target, found: Survey) -
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,
     )
+
+
+def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data, schedule: Schedule, device: torch.device) -> None:
+    """Start `head` by least squares; it stays on the CPU."""
+    batches = [batch.to(device, torch.float32) for batch in first_batches(data.corpus, schedule, config.train.head.init_tokens)]
+    solved = start_by_least_squares(head.to(device), target.weights.embedding().to(device), batches)
+    head.cpu()
+    explained = f"{solved.explained:.0%} of the target's states explained linearly, {solved.explained_by_mlp:.0%} of the rest by the MLP"
+    notice("train", f"head solved by least squares on {solved.rows:,} labels: {explained}")
 
 
 def _resume(engine: Engine, checkpoints: Checkpoints, *, sharded: bool) -> Progress:

@@ -134,7 +134,7 @@ def start_head(section: HeadSection, shape: HeadShape, vocabulary: DraftVocabula
     if section.init_lm_head == "target":
         start_lm_head(head, weights.lm_head(), weights.final_norm())
         borrowed.append("lm_head and norm")
-    if section.init_layer == "target_last":
+    if section.init_layer != "random":
         layer = weights.layer(last_layer)
         missing = [name for name in _LAYER_TENSORS if name not in layer]
         if missing:

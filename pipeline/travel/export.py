@@ -56,6 +56,7 @@ def _target_of(card: HeadCard, source: str | None, *, where: str) -> ResolvedTar
             "revision": contract.revision if source is None else None,
             "dtype": contract.dtype,
             "capture_layers": contract.capture_layers,
+            "chat_template_kwargs": contract.chat_template_kwargs,
         }
     )
     resolved = resolve(section)

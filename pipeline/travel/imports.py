@@ -37,7 +37,7 @@ def import_head(source: str, *, target: str, out: str, dtype: Literal["bfloat16"
     with as_directory(location, [name for name in location.names() if name.endswith((".json", ".safetensors"))]) as directory:
         foreign = read_foreign(directory)
         own = read_card(directory / CARD) if (directory / CARD).is_file() else None
-    section = TargetSection(source=target, dtype=dtype)
+    section = TargetSection(source=target, dtype=dtype, chat_template_kwargs=own.contract.chat_template_kwargs if own else {})
     resolved = resolve(section)
     contract = _contract(foreign, section, resolved, where=f"{source}/{CONFIG}")
     _check_embedding(foreign, resolved, where=source)

@@ -35,15 +35,17 @@ def test_a_shard_is_closed_by_the_sample_that_fills_it() -> None:
     assert lengths(list(into_shards(of([4, 5, 3, 9, 30, 1, 2]), 10))) == [[4, 5, 3], [9, 30], [1, 2]]
 
 
-def test_a_forward_stays_within_its_budget_except_for_one_long_sample() -> None:
-    assert lengths(list(into_forwards(of([4, 5, 3, 9, 30, 1, 2]), 10))) == [[4, 5], [3], [9], [30], [1, 2]]
+def test_a_forward_takes_samples_of_like_length_the_longest_first() -> None:
+    assert list(into_forwards([4, 5, 3, 9, 30, 1, 2], 10)) == [[4], [3], [1, 0], [2, 6, 5]]
+    assert list(into_forwards([7, 7, 7], 14)) == [[0, 1], [2]], "equal lengths stay in their order"
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
-def test_nothing_is_lost_reordered_or_empty(sizes: list[int], budget: int) -> None:
+def test_nothing_is_lost_or_empty(sizes: list[int], budget: int) -> None:
     samples = of(sizes)
-    for packed in (list(into_shards(samples, budget)), list(into_forwards(samples, budget))):
-        assert [sample for part in packed for sample in part] == samples
-        assert all(packed_part for packed_part in packed)
-    assert all(sum(part) <= budget or len(part) == 1 for part in lengths(list(into_forwards(samples, budget))))
-    assert all(sum(part) >= budget for part in lengths(list(into_shards(samples, budget)))[:-1])
+    shards, forwards = list(into_shards(samples, budget)), list(into_forwards(sizes, budget))
+    assert [sample for shard in shards for sample in shard] == samples
+    assert sorted(number for forward in forwards for number in forward) == list(range(len(sizes)))
+    assert all(shards) and all(forwards)
+    assert all(sum(sizes[number] for number in forward) <= budget or len(forward) == 1 for forward in forwards)
+    assert all(sum(shard) >= budget for shard in lengths(shards)[:-1])

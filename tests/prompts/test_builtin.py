@@ -7,7 +7,8 @@ import pytest
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts import load_prompts
-from pipeline.synth.filters import apply_steps, decontaminate
+from pipeline.synth.filters import decontaminate
+from pipeline.synth.quality import apply_steps
 
 
 def test_every_template_is_filled_and_no_prompt_comes_twice() -> None:

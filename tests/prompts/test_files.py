@@ -14,7 +14,7 @@ import pytest
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts import load_prompts
-from pipeline.records import Prompt
+from pipeline.records import Prompt, SamplingChoice
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "source": "ours", "license": "MIT", "category": "math", "turns": ["What is 2+2?", "And 3+3?"], "meta": {"ignored": True}},
@@ -46,7 +46,43 @@ def test_every_record_form_gives_its_user_turns(tmp_path: Path) -> None:
     assert prompts[0] == Prompt(id="a", source="ours", license="MIT", category="math", turns=("What is 2+2?", "And 3+3?"))
     assert [prompt.id for prompt in prompts] == ["a", "81", "mine:3", "mine:4"]
     assert {(prompt.source, prompt.license, prompt.category) for prompt in prompts[1:]} == {("mine", "unknown", "mine")}
+    assert [prompt.system for prompt in prompts] == [None, None, "Be brief.", None]
     assert "SECRET" not in str(prompts)
+
+
+@pytest.mark.parametrize(
+    ("record", "turns", "system"),
+    [
+        ({"prompt": [{"role": "user", "content": "Hi"}], "chosen": "SECRET REPLY"}, ("Hi",), None),
+        ({"instruction": "Sum it up.", "input": "A text.", "output": "SECRET REPLY"}, ("Sum it up.\n\nA text.",), None),
+        ({"instruction": "Sum it up.", "context": " ", "response": "SECRET REPLY"}, ("Sum it up.",), None),
+        ({"question": "Why?", "answer": "SECRET REPLY", "system_prompt": "Be kind."}, ("Why?",), "Be kind."),
+        ({"system": "", "conversation": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}, ("a\nb",), None),
+        ({"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}, ("Hi",), "Be brief."),
+        ({"conversations": [{"from": "system", "value": " "}, {"from": "human", "value": "Hi"}]}, ("Hi",), None),
+    ],
+)
+def test_usual_shapes_are_mapped(tmp_path: Path, record: dict[str, Any], turns: tuple[str, ...], system: str | None) -> None:
+    (prompt,) = load(write_jsonl(tmp_path / "p.jsonl", [record]))
+    assert (prompt.turns, prompt.system) == (turns, system)
+
+
+def test_a_field_can_be_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [{"text": "one", "prompt": "other"}, {"text": ["two", "three"]}])
+    assert [prompt.turns for prompt in load(path, field="text")] == [("one",), ("two", "three")]
+    with pytest.raises(DataError, match=r"p\.jsonl:2: prompt: is missing \(fix: correct the source's `field`; the record has text\)"):
+        load(path, field="prompt")
+
+
+def test_reading_stops_where_it_is_told_to(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["a"]}\n{"turns": ["b"]}\nnot JSON\n', encoding="utf-8")
+    assert [prompt.turns for prompt in load(str(path), read_at_most=2)] == [("a",), ("b",)]
+
+
+def test_a_sources_sampling_is_that_of_its_prompts(tmp_path: Path) -> None:
+    (prompt,) = load(write_jsonl(tmp_path / "p.jsonl", [{"turns": ["a"]}]), sampling={"temperature": 0.5})
+    assert prompt.sampling == SamplingChoice(temperature=0.5)
 
 
 def test_compressed_and_parquet_files_read_the_same(tmp_path: Path) -> None:
@@ -80,6 +116,7 @@ def test_the_configured_labels_win(tmp_path: Path) -> None:
         ('{"messages": [{"role": "assistant", "content": "a"}]}', ": messages: has no user turn"),
         ('{"turns": ["a"], "license": ["MIT"]}', ": license: is ['MIT'], not a text"),
         ('{"turns": ["\\ud800"]}', "turn 1 is not valid Unicode"),
+        ('{"turns": ["a"], "system": 3}', "the system prompt is not a text"),
     ],
 )
 def test_a_broken_line_is_named_with_file_line_field_and_fix(tmp_path: Path, line: str, problem: str) -> None:

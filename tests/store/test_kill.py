@@ -1,63 +1,115 @@
-"""kill -9 at random instants of a commit loop; the same command again ends with the same bytes."""
+"""kill -9 at fifty random instants of write and commit; the same command again ends with the same bytes.
+
+One warmed interpreter forks a process for each attempt, so that an attempt costs no imports.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.store.stage import find_manifest, read_manifest, stage_location, verify_shard
+import pytest
 
-LOOP = """
-import sys
+from pipeline.store.housekeeping import find_orphans
+from pipeline.store.shards import committed
+from pipeline.store.stage import find_manifest, read_manifest, stage_location
+from pipeline.store.verify import verify_run
+
+KILLS = 50
+
+FORKING = """
+import os, sys
 from pipeline.config import parse
 from pipeline.records import TargetContract
 from pipeline.store.stage import open_stage
 
-config = parse({"run": {"uri": sys.argv[1]}, "target": {"source": "dir"}, "synth": {"sources": [{"source": "x"}]}})
 contract = TargetContract(source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8, vocab_size=9, rope={},
                           capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c", parameters=1)
-print("ready", flush=True)
-work = open_stage(config, "synth", None)
-if work.manifest is None:
-    for index in range(40):
-        name = f"{index:05d}.bin"
-        if name not in work.shards:
-            work.commit(name, bytes([index]) * 300_000, rows=1, tokens=index, rejected={"too_short": 1})
-    work.finish(contract=contract, licenses={}, sources={}, details={})
+
+def run(uri):
+    config = parse({"run": {"uri": uri}, "target": {"source": "dir"}, "synth": {"sources": [{"source": "x"}]}})
+    work = open_stage(config, "synth", None)
+    if work.manifest is None:
+        for index in reversed(range(24)):  # not in the order of their names
+            name = f"{index:05d}.bin"
+            if name not in work.shards:
+                work.commit(name, bytes([index]) * 20_000, rows=1, tokens=index, rejected={"too_short": 1})
+        work.finish(contract=contract, licenses={}, sources={}, details={})
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        run(line.strip())
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
 """
 
 
-def start(uri: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", LOOP, str(uri)], stdout=subprocess.PIPE, text=True)
+class Forking:
+    """Runs the stage in a fresh process, and kills it after a while."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, uri: Path, *, killed_after: float | None = None) -> bool:
+        """Whether the process ended by itself."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{uri}\n")
+        self._process.stdin.flush()
+        child = int(self._process.stdout.readline())
+        if killed_after is not None:
+            time.sleep(killed_after)
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(child, signal.SIGKILL)
+        return int(self._process.stdout.readline()) == 0
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
 
 
-def test_killed_runs_end_with_the_same_checksums(tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole")
-    assert whole.stdout and whole.stdout.readline() == "ready\n"
+@pytest.fixture
+def forking() -> Iterator[Forking]:
+    forking = Forking()
+    yield forking
+    forking.close()
+
+
+def test_fifty_kills_and_the_same_bytes(tmp_path: Path, forking: Forking) -> None:
+    forking.run(tmp_path / "warm-up")
     began = time.monotonic()
-    assert whole.wait() == 0
+    assert forking.run(tmp_path / "whole")
     duration = time.monotonic() - began
-    whole.stdout.close()
     expected = read_manifest(str(tmp_path / "whole"), "synth")
 
-    draw, killed = random.Random(20), 0
-    for _ in range(8):
-        process = start(tmp_path / "killed")
-        assert process.stdout and process.stdout.readline() == "ready\n"
-        time.sleep(draw.uniform(0, duration / 5))
-        process.kill()
-        killed += process.wait() != 0
-        process.stdout.close()
-    assert killed >= 3, "the kills came too late to interrupt anything"
+    draw, kills, runs = random.Random(20), 0, 0
+    while kills < KILLS:
+        uri, done = tmp_path / f"killed{runs}", False
+        while not done and kills < KILLS:
+            done = forking.run(uri, killed_after=draw.uniform(0, duration / 4))
+            kills += not done
+            manifest = find_manifest(str(uri), "synth")
+            assert manifest is None or manifest.shards == expected.shards, "a manifest is whole"
+            committed(stage_location(str(uri), "synth"))  # raises for an entry whose file is not what it says
+        runs += 1
 
-    last = start(tmp_path / "killed")
-    assert last.wait() == 0 and last.stdout
-    last.stdout.close()
-    found = find_manifest(str(tmp_path / "killed"), "synth")
-    assert found and found.shards == expected.shards and found.content_hash == expected.content_hash
-    for shard in found.shards:
-        verify_shard(stage_location(str(tmp_path / "killed"), "synth"), shard)
-    assert not list(tmp_path.rglob("*.tmp"))
+    for uri in sorted(tmp_path.glob("killed*")):
+        assert forking.run(uri)
+        found = read_manifest(str(uri), "synth")
+        assert found.shards == expected.shards and found.content_hash == expected.content_hash
+        assert find_orphans(str(uri)) == []
+        names = sorted(path.name for path in (uri / "synth/shards").iterdir())
+        assert names == sorted(path.name for path in (tmp_path / "whole/synth/shards").iterdir())
+        for path in (tmp_path / "whole/synth/shards").glob("*.bin"):
+            assert (uri / "synth/shards" / path.name).read_bytes() == path.read_bytes()
+        assert verify_run(str(uri)).problems == ()

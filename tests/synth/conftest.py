@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig, parse
-from tests.conftest import QUESTIONS
+from tests.conftest import CHATML, END, QUESTIONS
 
 
 @pytest.fixture
@@ -50,3 +50,38 @@ def tree(target: Path, prompts: Path, uri: Path, **synth: Any) -> dict[str, Any]
         "target": {"source": str(target), "dtype": "float32", "device": "cpu"},
         "synth": {**section, **synth},
     }
+
+
+@pytest.fixture(scope="session")
+def letters_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose tokens are single printable characters: all that it says is text, and spelt in one way only."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("letters_target")
+    characters = ["\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({character: index for index, character in enumerate(["<|im_start|>", END, *characters])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<|im_start|>", END])
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML)  # type: ignore[no-untyped-call]
+    fast.save_pretrained(directory)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=fast.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.1
+    model.generation_config = GenerationConfig(eos_token_id=fast.eos_token_id)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    return directory

@@ -12,8 +12,10 @@ import pytest
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import ConfigError, DataError
 from pipeline.prompts import load_prompts
+from pipeline.prompts.record import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
-from pipeline.synth.filters import apply_steps, decontaminate, first_of_its_kind, license_gate, normalised
+from pipeline.synth.filters import decontaminate, first_of_its_kind, license_gate, normalised
+from pipeline.synth.quality import apply_steps
 from pipeline.synth.select import select_prompts
 
 
@@ -26,6 +28,28 @@ def test_only_allowed_licenses_enter() -> None:
     kept, rejected = apply_steps(given, [license_gate(["MIT", "Apache-2.0"])])
     assert [found.turns for found in kept] == [("a",), ("b",)]
     assert rejected == {"license:CC-BY-NC-4.0": 1, "license:unknown": 1}
+
+
+def test_expressions_need_one_choice_that_is_allowed_as_a_whole() -> None:
+    gate = license_gate(["MIT", "Apache-2.0", "(MIT AND BSD-3-Clause)"])
+    allowed = ["MIT OR GPL-3.0-only", "mit and Apache-2.0", "GPL-3.0-only OR MIT AND Apache-2.0", "(MIT AND BSD-3-Clause)"]
+    refused = ["MIT AND GPL-3.0-only", "GPL-2.0-only OR GPL-3.0-only", "(MIT OR Apache-2.0)", "MIT WITH exception", ""]
+    assert [gate(prompt("a", license=license)) for license in allowed] == [None] * 4
+    assert [gate(prompt("a", license=license)) for license in refused] == [f"license:{license}" for license in refused]
+
+
+def test_terms_that_forbid_competing_models_are_refused_even_when_listed() -> None:
+    gate = license_gate(["MIT", FORBIDS_COMPETING_MODELS])
+    assert gate(prompt("a", license=FORBIDS_COMPETING_MODELS)) == "terms:forbids_competing_models"
+
+
+def test_a_source_can_be_marked_as_made_under_such_terms(make_config: Callable[..., RunConfig], prompts_file: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "marked.jsonl"
+    marked.write_text('{"turns": ["From a model"], "license": "MIT"}\n', encoding="utf-8")
+    with prompts_file.open("a") as file:
+        file.write('{"turns": ["Marked itself"], "license": "MIT", "forbids_competing_models": true}\n')
+    sources = [{"source": str(prompts_file), "license": "MIT"}, {"source": str(marked), "license": "MIT", "forbids_competing_models": True}]
+    assert select_prompts(make_config(sources=sources)).rejected == {"terms:forbids_competing_models": 2}
 
 
 def test_repetitions_are_dropped_after_normalisation() -> None:

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import TemplateError
+from pipeline.config import TargetSection
+from pipeline.errors import ContractMismatch, TemplateError
+from pipeline.records import match_contracts
+from pipeline.target.contract import read_contract
+from pipeline.target.resolve import resolve
 from pipeline.target.template import ChatTemplate, load_template
+from tests.conftest import CHATML
 
 
 @pytest.fixture
@@ -67,3 +72,57 @@ def test_a_template_that_fails_is_explained(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('only one turn') }}"
     with pytest.raises(TemplateError, match="cannot be rendered: only one turn"):
         ChatTemplate(tokenizer, source="tiny").start("Hi")
+
+
+def with_template(tokenizer: Any, template: str, **kwargs: Any) -> ChatTemplate:
+    tokenizer.chat_template = template
+    return ChatTemplate(tokenizer, source="tiny", kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("what", "template"),
+    [
+        ("counts the turns", "{{ messages | length }}" + CHATML),
+        ("puts the first message last", CHATML.replace("in messages", "in messages | reverse")),
+        ("opens a reply as no reply looks later", CHATML.replace("assistant\n{% endif %}", "assistant\n<think></think>{% endif %}")),
+        ("drops all replies but the last", CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.revindex < 3 }}")),
+    ],
+)
+def test_the_audit_finds_templates_that_change_earlier_turns(tokenizer: Any, what: str, template: str) -> None:
+    with pytest.raises(TemplateError, match=r"rewrites earlier turns.*synth\.max_turns=1"):
+        with_template(tokenizer, template).check_turns()
+
+
+def test_the_audit_passes_honest_templates(template: ChatTemplate, tokenizer: Any) -> None:
+    template.check_turns()
+    with_template(tokenizer, CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")).check_turns()
+    assert template.keeps(["a", "b"], [" spaced out \n"])
+
+
+def test_a_template_without_an_end_of_turn_token_serves_single_turns_only(tokenizer: Any) -> None:
+    template = with_template(tokenizer, "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:")
+    assert template.end_of_turn is None
+    with pytest.raises(TemplateError, match=r"writes no end-of-turn token.*max_turns=1"):
+        template.check_turns()
+
+
+def test_variables_choose_a_mode_and_must_exist(tokenizer: Any) -> None:
+    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}")
+    on, off = (with_template(tokenizer, thinking, enable_thinking=value) for value in (True, False))
+    assert tokenizer.decode(on.start("Hi")).endswith("assistant\n<think>") and tokenizer.decode(off.start("Hi")).endswith("assistant\n")
+    with pytest.raises(TemplateError, match=r"target\.chat_template_kwargs\.enable_thinkin: the chat template reads no variable"):
+        with_template(tokenizer, thinking, enable_thinkin=True)
+
+
+def test_the_contract_holds_the_variables(tiny_target: Path) -> None:
+    plain = TargetSection(source=str(tiny_target))
+    thinking = plain.model_copy(update={"chat_template_kwargs": {"enable_thinking": True}})
+    ours, theirs = (read_contract(section, resolve(section)) for section in (plain, thinking))
+    with pytest.raises(ContractMismatch, match=r'contract\.chat_template_kwargs: made for a target with chat_template_kwargs \{"enable_thinking":true\}'):
+        match_contracts(ours, theirs, where="manifest.json")
+
+
+def test_a_conversation_s_own_system_prompt(tokenizer: Any) -> None:
+    template = ChatTemplate(tokenizer, source="tiny", system_prompt="Be kind.")
+    assert tokenizer.decode(template.start("Hi", system="Be brief.")).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "kind" not in tokenizer.decode(template.start("Hi", system="Be brief."))

@@ -19,8 +19,9 @@ from pipeline.target.load import load_target
 from pipeline.target.resolve import resolve
 from pipeline.train import run
 from pipeline.train.acceptance import Acceptance, Evaluator, summarise_rounds
-from pipeline.train.corpus import HeldOut, StoredCorpus, hold_out, survey
+from pipeline.train.corpus import HeldOut, hold_out, survey
 from pipeline.train.metrics import read_lines
+from pipeline.train.stored import StoredCorpus
 from tests.train.test_stage import kill_after, without_speed
 
 Configure = Callable[..., RunConfig]

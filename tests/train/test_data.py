@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -22,28 +23,27 @@ from pipeline.train.loop import own_batches
 from pipeline.train.schedule import Schedule
 
 
-class MemoryReader:
-    """A shard that was never written: the reader's interface over samples in memory."""
+class MemoryOutline:
+    """A shard that was never written."""
 
     def __init__(self, samples: Sequence[StatesSample]) -> None:
-        self._samples = samples
+        self.samples = samples
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self.samples)
 
     def origin(self, index: int) -> tuple[str, str]:
-        return self._samples[index].sample_id, self._samples[index].source
+        return self.samples[index].sample_id, self.samples[index].source
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._samples[index].token_ids, self._samples[index].loss_mask
-
-    def sample(self, index: int) -> StatesSample:
-        return self._samples[index]
+        return self.samples[index].token_ids, self.samples[index].loss_mask
 
 
 class MemoryCorpus:
+    """The corpus' interface over samples in memory."""
+
     def __init__(self, *shards: Sequence[StatesSample]) -> None:
-        self._shards = [MemoryReader(samples) for samples in shards]
+        self._shards = [MemoryOutline(samples) for samples in shards]
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -51,8 +51,17 @@ class MemoryCorpus:
     def rows(self, shard: int) -> int:
         return len(self._shards[shard])
 
-    def reader(self, shard: int) -> MemoryReader:
+    def outline(self, shard: int) -> MemoryOutline:
         return self._shards[shard]
+
+    def outlines(self) -> Iterator[MemoryOutline]:
+        return iter(self._shards)
+
+    def sample(self, shard: int, index: int) -> StatesSample:
+        return self._shards[shard].samples[index]
+
+    def prefetch(self, shard: int) -> None:
+        pass
 
 
 def sample(length: int, supervised: Sequence[int], name: str = "s", source: str = "test") -> StatesSample:
@@ -182,13 +191,21 @@ def test_a_step_sees_the_same_batches_whatever_the_number_of_processes(world: in
 
 
 class CountingCorpus(MemoryCorpus):
-    """Counts the samples that were read."""
+    """Counts the samples that were read, and notes the shards that were announced."""
 
-    reads = 0
+    def __init__(self, *shards: Sequence[StatesSample]) -> None:
+        super().__init__(*shards)
+        self.reads, self.announced = 0, list[int]()
+        self._lock = threading.Lock()
 
-    def reader(self, shard: int) -> MemoryReader:
-        self.reads += 1
-        return super().reader(shard)
+    def sample(self, shard: int, index: int) -> StatesSample:
+        with self._lock:
+            self.reads += 1
+        return super().sample(shard, index)
+
+    def prefetch(self, shard: int) -> None:
+        with self._lock:
+            self.announced.append(shard)
 
 
 def test_read_ahead_keeps_the_order_and_its_bound() -> None:

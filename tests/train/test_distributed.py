@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -31,25 +33,35 @@ def lines_of(config: RunConfig) -> list[dict[str, float]]:
     return read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")
 
 
-def launch(config: RunConfig, processes: int, *, succeeds: bool = True) -> str:
-    """Train with `processes` processes of torchrun; returns what they wrote to standard error."""
+LAUNCHERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node={processes}", "-m"],
+    "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus={processes}", "--master_port={port}", "--module"],
+}
+
+
+def launch(config: RunConfig, processes: int, *, launcher: str = "torchrun", succeeds: bool = True) -> str:
+    """Train with `processes` processes of a launcher; returns what they wrote to standard error."""
     file = Path(f"{config.run.uri}.yaml")
     file.write_text(yaml.safe_dump({**config.model_dump(mode="json", exclude_none=True), "synth": None}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "pipeline.cli", "train", "-c", str(file)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [part.format(processes=processes, port=port) for part in LAUNCHERS[launcher]] + ["pipeline.cli", "train", "-c", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert (done.returncode == 0) == succeeds, done.stderr[-3000:]
     return done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_processes_follow_the_loss_curve_of_one(tiny_config: Configure, store_states: Store, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "launcher"), [(0, "deepspeed"), (2, "torchrun"), (3, "torchrun")])
+def test_two_processes_follow_the_loss_curve_of_one(tiny_config: Configure, store_states: Store, stage: int, launcher: str) -> None:
     one = tiny_config("one", **SETTINGS, **EVALUATION, accumulate=2)
     two = tiny_config("two", **SETTINGS, **EVALUATION, zero_stage=stage)
     for config in (one, two):
         store_states(config)
     run(one)
-    launch(two, 2)
+    launch(two, 2, launcher=launcher)
     curves = [lines_of(config) for config in (one, two)]
     assert [line["step"] for line in curves[1]] == list(range(1, 9))
     assert curves[0][-1]["loss"] < curves[0][0]["loss"]

@@ -1,0 +1,38 @@
+"""The run's configuration: one section a stage, frozen, strict, documented where declared.
+
+    config = load("configs/demo.yaml", ["synth.max_prompts=200"])
+
+`load` reads the YAML, applies `section.key=value` overrides, rejects unknown keys with the nearest
+known one, and returns a frozen `RunConfig`. "auto" values that depend only on the machine are
+resolved here; those that depend on the target are resolved by the stage and written to its manifest.
+"""
+
+from __future__ import annotations
+
+from pipeline.config.reading import load, parse
+from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
+from pipeline.config.section import Section
+from pipeline.config.synth import DlpSection, GeneratorSection, PiiSection, QualitySection, RecognizerSpec, SourceSpec, SynthSection
+from pipeline.config.train import HeadSection, TrainSection
+from pipeline.config.tree import TreeSection
+
+__all__ = [
+    "DlpSection",
+    "EvalSection",
+    "FeaturesSection",
+    "GeneratorSection",
+    "HeadSection",
+    "PiiSection",
+    "QualitySection",
+    "RecognizerSpec",
+    "RunConfig",
+    "RunSection",
+    "Section",
+    "SourceSpec",
+    "SynthSection",
+    "TargetSection",
+    "TrainSection",
+    "TreeSection",
+    "load",
+    "parse",
+]

@@ -1,0 +1,122 @@
+"""From YAML and overrides to a frozen RunConfig; every mistake becomes one line that names the key and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from pipeline.config.run import RunConfig
+from pipeline.config.section import Section
+from pipeline.errors import ConfigError
+
+
+def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, force: bool = False) -> RunConfig:
+    """Read, override, check and freeze. Raises ConfigError with file, key and fix."""
+    tree = _read_yaml(Path(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    if force:
+        tree.setdefault("run", {})["force"] = True
+    return parse(tree, where=str(path))
+
+
+def parse(tree: dict[str, Any], *, where: str = "config") -> RunConfig:
+    """Validate a nested mapping."""
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, where) from None
+    threads = config.run.threads or len(os.sched_getaffinity(0))
+    return config.model_copy(update={"run": config.run.model_copy(update={"threads": threads})})
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("no such file", where=str(path), fix="pass an existing YAML file with -c") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {error}", where=str(path), fix="pass a readable UTF-8 YAML file with -c") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        raise ConfigError(f"not valid YAML: {problem}", where=f"{path}{line}", fix="correct the syntax on that line") from None
+    if not isinstance(tree, dict):
+        known = ", ".join(RunConfig.model_fields)
+        raise ConfigError("must be a mapping of sections", where=str(path), fix=f"start from configs/demo.yaml; sections are {known}")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise ConfigError("not of the form section.key=value", where=f"override {override!r}", fix="write for example synth.max_prompts=200")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"value {text!r} is not valid YAML", where=f"override {key}", fix="quote the value") from None
+    node = tree
+    for part in parts[:-1]:
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{part!r} is not a section", where=f"override {key}", fix="name a section and one of its keys")
+        node = child
+    node[parts[-1]] = value
+
+
+def _explain(error: ValidationError, where: str) -> ConfigError:
+    """The first problem pydantic found, as one line with a suggestion."""
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    dotted = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        known = list(_fields_at(location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        fix = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+        return ConfigError(f"unknown key {location[-1]!r}", where=f"{where}: {dotted}", fix=fix)
+    if first["type"] == "missing":
+        return ConfigError("required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …")
+    shown = f", got {first['input']!r}" if not isinstance(first["input"], dict) else ""
+    return ConfigError(f"{first['msg']}{shown}", where=f"{where}: {dotted}", fix=_describe(location))
+
+
+def _fields_at(location: list[str]) -> dict[str, Any]:
+    model: Any = RunConfig
+    for part in location:
+        if part.isdigit():
+            continue
+        field = model.model_fields.get(part)
+        model = _section_in(field.annotation) if field else None
+        if model is None:
+            return {}
+    return dict(model.model_fields)
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The Section inside `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    for argument in get_args(annotation):
+        found = _section_in(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _describe(location: list[str]) -> str:
+    """The field's own description: what a correct value means."""
+    for depth in range(len(location), 0, -1):
+        field = _fields_at(location[: depth - 1]).get(location[depth - 1])
+        if field is not None:
+            return str(field.description)
+    return "see configs/demo.yaml"

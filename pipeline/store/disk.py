@@ -1,0 +1,112 @@
+"""A directory of the local filesystem. Files appear under their name with all of their bytes, on the disk, or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+from pipeline.store.backend import BLOCK, FileInfo
+
+T = TypeVar("T")
+
+
+class Disk:
+    """A directory that need not exist before the first write."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def attempt(self, call: Callable[[], T], where: str) -> T:
+        """Once: what a local disk refuses, it refuses again."""
+        return call()
+
+    def info(self, name: str) -> FileInfo | None:
+        with suppress(FileNotFoundError):
+            return _info(self._directory / name)
+        return None
+
+    def files(self) -> dict[str, FileInfo]:
+        found: dict[str, FileInfo] = {}
+        for path in self._paths():
+            with suppress(FileNotFoundError):  # a writer may rename or remove its temporary file meanwhile
+                if path.is_file():
+                    found[path.name] = _info(path)
+        return found
+
+    def directories(self) -> list[str]:
+        return sorted(path.name for path in self._paths() if path.is_dir())
+
+    def read(self, name: str) -> bytes:
+        return (self._directory / name).read_bytes()
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        with open(self._directory / name, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), stop - start, start)
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        with open(self._directory / name, "rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                yield block
+
+    def write(self, name: str, data: bytes) -> FileInfo:
+        replace_file(self._directory / name, lambda file: file.write(data))
+        return _info(self._directory / name)
+
+    def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:
+        with open(path, "rb") as source:
+            replace_file(self._directory / name, lambda file: shutil.copyfileobj(source, file, BLOCK))
+        return _info(self._directory / name)
+
+    def delete(self, name: str) -> None:
+        (self._directory / name).unlink()
+
+    def delete_tree(self) -> None:
+        shutil.rmtree(self._directory)
+
+    def _paths(self) -> list[Path]:
+        with suppress(FileNotFoundError):
+            return sorted(self._directory.iterdir())
+        return []
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `name` is that of a file which `replace_file` had not finished."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def replace_file(path: Path, fill: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
+    """Write a temporary file beside `path`, flush it to the disk if it must be `durable`, and rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            fill(file)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_directory(path.parent)
+
+
+def _info(path: Path) -> FileInfo:
+    found = os.stat(path)
+    return FileInfo(found.st_size, "", found.st_mtime)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

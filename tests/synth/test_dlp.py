@@ -1,0 +1,114 @@
+"""Cloud DLP through its real client, over a channel to a gRPC server on this machine that speaks the service's own messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import pytest
+
+from pipeline.config import DlpSection, PiiSection
+from pipeline.errors import DataError, EndpointError
+from pipeline.synth.dlp import GoogleInspector
+from pipeline.synth.pii import PiiFilter
+
+dlp_v2 = pytest.importorskip("google.cloud.dlp_v2", reason="google-cloud-dlp is in the extra dlp")
+grpc = pytest.importorskip("grpc")
+
+SECTION = DlpSection(backend="google", project="ours", location="europe-west1", info_types=("PERSON_NAME", "EMPLOYEE_ID"))
+
+
+class Service:
+    """Finds `EMP-…` and the word Zoë; cuts replies that have more than `most` findings."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.most = 100
+        self.status: Any = None
+
+    def inspect(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        if self.status is not None:
+            context.abort(self.status, "quota of project ours is used up")
+        findings = [
+            self._finding(row, match)
+            for row, values in enumerate(request.item.table.rows)
+            for match in re.finditer(r"EMP-\d+|Zoë", values.values[0].string_value)
+        ]
+        result = dlp_v2.InspectResult(findings=findings[: self.most], findings_truncated=len(findings) > self.most)
+        return dlp_v2.InspectContentResponse(result=result)
+
+    def _finding(self, row: int, match: re.Match[str]) -> Any:
+        name, likelihood = ("EMPLOYEE_ID", dlp_v2.Likelihood.LIKELY) if match[0].startswith("EMP") else ("PERSON_NAME", dlp_v2.Likelihood.VERY_LIKELY)
+        place = dlp_v2.ContentLocation(record_location=dlp_v2.RecordLocation(table_location=dlp_v2.TableLocation(row_index=row)))
+        location = dlp_v2.Location(codepoint_range=dlp_v2.Range(start=match.start(), end=match.end()), content_locations=[place])
+        return dlp_v2.Finding(info_type=dlp_v2.InfoType(name=name), likelihood=likelihood, location=location)
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[Any]:
+    from google.cloud.dlp_v2.services.dlp_service.transports import DlpServiceGrpcTransport
+
+    handler = grpc.unary_unary_rpc_method_handler(
+        service.inspect, request_deserializer=dlp_v2.InspectContentRequest.deserialize, response_serializer=dlp_v2.InspectContentResponse.serialize
+    )
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("google.privacy.dlp.v2.DlpService", {"InspectContent": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield dlp_v2.DlpServiceClient(transport=DlpServiceGrpcTransport(channel=channel))
+    server.stop(None).wait()
+
+
+def test_findings_come_back_for_the_right_text_at_the_right_characters(service: Service, client: Any) -> None:
+    texts = ["nothing", "", "Hällo Zoë, see EMP-123", "EMP-9"]
+    found = GoogleInspector(SECTION, client=client).inspect(texts)
+    assert [[(text[f.start : f.end], f.entity, f.score) for f in findings] for text, findings in zip(texts, found, strict=True)] == [
+        [],
+        [],
+        [("Zoë", "PERSON", 0.95), ("EMP-123", "EMPLOYEE_ID", 0.75)],
+        [("EMP-9", "EMPLOYEE_ID", 0.75)],
+    ]
+    (request,) = service.requests
+    assert request.parent == "projects/ours/locations/europe-west1" and not request.inspect_config.include_quote
+    assert [kind.name for kind in request.inspect_config.info_types] == ["PERSON_NAME", "EMPLOYEE_ID"]
+    assert request.inspect_config.min_likelihood == dlp_v2.Likelihood.LIKELY
+    assert [row.values[0].string_value for row in request.item.table.rows] == [text for text in texts if text]
+
+
+def test_a_reply_that_was_cut_is_asked_again_in_halves(service: Service, client: Any) -> None:
+    service.most = 2
+    texts = [f"EMP-{number}" for number in range(7)]
+    assert [len(found) for found in GoogleInspector(SECTION, client=client).inspect(texts)] == [1] * 7
+    assert len(service.requests) > 3
+
+
+def test_many_texts_travel_in_few_requests(service: Service, client: Any) -> None:
+    GoogleInspector(SECTION, client=client).inspect(["short"] * 501 + ["x" * 300_000, "y" * 300_000])
+    assert [len(request.item.table.rows) for request in service.requests] == [500, 2, 1]
+    with pytest.raises(DataError, match="too long for Cloud DLP"):
+        GoogleInspector(SECTION, client=client).inspect(["z" * 500_000])
+
+
+def test_a_refusal_is_a_typed_error_with_a_fix(service: Service, client: Any) -> None:
+    service.status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(EndpointError, match=r"synth\.dlp: Cloud DLP refused or did not answer: .*quota.*\(fix: check project"):
+        GoogleInspector(SECTION, client=client).inspect(["text"])
+
+
+def test_its_findings_join_the_others(client: Any) -> None:
+    pii = PiiFilter(PiiSection(), inspector=GoogleInspector(SECTION, client=client))
+    assert pii.check("EMP-123 writes to anna@firm.com") == ["EMAIL_ADDRESS", "EMPLOYEE_ID"]
+
+
+def test_a_project_is_required() -> None:
+    with pytest.raises(ValueError, match=r"dlp\.backend=google needs dlp\.project"):
+        DlpSection(backend="google")

@@ -1,0 +1,97 @@
+"""kill -9 at random instants: the same command again ends with the same bytes.
+
+The runs are children forked from one process that has already imported everything: a kill then costs
+milliseconds, and hits the work rather than the imports.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.store.samples import read_samples
+from pipeline.store.stage import find_manifest, read_manifest, stage_location
+
+Configure = Callable[..., RunConfig]
+
+KILLS = 30
+
+PARENT = """
+import os, pathlib, random, signal, sys, time
+
+import torch
+torch.set_num_threads(1)
+from pipeline.config import RunConfig
+from pipeline.synth.stage import Job, run_stage
+import pyarrow.parquet
+
+whole, cut = (RunConfig.model_validate_json(pathlib.Path(path).read_text()) for path in sys.argv[1:3])
+Job(whole)  # loads libraries and kernels once for all children
+run = pathlib.Path(cut.run.uri) / "synth"
+
+
+def start(config):
+    child = os.fork()
+    if child:
+        return child
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    try:
+        run_stage(config)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+began = time.monotonic()
+assert os.waitpid(start(whole), 0)[1] == 0
+duration = time.monotonic() - began
+
+draw, killed, halfway, attempts = random.Random(7), 0, 0, 0
+while killed < int(sys.argv[3]) and attempts < 90:
+    attempts += 1
+    child = start(cut)
+    time.sleep(draw.uniform(0.3, 1) * duration)
+    os.kill(child, signal.SIGKILL)
+    killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    entries = sorted(run.rglob("*.entry.json"))
+    halfway += 0 < len(entries) and not (run / "manifest.json").exists()
+    if len(entries) > 5:  # nearly done: go back, as if what was committed last had not been
+        (run / "manifest.json").unlink(missing_ok=True)
+        for entry in draw.sample(entries, 5):
+            entry.unlink()
+assert os.waitpid(start(cut), 0)[1] == 0
+print(killed, halfway)
+"""
+
+
+def test_killed_thirty_times_it_ends_with_the_same_bytes(make_config: Configure, tmp_path: Path) -> None:
+    """Two shards' replies are generated side by side, so a resumed run batches them differently."""
+    configs = []
+    for name in ("whole", "cut"):
+        made = make_config(name, max_new_tokens=32, shard_prompts=3, batch_size=4, max_turns=2)
+        config = made.model_copy(update={"target": made.target.model_copy(update={"dtype": "bfloat16"})})
+        (tmp_path / f"{name}.json").write_text(config.model_dump_json(), encoding="utf-8")
+        configs.append(config)
+    command = [sys.executable, "-W", "ignore", "-c", PARENT, str(tmp_path / "whole.json"), str(tmp_path / "cut.json"), str(KILLS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    killed, halfway = map(int, done.stdout.split())
+    assert killed == KILLS and halfway > KILLS // 3
+    whole, cut = (read_manifest(config.run.uri, "synth") for config in configs)
+    assert cut.shards == whole.shards and cut.content_hash == whole.content_hash
+    for name in ("audit.json", "datasheet.md"):
+        assert (tmp_path / "cut/synth" / name).read_bytes() == (tmp_path / "whole/synth" / name).read_bytes()
+    assert files(tmp_path / "cut") == files(tmp_path / "whole"), "nothing is left over"
+    asked = [sample.prompt_id for shard in cut.shards for sample in read_samples(stage_location(configs[1].run.uri, "synth"), shard)]
+    assert asked == [str(index) for index in range(24)], "every prompt once"
+    assert find_manifest(configs[1].run.uri, "synth") == cut
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

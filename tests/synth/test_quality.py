@@ -1,0 +1,85 @@
+"""Each quality filter drops what it must under its reason, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import QualitySection, RunConfig
+from pipeline.records import Prompt
+from pipeline.synth.quality import _REFUSAL, apply_steps, prompt_steps, repeated_share
+from pipeline.synth.select import select_prompts
+
+WORDS = [f"word{number}" for number in range(20)]
+GERMAN = "Erkläre mir bitte in einfachen Worten, warum der Himmel am Abend rot aussieht und nicht blau."
+ENGLISH = "Please explain to me in simple words why the sky looks red in the evening and not blue at all."
+
+
+def prompt(*turns: str) -> Prompt:
+    return Prompt(id="0", source="s", license="MIT", category="c", turns=turns)
+
+
+def outcome(given: list[Prompt], **switches: Any) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+    kept, rejected = apply_steps(given, prompt_steps(QualitySection.model_validate(switches)))
+    return [found.turns for found in kept], dict(rejected)
+
+
+def test_length_is_counted_over_all_turns() -> None:
+    given = [prompt("ab"), prompt("  a "), prompt("abcd", "efgh"), prompt("abcdefg")]
+    assert outcome(given, min_characters=2, max_characters=7) == ([("ab",), ("abcdefg",)], {"short": 1, "long": 1})
+    assert outcome(given) == ([found.turns for found in given], {}), "nothing is dropped by default"
+
+
+def test_languages_that_are_not_listed_are_dropped_but_short_texts_stay() -> None:
+    given = [prompt(ENGLISH), prompt(GERMAN), prompt("Hallo du")]
+    assert outcome(given, languages=["en"]) == ([(ENGLISH,), ("Hallo du",)], {"language:de": 1})
+    assert outcome(given, languages=["DE", "en"])[1] == {}
+
+
+def test_near_duplicates_of_earlier_prompts_are_dropped() -> None:
+    text = " ".join(WORDS * 3)
+    given = [prompt(text), prompt(text + " indeed"), prompt(" ".join(reversed(WORDS * 3))), prompt("Why?"), prompt("why")]
+    kept, rejected = outcome(given, near_duplicates=0.8)
+    assert rejected == {"near_duplicate": 2} and [turns[0] for turns in kept] == [text, given[2].turns[0], "Why?"]
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("", 0.0), ("a b c", 0.0), (" ".join(WORDS), 0.0), (" ".join([*WORDS[:8], *WORDS[:8], "x", "y"]), 8 / 18), ("loop " * 100, 0.99)],
+)
+def test_the_repeated_share_is_that_of_words_seen_before(text: str, share: float) -> None:
+    assert repeated_share(text) == pytest.approx(share)
+
+
+def test_repeating_prompts_are_dropped() -> None:
+    assert outcome([prompt("fine"), prompt("loop " * 50)], max_prompt_repetition=0.5) == ([("fine",)], {"repetition": 1})
+
+
+@pytest.mark.parametrize(
+    ("reply", "refuses"),
+    [
+        ("I'm sorry, but I can't assist with that request.", True),
+        ("I cannot help you with this.", True),
+        ("As an AI language model, I am unable to provide medical advice.", True),
+        ("Unfortunately, I can\u2019t fulfill that.", True),
+        ("I apologize, but I cannot generate such content.", True),
+        ("I can help with that.", False),
+        ("Cats cannot taste sweetness.", False),
+        ("I'm sorry to hear that. Here is what you can do.", False),
+        ("The plan: you can't help your friend by writing it yourself.", False),
+    ],
+)
+def test_refusals_are_told_from_answers(reply: str, refuses: bool) -> None:
+    assert bool(_REFUSAL.match(reply)) is refuses
+
+
+def test_the_config_switches_the_steps(make_config: Callable[..., RunConfig], prompts_file: Path) -> None:
+    lines = prompts_file.read_text().splitlines()
+    prompts_file.write_text("\n".join([*lines, lines[0].replace('"id": "0"', '"id": "again"')]) + "\n")
+    assert select_prompts(make_config()).rejected == {"duplicate": 1}
+    assert select_prompts(make_config(quality={"duplicates": False})).rejected == {}
+    with pytest.raises(Exception, match=r"none of 25 prompts is left after the filters \(duplicate 1, long 24\)"):
+        select_prompts(make_config(quality={"max_characters": 3}))

@@ -1,0 +1,76 @@
+"""Credentials: what detect-secrets finds, what it leaves out, and what only looks like one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config import PiiSection
+from pipeline.synth.finding import without_overlap
+from pipeline.synth.pii import PiiFilter
+from pipeline.synth.replace import redacted
+from pipeline.synth.secrets import find_secrets
+
+GITHUB = "ghp_" + "a1B2c3D4" * 5
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----"
+
+#: value → (type, text around it)
+PLANTED = {
+    "AKIAIOSFODNN7EXBMPLE": ("API_KEY", "aws_id AKIAIOSFODNN7EXBMPLE"),
+    "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY": ("API_KEY", 'aws_secret_access_key = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY"'),
+    "xoxb-" + "123456789012-abcdefghijkl": ("API_KEY", "slack: xoxb-" + "123456789012-abcdefghijkl"),
+    "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2": ("API_KEY", "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2 is ours"),
+    "glpat-" + "a1B2c3D4e5F6g7H8i9J0": ("API_KEY", "git: glpat-" + "a1B2c3D4e5F6g7H8i9J0"),
+    "kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU": ("API_KEY", "session_seed = 'kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU'"),  # entropy
+    GITHUB: ("API_KEY", f"git clone with {GITHUB} please"),
+    "sk-proj-abcdefghijklmnop1234567890": ("API_KEY", "Use sk-proj-abcdefghijklmnop1234567890 for the call."),
+    "tok-a8F3kQ9zXw2LmN5vB7cD1eR4": ("API_KEY", "export KEY=tok-a8F3kQ9zXw2LmN5vB7cD1eR4"),
+    "MIIEpAIBAAKCAQEA": ("PRIVATE_KEY", f"What is this?\n{PEM}\nThanks"),
+    "hunter2secret": ("PASSWORD", "In the config I wrote password = 'hunter2secret' and it fails."),
+    "s3cretpw": ("PASSWORD", "connect to postgres://admin:s3cretpw@db/main"),
+    "ca(wZUnimb80q": ("PASSWORD", "The wifi password ca(wZUnimb80q stopped working."),
+    "R3boot!Now": ("PASSWORD", "User jess and password R3boot!Now appeared in a log."),
+    "W!nter2024": ("PASSWORD", "Login was exposed: edward.kim@example.com / W!nter2024."),
+    "Winter Is Coming!": ("PASSWORD", "The password is 'Winter Is Coming!' as always."),
+}
+
+HARMLESS = [
+    "password = input('Password: ')",
+    "def login(user: str, password: str = field(default=None)) -> bool: ...",
+    "Explain how a private key differs from a public key.",
+    "Reset my password, please; the password field is empty.",
+    "password = os.environ['DB_PASSWORD']",
+    "token = get_token(user_id=42)",
+    "commit = '9f86d081884c7d659a2feaa0c55ad015a3bf4f1b'",
+    "sha256: '2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae'",
+    "Visit https://example.com/very/long/path/with-many-parts/index.html?id=12345678",
+    "api_key = '<your key here>' and password: ********",
+    "The function returns abcdefghijklmnopqrstuvwxyz0123456789.",
+]
+
+
+@pytest.mark.parametrize("value", PLANTED)
+def test_planted_secrets_are_found_and_replaced(value: str) -> None:
+    entity, text = PLANTED[value]
+    found = without_overlap(find_secrets(text))
+    assert [finding.entity for finding in found] == [entity]
+    assert value not in redacted(text, found)
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_code_and_prose_about_secrets_pass(text: str) -> None:
+    assert [text[finding.start : finding.end] for finding in find_secrets(text)] == []
+
+
+def test_offsets_are_those_of_the_whole_text() -> None:
+    text = "first line\n" * 3 + "aws_id AKIAIOSFODNN7EXBMPLE\nlast"
+    (found,) = without_overlap(find_secrets(text))
+    assert text[found.start : found.end] == "AKIAIOSFODNN7EXBMPLE"
+
+
+def test_half_a_private_key_is_a_key() -> None:
+    assert [finding.entity for finding in without_overlap(find_secrets(f"See: {PEM[:40]}"))] == ["PRIVATE_KEY"]
+
+
+def test_secrets_are_looked_for_whatever_the_entities() -> None:
+    assert PiiFilter(PiiSection(entities=("CREDIT_CARD",))).check(f"{GITHUB} anna@example.com") == ["API_KEY"]
+    assert PiiFilter(PiiSection(entities=("CREDIT_CARD",), secrets=False)).check(f"{GITHUB} anna@example.com") == []
