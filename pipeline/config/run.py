@@ -47,7 +47,7 @@ class FeaturesSection(Section):
     batch_tokens: int = Field(2048, gt=0, description="Tokens of one packed forward; longer samples go alone.")
     shard_tokens: int = Field(16384, gt=0, description="A shard is closed once it holds this many tokens: the unit of commit and resume.")
     encoding: Literal["bf16", "fp8", "int8"] = Field(
-        "bf16", description="Storage type of aux and final states; docs/states-format.md has the size and error of each."
+        "int8", description="Storage type of aux and final states; docs/states-format.md has the size, the error and the cost in τ of each."
     )
     format: Literal[2] = Field(2, description="Version of the states format; part of the configuration, so that older states are not taken for these.")
     self_check_tolerance: float = Field(

@@ -120,7 +120,9 @@ class QualitySection(Section):
     )
     min_characters: int = Field(1, gt=0, description="Shorter prompts, over all turns, are dropped (`short`).")
     max_characters: int | None = Field(None, gt=0, description="Longer prompts, over all turns, are dropped (`long`). None: only max_prompt_tokens limits.")
-    languages: tuple[str, ...] = Field((), description="ISO 639-1 codes to keep, e.g. [en, de]; others are dropped (`language:<code>`). Empty: all.")
+    languages: tuple[str, ...] = Field(
+        (), description="ISO 639-1 codes to keep, e.g. [en, de]; others are dropped (`language:<code>`), code is kept. Empty: all."
+    )
     min_language_characters: int = Field(40, gt=0, description="Shorter texts are kept whatever language they look like: too little to tell.")
     max_prompt_repetition: float | None = Field(
         None, gt=0, le=1, description="Largest share of a prompt's words in repeated 8-grams (`repetition`). None: keep."

@@ -32,10 +32,10 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
 
 def first_question(prompt: Prompt, template: ChatTemplate) -> Question:
     """The prompt's first turn."""
-    return Question(f"{prompt.source}/{prompt.id}", prompt.category, tuple(template.start(prompt.turns[0])))
+    return Question(f"{prompt.source}/{prompt.id}", prompt.category, tuple(template.start(prompt.turns[0], system=prompt.system)))
 
 
 def next_question(question: Question, reply: Completion, prompt: Prompt, turn: int, template: ChatTemplate) -> Question:
     """Turn number `turn` (from 1), in the context of the target's own reply to the one before."""
-    followed = template.follow(prompt.turns[turn], closed=reply.finish_reason == "stop")
+    followed = template.follow(prompt.turns[turn], closed=reply.finish_reason == "stop", system=prompt.system)
     return Question(f"{prompt.source}/{prompt.id}#{turn + 1}", prompt.category, (*question.context, *reply.token_ids, *followed))

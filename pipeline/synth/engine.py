@@ -48,16 +48,17 @@ class Analyzer:
         self._keep_wanted()
 
     def analyse(self, texts: Sequence[str]) -> Iterator[tuple[list[Finding], Any]]:
-        """(findings of every score, spaCy document or None) of each text, batched through spaCy."""
+        """(findings of every score, spaCy document or None) of each text, batched through spaCy. A document is valid until the next one."""
         worth = [text for text in texts if self._is_worth_a_look(text)]
-        artifacts = self._nlp.process_batch(worth, _LANGUAGE, batch_size=_BATCH)
-        for text in texts:
-            if not self._is_worth_a_look(text):
-                yield [], None
-                continue
-            _, read = next(artifacts)
-            results = self._engine.analyze(text, _LANGUAGE, entities=self._asked, score_threshold=0.0, nlp_artifacts=read) if self._asked else []
-            yield [Finding(result.start, result.end, result.entity_type, result.score) for result in results], read.tokens
+        # spaCy remembers every word that it has met; the zone forgets those of these texts, so that memory does not grow with the corpus.
+        with self._nlp.get_nlp(_LANGUAGE).memory_zone():
+            artifacts = self._nlp.process_batch(worth, _LANGUAGE, batch_size=_BATCH)
+            for text in texts:
+                yield self._analysed(text, next(artifacts)[1]) if self._is_worth_a_look(text) else ([], None)
+
+    def _analysed(self, text: str, read: Any) -> tuple[list[Finding], Any]:
+        results = self._engine.analyze(text, _LANGUAGE, entities=self._asked, score_threshold=0.0, nlp_artifacts=read) if self._asked else []
+        return [Finding(result.start, result.end, result.entity_type, result.score) for result in results], read.tokens
 
     def _is_worth_a_look(self, text: str) -> bool:
         return self._reads_all or _MARKS.search(text) is not None

@@ -21,6 +21,7 @@ Record = TypeVar("Record", Prompt, Sample)
 
 _REPEATED_WORDS = 8  # a row of so many words that comes again is a repetition; shorter ones are style
 _SHINGLE = 5  # words of one feature for near-duplicates
+_NO_LANGUAGE = "zxx"  # ISO 639's code for text in none, such as a program
 _PERMUTATIONS = 128  # of a MinHash: similarity is estimated to about 1/sqrt(128) = 0.09
 
 #: How replies begin that decline, in the words of today's assistants.
@@ -122,7 +123,7 @@ def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | Non
         if len(text) < shortest:
             return None
         found = str(classify(text)[0])
-        return None if found in known else f"language:{found}"
+        return None if found in known or found == _NO_LANGUAGE else f"language:{found}"
 
     return step
 

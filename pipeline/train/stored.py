@@ -13,13 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -52,9 +52,10 @@ class ShardReader(StatesReader):
 
     def __init__(self, location: Location, shard: Shard) -> None:
         super().__init__(location, shard)
-        self._file: BinaryIO | None = None
+        self._file: int | None = None
         if self._map is not None:
-            self._file = open(self._folder.local_path(self._name), "rb", buffering=0)  # noqa: SIM115  # lives as long as the reader
+            self._file = os.open(self._folder.local_path(self._name), os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)  # readers are closed by forgetting them
             self._map.madvise(mmap.MADV_DONTNEED)  # header, ids and masks have been copied
 
     def _rows(self, name: str, rows: slice) -> Tensor:
@@ -63,7 +64,7 @@ class ShardReader(StatesReader):
         tensor = self._layout.tensors[name]
         states = torch.empty(rows.stop - rows.start, tensor.shape[1], dtype=TYPES[tensor.dtype])
         start, target = tensor.start + rows.start * tensor.row_bytes, states.view(torch.uint8).numpy().reshape(-1).data
-        read = os.preadv(self._file.fileno(), [target], start) if len(target) else 0
+        read = os.preadv(self._file, [target], start) if len(target) else 0
         if read != len(target):
             raise self._corrupt(f"ends after {start + read} bytes where {start + len(target)} were expected")
         return states
@@ -164,7 +165,7 @@ class StoredCorpus:
                 return self._checked(folder, shard)
             except CorruptShard:
                 raise
-            except StoreError:
+            except (StoreError, FileNotFoundError):
                 continue  # evicted by another process between fetch and open
         raise StoreError("does not stay in the cache", where=self._where(shard), fix="raise run.cache_bytes: other processes fill the cache as well")
 

@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--peak", type=int, metavar="SHARDS", help=argparse.SUPPRESS)  # the child's side of `_peak`
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    (ROOT / "runs").mkdir(exist_ok=True)
     if options.peak:
         _run_for_peak(options.peak, options.encoding)
         return

@@ -27,7 +27,7 @@ def make_config(tiny_target: Path) -> Callable[..., RunConfig]:
                 "run": {"uri": str(uri), "threads": 1, "force": force},
                 "target": {"source": str(tiny_target), "device": "cpu", "dtype": "float32", **(target or {})},
                 "synth": {"sources": [{"source": "prompts.jsonl"}]},
-                "features": {"batch_tokens": 64, "shard_tokens": 100, **features},
+                "features": {"batch_tokens": 64, "shard_tokens": 100, "encoding": "bf16", **features},
             }
         )
 
