@@ -40,7 +40,8 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
             "train": {
                 "head": {"draft_vocab_size": 200, "intermediate_size": 32, "max_share_of_target": 5.0},
                 "ttt_steps": 3,
-                "epochs": 6,
+                "epochs": 12,
+                "learning_rate": 3e-3,
                 "batch_tokens": 128,
                 "checkpoint_every": 10,
                 "log_every": 5,

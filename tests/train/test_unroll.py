@@ -192,7 +192,7 @@ def test_alignment_by_hand() -> None:
     rows = torch.full((7,), -1)
     rows[positions.long()] = torch.arange(3)
     before = StatesSample(
-        "b", "test", torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8), torch.zeros(4, 3), torch.zeros(0, 1), positions[:0]
+        "b", "test", torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8), torch.zeros(4, 3), final[:0], positions[:0]
     )
     batch = pack_samples([(before, torch.full((4,), -1)), (sample, rows)])
     assert batch.token_ids[batch.labels].tolist() == [13, 14, 16]
