@@ -191,9 +191,7 @@ def test_alignment_by_hand() -> None:
     sample = StatesSample("a", "test", torch.arange(10, 17, dtype=torch.int32), mask, torch.zeros(7, 3), final, positions)
     rows = torch.full((7,), -1)
     rows[positions.long()] = torch.arange(3)
-    before = StatesSample(
-        "b", "test", torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8), torch.zeros(4, 3), final[:0], positions[:0]
-    )
+    before = StatesSample("b", "test", torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8), torch.zeros(4, 3), final[:0], positions[:0])
     batch = pack_samples([(before, torch.full((4,), -1)), (sample, rows)])
     assert batch.token_ids[batch.labels].tolist() == [13, 14, 16]
     assert batch.teacher_states.flatten().tolist() == [2.0, 3.0, 5.0]  # j-1, in the document
