@@ -25,7 +25,7 @@ heads, d head size, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -57,32 +57,37 @@ class Fit(NamedTuple):
 
 
 @torch.no_grad()
-def start_by_least_squares(head: Eagle3Head, embedding: Tensor, batches: Sequence[Batch]) -> Fit:
-    """Solve the head's linear parts on `batches`, in place, in float32.
+def start_by_least_squares(head: Eagle3Head, embedding: Tensor, batches: Iterable[Batch]) -> Fit:
+    """Solve the head's linear parts on `batches`, which are gone through twice, in place.
 
-    head: its `norm` holds the target's final norm, its MLP gate and up projections of any start. embedding
-    [V, H] is the target's. Deterministic.
+    head, in float32: its `norm` holds the target's final norm, its MLP gate and up projections of any start.
+    embedding [V, H] is the target's. Deterministic; sums are kept, not rows, so memory does not grow with the batches.
     """
     weight = head.norm.weight.clone()
     undo = weight / (weight.square() + (0.05 * weight.square().mean().sqrt()).square())  # [H], 1/w
-    wide = [_in_float32(batch) for batch in batches]
-    linear = _solve_linear(head, embedding.float(), wide, undo)
+    linear = _solve_linear(head, embedding.float(), batches, undo)
     _place_values(head, linear)
     head.midlayer.input_layernorm.weight.fill_(1.0)
     head.midlayer.post_attention_layernorm.weight.fill_(1.0)
     head.norm.weight.copy_(weight * linear.shrinkage)
-    by_mlp = _solve_mlp(head, embedding.float(), wide, undo)
+    by_mlp = _solve_mlp(head, embedding.float(), batches, undo)
     return Fit(linear.rows, linear.explained, by_mlp)
 
 
-def first_batches(corpus: Corpus, schedule: Schedule, tokens: int) -> list[Batch]:
-    """The batches that training begins with, at least `tokens` tokens if there are as many."""
-    batches: list[Batch] = []
-    for number in range(len(schedule)):
-        if sum(batch.tokens for batch in batches) >= tokens:
-            break
-        batches.append(read_batch(corpus, schedule.batch(number)))
-    return batches
+class FirstBatches:
+    """The batches that training begins with, at least `tokens` tokens if there are as many; read anew each time."""
+
+    def __init__(self, corpus: Corpus, schedule: Schedule, tokens: int) -> None:
+        self._corpus, self._schedule, self._tokens = corpus, schedule, tokens
+
+    def __iter__(self) -> Iterator[Batch]:
+        tokens = 0
+        for number in range(len(self._schedule)):
+            if tokens >= self._tokens:
+                break
+            batch = read_batch(self._corpus, self._schedule.batch(number))
+            tokens += batch.tokens
+            yield batch
 
 
 @torch.no_grad()
@@ -93,7 +98,7 @@ def fc_scale(head: Eagle3Head, batches: Iterable[Batch]) -> float:
     normed to one. A step of Adam moves every weight alike, so it would move fc's output that much further.
     Two digits, so that the order of a sum on another machine changes nothing.
     """
-    read = torch.cat([head.normed_aux(plain.aux_states[plain.labels - 2]) for plain in (_in_float32(batch) for batch in batches)])
+    read = torch.cat([head.normed_aux(plain.aux_states[plain.labels - 2]) for plain in (_in_float32(batch, head.fc.weight.device) for batch in batches)])
     return float(f"{min(1.0, 1 / float(read.square().mean().sqrt())):.2g}")
 
 
@@ -107,22 +112,27 @@ class _Linear(NamedTuple):
 
 def _solve_linear(head: Eagle3Head, embedding: Tensor, batches: Iterable[Batch], undo: Tensor) -> _Linear:
     """fc, set in the head, and B."""
-    size = head.shape.hidden_size
-    inputs, outputs = zip(*(_rows(head, embedding, batch, undo) for batch in batches), strict=True)
-    x, y = torch.cat(inputs), torch.cat(outputs)  # [R, 4H], [R, H]
-    spread = x.square().mean(0).sqrt() + 1e-3  # [4H]
-    x /= spread
-    gram = x.T @ x
-    gram.diagonal().add_(_RIDGE * len(x))
-    solved = torch.linalg.solve(gram, x.T @ y)  # [4H, H]
-    predicted = x @ solved
-    solved /= spread[:, None]
+    size, device = head.shape.hidden_size, embedding.device
+    gram = torch.zeros(4 * size, 4 * size, dtype=torch.float64, device=device)  # Σ x xᵀ
+    cross = torch.zeros(4 * size, size, dtype=torch.float64, device=device)  # Σ x yᵀ
+    total, squares, count = torch.zeros(size, dtype=torch.float64, device=device), 0.0, 0  # Σ y, Σ |y|²
+    for batch in batches:
+        x, y = _rows(head, embedding, _in_float32(batch, device), undo)  # [R, 4H], [R, H]
+        gram += x.T @ x
+        cross += x.T @ y
+        total += y.sum(0)
+        squares, count = squares + float(y.square().sum()), count + len(x)
+    spread = (gram.diagonal() / count).sqrt() + 1e-3  # [4H]
+    scaled = gram / spread / spread[:, None]
+    scaled.diagonal().add_(_RIDGE * count)
+    solved = torch.linalg.solve(scaled, cross / spread[:, None]) / spread[:, None]  # [4H, H]
+    predicted = float((solved * (gram @ solved)).sum())  # Σ |prediction|²
+    rest = squares - 2 * float((solved * cross).sum()) + predicted
     head.fc.weight.copy_(solved[: 3 * size].T)
-    tokens = x[:, 3 * size :] * spread[3 * size :]  # [R, H]
-    covariance = tokens.T @ tokens / len(x)
+    covariance = gram[3 * size :, 3 * size :] / count
     covariance.diagonal().add_(1e-4)
-    rest = (y - predicted).square().sum() / (y - y.mean(0)).square().sum()
-    return _Linear(solved[3 * size :].T, covariance, float(predicted.square().mean().sqrt() / y.square().mean().sqrt()), len(x), 1 - float(rest))
+    explained = 1 - rest / (squares - float(total.square().sum()) / count)
+    return _Linear(solved[3 * size :].T.float(), covariance.float(), (predicted / squares) ** 0.5, count, explained)
 
 
 def _rows(head: Eagle3Head, embedding: Tensor, batch: Batch, undo: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +175,7 @@ def _solve_mlp(head: Eagle3Head, embedding: Tensor, batches: Iterable[Batch], un
     down.zero_()
     caught: list[Tensor] = []
     hook = head.midlayer.mlp.down_proj.register_forward_pre_hook(lambda _module, inputs: caught.append(inputs[0]))
-    for batch in batches:
+    for batch in (_in_float32(batch, embedding.device) for batch in batches):
         rotary = RotaryTable(head.shape.rope_config(), max(batch.lengths) + 1, device=embedding.device, dtype=torch.float32)
         done = unroll(head, embedding, batch, rotary, rows=batch.labels[:1], steps=1)
         places = batch.labels - 2
@@ -188,5 +198,5 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
-def _in_float32(batch: Batch) -> Batch:
-    return batch.to(batch.token_ids.device, torch.float32)
+def _in_float32(batch: Batch, device: torch.device) -> Batch:
+    return batch.to(device, torch.float32)

@@ -37,7 +37,7 @@ from pipeline.train.export import HEAD, chosen_head, export, facts_of, place_hea
 from pipeline.train.loop import run_loop, total_steps
 from pipeline.train.loss import TttModel
 from pipeline.train.metrics import Metrics
-from pipeline.train.regression import SCALE_BATCHES, fc_scale, first_batches, start_by_least_squares
+from pipeline.train.regression import SCALE_BATCHES, FirstBatches, fc_scale, start_by_least_squares
 from pipeline.train.schedule import Schedule
 from pipeline.train.start import begin, choose_start, draft_vocabulary
 from pipeline.train.stored import StoredCorpus, open_corpus
@@ -129,7 +129,7 @@ def fit(config: RunConfig, parent: Manifest, work: StageRun, head: Eagle3Head, t
     begun = checkpoints.newest(world(), sharded=section.zero_stage > 0) is not None
     if section.head.init_layer == "least_squares" and not section.start_from and not begun:
         _solve(config, head, target, data, schedule, device)
-    scale = fc_scale(head, first_batches(data.corpus, schedule, section.batch_tokens * SCALE_BATCHES))
+    scale = fc_scale(head, FirstBatches(data.corpus, schedule, section.batch_tokens * SCALE_BATCHES))
     engine = Engine(_model(config, head, target, data.found), section, device, fc_scale=scale)
     progress = _resume(engine, checkpoints, sharded=section.zero_stage > 0)
     steps = total_steps(section, len(schedule), engine.world, before=progress)
@@ -175,7 +175,7 @@ def _model(config: RunConfig, head: Eagle3Head, target: Target, found: Survey) -
 
 def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data, schedule: Schedule, device: torch.device) -> None:
     """Start `head` by least squares; it stays on the CPU."""
-    batches = [batch.to(device, torch.float32) for batch in first_batches(data.corpus, schedule, config.train.head.init_tokens)]
+    batches = FirstBatches(data.corpus, schedule, config.train.head.init_tokens)
     solved = start_by_least_squares(head.to(device), target.weights.embedding().to(device), batches)
     head.cpu()
     explained = f"{solved.explained:.0%} of the target's states explained linearly, {solved.explained_by_mlp:.0%} of the rest by the MLP"
