@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -197,7 +198,9 @@ def test_ctrl_c_is_one_line_and_code_130(tmp_path: Path) -> None:
     pipe = tmp_path / "run.yaml"
     os.mkfifo(pipe)
     command = [sys.executable, "-m", "pipeline.cli", "show", "-c", str(pipe)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    # A shell's background jobs ignore the signal, and so would everything that they start.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heeding)
     with process, pipe.open("w", encoding="utf-8"):  # opens once the command reads the other end
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)

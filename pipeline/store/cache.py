@@ -62,8 +62,8 @@ class ShardCache:
         return Location(str(folder))
 
     def drop(self, shard: Shard) -> None:
-        """Forget the copy of `shard`, if there is one."""
-        with suppress(FileNotFoundError):
+        """Forget the copy of `shard`, if there is one. Waits for whoever is fetching it, into the same folder."""
+        with self._locked(f"{shard.sha256[:2]}.lock"), suppress(FileNotFoundError):
             shutil.rmtree(self.folder(shard))
 
     def folder(self, shard: Shard) -> Path:
