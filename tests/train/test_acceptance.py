@@ -78,7 +78,9 @@ def test_tau_and_alpha_by_hand() -> None:
 
 
 def test_the_best_head_is_exported(tiny_config: Configure, store_states: Store) -> None:
-    config = tiny_config(**EVALUATION, epochs=60, max_steps=30, learning_rate=3e-2, head={"draft_vocab_size": 96}, log_every=10, checkpoint_every=7)
+    config = tiny_config(
+        **EVALUATION, epochs=60, max_steps=30, learning_rate=3e-2, head={"draft_vocab_size": 96, "init_layer": "target_last"}, log_every=10, checkpoint_every=7
+    )
     parent = store_states(config)
     manifest = run(config)
     lines = lines_of(config)
