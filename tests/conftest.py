@@ -24,9 +24,8 @@ QUESTIONS = [f"What is {a} {word} {a + 3}, and why would that be so?" for a in r
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with config, tokenizer and safetensors."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("tiny_target")
     tokenizer = Tokenizer(models.BPE())
@@ -36,25 +35,33 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|im_start|>", END], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["user assistant system", *QUESTIONS], trainer)
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML)  # type: ignore[no-untyped-call]
-    fast.save_pretrained(directory)
-    torch.manual_seed(0)
+    save_tiny_llama(directory, fast, seed=0)
+    return directory
+
+
+def save_tiny_llama(directory: Path, tokenizer: Any, *, seed: int) -> None:
+    """A random Llama of 8 layers and hidden size 32 for `tokenizer`, both saved to `directory`."""
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        eos_token_id=fast.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight *= 0.1  # near-uniform next tokens: sampled replies end within some hundred tokens
-    model.generation_config = GenerationConfig(eos_token_id=fast.eos_token_id)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="session")

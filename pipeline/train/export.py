@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from pipeline.store.stage import StageRun, find_manifest
 from pipeline.train.audit import coverage_by_source
 from pipeline.train.checkpoints import Checkpoints, Progress, workspace
 from pipeline.train.corpus import Survey
-from pipeline.train.engine import Engine
+from pipeline.train.engine import Engine, world
 from pipeline.train.metrics import METRICS, VOLATILE
 
 HEAD = "head"
@@ -104,5 +103,5 @@ def _provenance(config: RunConfig, parent: Manifest) -> dict[str, Any]:
         "sources": parent.sources,
         "rejected": {stage: manifest.rejected for stage, manifest in chain.items()},
         "config": settings,
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": world(),
     }

@@ -65,10 +65,10 @@ def start_by_least_squares(head: Eagle3Head, embedding: Tensor, batches: Iterabl
     """
     weight = head.norm.weight.clone()
     undo = weight / (weight.square() + (0.05 * weight.square().mean().sqrt()).square())  # [H], 1/w
-    linear = _solve_linear(head, embedding.float(), batches, undo)
-    _place_values(head, linear)
     head.midlayer.input_layernorm.weight.fill_(1.0)
     head.midlayer.post_attention_layernorm.weight.fill_(1.0)
+    linear = _solve_linear(head, embedding.float(), batches, undo)
+    _place_values(head, linear)
     head.norm.weight.copy_(weight * linear.shrinkage)
     by_mlp = _solve_mlp(head, embedding.float(), batches, undo)
     return Fit(linear.rows, linear.explained, by_mlp)
@@ -98,7 +98,8 @@ def fc_scale(head: Eagle3Head, batches: Iterable[Batch]) -> float:
     normed to one. A step of Adam moves every weight alike, so it would move fc's output that much further.
     Two digits, so that the order of a sum on another machine changes nothing.
     """
-    read = torch.cat([head.normed_aux(plain.aux_states[plain.labels - 2]) for plain in (_in_float32(batch, head.fc.weight.device) for batch in batches)])
+    plain = (batch.to(head.fc.weight.device, torch.float32) for batch in batches)
+    read = torch.cat([head.normed_aux(batch.aux_states[batch.labels - 2]) for batch in plain])
     return float(f"{min(1.0, 1 / float(read.square().mean().sqrt())):.2g}")
 
 
@@ -117,7 +118,7 @@ def _solve_linear(head: Eagle3Head, embedding: Tensor, batches: Iterable[Batch],
     cross = torch.zeros(4 * size, size, dtype=torch.float64, device=device)  # Σ x yᵀ
     total, squares, count = torch.zeros(size, dtype=torch.float64, device=device), 0.0, 0  # Σ y, Σ |y|²
     for batch in batches:
-        x, y = _rows(head, embedding, _in_float32(batch, device), undo)  # [R, 4H], [R, H]
+        x, y = _rows(head, embedding, batch.to(device, torch.float32), undo)  # [R, 4H], [R, H]
         gram += x.T @ x
         cross += x.T @ y
         total += y.sum(0)
@@ -138,7 +139,7 @@ def _solve_linear(head: Eagle3Head, embedding: Tensor, batches: Iterable[Batch],
 def _rows(head: Eagle3Head, embedding: Tensor, batch: Batch, undo: Tensor) -> tuple[Tensor, Tensor]:
     """Regressors (aux, e) [R, 4H] and y [R, H] of a batch."""
     states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, 3H]
-    tokens = _unit(embedding[batch.token_ids[batch.labels - 1]])  # [R, H]
+    tokens = head.midlayer.input_layernorm(embedding[batch.token_ids[batch.labels - 1]])  # [R, H]
     return torch.cat((states, tokens), dim=-1), batch.teacher_states * undo
 
 
@@ -175,7 +176,8 @@ def _solve_mlp(head: Eagle3Head, embedding: Tensor, batches: Iterable[Batch], un
     down.zero_()
     caught: list[Tensor] = []
     hook = head.midlayer.mlp.down_proj.register_forward_pre_hook(lambda _module, inputs: caught.append(inputs[0]))
-    for batch in (_in_float32(batch, embedding.device) for batch in batches):
+    for stored in batches:
+        batch = stored.to(embedding.device, torch.float32)
         rotary = RotaryTable(head.shape.rope_config(), max(batch.lengths) + 1, device=embedding.device, dtype=torch.float32)
         done = unroll(head, embedding, batch, rotary, rows=batch.labels[:1], steps=1)
         places = batch.labels - 2
@@ -191,12 +193,3 @@ def _solve_mlp(head: Eagle3Head, embedding: Tensor, batches: Iterable[Batch], un
     # |rest - φ D|² = |rest|² - 2 <D, φᵀ rest> + <D, φᵀφ D>
     after = before - 2 * (solved * cross).sum() + (solved * (gram @ solved)).sum()
     return 1 - float(after / before)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Root mean square 1 along the last dimension, as the head's norm with unit weight makes it."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
-def _in_float32(batch: Batch, device: torch.device) -> Batch:
-    return batch.to(device, torch.float32)

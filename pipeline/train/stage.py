@@ -30,7 +30,7 @@ from pipeline.target.template import ChatTemplate, load_template
 from pipeline.target.weights import TargetWeights
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
-from pipeline.train.checkpoints import Checkpoints, Progress, workspace
+from pipeline.train.checkpoints import Checkpoints, Marker, Progress, workspace
 from pipeline.train.corpus import HeldOut, Survey, hold_out, survey
 from pipeline.train.engine import Engine, in_turn, rank, world
 from pipeline.train.export import HEAD, chosen_head, export, facts_of, place_head
@@ -126,12 +126,12 @@ def fit(config: RunConfig, parent: Manifest, work: StageRun, head: Eagle3Head, t
     directory = workspace(work)
     checkpoints = Checkpoints(directory / "checkpoints", work=identity, keep=section.keep_checkpoints)
     device = pick_device(config.target.device)
-    begun = checkpoints.newest(world(), sharded=section.zero_stage > 0) is not None
-    if section.head.init_layer == "least_squares" and not section.start_from and not begun:
+    resumed = checkpoints.newest(world(), sharded=section.zero_stage > 0)
+    if section.head.init_layer == "least_squares" and not section.start_from and resumed is None:
         _solve(config, head, target, data, schedule, device)
     scale = fc_scale(head, FirstBatches(data.corpus, schedule, section.batch_tokens * SCALE_BATCHES))
     engine = Engine(_model(config, head, target, data.found), section, device, fc_scale=scale)
-    progress = _resume(engine, checkpoints, sharded=section.zero_stage > 0)
+    progress = _resume(engine, resumed)
     steps = total_steps(section, len(schedule), engine.world, before=progress)
     notice("train", f"{steps:,} steps of {section.batch_tokens * section.accumulate * engine.world:,} tokens, filled to {schedule.fill:.1%}, {section.dtype}")
     first = engine.rank == 0
@@ -182,9 +182,8 @@ def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data, sche
     notice("train", f"head solved by least squares on {solved.rows:,} labels: {explained}")
 
 
-def _resume(engine: Engine, checkpoints: Checkpoints, *, sharded: bool) -> Progress:
+def _resume(engine: Engine, resumed: tuple[Path, Marker] | None) -> Progress:
     """Take the newest checkpoint's state, if there is one."""
-    resumed = checkpoints.newest(engine.world, sharded=sharded)
     if resumed is None:
         return Progress()
     path, marker = resumed

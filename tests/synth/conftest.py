@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig, parse
-from tests.conftest import CHATML, END, QUESTIONS
+from tests.conftest import CHATML, END, QUESTIONS, save_tiny_llama
 
 
 @pytest.fixture
@@ -55,9 +55,8 @@ def tree(target: Path, prompts: Path, uri: Path, **synth: Any) -> dict[str, Any]
 @pytest.fixture(scope="session")
 def letters_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose tokens are single printable characters: all that it says is text, and spelt in one way only."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("letters_target")
     characters = ["\n", *map(chr, range(32, 127))]
@@ -66,22 +65,5 @@ def letters_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<|im_start|>", END])
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML)  # type: ignore[no-untyped-call]
-    fast.save_pretrained(directory)
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=fast.eos_token_id,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 0.1
-    model.generation_config = GenerationConfig(eos_token_id=fast.eos_token_id)  # type: ignore[no-untyped-call]
-    model.save_pretrained(directory)
+    save_tiny_llama(directory, fast, seed=1)
     return directory

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, TrainSection
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, start_lm_head
 from pipeline.records import Manifest
@@ -19,6 +19,7 @@ from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
 from pipeline.train.batches import Batch, pack_samples
+from pipeline.train.engine import Engine
 from pipeline.train.loss import TttModel
 from pipeline.train.metrics import read_lines
 from pipeline.train.regression import fc_scale, start_by_least_squares
@@ -57,7 +58,7 @@ def regressors(batches: list[Batch], embedding: Tensor) -> np.ndarray[tuple[int,
     rows = []
     for batch in batches:
         tokens = embedding[batch.token_ids[batch.labels - 1]].double()
-        tokens = tokens / (tokens.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        tokens = tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         rows.append(torch.cat((batch.aux_states[batch.labels - 2].double(), tokens), dim=-1))
     return torch.cat(rows).numpy()
 
@@ -119,6 +120,17 @@ def test_fc_learns_as_slowly_as_its_input_is_large(small_head: Eagle3Head, weigh
     assert fc_scale(head, louder) == pytest.approx(1 / 16, rel=0.05)
     quieter = [batch.__class__(**{**vars(batch), "aux_states": batch.aux_states * 1e-3}) for batch in batches]
     assert fc_scale(head, quieter) == 1.0
+
+
+def test_the_engine_gives_fc_its_own_rate(small_head: Eagle3Head, weights: TargetWeights, states: list[StatesSample]) -> None:
+    head = fresh(small_head, weights)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    model = TttModel(head, weights.embedding(), weights.lm_head(), steps=2, decay=0.8, max_length=64, dtype=torch.float32)
+    engine = Engine(model, TrainSection(dtype="float32"), torch.device("cpu"), fc_scale=0.0)
+    list(engine.step(whole(states)[:1], 1e-2))
+    after = engine.weights()
+    assert torch.equal(after["fc.weight"], before["fc.weight"])
+    assert not torch.equal(after["midlayer.self_attn.q_proj.weight"], before["midlayer.self_attn.q_proj.weight"])
 
 
 def test_a_run_begins_better_than_from_the_targets_last_layer(tiny_config: Configure, store_states: Store) -> None:
