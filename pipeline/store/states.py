@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from pipeline.store.encodings import Codec, Encoding
 from pipeline.store.states_format import FORMAT
-from pipeline.store.states_reader import StatesReader
+from pipeline.store.states_reader import Room, StatesReader
 from pipeline.store.states_sample import StatesSample, teacher_positions
 from pipeline.store.states_writer import encode_states
 
-__all__ = ["FORMAT", "Codec", "Encoding", "StatesReader", "StatesSample", "encode_states", "teacher_positions"]
+__all__ = ["FORMAT", "Codec", "Encoding", "Room", "StatesReader", "StatesSample", "encode_states", "teacher_positions"]

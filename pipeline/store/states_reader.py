@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,9 @@ from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS
 from pipeline.store.states_layout import TYPES, BrokenLayout, Layout, crc32, read_layout, sample_checksum
 from pipeline.store.states_sample import StatesSample, teacher_positions
+
+#: (tensor, rows, width, type) → memory [rows, width] that the reader fills and hands out.
+Room = Callable[[str, int, int, torch.dtype], Tensor]
 
 _FIX = "restore the file, or run `eagle3 features --force`"
 #: What a remote shard's first request asks for: header, offsets, ids and scales of a shard of usual size.
@@ -75,15 +79,14 @@ class StatesReader:
         own = _span(self._token_offsets, index)
         return self._token_ids[own], self._loss_mask[own]
 
-    def sample(self, index: int, *, decode: bool = True) -> StatesSample:
+    def sample(self, index: int, *, decode: bool = True, room: Room | None = None) -> StatesSample:
         """All of one sample, its states as bf16 copies that the caller owns.
 
-        With `decode=False` they stay as they are stored, for `StatesSample.decode` on another device;
-        those of a local shard then lie in the memory map.
+        With `decode=False` they stay as they are stored, for `StatesSample.decode` on another device; those
+        of a local shard then lie in the memory map. With a `room` for "aux_states" and "final_states" they lie there.
         """
         (sample_id, source), (token_ids, loss_mask) = self.origin(index), self.tokens(index)
-        aux_rows = self._rows("aux_states", _span(self._token_offsets, index))
-        final_rows = self._rows("final_states", _span(self._final_offsets, index))
+        aux_rows, final_rows = (self._rows(name, rows, room) for name, rows in self._spans(index).items())
         if self._verify:
             found = sample_checksum(self._start, sample_id, source, token_ids, loss_mask, aux_rows, final_rows)
             if found != self._checksums[index]:
@@ -140,15 +143,23 @@ class StatesReader:
         tensor = self._layout.tensors[name]
         return _tensor(self._read(tensor.start, tensor.stop), tensor.dtype, tensor.shape)
 
-    def _rows(self, name: str, rows: slice) -> Tensor:
-        """Rows as stored; of a local shard a view of its memory map."""
-        tensor = self._layout.tensors[name]
-        shape = (rows.stop - rows.start, tensor.shape[1])
+    def _spans(self, index: int) -> dict[str, slice]:
+        """The rows of one sample in the tensors that hold states."""
+        return {"aux_states": _span(self._token_offsets, index), "final_states": _span(self._final_offsets, index)}
+
+    def _rows(self, name: str, rows: slice, room: Room | None) -> Tensor:
+        """Rows as stored; of a local shard a view of its memory map, unless there is a room for them."""
+        tensor, count = self._layout.tensors[name], rows.stop - rows.start
         start, stop = (tensor.start + row * tensor.row_bytes for row in (rows.start, rows.stop))
         if self._map is not None and stop > start:
-            flat = torch.frombuffer(self._map, dtype=TYPES[tensor.dtype], count=shape[0] * shape[1], offset=start)
-            return flat.view(shape)
-        return _tensor(self._read(start, stop), tensor.dtype, shape)
+            stored = torch.frombuffer(self._map, dtype=TYPES[tensor.dtype], count=count * tensor.shape[1], offset=start).view(count, -1)
+        else:
+            stored = _tensor(self._read(start, stop), tensor.dtype, (count, tensor.shape[1]))
+        if room is None:
+            return stored
+        own = room(name, count, tensor.shape[1], stored.dtype)
+        own.view(torch.uint8).numpy()[:] = stored.view(torch.uint8).numpy()
+        return own
 
     def _corrupt(self, problem: str, fix: str | None = None) -> CorruptShard:
         return CorruptShard(problem, where=self._folder.where(self._name), fix=fix or _FIX)

@@ -19,16 +19,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from types import TracebackType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.store.states import Codec, StatesSample
-from pipeline.train.corpus import FIRST_LABEL, Corpus, Piece, read_piece
+from pipeline.train.corpus import FIRST_LABEL, Corpus, Piece, cut, read_piece
+from pipeline.train.row_stack import RowStack
 from pipeline.train.schedule import Schedule
 
 #: Batches that are read, or wait, before they are needed.
@@ -89,55 +89,59 @@ class Batch:
 
 
 def read_batch(corpus: Corpus, pieces: Sequence[Piece]) -> Batch:
-    """Read the states of `pieces` and pack them."""
-    return pack_samples([read_piece(corpus, piece) for piece in pieces])
+    """Read the states of `pieces` straight into the batch."""
+    states = _States(sum(piece.length for piece in pieces))
+    parts = []
+    for piece in pieces:
+        part = read_piece(corpus, piece, states.room)
+        states.keep(part)
+        parts.append(part)
+    return _batch(parts, states)
 
 
-def pack_samples(documents: Sequence[tuple[StatesSample, Tensor]]) -> Batch:
-    """Concatenate samples, each with the final state's row of its positions (see `read_piece`)."""
-    labels, depths, teachers = [], [], []
+def pack_samples(samples: Sequence[StatesSample]) -> Batch:
+    """Concatenate samples."""
+    states = _States(sum(len(sample.token_ids) for sample in samples))
+    parts = [cut(sample, 0, len(sample.token_ids)) for sample in samples]
+    for part in parts:
+        states.keep(part)
+    return _batch(parts, states)
+
+
+class _States:
+    """States of a batch of at most `tokens` tokens: two stacks of rows."""
+
+    def __init__(self, tokens: int) -> None:
+        self.stacks = {"aux_states": RowStack(tokens), "final_states": RowStack(tokens)}
+
+    def room(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        return self.stacks[name].room(rows, width, dtype)
+
+    def keep(self, part: StatesSample) -> None:
+        self.stacks["aux_states"].keep(part.aux_states)
+        self.stacks["final_states"].keep(part.final_states)
+
+
+def _batch(parts: Sequence[StatesSample], states: _States) -> Batch:
+    """Cut samples (see `cut`) and their states."""
+    labels, depths = [], []
     offset = 0
-    for sample, rows in documents:
-        depth = sample.loss_mask.nonzero().flatten()
+    for part in parts:
+        depth = part.loss_mask.nonzero().flatten()
         depth = depth[depth >= FIRST_LABEL]
         labels.append(depth + offset)
         depths.append(depth)
-        teachers.append((sample.final_states, rows[depth - 1]))
-        offset += len(sample.token_ids)
-    samples = [sample for sample, _ in documents]
+        offset += len(part.token_ids)
     return Batch(
-        sample_ids=tuple(sample.sample_id for sample in samples),
-        lengths=tuple(len(sample.token_ids) for sample in samples),
-        token_ids=torch.cat([sample.token_ids for sample in samples]).long(),
-        aux_states=_gathered([(sample.aux_states, None) for sample in samples]),
+        sample_ids=tuple(part.sample_id for part in parts),
+        lengths=tuple(len(part.token_ids) for part in parts),
+        token_ids=torch.cat([part.token_ids for part in parts]).long(),
+        aux_states=states.stacks["aux_states"].rows(),
         labels=torch.cat(labels),
         depths=torch.cat(depths),
-        teacher_states=_gathered(teachers),
-        coded=_runs(samples, [len(depth) for depth in depths]),
+        teacher_states=states.stacks["final_states"].rows(),
+        coded=_runs(parts, [len(depth) for depth in depths]),
     )
-
-
-def _gathered(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """Rows of several tensors under one another: all of them, or those with the given numbers.
-
-    numpy copies with one thread. torch would start a team of threads for each thread that reads batches,
-    and they would take the cores from training.
-    """
-    rows = [len(tensor) if chosen is None else len(chosen) for tensor, chosen in parts]
-    first = parts[0][0]
-    whole = torch.empty(sum(rows), first.shape[1], dtype=first.dtype)
-    target = _bytes(whole)
-    for (tensor, chosen), stop, count in zip(parts, accumulate(rows), rows, strict=True):
-        if count and chosen is None:
-            target[stop - count : stop] = _bytes(tensor)
-        elif count and chosen is not None:
-            np.take(_bytes(tensor), chosen.numpy(), axis=0, out=target[stop - count : stop], mode="clip")
-    return whole
-
-
-def _bytes(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """The same memory as rows of bytes; numpy has no bfloat16."""
-    return tensor.contiguous().view(torch.uint8).numpy()
 
 
 def _runs(samples: Sequence[StatesSample], labels: Sequence[int]) -> tuple[Coded, ...]:
@@ -162,7 +166,7 @@ def _joined(runs: Sequence[Tensor]) -> Tensor:
 class ReadAhead:
     """Batches in a fixed order, read by a few threads while earlier ones are trained on.
 
-        plan      batches n … n+31   which pieces they hold, and so which shards
+        plan      batches n … n+31   which pieces they hold, and so which shards; local ones are on their way from now on
         fetch     their shards       into the cache of remote ones, four at a time
         read      batches n … n+3    wait, read or being read: memory is bounded
         take      batch n
@@ -175,7 +179,7 @@ class ReadAhead:
         self._corpus, self._schedule, self._numbers = corpus, schedule, iter(numbers)
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         self._fetchers = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
-        self._readers = ThreadPoolExecutor(AHEAD, thread_name_prefix="read-ahead")
+        self._readers = ThreadPoolExecutor(min(corpus.readers, AHEAD), thread_name_prefix="read-ahead")
         self._planned: deque[Future[list[Piece]]] = deque()
         self._waiting: deque[Future[Batch]] = deque()
         self._announced: deque[set[int]] = deque(maxlen=LOOK_AHEAD)  # shards of the batches planned last
@@ -215,6 +219,8 @@ class ReadAhead:
             if not any(shard in recent for recent in self._announced):
                 self._fetchers.submit(self._corpus.prefetch, shard)
         self._announced.append(set(shards))
+        for piece in pieces:
+            self._corpus.announce(piece)
         return pieces
 
     def _read(self, planned: Future[list[Piece]]) -> Batch:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, CorruptShard
-from pipeline.store.states import StatesSample, teacher_positions
+from pipeline.store.states import Room, StatesSample, teacher_positions
 
 #: The first two tokens of a document cannot be predicted: position 0 at step 0 predicts token 2.
 FIRST_LABEL = 2
@@ -35,12 +35,16 @@ class Outline(Protocol):
 class Corpus(Protocol):
     """Shards by number. Every method may be called from several threads at once."""
 
+    @property
+    def readers(self) -> int: ...  # threads that read samples fastest together
+
     def __len__(self) -> int: ...
     def rows(self, shard: int) -> int: ...  # samples, known without opening it
     def outline(self, shard: int) -> Outline: ...
     def outlines(self) -> Iterator[Outline]: ...  # of all shards in order
-    def sample(self, shard: int, index: int) -> StatesSample: ...  # checked; states possibly as stored
+    def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample: ...  # checked; states possibly as stored
     def prefetch(self, shard: int) -> None: ...  # it will be asked for soon
+    def announce(self, piece: Piece) -> None: ...  # likewise; returns at once
 
 
 class Piece(NamedTuple):
@@ -137,29 +141,35 @@ def survey(corpus: Corpus, *, vocab_size: int, budget: int, long_samples: Litera
     return Survey(tuple(pieces), samples, tokens, supervised, counts, {reason: count for reason, count in rejected.items() if count}, split)
 
 
-def read_piece(corpus: Corpus, piece: Piece) -> tuple[StatesSample, Tensor]:
-    """The piece as a sample of its own, states as the corpus hands them out, and the final state's row of each position or -1 [T].
+def read_piece(corpus: Corpus, piece: Piece, room: Room | None = None) -> StatesSample:
+    """The piece as a sample of its own (see `cut`), states as the corpus hands them out, in the `room` for them.
 
     Raises CorruptShard when a supervised token has no final state, and for bytes that are not those that were written.
     """
-    whole = corpus.sample(piece.shard, piece.sample)
+    whole = corpus.sample(piece.shard, piece.sample, room)
     expected = teacher_positions(whole.loss_mask)
     if not torch.equal(expected, whole.final_positions):
         problem = "final states are not at the positions before the supervised tokens"
         raise CorruptShard(problem, where=f"states of sample {whole.sample_id}: final_positions", fix=_FIX)
-    own = slice(piece.start, piece.stop)
-    inside = (whole.final_positions >= piece.start) & (whole.final_positions < piece.stop)
-    part = replace(
+    return cut(whole, piece.start, piece.stop)
+
+
+def cut(whole: StatesSample, start: int, stop: int) -> StatesSample:
+    """Tokens [start, stop) as a sample of their own, with the final states that teach a label among them:
+
+    position      start  start+1  …  stop-2  stop-1
+    its label       –    start+2  …  stop-1    –       FIRST_LABEL tokens into the document, or later
+    """
+    ends = torch.tensor([start + FIRST_LABEL - 1, stop - 1], dtype=whole.final_positions.dtype)
+    first, last = torch.searchsorted(whole.final_positions, ends).tolist()
+    return replace(
         whole,
-        token_ids=whole.token_ids[own],
-        loss_mask=whole.loss_mask[own],
-        aux_states=whole.aux_states[own],
-        final_states=whole.final_states[inside],
-        final_positions=whole.final_positions[inside] - piece.start,
+        token_ids=whole.token_ids[start:stop],
+        loss_mask=whole.loss_mask[start:stop],
+        aux_states=whole.aux_states[start:stop],
+        final_states=whole.final_states[first:last],
+        final_positions=whole.final_positions[first:last] - start,
     )
-    rows = torch.full((piece.length,), -1, dtype=torch.int64)
-    rows[part.final_positions.long()] = torch.arange(len(part.final_positions))
-    return part, rows
 
 
 def _check_ids(token_ids: Tensor, vocab_size: int, shard: int, index: int) -> None:

@@ -31,8 +31,9 @@ from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location, cache_directory
 from pipeline.store.shards import SHARDS, verify_shard, verify_stored
 from pipeline.store.stage import stage_location
-from pipeline.store.states import StatesReader, StatesSample
+from pipeline.store.states import Room, StatesReader, StatesSample
 from pipeline.store.states_layout import TYPES
+from pipeline.train.corpus import Piece
 from pipeline.train.schedule import SHUFFLED_SHARDS
 
 #: Remote shards that are surveyed at one time.
@@ -58,16 +59,27 @@ class ShardReader(StatesReader):
             weakref.finalize(self, os.close, self._file)  # readers are closed by forgetting them
             self._map.madvise(mmap.MADV_DONTNEED)  # header, ids and masks have been copied
 
-    def _rows(self, name: str, rows: slice) -> Tensor:
+    def _rows(self, name: str, rows: slice, room: Room | None) -> Tensor:
         if self._file is None:
-            return super()._rows(name, rows)
+            return super()._rows(name, rows, room)
         tensor = self._layout.tensors[name]
-        states = torch.empty(rows.stop - rows.start, tensor.shape[1], dtype=TYPES[tensor.dtype])
+        count, width, dtype = rows.stop - rows.start, tensor.shape[1], TYPES[tensor.dtype]
+        states = room(name, count, width, dtype) if room else torch.empty(count, width, dtype=dtype)
         start, target = tensor.start + rows.start * tensor.row_bytes, states.view(torch.uint8).numpy().reshape(-1).data
         read = os.preadv(self._file, [target], start) if len(target) else 0
         if read != len(target):
             raise self._corrupt(f"ends after {start + read} bytes where {start + len(target)} were expected")
         return states
+
+    def announce(self, index: int) -> None:
+        """Have the operating system read the states of sample `index` of a local shard ahead, where it can be asked to."""
+        if self._file is None or not hasattr(os, "posix_fadvise"):
+            return
+        for name, rows in self._spans(index).items():
+            tensor = self._layout.tensors[name]
+            start, length = tensor.start + rows.start * tensor.row_bytes, (rows.stop - rows.start) * tensor.row_bytes
+            if length:  # 0 would mean all of the file
+                os.posix_fadvise(self._file, start, length, os.POSIX_FADV_WILLNEED)
 
 
 class StoredCorpus:
@@ -88,6 +100,11 @@ class StoredCorpus:
 
     def __len__(self) -> int:
         return len(self._shards)
+
+    @property
+    def readers(self) -> int:
+        """Two for local files: more would wait for the interpreter. A store that is read by byte range takes its time for each answer."""
+        return 2 if self._location.is_local or self._cache else 4
 
     def rows(self, shard: int) -> int:
         """Samples of shard number `shard`."""
@@ -137,14 +154,14 @@ class StoredCorpus:
                 self._open.popitem(last=False)
         return opened
 
-    def sample(self, shard: int, index: int) -> StatesSample:
-        """One sample with its states as stored. Read once more when its bytes are wrong, then CorruptShard."""
+    def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample:
+        """One sample with its states as stored, in the `room` for them. Read once more when its bytes are wrong, then CorruptShard."""
         try:
-            return self.reader(shard).sample(index, decode=False)
+            return self.reader(shard).sample(index, decode=False, room=room)
         except CorruptShard:
             self._forget(shard)
         try:
-            return self.reader(shard).sample(index, decode=False)
+            return self.reader(shard).sample(index, decode=False, room=room)
         except CorruptShard as error:
             copy = str(self._cache.folder(self._shards[shard])) if self._cache else self._location.uri
             where = error.where.replace(copy, self._location.uri)  # name the shard, not its copy
@@ -155,6 +172,12 @@ class StoredCorpus:
         if self._cache:
             with suppress(Eagle3Error):
                 self._cache.fetch(self._location, self._shards[shard])
+
+    def announce(self, piece: Piece) -> None:
+        """Have a local sample on its way from the disk. A failure arrives with the sample itself."""
+        if self._location.is_local:
+            with suppress(Eagle3Error):
+                self.reader(piece.shard).announce(piece.sample)
 
     def _opened(self, shard: int) -> ShardReader:
         if self._cache is None:

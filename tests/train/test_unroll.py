@@ -21,7 +21,7 @@ STEPS, DECAY = 4, 0.7
 LENGTHS = (9, 12, 5)
 
 
-def documents() -> list[tuple[StatesSample, Tensor]]:
+def documents() -> list[StatesSample]:
     """Three documents with prompts, gaps between supervised spans and a document of which little can be predicted."""
     supervised = [[4, 5, 6, 7, 8], [1, 2, 3, 8, 9, 10, 11], [0, 1, 4]]
     generator = torch.Generator().manual_seed(5)
@@ -30,18 +30,17 @@ def documents() -> list[tuple[StatesSample, Tensor]]:
         mask = torch.zeros(length, dtype=torch.uint8)
         mask[supervised[number]] = 1
         positions = teacher_positions(mask)
-        sample = StatesSample(
-            f"doc-{number}",
-            "test",
-            torch.randint(0, 24, (length,), generator=generator, dtype=torch.int32),
-            mask,
-            torch.randn(length, 48, generator=generator, dtype=torch.float64),
-            torch.randn(len(positions), 16, generator=generator, dtype=torch.float64),
-            positions,
+        made.append(
+            StatesSample(
+                f"doc-{number}",
+                "test",
+                torch.randint(0, 24, (length,), generator=generator, dtype=torch.int32),
+                mask,
+                torch.randn(length, 48, generator=generator, dtype=torch.float64),
+                torch.randn(len(positions), 16, generator=generator, dtype=torch.float64),
+                positions,
+            )
         )
-        rows = torch.full((length,), -1)
-        rows[positions.long()] = torch.arange(len(positions))
-        made.append((sample, rows))
     return made
 
 
@@ -116,7 +115,8 @@ def by_definition(head: Eagle3Head, fixed: Constants, mistake: Mistake) -> tuple
     rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
     drafts = head.target_ids().tolist()
     loss, hits, counted, labels = torch.zeros((), dtype=torch.float64), [0] * STEPS, [0] * STEPS, 0
-    for sample, rows in documents():
+    for sample in documents():
+        rows = {position: row for row, position in enumerate(sample.final_positions.tolist())}
         x, length = sample.token_ids.tolist(), len(sample.token_ids)
         supervised = {j for j in range(length) if sample.loss_mask[j]}
         labels += len([j for j in supervised if j >= 2])
@@ -148,7 +148,7 @@ def by_definition(head: Eagle3Head, fixed: Constants, mistake: Mistake) -> tuple
                     logits = head.logits(following[i])
                     hits[k] += drafts[int(logits.argmax())] == x[j]
                     if x[j] in drafts:
-                        row = min(int(rows[j - 1]) + mistake.teacher, len(sample.final_states) - 1)
+                        row = min(rows[j - 1] + mistake.teacher, len(sample.final_states) - 1)
                         teacher = (fixed.lm_head[torch.tensor(drafts)] @ sample.final_states[row]).softmax(-1)
                         loss = loss - DECAY**k * (teacher * logits.log_softmax(-1)).sum()
             g = torch.stack([following.get(i, torch.zeros(16, dtype=torch.float64)) for i in range(length)])
@@ -189,10 +189,8 @@ def test_alignment_by_hand() -> None:
     assert positions.tolist() == [2, 3, 5]
     final = positions[:, None].double()  # each final state is its own position
     sample = StatesSample("a", "test", torch.arange(10, 17, dtype=torch.int32), mask, torch.zeros(7, 3), final, positions)
-    rows = torch.full((7,), -1)
-    rows[positions.long()] = torch.arange(3)
     before = StatesSample("b", "test", torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8), torch.zeros(4, 3), final[:0], positions[:0])
-    batch = pack_samples([(before, torch.full((4,), -1)), (sample, rows)])
+    batch = pack_samples([before, sample])
     assert batch.token_ids[batch.labels].tolist() == [13, 14, 16]
     assert batch.teacher_states.flatten().tolist() == [2.0, 3.0, 5.0]  # j-1, in the document
     continuing = continuing_rows(batch, torch.ones(3, dtype=torch.bool), 3)
