@@ -97,15 +97,13 @@ def sample_checksum(start: int, sample_id: str, source: str, token_ids: Tensor, 
 
     `start` is the CRC-32 of the shard's channel scales, 0 without any; a CRC continues from another.
     """
-    checksum = zlib.crc32(f"{sample_id}\n{source}\n".encode(), start)
-    for part in (token_ids, loss_mask, aux_rows, final_rows):
-        checksum = crc32(part, checksum)
-    return checksum
+    named = f"{sample_id}\n{source}\n".encode() + token_ids.numpy().tobytes() + loss_mask.numpy().tobytes()
+    return crc32(final_rows, crc32(aux_rows, zlib.crc32(named, start)))
 
 
 def crc32(tensor: Tensor, start: int = 0) -> int:
     """CRC-32 of a contiguous CPU tensor's bytes."""
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, start) if tensor.numel() else start
+    return zlib.crc32(tensor.view(torch.uint8).numpy().data, start) if tensor.numel() else start
 
 
 def _read_listing(metadata: Any) -> tuple[Encoding, list[tuple[str, str]]]:

@@ -16,7 +16,7 @@ from pipeline.store.encodings import Codec
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS
 from pipeline.store.states_layout import TYPES, BrokenLayout, Layout, crc32, read_layout, sample_checksum
-from pipeline.store.states_sample import StatesSample, teacher_positions
+from pipeline.store.states_sample import StatesSample
 
 #: (tensor, rows, width, type) → memory [rows, width] that the reader fills and hands out.
 Room = Callable[[str, int, int, torch.dtype], Tensor]
@@ -50,6 +50,7 @@ class StatesReader:
         self._codec = Codec(self._layout.encoding, self._whole("channel_scales") if "channel_scales" in self._layout.tensors else None)
         self._front = b""
         self._check_offsets()
+        self._final_positions = self._find_positions()
         self._start = crc32(self._codec.channels) if self._codec.channels is not None else 0
 
     def __len__(self) -> int:
@@ -91,7 +92,8 @@ class StatesReader:
             found = sample_checksum(self._start, sample_id, source, token_ids, loss_mask, aux_rows, final_rows)
             if found != self._checksums[index]:
                 raise self._corrupt(f"sample {sample_id} of {source} has CRC-32 {found:08x}, {self._checksums[index]:08x} was written")
-        sample = StatesSample(sample_id, source, token_ids, loss_mask, aux_rows, final_rows, teacher_positions(loss_mask), self._codec)
+        positions = self._final_positions[_span(self._final_offsets, index)]
+        sample = StatesSample(sample_id, source, token_ids, loss_mask, aux_rows, final_rows, positions, self._codec)
         if not decode:
             return sample
         decoded = sample.decode()
@@ -133,11 +135,18 @@ class StatesReader:
         for name, offsets, end in (("token_offsets", self._token_offsets, layout.tokens), ("final_offsets", self._final_offsets, layout.finals)):
             if offsets[0] != 0 or offsets[-1] != end or sorted(offsets) != offsets:
                 raise self._corrupt(f"{name} does not rise from 0 to {end}")
-        for index, (sample_id, source) in enumerate(layout.samples):
-            own, stored = _span(self._token_offsets, index), self._final_offsets[index + 1] - self._final_offsets[index]
-            taught = int(self._loss_mask[own][1:].sum())
-            if taught != stored:
-                raise self._corrupt(f"sample {sample_id} of {source} has {stored} final states for {taught} supervised tokens")
+
+    def _find_positions(self) -> Tensor:
+        """Positions of all final states, each counted from its own sample's first token; int32 [S]. Raises CorruptShard."""
+        starts, supervised = np.array(self._token_offsets), np.flatnonzero(self._loss_mask.numpy())
+        sample = np.searchsorted(starts, supervised, side="right") - 1
+        inside = supervised - starts[sample]
+        taught = inside > 0  # nothing stands before a sample's first token
+        counts = np.bincount(sample[taught], minlength=len(self))
+        for index in np.flatnonzero(counts != np.diff(self._final_offsets))[:1]:
+            (sample_id, source), stored = self.origin(index), self._final_offsets[index + 1] - self._final_offsets[index]
+            raise self._corrupt(f"sample {sample_id} of {source} has {stored} final states for {counts[index]} supervised tokens")
+        return torch.from_numpy((inside - 1)[taught].astype(np.int32))
 
     def _whole(self, name: str) -> Tensor:
         tensor = self._layout.tensors[name]

@@ -94,7 +94,7 @@ class StoredCorpus:
     ) -> None:
         self._location, self._shards, self._keep_open, self._hidden_size = location, list(shards), keep_open, hidden_size
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._reopening = threading.Lock(), threading.Lock()
         window = sum(sorted((shard.bytes for shard in self._shards), reverse=True)[:SHUFFLED_SHARDS])
         self._cache = cache if cache and not location.is_local and cache.limit >= window else None
 
@@ -156,12 +156,14 @@ class StoredCorpus:
 
     def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample:
         """One sample with its states as stored, in the `room` for them. Read once more when its bytes are wrong, then CorruptShard."""
+        reader: ShardReader | None = None
         try:
-            return self.reader(shard).sample(index, decode=False, room=room)
+            reader = self.reader(shard)
+            return reader.sample(index, decode=False, room=room)
         except CorruptShard:
-            self._forget(shard)
+            pass
         try:
-            return self.reader(shard).sample(index, decode=False, room=room)
+            return self._reopened(shard, instead_of=reader).sample(index, decode=False, room=room)
         except CorruptShard as error:
             copy = str(self._cache.folder(self._shards[shard])) if self._cache else self._location.uri
             where = error.where.replace(copy, self._location.uri)  # name the shard, not its copy
@@ -200,12 +202,19 @@ class StoredCorpus:
             raise CorruptShard(problem, where=self._where(shard), fix=_FIX)
         return reader
 
-    def _forget(self, shard: int) -> None:
-        """Close the shard, and drop its copy in the cache."""
-        with self._lock:
-            self._open.pop(shard, None)
-        if self._cache:
-            self._cache.drop(self._shards[shard])
+    def _reopened(self, shard: int, *, instead_of: ShardReader | None) -> ShardReader:
+        """A reader of a fresh copy; threads that found the same one wrong share it."""
+        with self._reopening:
+            with self._lock:
+                current = self._open.get(shard)
+            if current is not None and current is not instead_of:
+                return current
+            if self._cache:
+                self._cache.drop(self._shards[shard])
+            fresh = self._opened(shard)
+            with self._lock:
+                self._open[shard] = fresh  # whatever a slower thread has opened meanwhile
+            return fresh
 
     def _where(self, shard: int) -> str:
         return f"{self._location.uri}/{SHARDS}/{self._shards[shard].name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,6 +182,25 @@ def test_a_copy_that_rotted_in_the_cache_is_fetched_again(tmp_path: Path, downlo
         batches = read_all(StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces())
         assert_holds(batches, stored)
         assert downloads.count(stored.shards[1].name) == 1
+
+
+def test_threads_that_find_the_same_copy_rotten_share_a_fresh_one(tmp_path: Path, downloads: list[str]) -> None:
+    stored = store(f"memory://{tmp_path.name}", 1)
+    corpus = StoredCorpus(stored.location, stored.shards, cache=ShardCache(tmp_path / "cache", 10**7))
+    copy = ShardCache(tmp_path / "cache", 10**7).fetch(stored.location, stored.shards[0]).child(SHARDS).local_path(stored.shards[0].name)
+    copy.write_bytes(flip(copy.read_bytes()))
+    downloads.clear()
+    last, start = len(stored.samples[0]) - 1, threading.Barrier(8)
+
+    def read() -> StatesSample:
+        corpus.reader(0)
+        start.wait()
+        return corpus.sample(0, last)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [future.result() for future in [pool.submit(read) for _ in range(8)]]
+    assert all(torch.equal(sample.aux_states, stored.samples[0][last].aux_states) for sample in found)
+    assert len(downloads) == 1
 
 
 @pytest.mark.parametrize("kind", ["local", "ranges", "cached"])
