@@ -1,7 +1,8 @@
-"""What a person sees while a stage runs: one console, one progress bar, one notice style."""
+"""What a person sees: one console, one progress bar, one style of notice and of error, one way to write sizes and times."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -70,3 +71,26 @@ def show_mask(parts: Iterable[tuple[str, bool]], *, supervised: int, total: int)
     console.rule(f"a sample: {supervised} of {total} tokens are supervised (green)", style="dim")
     console.print(text)
     console.rule(style="dim")
+
+
+def fail(message: str, code: int) -> int:
+    """One line on standard error, whatever line breaks a quoted value may hold."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def readable_bytes(count: float) -> str:
+    """1536 → "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def readable_duration(seconds: float) -> str:
+    """3700 → "1 h 2 min"; exactness beyond two units would pretend to knowledge."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -9,6 +9,7 @@ resolved here; those that depend on the target are resolved by the stage and wri
 
 from __future__ import annotations
 
+from pipeline.config.places import cache_directory
 from pipeline.config.reading import load, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import Section
@@ -33,6 +34,7 @@ __all__ = [
     "TargetSection",
     "TrainSection",
     "TreeSection",
+    "cache_directory",
     "load",
     "parse",
 ]

@@ -165,9 +165,3 @@ class Location:
             if self.is_local:
                 raise
             raise explain_remote_error(error, self.where(name)) from error
-
-
-def cache_directory() -> Path:
-    """$XDG_CACHE_HOME/eagle3, or ~/.cache/eagle3."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "eagle3"

@@ -19,7 +19,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import TargetSection
+from pipeline.config import TargetSection, cache_directory
 from pipeline.console import notice
 from pipeline.errors import MissingPackage, TargetError
 
@@ -74,8 +74,7 @@ def cache_root(target: TargetSection) -> Path:
     """Directory of dequantised targets."""
     if target.cache_dir:
         return Path(target.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "eagle3" / "targets"
+    return cache_directory() / "targets"
 
 
 def _checked_directory(path: Path, source: str) -> Path:

@@ -23,9 +23,10 @@ from safetensors.torch import load_file
 from safetensors.torch import save as encode
 from torch import Tensor
 
+from pipeline.config import cache_directory
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Record, digest
-from pipeline.store.location import Location, cache_directory
+from pipeline.store.location import Location
 from pipeline.store.stage import StageRun
 from pipeline.train.engine import Engine
 

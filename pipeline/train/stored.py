@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, cache_directory
 from pipeline.errors import CorruptShard, Eagle3Error, StoreError
 from pipeline.records import Manifest, Shard
 from pipeline.store.cache import ShardCache
-from pipeline.store.location import Location, cache_directory
+from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, verify_shard, verify_stored
 from pipeline.store.stage import stage_location
 from pipeline.store.states import Room, StatesReader, StatesSample
@@ -222,6 +222,6 @@ class StoredCorpus:
 
 def open_corpus(config: RunConfig, parent: Manifest) -> StoredCorpus:
     """The states of the run, `parent` being their manifest."""
-    directory = Path(config.run.cache_dir) if config.run.cache_dir else cache_directory()
+    directory = Path(config.run.cache_dir).expanduser() if config.run.cache_dir else cache_directory()
     cache = ShardCache(directory, config.run.cache_bytes)
     return StoredCorpus(stage_location(config.run.uri, "features"), parent.shards, cache=cache, hidden_size=parent.contract.hidden_size)

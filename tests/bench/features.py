@@ -52,7 +52,7 @@ from pipeline.train.batches import ReadAhead
 from pipeline.train.corpus import survey
 from pipeline.train.schedule import Schedule
 from pipeline.train.stored import StoredCorpus
-from tests.bench.report import ROOT, median_ratio, medians, publish, rounded, turns
+from tests.bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
 from tests.bench.tau_cost import tau_cost
 from tests.gcs_server import gcs_bucket
 
@@ -285,9 +285,7 @@ def _run_for_peak(shards: int, encoding: Encoding) -> None:
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
         stored = store(_config(folder, encoding), [_random_states(200 + number) for number in range(20)], shards, MEMORY_SHARD, encoding)
         _take_all(StoredCorpus(Location(folder).child("features"), stored), before=lambda: None)
-    # Not ru_maxrss: a child starts with its parent's there.
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    print(int(status["VmHWM"].split()[0]) * 1024 / 1e9)
+    print(peak_gigabytes())
 
 
 if __name__ == "__main__":

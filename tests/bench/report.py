@@ -39,6 +39,12 @@ def median_ratio(seen: Sequence[Mapping[str, float]], case: str, rival: str) -> 
     return statistics.median(turn[case] / turn[rival] for turn in seen)
 
 
+def peak_gigabytes() -> float:
+    """Most memory that this process has had so far. Not ru_maxrss: a child starts with its parent's there."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024 / 1e9
+
+
 def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
     """Bytes per second of a plain sequential read (CPU) or of a copy, both directions counted (CUDA)."""
     source = torch.ones(megabytes * 2**20 // 4, device=device)

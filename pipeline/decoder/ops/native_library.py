@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch  # noqa: F401 — loads the OpenMP runtime that the kernels share
 
+from pipeline.config import cache_directory
+
 _SOURCES = Path(__file__).parent / "native_src"
 # Without -ffp-contract=off the compiler may fuse a product and a sum in one instance of a kernel and not in another,
 # and a token's result would depend on how many rows stand beside it.
@@ -100,7 +102,7 @@ def _compiled(processor: str, runtime: str) -> Path:
         version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
         content = [file.read_text() for file in (*sources, *sorted(_SOURCES.glob("*.h")))]
         key = hashlib.sha256("\0".join((*content, *_FLAGS, *compiler, version, processor, runtime)).encode()).hexdigest()[:32]
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagle3" / "native" / f"{key}.so"
+        path = cache_directory() / "native" / f"{key}.so"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, sources, runtime, path)
