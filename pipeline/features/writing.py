@@ -1,11 +1,7 @@
-"""Capture and storing side by side: one thread commits while the target computes.
+"""Capture and storing side by side: one thread encodes and commits while the target computes.
 
     capture  ▐ shard 0 ▌▐ shard 1 ▌▐ shard 2 ▌▐ shard 3 ▌
     write               ▐ 0 ▌       ▐ 1 ▌      ▐ 2 ▌      ▐ 3 ▌
-
-States on a GPU are also encoded beside the next shard's forwards. On a CPU they are encoded between shards,
-by all threads: each of the hundreds of steps of a forward waits for its slowest thread, so one busy core
-costs it several times the work that is done there.
 
 First in, first out: shards are committed in their order, and a killed run leaves the first ones. At
 most WAITING shards are held beside the one that is written and the one that is computed.
@@ -16,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -57,10 +52,7 @@ class ShardWriter:
 
     def put(self, name: str, samples: list[StatesSample]) -> None:
         """Encode and commit `samples` as shard `name`, after those before it; waits while too many are held."""
-        encode = partial(encode_states, samples, self._encoding)
-        data = encode() if samples[0].aux_states.device.type == "cpu" else encode
-        tokens = sum(len(sample.token_ids) for sample in samples)
-        self._pending.append(self._pool.submit(self._write, name, data, len(samples), tokens))
+        self._pending.append(self._pool.submit(self._write, name, samples))
         while len(self._pending) > WAITING + 1:
             self._pending.popleft().result()
 
@@ -72,11 +64,12 @@ class ShardWriter:
             for future in self._pending:
                 future.result()
 
-    def _write(self, name: str, data: bytes | Callable[[], bytes], rows: int, tokens: int) -> None:
+    def _write(self, name: str, samples: list[StatesSample]) -> None:
         if self._failed:  # a gap in the order would be computed twice
             return
         try:
-            self._work.commit(name, data if isinstance(data, bytes) else data(), rows=rows, tokens=tokens)
+            data = encode_states(samples, self._encoding)
+            self._work.commit(name, data, rows=len(samples), tokens=sum(len(sample.token_ids) for sample in samples))
         except BaseException:
             self._failed = True
             raise
