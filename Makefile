@@ -54,16 +54,16 @@ check: $(READY) ## Lint, format, types and import directions; seconds, no model
 	@$(BIN)/python -m pytest -q tests/test_structure.py -k directions
 
 bench-decode: ## Speed of the decoder on this CPU or GPU; ARGS='--head DIR' takes a trained head
-	@$(ANY_PYTHON) -m tests.bench.decode $(ARGS)
+	@$(ANY_PYTHON) -m bench.decode $(ARGS)
 
 bench-train: ## Speed and memory of the trainer on this CPU
-	@$(ANY_PYTHON) -m tests.bench.train $(ARGS)
+	@$(ANY_PYTHON) -m bench.train $(ARGS)
 
 bench-synth: $(READY) ## Speed of synth on this CPU: generation against Hugging Face, filters; ARGS='--head DIR' drafts
-	@$(BIN)/python -m tests.bench.synth $(ARGS)
+	@$(BIN)/python -m bench.synth $(ARGS)
 
 bench-features: $(READY) ## Size, capture and reading of states on this machine
-	@$(BIN)/python -m tests.bench.features $(ARGS)
+	@$(BIN)/python -m bench.features $(ARGS)
 
 gpu-check: ## Correctness of the decoder on this GPU, in minutes
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)
@@ -112,7 +112,7 @@ endef
 define CLEAN
 import pathlib, shutil
 caches = [".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "build", "dist"]
-rooms = [path for room in ("pipeline", "tests") for path in pathlib.Path(room).rglob("__pycache__")]
+rooms = [path for room in ("pipeline", "bench", "tests") for path in pathlib.Path(room).rglob("__pycache__")]
 for path in [*map(pathlib.Path, caches), *rooms]:
     shutil.rmtree(path, ignore_errors=True)
 endef

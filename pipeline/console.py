@@ -7,14 +7,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 #: Standard output; machine-readable lines are printed with `print`, never with this.
 console = Console(highlight=False, soft_wrap=True)
 
 
-class Bar:
+class ProgressBar:
     """Handle of one progress bar: `advance(tokens)` and a free-text `note`."""
 
     def __init__(self, progress: Progress, unit: str, total: float | None, done: float) -> None:
@@ -39,7 +47,9 @@ class _Rate(TextColumn):
 
 
 @contextmanager
-def progress_bar(title: str, *, unit: str, total: float | None, done: float = 0) -> Iterator[Bar]:
+def progress_bar(
+    title: str, *, unit: str, total: float | None, done: float = 0
+) -> Iterator[ProgressBar]:
     """A bar with count, rate and time left. Quiet when standard output is no terminal.
 
     `done` is what an earlier, interrupted run has already committed.
@@ -55,7 +65,7 @@ def progress_bar(title: str, *, unit: str, total: float | None, done: float = 0)
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield Bar(progress, unit, total, done)
+        yield ProgressBar(progress, unit, total, done)
 
 
 def notice(stage: str, text: str) -> None:

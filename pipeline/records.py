@@ -44,7 +44,7 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class SamplingChoice(Record):
+class SamplingOverride(Record):
     """What a source asks for instead of the run's sampling; None keeps the run's value."""
 
     temperature: float | None = Field(None, ge=0)  # 0 is greedy
@@ -55,13 +55,13 @@ class SamplingChoice(Record):
 class Prompt(Record):
     """What a user asks: turns of one conversation, without any reply."""
 
-    id: str  # unique within its source
+    sample_id: str  # unique within its source
     source: str  # data set or package it comes from
     license: str  # SPDX identifier, "unknown" when the source does not say
     category: str  # groups the evaluation, e.g. "writing"
     turns: tuple[str, ...]  # user turns in order; the target answers each
     system: str | None = None  # the record's own system prompt; None takes the run's
-    sampling: SamplingChoice | None = None  # its source's; None takes the run's
+    sampling: SamplingOverride | None = None  # its source's; None takes the run's
 
 
 class Span(Record):
@@ -78,7 +78,7 @@ class Message(Record):
     content: str
 
 
-class Sampling(Record):
+class SamplingParams(Record):
     """How a response was drawn. Temperature 0 is greedy."""
 
     temperature: float
@@ -102,7 +102,7 @@ class Sample(Record):
     token_ids: tuple[int, ...]
     supervised: tuple[Span, ...]  # one per assistant turn: the generated ids, end token included
     finish_reason: Literal["stop", "length"]  # of the last turn
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int
     generator: str  # what produced the response, with its version
 

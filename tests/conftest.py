@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.gcs_server import gcs_bucket
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 END = "<|im_end|>"
 
-QUESTIONS = [f"What is {a} {word} {a + 3}, and why would that be so?" for a in range(8) for word in ("plus", "minus", "times")]
+QUESTIONS = [
+    f"What is {a} {word} {a + 3}, and why would that be so?"
+    for a in range(8)
+    for word in ("plus", "minus", "times")
+]
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +30,16 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<|im_start|>", END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|im_start|>", END],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(["user assistant system", *QUESTIONS], trainer)
-    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML)  # type: ignore[no-untyped-call]
+    fast: Any = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML
+    )  # type: ignore[no-untyped-call]
     save_tiny_llama(directory, fast, seed=0)
     return directory
 
@@ -57,7 +64,9 @@ def save_tiny_llama(directory: Path, tokenizer: Any, *, seed: int) -> None:
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        model.lm_head.weight *= 0.1  # near-uniform next tokens: sampled replies end within some hundred tokens
+        model.lm_head.weight *= (
+            0.1  # near-uniform next tokens: sampled replies end within some hundred tokens
+        )
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
 
@@ -65,6 +74,8 @@ def save_tiny_llama(directory: Path, tokenizer: Any, *, seed: int) -> None:
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[str]:
     """gs:// URI of an empty bucket on a real fake-gcs-server process."""
+    from tests.gcs_server import gcs_bucket
+
     with gcs_bucket("eagle3") as uri:
         yield uri
 
@@ -77,7 +88,11 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     def mount(options: str) -> Path:
         point = tmp_path / f"mount{len(mounted)}"
         point.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)], capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(point)],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             pytest.skip(f"mounting needs root: {done.stderr.strip()}")
         mounted.append(point)

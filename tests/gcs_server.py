@@ -31,9 +31,21 @@ class GcsServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [_get_binary_path(), "-scheme", "http", "-backend", "filesystem", "-filesystem-root", self._root, "-host", "127.0.0.1"]
+        command = [
+            _get_binary_path(),
+            "-scheme",
+            "http",
+            "-backend",
+            "filesystem",
+            "-filesystem-root",
+            self._root,
+            "-host",
+            "127.0.0.1",
+        ]
         command += ["-port", str(self.port), "-external-url", self.url]
-        self._process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         for _ in range(200):
             try:
                 urllib.request.urlopen(f"{self.url}/storage/v1/b").close()
@@ -48,7 +60,11 @@ class GcsServer:
         self._process.wait()
 
     def create_bucket(self, name: str) -> None:
-        request = urllib.request.Request(f"{self.url}/storage/v1/b?project=p", data=json.dumps({"name": name}).encode(), method="POST")
+        request = urllib.request.Request(
+            f"{self.url}/storage/v1/b?project=p",
+            data=json.dumps({"name": name}).encode(),
+            method="POST",
+        )
         request.add_header("Content-Type", "application/json")
         urllib.request.urlopen(request).close()
 

@@ -25,7 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
-    file.write_text("target: {source: some/model}\nsynth: {sources: [{source: prompts.jsonl}]}\n", encoding="utf-8")
+    file.write_text(
+        "target: {source: some/model}\nsynth: {sources: [{source: prompts.jsonl}]}\n",
+        encoding="utf-8",
+    )
     return file
 
 
@@ -40,7 +43,9 @@ def shown(capsys: pytest.CaptureFixture[str]) -> RunConfig:
     return RunConfig.model_validate(yaml.safe_load(capsys.readouterr().out))
 
 
-def test_show_prints_what_loads_to_the_same_config(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_what_loads_to_the_same_config(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["show", "-c", str(config_file), "synth.max_prompts=7"]) == 0
     first = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(first, encoding="utf-8")
@@ -57,8 +62,12 @@ def test_show_prints_what_loads_to_the_same_config(config_file: Path, tmp_path: 
         ["run.seed=3", "-c", "FILE", "synth.top_k=5"],
     ],
 )
-def test_overrides_stand_anywhere(order: list[str], config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", *(str(config_file) if word == "FILE" else word for word in order)]) == 0
+def test_overrides_stand_anywhere(
+    order: list[str], config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.main(["show", *(str(config_file) if word == "FILE" else word for word in order)]) == 0
+    )
     config = shown(capsys)
     assert config.synth is not None
     assert (config.run.seed, config.synth.top_k) == (3, 5)
@@ -79,7 +88,10 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"    {command} " in text for command in [*STAGES, "run", "show", "schema", "inspect", "export", "import"])
+    assert all(
+        f"    {command} " in text
+        for command in [*STAGES, "run", "show", "schema", "inspect", "export", "import"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["import", "there", "--out", "head"], "--target"),
     ],
 )
-def test_misuse_is_one_line_and_code_2(argv: list[str], part: str, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_one_line_and_code_2(
+    argv: list[str], part: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([str(config_file) if word == "FILE" else word for word in argv])
     assert ended.value.code == 2
@@ -105,13 +119,20 @@ def test_misuse_is_one_line_and_code_2(argv: list[str], part: str, config_file: 
     assert line.startswith("error: ") and part in line and "(fix: " in line
 
 
-def test_user_error_is_one_line_and_code_2(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_is_one_line_and_code_2(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["synth", "-c", str(config_file), "synth.max_promts=3"]) == 2
     line = error_line(capsys)
-    assert line.startswith(f"error: {config_file}: synth.max_promts: ") and "did you mean 'max_prompts'?" in line
+    assert (
+        line.startswith(f"error: {config_file}: synth.max_promts: ")
+        and "did you mean 'max_prompts'?" in line
+    )
 
 
-def test_value_with_line_breaks_stays_one_line(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_value_with_line_breaks_stays_one_line(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["show", "-c", str(config_file), 'run.seed="a\\n\\nb"']) == 2
     assert error_line(capsys).startswith("error: ")
 
@@ -135,8 +156,18 @@ class _Rooms:
         def plan(config: RunConfig) -> Plan:
             self.calls.append(("plan", stage, config.run.force))
             return Plan.model_validate(
-                {"stage": stage, "state": "2 of 3 [shards] committed", "records": 1234, "tokens": 56789, "storage_bytes": 3 << 20}
-                | {"seconds": 3700, "peak_memory_bytes": 3 << 29, "basis": ["12 tokens a prompt", "[red] is no colour here"]}
+                {
+                    "stage": stage,
+                    "state": "2 of 3 [shards] committed",
+                    "records": 1234,
+                    "tokens": 56789,
+                    "storage_bytes": 3 << 20,
+                }
+                | {
+                    "seconds": 3700,
+                    "peak_memory_bytes": 3 << 29,
+                    "basis": ["12 tokens a prompt", "[red] is no colour here"],
+                }
             )
 
         return plan
@@ -152,7 +183,9 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rooms]:
 
 def test_run_goes_through_all_stages_in_order(rooms: _Rooms, config_file: Path) -> None:
     assert cli.main(["run", "-c", str(config_file)]) == 0
-    assert rooms.calls == [("run", stage, False) for stage in ("synth", "features", "train", "eval")]
+    assert rooms.calls == [
+        ("run", stage, False) for stage in ("synth", "features", "train", "eval")
+    ]
 
 
 def test_one_stage_with_force(rooms: _Rooms, config_file: Path) -> None:
@@ -160,7 +193,9 @@ def test_one_stage_with_force(rooms: _Rooms, config_file: Path) -> None:
     assert rooms.calls == [("run", "train", True)]
 
 
-def test_failure_ends_the_run_with_the_errors_own_code(rooms: _Rooms, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_ends_the_run_with_the_errors_own_code(
+    rooms: _Rooms, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rooms.raises = NotLossless("token 3 differs", where="prompt a", fix="report it")
     assert cli.main(["run", "-c", str(config_file)]) == 1
     assert rooms.calls == [("run", "synth", False)]
@@ -173,11 +208,22 @@ def test_our_own_bug_keeps_its_traceback(rooms: _Rooms, config_file: Path) -> No
         cli.main(["synth", "-c", str(config_file)])
 
 
-def test_plan_prints_a_table_and_runs_nothing(rooms: _Rooms, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_table_and_runs_nothing(
+    rooms: _Rooms, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["run", "-c", str(config_file), "--plan"]) == 0
     assert [kind for kind, _, _ in rooms.calls] == ["plan"] * 4
     text = capsys.readouterr().out
-    for part in ("2 of 3 [shards] committed", "1,234", "56,789", "3.0 MiB", "1 h 2 min", "1.5 GiB", "12 tokens a prompt", "[red] is no colour here"):
+    for part in (
+        "2 of 3 [shards] committed",
+        "1,234",
+        "56,789",
+        "3.0 MiB",
+        "1 h 2 min",
+        "1.5 GiB",
+        "12 tokens a prompt",
+        "[red] is no colour here",
+    ):
         assert text.count(part) == 4, part
 
 
@@ -189,7 +235,13 @@ def test_every_stage_has_a_door_and_a_plan() -> None:
 
 
 def test_version() -> None:
-    done = subprocess.run([sys.executable, "-m", "pipeline.cli", "--version"], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
     assert done.stdout == f"eagle3 {__version__}\n"
 
 
@@ -200,15 +252,21 @@ def test_ctrl_c_is_one_line_and_code_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeline.cli", "show", "-c", str(pipe)]
     # A shell's background jobs ignore the signal, and so would everything that they start.
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heeding)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heeding
+    )
     with process, pipe.open("w", encoding="utf-8"):  # opens once the command reads the other end
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error.splitlines() == ["error: interrupted (fix: run the same command again; it continues after the last committed work)"]
+    assert error.splitlines() == [
+        "error: interrupted (fix: run the same command again; it continues after the last committed work)"
+    ]
 
 
 def test_reader_that_stops_early_is_no_error() -> None:
     pipeline = f"{sys.executable} -m pipeline.cli schema | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", pipeline], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        ["bash", "-c", pipeline], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

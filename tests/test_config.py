@@ -14,7 +14,10 @@ from pipeline.config import RunConfig, Section, load, parse
 from pipeline.config.reading import _section_in
 from pipeline.errors import ConfigError
 
-TREE: dict[str, Any] = {"target": {"source": "some/model"}, "synth": {"sources": [{"source": "prompts.jsonl"}]}}
+TREE: dict[str, Any] = {
+    "target": {"source": "some/model"},
+    "synth": {"sources": [{"source": "prompts.jsonl"}]},
+}
 
 
 def with_value(dotted: str, value: Any) -> dict[str, Any]:
@@ -26,7 +29,10 @@ def with_value(dotted: str, value: Any) -> dict[str, Any]:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    path.write_text("# a comment\ntarget:\n  source: some/model\nsynth:\n  sources:\n    - source: prompts.jsonl\n", encoding="utf-8")
+    path.write_text(
+        "# a comment\ntarget:\n  source: some/model\nsynth:\n  sources:\n    - source: prompts.jsonl\n",
+        encoding="utf-8",
+    )
     return path
 
 
@@ -39,7 +45,11 @@ def test_defaults_and_file_make_a_config(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dotted", "fix"),
-    [("synth.max_promts", "did you mean 'max_prompts'?"), ("target.sauce", "did you mean 'source'?"), ("train.learning_rat", "did you mean 'learning_rate'?")],
+    [
+        ("synth.max_promts", "did you mean 'max_prompts'?"),
+        ("target.sauce", "did you mean 'source'?"),
+        ("train.learning_rat", "did you mean 'learning_rate'?"),
+    ],
 )
 def test_unknown_key_names_the_nearest(dotted: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -52,8 +62,16 @@ def test_unknown_key_names_the_nearest(dotted: str, fix: str) -> None:
     ("tree", "where", "fix"),
     [
         ({**TREE, "sinth": {}}, "sinth", "did you mean 'synth'?"),
-        ({**TREE, "synth": {"sources": [{"source": "a", "licence": "MIT"}]}}, "synth.sources.0.licence", "did you mean 'license'?"),
-        ({**TREE, "train": {"head": {"init_layr": 1}}}, "train.head.init_layr", "did you mean 'init_layer'?"),
+        (
+            {**TREE, "synth": {"sources": [{"source": "a", "licence": "MIT"}]}},
+            "synth.sources.0.licence",
+            "did you mean 'license'?",
+        ),
+        (
+            {**TREE, "train": {"head": {"init_layr": 1}}},
+            "train.head.init_layr",
+            "did you mean 'init_layer'?",
+        ),
     ],
 )
 def test_unknown_key_is_found_at_every_depth(tree: dict[str, Any], where: str, fix: str) -> None:
@@ -141,7 +159,11 @@ def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         ("synth.pii.enabled=false", "synth.pii.enabled", False),
         ("train.head.draft_vocab_size=512", "train.head.draft_vocab_size", 512),
         ("train.learning_rate=1.0e-4", "train.learning_rate", 1e-4),
-        ("train.learning_rate=1e-4", "train.learning_rate", 1e-4),  # YAML 1.1 reads this spelling as text
+        (
+            "train.learning_rate=1e-4",
+            "train.learning_rate",
+            1e-4,
+        ),  # YAML 1.1 reads this spelling as text
     ],
 )
 def test_override_replaces_one_value(file: Path, override: str, path: str, value: Any) -> None:
@@ -198,18 +220,38 @@ def sections(model: type[Section], path: str = "") -> Iterator[tuple[str, type[S
 
 
 def test_every_field_is_described() -> None:
-    fields = [(path, name, field) for path, model in sections(RunConfig) for name, field in model.model_fields.items()]
+    fields = [
+        (path, name, field)
+        for path, model in sections(RunConfig)
+        for name, field in model.model_fields.items()
+    ]
     assert len(fields) > 60, "the walk reaches the nested sections"
-    assert [f"{path}.{name}" for path, name, field in fields if not (field.description or "").endswith(".")] == []
+    assert [
+        f"{path}.{name}"
+        for path, name, field in fields
+        if not (field.description or "").endswith(".")
+    ] == []
 
 
 def test_stage_hash_follows_its_own_section_only() -> None:
-    base, seed, train = parse(TREE), parse(with_value("run.seed", 1)), parse(with_value("train.epochs", 9))
+    base, seed, train = (
+        parse(TREE),
+        parse(with_value("run.seed", 1)),
+        parse(with_value("train.epochs", 9)),
+    )
     assert base.section_hash("train") != train.section_hash("train")
     assert base.section_hash("synth") == train.section_hash("synth")
     assert base.section_hash("synth") != seed.section_hash("synth")
 
 
-@pytest.mark.parametrize("change", [("run.uri", "elsewhere"), ("run.threads", 1), ("run.force", True), ("target.cache_dir", "/tmp/x")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("run.uri", "elsewhere"),
+        ("run.threads", 1),
+        ("run.force", True),
+        ("target.cache_dir", "/tmp/x"),
+    ],
+)
 def test_stage_hash_ignores_where_and_how_fast(change: tuple[str, Any]) -> None:
     assert parse(TREE).section_hash("synth") == parse(with_value(*change)).section_hash("synth")

@@ -33,15 +33,22 @@ def test_manifests_run_stages_that_exist() -> None:
     found = [command for block in blocks("yaml") for command in commands(yaml.safe_load(block))]
     assert [command[0] for command in found] == ["eagle3", "torchrun"]
     for command in found:
-        ours = command[1:] if command[0] == "eagle3" else command[command.index("pipeline.cli") + 1 :]
+        ours = (
+            command[1:] if command[0] == "eagle3" else command[command.index("pipeline.cli") + 1 :]
+        )
         parsed = cli.parse_arguments(ours)
         assert parsed.command in cli.ROOMS and parsed.overrides == ["run.uri=gs://bucket/heads/x"]
 
 
 def test_the_job_gives_up_where_another_attempt_would_not_help() -> None:
     job = yaml.safe_load(blocks("yaml")[0])
-    assert job["spec"]["podFailurePolicy"]["rules"][0] == {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}}
-    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never", "the API demands it beside a podFailurePolicy"
+    assert job["spec"]["podFailurePolicy"]["rules"][0] == {
+        "action": "FailJob",
+        "onExitCodes": {"operator": "In", "values": [1, 2]},
+    }
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never", (
+        "the API demands it beside a podFailurePolicy"
+    )
 
 
 @pytest.mark.parametrize("script", blocks("bash"))

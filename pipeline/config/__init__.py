@@ -13,7 +13,15 @@ from pipeline.config.places import cache_directory
 from pipeline.config.reading import load, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import Section
-from pipeline.config.synth import DlpSection, GeneratorSection, PiiSection, QualitySection, RecognizerSpec, SourceSpec, SynthSection
+from pipeline.config.synth import (
+    DlpSection,
+    GeneratorSection,
+    PiiSection,
+    QualitySection,
+    RecognizerSpec,
+    SourceSpec,
+    SynthSection,
+)
 from pipeline.config.train import HeadSection, TrainSection
 from pipeline.config.tree import TreeSection
 

@@ -16,7 +16,9 @@ from pipeline.config.section import Section
 from pipeline.errors import ConfigError
 
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, force: bool = False) -> RunConfig:
+def load(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, force: bool = False
+) -> RunConfig:
     """Read, override, check and freeze. Raises ConfigError with file, key and fix."""
     tree = _read_yaml(Path(path))
     for override in overrides:
@@ -40,17 +42,31 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError("no such file", where=str(path), fix="pass an existing YAML file with -c") from None
+        raise ConfigError(
+            "no such file", where=str(path), fix="pass an existing YAML file with -c"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}", where=str(path), fix="pass a readable UTF-8 YAML file with -c") from None
+        raise ConfigError(
+            f"cannot be read: {error}",
+            where=str(path),
+            fix="pass a readable UTF-8 YAML file with -c",
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "not valid YAML"
-        raise ConfigError(f"not valid YAML: {problem}", where=f"{path}{line}", fix="correct the syntax on that line") from None
+        raise ConfigError(
+            f"not valid YAML: {problem}",
+            where=f"{path}{line}",
+            fix="correct the syntax on that line",
+        ) from None
     if not isinstance(tree, dict):
         known = ", ".join(RunConfig.model_fields)
-        raise ConfigError("must be a mapping of sections", where=str(path), fix=f"start from configs/demo.yaml; sections are {known}")
+        raise ConfigError(
+            "must be a mapping of sections",
+            where=str(path),
+            fix=f"start from configs/demo.yaml; sections are {known}",
+        )
     return tree
 
 
@@ -58,18 +74,28 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):
-        raise ConfigError("not of the form section.key=value", where=f"override {override!r}", fix="write for example synth.max_prompts=200")
+        raise ConfigError(
+            "not of the form section.key=value",
+            where=f"override {override!r}",
+            fix="write for example synth.max_prompts=200",
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"value {text!r} is not valid YAML", where=f"override {key}", fix="quote the value") from None
+        raise ConfigError(
+            f"value {text!r} is not valid YAML", where=f"override {key}", fix="quote the value"
+        ) from None
     node = tree
     for part in parts[:-1]:
         child = node.get(part)
         if child is None:
             child = node[part] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"{part!r} is not a section", where=f"override {key}", fix="name a section and one of its keys")
+            raise ConfigError(
+                f"{part!r} is not a section",
+                where=f"override {key}",
+                fix="name a section and one of its keys",
+            )
         node = child
     node[parts[-1]] = value
 
@@ -85,9 +111,13 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
         fix = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
         return ConfigError(f"unknown key {location[-1]!r}", where=f"{where}: {dotted}", fix=fix)
     if first["type"] == "missing":
-        return ConfigError("required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …")
+        return ConfigError(
+            "required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …"
+        )
     shown = f", got {first['input']!r}" if not isinstance(first["input"], dict) else ""
-    return ConfigError(f"{first['msg']}{shown}", where=f"{where}: {dotted}", fix=_describe(location))
+    return ConfigError(
+        f"{first['msg']}{shown}", where=f"{where}: {dotted}", fix=_describe(location)
+    )
 
 
 def _fields_at(location: list[str]) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from pipeline.decoder.tree import Acceptance, Sampling
+from pipeline.decoder.tree import SamplingTensors, VerifyOutput
 
 
 @dataclass(frozen=True)
-class Batch:
+class DecodeBatch:
     """S rows. Views of the first rows, or of one row, are batches too."""
 
     roots: Tensor  # [S] last token: certain, not yet in the target's cache
@@ -32,7 +32,16 @@ class Batch:
     counts: Tensor  # [S] how many of them
 
     @classmethod
-    def empty(cls, rows: int, *, pages: int, memory: int, emitted: int, dtype: torch.dtype, device: torch.device) -> Batch:
+    def empty(
+        cls,
+        rows: int,
+        *,
+        pages: int,
+        memory: int,
+        emitted: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DecodeBatch:
         """Inert rows with room for `pages` pages, `memory` drafter values and `emitted` tokens a round."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -56,31 +65,40 @@ class Batch:
         return len(self.roots)
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k, self.seeds)
+    def sampling(self) -> SamplingTensors:
+        return SamplingTensors(self.temperature, self.top_p, self.top_k, self.seeds)
 
-    def rows(self, first: int, last: int) -> Batch:
+    def rows(self, first: int, last: int) -> DecodeBatch:
         """Rows first … last-1 as a batch that shares this one's memory."""
         if (first, last) == (0, len(self)):
             return self
-        return Batch(*(getattr(self, field.name)[first:last] for field in fields(self)))
+        return DecodeBatch(*(getattr(self, field.name)[first:last] for field in fields(self)))
 
-    def copy_row(self, row: int, other: Batch, source: int) -> None:
+    def copy_row(self, row: int, other: DecodeBatch, source: int) -> None:
         """Overwrite one row with a row of `other`, which may be this batch."""
         for field in fields(self):
             getattr(self, field.name)[row] = getattr(other, field.name)[source]
 
-    def open_row(self, row: int, pages: list[int], *, temperature: float, top_p: float, top_k: int, seed: int) -> None:
+    def open_row(
+        self, row: int, pages: list[int], *, temperature: float, top_p: float, top_k: int, seed: int
+    ) -> None:
         """Give a row to a request that has nothing cached yet."""
-        self.table[row] = torch.tensor(pages + [0] * (self.table.shape[1] - len(pages)), device=self.table.device)
+        self.table[row] = torch.tensor(
+            pages + [0] * (self.table.shape[1] - len(pages)), device=self.table.device
+        )
         self.starts[row], self.active[row] = 0, 1
-        self.temperature[row], self.top_p[row], self.top_k[row], self.seeds[row] = temperature, top_p, top_k, seed
+        self.temperature[row], self.top_p[row], self.top_k[row], self.seeds[row] = (
+            temperature,
+            top_p,
+            top_k,
+            seed,
+        )
 
     def clear_row(self, row: int) -> None:
         """Make a row inert."""
         self.table[row], self.starts[row], self.active[row] = 0, 0, 0
 
-    def advance(self, accepted: Acceptance) -> None:
+    def advance(self, accepted: VerifyOutput) -> None:
         """Commit what a round emitted; inert rows stay where they are."""
         last = accepted.tokens.gather(1, accepted.counts[:, None] - 1)[:, 0]
         self.roots.copy_(last.clamp(min=0))  # -1 marks NaN logits; the engine ends such a request

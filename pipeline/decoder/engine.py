@@ -24,17 +24,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
-from pipeline.decoder.graphs import Parcel, RoundRunner, default_buckets, send
+from pipeline.decoder.graphs import PendingTokens, RoundRunner, default_buckets, send
 from pipeline.decoder.kv import PagedPool, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Emission, Problem, Request, Slot, Statistics
 from pipeline.decoder.round import prefill_chunk
-from pipeline.decoder.simulate import ImposedAcceptance
+from pipeline.decoder.tuning.simulate import ImposedAcceptance
 
 #: A prefill or a round under way: the slots of its rows, and its tokens.
-_Launch = tuple[list[Slot], Parcel]
+_Launch = tuple[list[Slot], PendingTokens]
 
 #: Prompt tokens read between two rounds: long enough for efficient matrix products, short enough that
 #: the others' next tokens are not delayed much. While nobody is decoding there is nobody to delay, but
@@ -68,19 +68,33 @@ class Engine:
         self._prefill_tokens = prefill_tokens
         width = drafter.depth + 1 if drafter else 1  # most tokens that a round emits
         # Behind the last kept token: what one round too many commits for each round in flight, and the tree on top.
-        self._spare = width * (1 + self._behind) + (max(drafter.nodes, drafter.lookahead) if drafter else 1)
+        self._spare = width * (1 + self._behind) + (
+            max(drafter.nodes, drafter.lookahead) if drafter else 1
+        )
         table = pages_for(model.max_length + self._spare)
         self.pool = PagedPool(slots * table + 1 if pages is None else pages, device=model.device)
         self._plane = model.plane(self.pool)
         if drafter:
             drafter.allocate(self.pool)
         memory = drafter.memory if drafter else 0
-        self._batch, self._lobby = (Batch.empty(rows, pages=table, memory=memory, emitted=width, dtype=model.dtype, device=model.device) for rows in (slots, 1))
+        self._batch, self._prefill_batch = (
+            DecodeBatch.empty(
+                rows,
+                pages=table,
+                memory=memory,
+                emitted=width,
+                dtype=model.dtype,
+                device=model.device,
+            )
+            for rows in (slots, 1)
+        )
         if buckets is None and cuda:
             buckets = default_buckets(slots)
         with torch.inference_mode():
             judge = ImposedAcceptance(impose, model.device) if impose else None
-            self._runner = RoundRunner(model, self._plane, drafter, self._batch, buckets=buckets, judge=judge)
+            self._runner = RoundRunner(
+                model, self._plane, drafter, self._batch, buckets=buckets, judge=judge
+            )
         self._simulated = impose is not None
         self._active: list[Slot] = []  # slot r holds row r
         self._arriving: Slot | None = None  # being prefilled in the lobby
@@ -96,7 +110,9 @@ class Engine:
     def stream(self, requests: Iterable[Request]) -> Iterator[Emission]:
         """Tokens as they are emitted, of all requests in turn."""
         source = _Queue(requests)
-        flying: deque[list[_Launch]] = deque()  # launched, not yet read; a list for each pass of this loop
+        flying: deque[list[_Launch]] = (
+            deque()
+        )  # launched, not yet read; a list for each pass of this loop
         try:
             while source or self._arriving or self._active or flying:
                 flying.append(self._launch(source))
@@ -115,7 +131,9 @@ class Engine:
             launched = []
         if self._active:
             rows = len(self._active)
-            self._runner.run(rows, sampling=any(slot.request.temperature > 0 for slot in self._active))
+            self._runner.run(
+                rows, sampling=any(slot.request.temperature > 0 for slot in self._active)
+            )
             launched.append((list(self._active), send(self._batch.rows(0, rows))))
         return launched
 
@@ -127,12 +145,16 @@ class Engine:
             end = min(slot.prefilled + budget, len(prompt))
             budget -= end - slot.prefilled
             chunk = torch.tensor([prompt[slot.prefilled : end]], device=self.model.device)  # [1, n]
-            following = torch.tensor([prompt[end]], device=self.model.device) if end < len(prompt) else None
-            prefill_chunk(self.model, self._plane, self.drafter, self._lobby, chunk, following)
+            following = (
+                torch.tensor([prompt[end]], device=self.model.device) if end < len(prompt) else None
+            )
+            prefill_chunk(
+                self.model, self._plane, self.drafter, self._prefill_batch, chunk, following
+            )
             slot.prefilled, self._arriving = end, slot
             if following is None:
-                launched.append(([slot], send(self._lobby)))
-                self._batch.copy_row(len(self._active), self._lobby, 0)
+                launched.append(([slot], send(self._prefill_batch)))
+                self._batch.copy_row(len(self._active), self._prefill_batch, 0)
                 self._active.append(slot)
                 self._arriving = None
         return launched
@@ -142,21 +164,40 @@ class Engine:
         while source and len(self._active) < self.slots:
             request = source.first
             need = pages_for(len(request.prompt_ids) + request.max_new_tokens + self._spare)
-            problem = request.problem(vocabulary=self.model.vocabulary, max_length=self.model.max_length)
+            problem = request.problem(
+                vocabulary=self.model.vocabulary, max_length=self.model.max_length
+            )
             if problem is None and need > self.pool.capacity:
-                problem = Problem(f"needs {need} pages of key/value memory, the pool has {self.pool.capacity}", "give the engine more pages")
+                problem = Problem(
+                    f"needs {need} pages of key/value memory, the pool has {self.pool.capacity}",
+                    "give the engine more pages",
+                )
             if problem is not None:
                 source.pop()
-                failed = Completion(request.id, (), "error", Statistics(), problem)
-                self._ready.append(Emission(request.id, (), failed))
+                failed = Completion(request.request_id, (), "error", Statistics(), problem)
+                self._ready.append(Emission(request.request_id, (), failed))
                 continue
             pages = self.pool.take(need)
             if pages is None:
                 return None
             source.pop()
             now = time.perf_counter()
-            self._lobby.open_row(0, pages, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, seed=request.seed)
-            return Slot(request, pages, now, statistics=Statistics(simulated=self._simulated, queued_seconds=now - source.opened))
+            self._prefill_batch.open_row(
+                0,
+                pages,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                seed=request.seed,
+            )
+            return Slot(
+                request,
+                pages,
+                now,
+                statistics=Statistics(
+                    simulated=self._simulated, queued_seconds=now - source.opened
+                ),
+            )
         return None
 
     def _collect(self, launched: list[_Launch]) -> None:
@@ -169,7 +210,11 @@ class Engine:
                 taken = slot.take(tokens, now)
                 if slot.reason is not None:
                     self._retire(slot)
-                self._ready.append(Emission(slot.request.id, taken, slot.completion() if slot.reason else None))
+                self._ready.append(
+                    Emission(
+                        slot.request.request_id, taken, slot.completion() if slot.reason else None
+                    )
+                )
 
     def _retire(self, slot: Slot) -> None:
         """Free the pages; the last active row takes the place."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import Judge, decode_round
@@ -25,7 +25,9 @@ from pipeline.decoder.round import Judge, decode_round
 
 def default_buckets(slots: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8th size: padding never wastes more than seven rows."""
-    return tuple(sorted({size for size in (1, 2, 4, *range(8, slots, 8)) if size < slots} | {slots}))
+    return tuple(
+        sorted({size for size in (1, 2, 4, *range(8, slots, 8)) if size < slots} | {slots})
+    )
 
 
 class RoundRunner:
@@ -36,7 +38,7 @@ class RoundRunner:
         model: DecoderModel,
         plane: Tensor,
         drafter: Drafter | None,
-        batch: Batch,
+        batch: DecodeBatch,
         *,
         buckets: Sequence[int] | None,
         judge: Judge | None = None,
@@ -61,12 +63,21 @@ class RoundRunner:
             self._round(size, sampling=sampling)
 
     def _round(self, size: int, *, sampling: bool) -> None:
-        decode_round(self._model, self._plane, self._drafter, self._batch.rows(0, size), sampling=sampling, judge=self._judge)
+        decode_round(
+            self._model,
+            self._plane,
+            self._drafter,
+            self._batch.rows(0, size),
+            sampling=sampling,
+            judge=self._judge,
+        )
 
     def _capture(self) -> None:
         assert self._buckets is not None
         pool = torch.cuda.graph_pool_handle()
-        for size in sorted(self._buckets, reverse=True):  # the largest first, so that the others fit into its memory
+        for size in sorted(
+            self._buckets, reverse=True
+        ):  # the largest first, so that the others fit into its memory
             for sampling in (False, True):
                 # Kernels compile and libraries choose their algorithms outside the capture.
                 warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -81,7 +92,7 @@ class RoundRunner:
                 self._graphs[size, sampling] = graph
 
 
-class Parcel:
+class PendingTokens:
     """Tokens of one launch on their way to the host."""
 
     def __init__(self, emitted: Tensor, counts: Tensor, arrived: torch.cuda.Event | None) -> None:
@@ -91,17 +102,20 @@ class Parcel:
         """Tokens of each row; waits for the copy, not for later rounds."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [row[:count] for row, count in zip(self._emitted.tolist(), self._counts.tolist(), strict=True)]
+        return [
+            row[:count]
+            for row, count in zip(self._emitted.tolist(), self._counts.tolist(), strict=True)
+        ]
 
 
-def send(batch: Batch) -> Parcel:
+def send(batch: DecodeBatch) -> PendingTokens:
     """Start copying what the last launch emitted; the batch may be used again at once."""
     if batch.roots.device.type != "cuda":
-        return Parcel(batch.emitted.clone(), batch.counts.clone(), None)
+        return PendingTokens(batch.emitted.clone(), batch.counts.clone(), None)
     emitted = torch.empty(batch.emitted.shape, dtype=torch.int64, pin_memory=True)
     counts = torch.empty(batch.counts.shape, dtype=torch.int64, pin_memory=True)
     emitted.copy_(batch.emitted, non_blocking=True)
     counts.copy_(batch.counts, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
-    return Parcel(emitted, counts, arrived)
+    return PendingTokens(emitted, counts, arrived)

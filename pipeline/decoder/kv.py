@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.reference import PAGE
+from pipeline.decoder.ops.base import PAGE
 
 
 class PagedPool:
@@ -22,11 +22,15 @@ class PagedPool:
 
     def __init__(self, pages: int, *, device: torch.device) -> None:
         self.pages, self.device = pages, device
-        self._free = list(range(pages - 1, 0, -1))  # lowest first, so that memory in use stays together
+        self._free = list(
+            range(pages - 1, 0, -1)
+        )  # lowest first, so that memory in use stays together
 
     def plane(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
         """Keys and values of `layers` layers on all pages: zeros [layers, 2, pages, G, PAGE, d]."""
-        return torch.zeros(layers, 2, self.pages, kv_heads, PAGE, head_dim, dtype=dtype, device=self.device)
+        return torch.zeros(
+            layers, 2, self.pages, kv_heads, PAGE, head_dim, dtype=dtype, device=self.device
+        )
 
     @property
     def free(self) -> int:

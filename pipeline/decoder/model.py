@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.ops import pick_ops
-from pipeline.decoder.ops.layer import LayerWeights, Place
-from pipeline.decoder.ops.reference import TorchOps, entry_slots
+from pipeline.decoder.ops.base import TorchOps, entry_slots
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights
 from pipeline.decoder.tree import WINDOW
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
@@ -57,19 +57,37 @@ class DecoderModel:
     """Weights, rotary table and the forward; key/value pages belong to the engine."""
 
     def __init__(
-        self, config: Any, weights: Weights, capture_layers: tuple[int, ...], *, device: torch.device, dtype: torch.dtype, max_length: int, ops: TorchOps
+        self,
+        config: Any,
+        weights: Weights,
+        capture_layers: tuple[int, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_length: int,
+        ops: TorchOps,
     ) -> None:
         """`max_length` is the longest prompt + response, `ops` the backend that computes."""
-        self.config, self.device, self.dtype, self.max_length, self.ops = config, device, dtype, max_length, ops
+        self.config, self.device, self.dtype, self.max_length, self.ops = (
+            config,
+            device,
+            dtype,
+            max_length,
+            ops,
+        )
         self.capture_layers = capture_layers
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         self.eps = config.rms_norm_eps
         self.embedding = self._put(weights.embedding())  # [V, H]
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
         self._lm_head = self.ops.pack(self.embedding if tied else self._put(weights.lm_head()))
         self.final_norm = self._put(weights.final_norm())
-        self.layers = [self._fuse(weights.layer(index)) for index in range(config.num_hidden_layers)]
+        self.layers = [
+            self._fuse(weights.layer(index)) for index in range(config.num_hidden_layers)
+        ]
         self._following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         # Nodes of the last tree may stand behind the longest response.
         rotary = RotaryTable(config, max_length + WINDOW, device=device, dtype=dtype)
@@ -92,7 +110,15 @@ class DecoderModel:
         config: Any = AutoConfig.from_pretrained(directory)
         check_supported(config, max_length, where=str(directory))
         weights = TargetWeights(directory)
-        return cls(config, weights, capture_layers, device=device, dtype=dtype, max_length=max_length, ops=ops or pick_ops(device, dtype))
+        return cls(
+            config,
+            weights,
+            capture_layers,
+            device=device,
+            dtype=dtype,
+            max_length=max_length,
+            ops=ops or pick_ops(device, dtype),
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -103,20 +129,39 @@ class DecoderModel:
         """This model's keys and values on the pool's pages: [layers, 2, pages, G, PAGE, d]."""
         return pool.plane(len(self.layers), self.kv_heads, self.head_dim, self.dtype)
 
-    def forward(self, tokens: Tensor, positions: Tensor, table: Tensor, starts: Tensor, visible: Tensor | None, plane: Tensor) -> Forward:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        starts: Tensor,
+        visible: Tensor | None,
+        plane: Tensor,
+    ) -> Forward:
         """Run tokens [B, N] at `positions` [B, N], token n of row b being cache entry starts[b] + n.
 
         Pages come from `table` [B, P]. Every token sees the entries below `starts` [B], and behind
         them what the bits of `visible` [B, N] name; without it the tokens are a chain.
         """
         ops, (rows, count) = self.ops, tokens.shape
-        slots = entry_slots(table, starts[:, None] + torch.arange(count, device=tokens.device)).view(-1)  # [T]
-        place = Place(rows, self.rotary, positions.reshape(-1), slots, table, starts, visible)
+        slots = entry_slots(
+            table, starts[:, None] + torch.arange(count, device=tokens.device)
+        ).view(-1)  # [T]
+        place = AttentionMetadata(
+            rows, self.rotary, positions.reshape(-1), slots, table, starts, visible
+        )
         captured = []
-        normed, hidden = ops.add_rms_norm(F.embedding(tokens.reshape(-1), self.embedding), None, self.layers[0].input_norm, self.eps)  # [T, H]
+        normed, hidden = ops.add_rms_norm(
+            F.embedding(tokens.reshape(-1), self.embedding),
+            None,
+            self.layers[0].input_norm,
+            self.eps,
+        )  # [T, H]
         for index, layer in enumerate(self.layers):
             keys, values = plane[index]
-            normed, hidden = ops.layer(layer, self._following[index], self.eps, place, hidden, normed, keys, values)
+            normed, hidden = ops.layer(
+                layer, self._following[index], self.eps, place, hidden, normed, keys, values
+            )
             if index in self.capture_layers:
                 captured.append(hidden)
         shape = rows, count, -1
@@ -138,8 +183,12 @@ class DecoderModel:
         return LayerWeights(
             input_norm=self._put(layer["input_layernorm.weight"]),
             qkv=self.ops.pack(joined(*(f"{name}.weight" for name in qkv))),
-            qkv_bias=joined(*(f"{name}.bias" for name in qkv)) if f"{qkv[0]}.bias" in layer else None,
-            head_norms=(self._put(layer[norms[0]]), self._put(layer[norms[1]])) if norms[0] in layer else None,
+            qkv_bias=joined(*(f"{name}.bias" for name in qkv))
+            if f"{qkv[0]}.bias" in layer
+            else None,
+            head_norms=(self._put(layer[norms[0]]), self._put(layer[norms[1]]))
+            if norms[0] in layer
+            else None,
             output=self.ops.pack(self._put(layer["self_attn.o_proj.weight"])),
             output_bias=optional("self_attn.o_proj.bias"),
             post_norm=self._put(layer["post_attention_layernorm.weight"]),
@@ -158,15 +207,25 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
         return UnsupportedModel(problem, where=f"target {where}", fix=fix)
 
     if config.model_type not in SUPPORTED:
-        raise refuse(f"the decoder does not run model_type {config.model_type!r}", f"use one of {', '.join(SUPPORTED)}")
+        raise refuse(
+            f"the decoder does not run model_type {config.model_type!r}",
+            f"use one of {', '.join(SUPPORTED)}",
+        )
     if config.hidden_act != "silu":
-        raise refuse(f"the decoder does not run activation {config.hidden_act!r}", "use a model with silu")
+        raise refuse(
+            f"the decoder does not run activation {config.hidden_act!r}", "use a model with silu"
+        )
     if getattr(config, "mlp_bias", False):
         raise refuse("the decoder does not run biased MLPs", "use a model with mlp_bias=false")
     window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (config.model_type == "mistral" and window)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
+        config.model_type == "mistral" and window
+    )
     if slides and window and max_length > window:
-        raise refuse(f"sliding-window attention of {window} tokens is not implemented beyond the window", f"keep prompt + response below {window} tokens")
+        raise refuse(
+            f"sliding-window attention of {window} tokens is not implemented beyond the window",
+            f"keep prompt + response below {window} tokens",
+        )
     if max_length > config.max_position_embeddings:
         raise refuse(
             f"prompt + response may take {max_length} tokens, the target has {config.max_position_embeddings} positions",

@@ -24,14 +24,16 @@ class Problem:
 class Request:
     """What to generate. Temperature 0 is greedy."""
 
-    id: str
+    request_id: str
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0  # not negative; the same seed draws the same tokens in any batch and with any drafter
+    seed: int = (
+        0  # not negative; the same seed draws the same tokens in any batch and with any drafter
+    )
 
     def problem(self, *, vocabulary: int, max_length: int) -> Problem | None:
         """Why this request cannot be run; None when it can."""
@@ -41,12 +43,21 @@ class Request:
             return Problem(f"max_new_tokens is {self.max_new_tokens}", "ask for at least 1")
         outside = next((token for token in self.prompt_ids if not 0 <= token < vocabulary), None)
         if outside is not None:
-            return Problem(f"prompt_ids has token {outside}, the vocabulary has {vocabulary}", "encode with the target's own tokenizer")
+            return Problem(
+                f"prompt_ids has token {outside}, the vocabulary has {vocabulary}",
+                "encode with the target's own tokenizer",
+            )
         length = len(self.prompt_ids) + self.max_new_tokens
         if length > max_length:
-            return Problem(f"prompt_ids + max_new_tokens are {length} tokens, the engine holds {max_length} a request", "shorten one of them")
+            return Problem(
+                f"prompt_ids + max_new_tokens are {length} tokens, the engine holds {max_length} a request",
+                "shorten one of them",
+            )
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.seed < 0:
-            return Problem("temperature, top_k or seed is negative, or top_p is not in (0, 1]", "correct the sampling parameters")
+            return Problem(
+                "temperature, top_k or seed is negative, or top_p is not in (0, 1]",
+                "correct the sampling parameters",
+            )
         return None
 
 
@@ -57,7 +68,9 @@ class Statistics:
     simulated: bool = False  # acceptance was imposed: the speed means something, the tokens do not
     rounds: int = 0
     round_tokens: int = 0  # emitted by rounds, bonus included
-    reached: list[int] = field(default_factory=list)  # [k]: rounds in which k drafted tokens were accepted, or more
+    reached: list[int] = field(
+        default_factory=list
+    )  # [k]: rounds in which k drafted tokens were accepted, or more
     queued_seconds: float = 0.0  # submitted to admitted
     first_token_seconds: float = 0.0  # admitted to first token
     decode_seconds: float = 0.0  # first token to last
@@ -70,7 +83,11 @@ class Statistics:
     @property
     def acceptance_rates(self) -> list[float]:
         """α_k for k = 0, 1, …: of the rounds that accepted k drafted tokens, the share that accepted another."""
-        return [after / before for before, after in zip(self.reached, self.reached[1:], strict=False) if before]
+        return [
+            after / before
+            for before, after in zip(self.reached, self.reached[1:], strict=False)
+            if before
+        ]
 
     @property
     def seconds_per_token(self) -> float:
@@ -90,7 +107,7 @@ class Statistics:
 class Completion:
     """A finished request: generated ids, a stop token included."""
 
-    id: str
+    request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     statistics: Statistics
@@ -101,7 +118,7 @@ class Completion:
 class Emission:
     """Tokens of one request as they come; the last one carries the completion."""
 
-    id: str
+    request_id: str
     token_ids: tuple[int, ...]
     completion: Completion | None = None
 
@@ -126,7 +143,10 @@ class Slot:
         for token in emitted:
             if token < 0:
                 self.reason = "error"
-                self.error = Problem(f"the target's logits were NaN after {len(self.tokens)} generated tokens", "check the target's weights and target.dtype")
+                self.error = Problem(
+                    f"the target's logits were NaN after {len(self.tokens)} generated tokens",
+                    "check the target's weights and target.dtype",
+                )
                 break
             taken.append(token)
             self.tokens.append(token)
@@ -140,10 +160,14 @@ class Slot:
             self.statistics.first_token_seconds = now - self.admitted
         else:
             self.statistics.count_round(len(emitted), len(taken))
-            self.statistics.decode_seconds = now - self.admitted - self.statistics.first_token_seconds
+            self.statistics.decode_seconds = (
+                now - self.admitted - self.statistics.first_token_seconds
+            )
         return tuple(taken)
 
     def completion(self) -> Completion:
         """The finished request."""
         assert self.reason is not None
-        return Completion(self.request.id, tuple(self.tokens), self.reason, self.statistics, self.error)
+        return Completion(
+            self.request.request_id, tuple(self.tokens), self.reason, self.statistics, self.error
+        )

@@ -15,16 +15,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.tree import Acceptance, Tree, root_only
+from pipeline.decoder.tree import Tree, VerifyOutput, root_only
 
 #: (tree, the target's choices [B, N], deepest draft) → what is accepted.
-Judge = Callable[[Tree, Tensor, int], Acceptance]
+Judge = Callable[[Tree, Tensor, int], VerifyOutput]
 
 
-def decode_round(model: DecoderModel, plane: Tensor, drafter: Drafter | None, batch: Batch, *, sampling: bool, judge: Judge | None = None) -> None:
+def decode_round(
+    model: DecoderModel,
+    plane: Tensor,
+    drafter: Drafter | None,
+    batch: DecodeBatch,
+    *,
+    sampling: bool,
+    judge: Judge | None = None,
+) -> None:
     """Advance every active row by at least one token, leaving them in `batch.emitted` and `batch.counts`.
 
     `plane` holds the target's keys and values; `sampling` says that some row may have a temperature;
@@ -39,12 +47,22 @@ def decode_round(model: DecoderModel, plane: Tensor, drafter: Drafter | None, ba
     accepted = (judge or model.ops.verify)(tree, predicted, depth)
     if drafter is not None:
         model.ops.compact(plane, batch.table, batch.starts, accepted.path)
-        branch = aux.gather(1, accepted.path[:, :, None].expand(-1, -1, aux.shape[-1]))  # [B, D + 1, 3H]
+        branch = aux.gather(
+            1, accepted.path[:, :, None].expand(-1, -1, aux.shape[-1])
+        )  # [B, D + 1, 3H]
         drafter.extend(batch, accepted.tokens, branch, accepted.counts)
     batch.advance(accepted)
 
 
-def read_tree(model: DecoderModel, plane: Tensor, batch: Batch, tree: Tree, depth: int, *, sampling: bool) -> tuple[Tensor, Tensor]:
+def read_tree(
+    model: DecoderModel,
+    plane: Tensor,
+    batch: DecodeBatch,
+    tree: Tree,
+    depth: int,
+    *,
+    sampling: bool,
+) -> tuple[Tensor, Tensor]:
     """One forward over all nodes: their aux states [B, N, 3H], and what the target chooses after each [B, N]."""
     positions = batch.starts[:, None] + tree.depth  # [B, N]
     output = model.forward(tree.tokens, positions, batch.table, batch.starts, tree.ancestors, plane)
@@ -54,7 +72,14 @@ def read_tree(model: DecoderModel, plane: Tensor, batch: Batch, tree: Tree, dept
     return output.aux, model.ops.argmax(logits)
 
 
-def prefill_chunk(model: DecoderModel, plane: Tensor, drafter: Drafter | None, batch: Batch, tokens: Tensor, following: Tensor | None) -> None:
+def prefill_chunk(
+    model: DecoderModel,
+    plane: Tensor,
+    drafter: Drafter | None,
+    batch: DecodeBatch,
+    tokens: Tensor,
+    following: Tensor | None,
+) -> None:
     """Read `tokens` [1, n] of one row's prompt behind what is cached already.
 
     `following` [1] is the prompt's token behind the chunk. Without it the chunk is the last one, and
@@ -65,10 +90,14 @@ def prefill_chunk(model: DecoderModel, plane: Tensor, drafter: Drafter | None, b
     output = model.forward(tokens, positions, batch.table, batch.starts, None, plane)
     first = following is None
     if following is None:
-        following = ops.draw(model.logits(output.final[:, -1]), batch.sampling, positions[:, -1] + 1)  # [1]
+        following = ops.draw(
+            model.logits(output.final[:, -1]), batch.sampling, positions[:, -1] + 1
+        )  # [1]
     if drafter is not None:
         counts = torch.full_like(batch.starts, count)
-        drafter.extend(batch, torch.cat((tokens[:, 1:], following[:, None]), dim=1), output.aux, counts)
+        drafter.extend(
+            batch, torch.cat((tokens[:, 1:], following[:, None]), dim=1), output.aux, counts
+        )
     batch.starts.add_(count)
     if first:
         batch.roots.copy_(following.clamp(min=0))

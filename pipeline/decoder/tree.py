@@ -38,7 +38,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class VerifyOutput:
     """The longest branch of each tree that the target would have generated itself, all int64.
 
     tree      root ─ a ─ c            path    [0 1 3 3]   node indices, padded with the last one
@@ -52,7 +52,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingTensors:
     """How each of B rows draws its tokens; a row with temperature 0 is greedy.
 
     Order as in Hugging Face: temperature, then top-k, then top-p. A draw depends on the row's

@@ -50,21 +50,40 @@ def save_head(directory: Path, head: Eagle3Head, card: HeadCard) -> None:
 
 
 def export_speculators(
-    directory: Path, head: Eagle3Head, card: HeadCard, *, embedding: Tensor, verifier: str, architectures: Sequence[str], speculative_tokens: int
+    directory: Path,
+    head: Eagle3Head,
+    card: HeadCard,
+    *,
+    embedding: Tensor,
+    verifier: str,
+    architectures: Sequence[str],
+    speculative_tokens: int,
 ) -> None:
     """Write `head` as speculators and vLLM read it, with its card beside it.
 
     embedding [V, H] is the target's; verifier, architectures and speculative_tokens: see `speculators_config`.
     """
-    config = speculators_config(head.shape, card.contract, verifier=verifier, architectures=architectures, speculative_tokens=speculative_tokens)
+    config = speculators_config(
+        head.shape,
+        card.contract,
+        verifier=verifier,
+        architectures=architectures,
+        speculative_tokens=speculative_tokens,
+    )
     _write(directory, config, speculators_tensors(head.state_dict(), embedding), card)
 
 
-def load_head(directory: Path, *, expected: TargetContract | None = None) -> tuple[Eagle3Head, HeadCard]:
+def load_head(
+    directory: Path, *, expected: TargetContract | None = None
+) -> tuple[Eagle3Head, HeadCard]:
     """Read a head directory in float32. Raises HeadError, or ContractMismatch when it is for another target."""
     for name in (CONFIG, WEIGHTS, CARD):
         if not (directory / name).is_file():
-            raise HeadError(f"has no {name}", where=f"head {directory}", fix="pass a head directory that `eagle3 train` wrote")
+            raise HeadError(
+                f"has no {name}",
+                where=f"head {directory}",
+                fix="pass a head directory that `eagle3 train` wrote",
+            )
     card = read_card(directory / CARD)
     if expected is not None:
         match_contracts(expected, card.contract, where=f"head {directory}")
@@ -74,7 +93,11 @@ def load_head(directory: Path, *, expected: TargetContract | None = None) -> tup
         head.load_state_dict(tensors)
     except (SafetensorError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        raise HeadError(f"{WEIGHTS} does not fit {CONFIG}: {reason}", where=f"head {directory}", fix="export the head again") from error
+        raise HeadError(
+            f"{WEIGHTS} does not fit {CONFIG}: {reason}",
+            where=f"head {directory}",
+            fix="export the head again",
+        ) from error
     return head.float(), card
 
 
@@ -82,25 +105,45 @@ def read_card(path: Path) -> HeadCard:
     """The card in an `eagle3.json`. Raises HeadError."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        return HeadCard(TargetContract.model_validate(body["contract"]), body["provenance"], body["metrics"])
+        return HeadCard(
+            TargetContract.model_validate(body["contract"]), body["provenance"], body["metrics"]
+        )
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise HeadError(f"{CARD} cannot be read: {str(error).splitlines()[0]}", where=f"head {path.parent}", fix="export the head again") from error
+        raise HeadError(
+            f"{CARD} cannot be read: {str(error).splitlines()[0]}",
+            where=f"head {path.parent}",
+            fix="export the head again",
+        ) from error
 
 
-def _write(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], card: HeadCard) -> None:
+def _write(
+    directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], card: HeadCard
+) -> None:
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file({name: _stored(tensor) for name, tensor in tensors.items()}, partial / WEIGHTS, metadata={"format": "pt"})
+        save_file(
+            {name: _stored(tensor) for name, tensor in tensors.items()},
+            partial / WEIGHTS,
+            metadata={"format": "pt"},
+        )
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        body = {"contract": card.contract.model_dump(mode="json"), "provenance": card.provenance, "metrics": card.metrics}
+        body = {
+            "contract": card.contract.model_dump(mode="json"),
+            "provenance": card.provenance,
+            "metrics": card.metrics,
+        }
         (partial / CARD).write_text(json.dumps(body, indent=2) + "\n")
         if directory.exists():
             shutil.rmtree(directory)
         os.rename(partial, directory)
     except OSError as error:
-        raise StoreError(f"cannot write the head: {error.strerror}", where=str(directory), fix="free some space or choose a writable directory") from error
+        raise StoreError(
+            f"cannot write the head: {error.strerror}",
+            where=str(directory),
+            fix="free some space or choose a writable directory",
+        ) from error
 
 
 def _stored(tensor: Tensor) -> Tensor:

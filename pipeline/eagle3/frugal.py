@@ -45,13 +45,19 @@ class _Norm(torch.autograd.Function):
         exact = torch.promote_types(x.dtype, torch.float32)
         upper = grads[0].to(exact).reshape(-1, x.shape[-1])  # [rows, H]
         wide = x.to(exact).reshape(-1, x.shape[-1])
-        inverse = torch.linalg.vecdot(wide, wide).div(x.shape[-1]).add(ctx.eps).rsqrt().unsqueeze(-1)  # r [rows, 1]
+        inverse = (
+            torch.linalg.vecdot(wide, wide).div(x.shape[-1]).add(ctx.eps).rsqrt().unsqueeze(-1)
+        )  # r [rows, 1]
         normed = wide * inverse  # n
         weight_grad = torch.linalg.vecdot(upper, normed, dim=0) if ctx.needs_input_grad[1] else None
         upper = upper * weight.to(exact)  # u
         mean = torch.linalg.vecdot(upper, normed).div(x.shape[-1]).unsqueeze(-1)  # [rows, 1]
         x_grad = torch.addcmul(upper, normed, mean, value=-1).mul_(inverse)
-        return x_grad.to(x.dtype).view_as(x), None if weight_grad is None else weight_grad.to(weight.dtype), None
+        return (
+            x_grad.to(x.dtype).view_as(x),
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None,
+        )
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -72,7 +72,10 @@ class _Attention(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        query, key = (
+            shape.num_attention_heads * shape.head_dim,
+            shape.num_key_value_heads * shape.head_dim,
+        )
         self.q_proj = nn.Linear(2 * shape.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
@@ -123,7 +126,9 @@ class _DraftLayer(nn.Module):
 
     def read(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All before attention: embedding, hidden [.., H] → query [.., Q, d], key and value [.., G, d]."""
-        joined = torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)  # [.., 2H]
+        joined = torch.cat(
+            (self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1
+        )  # [.., 2H]
         return self.self_attn.read(joined)
 
     def write(self, hidden: Tensor, mixed: Tensor) -> Tensor:
@@ -146,7 +151,9 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.shape = shape
         if shape.fc_norm:
-            self.fc_norm = nn.ModuleList(RmsNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3))
+            self.fc_norm = nn.ModuleList(
+                RmsNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3)
+            )
         self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = _DraftLayer(shape)
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -159,7 +166,9 @@ class Eagle3Head(nn.Module):
         if not self.shape.fc_norm:
             return aux_states
         states = aux_states.chunk(3, dim=-1)  # low, middle, high, each [.., H]
-        return torch.cat([own(state) for own, state in zip(self.fc_norm, states, strict=True)], dim=-1)
+        return torch.cat(
+            [own(state) for own, state in zip(self.fc_norm, states, strict=True)], dim=-1
+        )
 
     def project(self, aux_states: Tensor) -> Tensor:
         """Aux states [.., 3H] → g [.., H], the hidden input of step 0."""

@@ -24,7 +24,9 @@ def random_init(head: Eagle3Head, seed: int) -> None:
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.dim() > 1:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0, INIT_STD, generator=generator))
+                parameter.copy_(
+                    torch.empty(parameter.shape).normal_(0, INIT_STD, generator=generator)
+                )
             else:
                 parameter.fill_(1.0)
 
@@ -68,7 +70,9 @@ def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
         down = layer["mlp.down_proj.weight"]  # [H, I]
         width = head.shape.intermediate_size
         if down.shape[1] >= width:
-            strength = down.float().norm(dim=0) * layer["mlp.up_proj.weight"].float().norm(dim=1)  # [I]
+            strength = down.float().norm(dim=0) * layer["mlp.up_proj.weight"].float().norm(
+                dim=1
+            )  # [I]
             kept = strength.topk(width).indices.sort().values
             own.mlp.gate_proj.weight.copy_(layer["mlp.gate_proj.weight"][kept])
             own.mlp.up_proj.weight.copy_(layer["mlp.up_proj.weight"][kept])
@@ -97,7 +101,8 @@ def shape_for(
         hidden_size=hidden,
         intermediate_size=intermediate_size or int(target_config.intermediate_size),
         num_attention_heads=num_attention_heads or heads,
-        num_key_value_heads=num_key_value_heads or int(getattr(target_config, "num_key_value_heads", None) or heads),
+        num_key_value_heads=num_key_value_heads
+        or int(getattr(target_config, "num_key_value_heads", None) or heads),
         head_dim=int(getattr(target_config, "head_dim", None) or hidden // heads),
         vocab_size=int(target_config.vocab_size),
         draft_vocab_size=draft_vocab_size,

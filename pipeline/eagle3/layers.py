@@ -21,7 +21,9 @@ class RotaryTable:
     `max_position_embeddings`.
     """
 
-    def __init__(self, config: Any, length: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Any, length: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         rotary = LlamaRotaryEmbedding(config=config)

@@ -15,23 +15,35 @@ from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.features.packing import into_forwards
 from pipeline.records import Sample, TargetContract, match_contracts
-from pipeline.store.encodings import AUX_LAYERS
-from pipeline.store.stage import stage_location
+from pipeline.store.stage_run import stage_location
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.target.capture import capture_alone, capture_states, register_packed_attention
+from pipeline.store.states.encodings import AUX_LAYERS
+from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
 from pipeline.target.load import LoadedTarget, load_target
 
 
 def load_matching_target(config: RunConfig, expected: TargetContract) -> LoadedTarget:
     """The target, ready for packed forwards. Raises ContractMismatch when it is not the one that wrote the samples."""
     torch.set_num_threads(config.run.threads)
-    target = load_target(config.target, attention=register_packed_attention(), device_map=config.features.device_map)
-    match_contracts(target.contract, expected, where=f"{stage_location(config.run.uri, 'synth').uri}/manifest.json")
+    target = load_target(
+        config.target, attention=register_packed_attention(), device_map=config.features.device_map
+    )
+    match_contracts(
+        target.contract,
+        expected,
+        where=f"{stage_location(config.run.uri, 'synth').uri}/manifest.json",
+    )
     return target
 
 
 def capture_shard(
-    target: LoadedTarget, samples: Sequence[Sample], batch_tokens: int, advance: Callable[[int], None], *, name: str, tolerance: float
+    target: LoadedTarget,
+    samples: Sequence[Sample],
+    batch_tokens: int,
+    advance: Callable[[int], None],
+    *,
+    name: str,
+    tolerance: float,
 ) -> list[StatesSample]:
     """The states of `samples`, in their order, bf16 on the target's device.
 
@@ -84,7 +96,9 @@ def _layers(aux: Tensor, final: Tensor) -> list[Tensor]:
     return [*aux.chunk(AUX_LAYERS, dim=1), final]
 
 
-def _check_alone(target: LoadedTarget, sample: Sample, aux: Tensor, final: Tensor, tolerance: float) -> None:
+def _check_alone(
+    target: LoadedTarget, sample: Sample, aux: Tensor, final: Tensor, tolerance: float
+) -> None:
     """Raise DataError when the sample's states are not those that it has by itself.
 
     The tolerance counts in steps of the compute type. Two sound ways to compute SmolLM2's states
@@ -93,7 +107,9 @@ def _check_alone(target: LoadedTarget, sample: Sample, aux: Tensor, final: Tenso
     """
     allowed = tolerance * torch.finfo(aux.dtype).eps
     names = [f"layer {layer}" for layer in target.contract.capture_layers] + ["the final state"]
-    for name, difference in zip(names, differences((aux, final), capture_alone(target, sample.token_ids)), strict=True):
+    for name, difference in zip(
+        names, differences((aux, final), capture_alone(target, sample.token_ids)), strict=True
+    ):
         if not difference <= allowed:
             problem = f"{name} differs by {difference:.3g} between a packed forward and the sample alone, where {allowed:.3g} is allowed in {aux.dtype}"
             fix = "set features.batch_tokens=1 so that each sample goes alone, and report the target; features.self_check_tolerance sets the limit"
@@ -108,7 +124,11 @@ def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Te
         for name, states in zip(("aux states", "final states"), pair, strict=True):
             if not torch.isfinite(states).all():
                 fix = "check the target's weights, or try target.dtype=float32"
-                raise DataError(f"the target's {name} hold NaN or infinity", where=f"sample {sample.prompt_id} of {sample.source}", fix=fix)
+                raise DataError(
+                    f"the target's {name} hold NaN or infinity",
+                    where=f"sample {sample.prompt_id} of {sample.source}",
+                    fix=fix,
+                )
 
 
 def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
@@ -119,7 +139,7 @@ def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
         sample_id=sample.prompt_id,
         source=sample.source,
         token_ids=torch.tensor(sample.token_ids, dtype=torch.int32),
-        loss_mask=mask,
+        supervised_mask=mask,
         aux_states=aux.to(torch.bfloat16),
         final_states=final[positions.to(final.device)].to(torch.bfloat16),
         final_positions=positions,
@@ -131,6 +151,12 @@ def _check_ids(sample: Sample, vocab_size: int) -> None:
     where = f"sample {sample.prompt_id} of {sample.source}"
     fix = "make the samples again with this target: `eagle3 synth --force`"
     if not sample.token_ids or min(sample.token_ids) < 0 or max(sample.token_ids) >= vocab_size:
-        raise DataError(f"needs one or more ids in [0, {vocab_size})", where=f"{where}: token_ids", fix=fix)
+        raise DataError(
+            f"needs one or more ids in [0, {vocab_size})", where=f"{where}: token_ids", fix=fix
+        )
     if any(not 0 <= span.start < span.end <= len(sample.token_ids) for span in sample.supervised):
-        raise DataError(f"has a span outside its {len(sample.token_ids)} tokens", where=f"{where}: supervised", fix=fix)
+        raise DataError(
+            f"has a span outside its {len(sample.token_ids)} tokens",
+            where=f"{where}: supervised",
+            fix=fix,
+        )

@@ -10,7 +10,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.records import Manifest, Plan
 from pipeline.store.shards import ENTRY, SHARDS
-from pipeline.store.stage import find_manifest, stage_location
+from pipeline.store.stage_run import find_manifest, stage_location
 
 #: Sustained rate of one CPU thread in bf16 matrix products; measured with SmolLM2-135M on two cores with AVX-512 bf16.
 _FLOPS_PER_THREAD = 150e9
@@ -38,9 +38,22 @@ def plan(config: RunConfig) -> Plan:
     parent = find_manifest(config.run.uri, "synth")
     if parent is None:
         nothing = ("the samples do not exist yet: run `eagle3 synth` first",)
-        return Plan(stage="features", state="waiting for synth", records=0, tokens=0, storage_bytes=0, seconds=0, peak_memory_bytes=0, basis=nothing)
+        return Plan(
+            stage="features",
+            state="waiting for synth",
+            records=0,
+            tokens=0,
+            storage_bytes=0,
+            seconds=0,
+            peak_memory_bytes=0,
+            basis=nothing,
+        )
     require_space(config)
-    tokens, shards, supervised = parent.tokens, _expected_shards(config, parent), _supervised(parent)
+    tokens, shards, supervised = (
+        parent.tokens,
+        _expected_shards(config, parent),
+        _supervised(parent),
+    )
     size = _size(config, parent)
     hidden, width = parent.contract.hidden_size, 4 if config.target.dtype == "float32" else 2
     held = min(tokens, config.features.shard_tokens) * 8 * hidden  # bf16, whatever is stored
@@ -53,7 +66,10 @@ def plan(config: RunConfig) -> Plan:
         tokens=tokens,
         storage_bytes=size.total,
         seconds=_LOADING_SECONDS + tokens / rate,
-        peak_memory_bytes=_INTERPRETER_BYTES + parent.contract.parameters * width + _SHARDS_HELD * held + forward,
+        peak_memory_bytes=_INTERPRETER_BYTES
+        + parent.contract.parameters * width
+        + _SHARDS_HELD * held
+        + forward,
         basis=(
             f"storage: {size.token:,.0f} bytes a token and {size.teacher:,} for each of {supervised:,} supervised ones, as {config.features.encoding}",
             f"shards: about {shards:,} of {size.total / max(1, shards) / 1e6:,.1f} MB",
@@ -65,7 +81,10 @@ def plan(config: RunConfig) -> Plan:
 
 def require_space(config: RunConfig) -> None:
     """Raise StoreError when the run lies on a local disk that cannot hold the states that are still missing."""
-    location, parent = stage_location(config.run.uri, "features"), find_manifest(config.run.uri, "synth")
+    location, parent = (
+        stage_location(config.run.uri, "features"),
+        find_manifest(config.run.uri, "synth"),
+    )
     if not location.is_local or parent is None or find_manifest(config.run.uri, "features"):
         return
     missing = _size(config, parent).total - sum(location.child(SHARDS).sizes().values())
@@ -75,7 +94,11 @@ def require_space(config: RunConfig) -> None:
     if missing > free:
         smaller = ", set features.encoding=int8" if config.features.encoding == "bf16" else ""
         problem = f"the states need {missing / 1e9:,.2f} GB more, {free / 1e9:,.2f} GB are free"
-        raise StoreError(problem, where=location.uri, fix=f"free some space{smaller}, or set run.uri=… to another disk or bucket")
+        raise StoreError(
+            problem,
+            where=location.uri,
+            fix=f"free some space{smaller}, or set run.uri=… to another disk or bucket",
+        )
 
 
 def _size(config: RunConfig, parent: Manifest) -> _Size:
@@ -84,7 +107,12 @@ def _size(config: RunConfig, parent: Manifest) -> _Size:
     row = 2 * hidden if encoding == "bf16" else hidden + 1  # of one layer
     token = 3 * row + (2 if parent.contract.vocab_size <= 1 << 16 else 4) + 1 / 8
     shard = _HEADER_BYTES + (8 * hidden if encoding == "int8" else 0)
-    total = parent.tokens * token + _supervised(parent) * row + parent.rows * _SAMPLE_BYTES + _expected_shards(config, parent) * shard
+    total = (
+        parent.tokens * token
+        + _supervised(parent) * row
+        + parent.rows * _SAMPLE_BYTES
+        + _expected_shards(config, parent) * shard
+    )
     return _Size(token, row, round(total))
 
 
@@ -105,18 +133,32 @@ def _rate(config: RunConfig, parent: Manifest) -> tuple[float, str]:
         rate = sum(int(entry["shard"]["tokens"]) for entry in entries) / seconds
         return rate, f"{rate:,.0f} tokens/s as measured over {len(entries)} committed shards"
     flops = _FLOPS_PER_THREAD * config.run.threads
-    return flops / (2 * parent.contract.parameters), f"2 FLOP a parameter and token at {flops / 1e9:,.0f} GFLOP/s ({config.run.threads} CPU threads)"
+    return (
+        flops / (2 * parent.contract.parameters),
+        f"2 FLOP a parameter and token at {flops / 1e9:,.0f} GFLOP/s ({config.run.threads} CPU threads)",
+    )
 
 
 def _entries(config: RunConfig) -> list[str]:
-    return [name for name in stage_location(config.run.uri, "features").child(SHARDS).names() if name.endswith(ENTRY)]
+    return [
+        name
+        for name in stage_location(config.run.uri, "features").child(SHARDS).names()
+        if name.endswith(ENTRY)
+    ]
 
 
 def _state(config: RunConfig, parent: Manifest) -> str:
     """What is on storage for this config and parent."""
     manifest = find_manifest(config.run.uri, "features")
     if manifest:
-        same = (manifest.config_hash, manifest.parent_hash) == (config.section_hash("features"), parent.content_hash)
+        same = (manifest.config_hash, manifest.parent_hash) == (
+            config.section_hash("features"),
+            parent.content_hash,
+        )
         return "complete" if same else "complete for another config or parent"
     committed = len(_entries(config))
-    return f"{committed} of about {_expected_shards(config, parent)} shards committed" if committed else "not started"
+    return (
+        f"{committed} of about {_expected_shards(config, parent)} shards committed"
+        if committed
+        else "not started"
+    )

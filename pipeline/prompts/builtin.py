@@ -54,11 +54,19 @@ _SUBJECTS = {
 #: (category, kind of subject, template). A second turn, where there is one, follows a bar.
 _TEMPLATES: tuple[tuple[str, str, str], ...] = (
     ("explain", "idea", "Explain {} to a ten-year-old."),
-    ("explain", "idea", "What is {} and why does it matter?|Can you give an example from daily life?"),
+    (
+        "explain",
+        "idea",
+        "What is {} and why does it matter?|Can you give an example from daily life?",
+    ),
     ("explain", "idea", "Give me a short overview of {}, with three key points."),
     ("explain", "idea", "What are common misconceptions about {}?"),
     ("explain", "idea", "How has {} changed the way people live? Answer in two paragraphs."),
-    ("explain", "idea", "I have to give a talk on {} tomorrow. Make me an outline.|Now write the opening sentence."),
+    (
+        "explain",
+        "idea",
+        "I have to give a talk on {} tomorrow. Make me an outline.|Now write the opening sentence.",
+    ),
     ("writing", "scene", "Write a short story about {}."),
     ("writing", "scene", "Write a poem about {}.|Rewrite it so that it rhymes."),
     ("writing", "scene", "Describe {} so that the reader can see and hear it."),
@@ -82,8 +90,16 @@ _TEMPLATES: tuple[tuple[str, str, str], ...] = (
 def read_builtin(name: str) -> Iterator[Prompt]:
     """All prompts of the built-in source `name`; DataError for any other name."""
     if name != NAME:
-        raise DataError("no such built-in source", where=f"builtin:{name}", fix=f"use builtin:{NAME}")
+        raise DataError(
+            "no such built-in source", where=f"builtin:{name}", fix=f"use builtin:{NAME}"
+        )
     for number, (category, kind, template) in enumerate(_TEMPLATES):
         for index, subject in enumerate(_SUBJECTS[kind].split("|")):
             turns = tuple(template.replace("{}", subject).split("|"))
-            yield Prompt(id=f"{number}-{index}", source=f"builtin:{NAME}", license=LICENSE, category=category, turns=turns)
+            yield Prompt(
+                sample_id=f"{number}-{index}",
+                source=f"builtin:{NAME}",
+                license=LICENSE,
+                category=category,
+                turns=turns,
+            )

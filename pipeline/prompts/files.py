@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from pipeline.errors import DataError
-from pipeline.prompts.record import to_prompt
+from pipeline.prompts.records import to_prompt
 from pipeline.records import Prompt
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
@@ -24,11 +24,13 @@ def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
         records = _parquet(source)
     else:
         raise DataError(
-            "is not a kind of prompts file that can be read", where=source, fix=f"use {', '.join((*_JSONL, '.parquet'))}, hub:ORG/NAME or package:NAME"
+            "is not a kind of prompts file that can be read",
+            where=source,
+            fix=f"use {', '.join((*_JSONL, '.parquet'))}, hub:ORG/NAME or package:NAME",
         )
     stem = PurePosixPath(source).name.split(".")[0]
     for number, (where, record) in enumerate(records, start=1):
-        yield to_prompt(record, where=where, id=f"{stem}:{number}", source=stem, field=field)
+        yield to_prompt(record, where=where, sample_id=f"{stem}:{number}", source=stem, field=field)
 
 
 def read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
@@ -48,9 +50,15 @@ def _parse(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(f"byte {error.start + 1} is not UTF-8", where=where, fix="save the file as UTF-8") from None
+        raise DataError(
+            f"byte {error.start + 1} is not UTF-8", where=where, fix="save the file as UTF-8"
+        ) from None
     except json.JSONDecodeError as error:
-        raise DataError(f"not valid JSON: {error.msg} at column {error.colno}", where=where, fix="correct or remove that line") from None
+        raise DataError(
+            f"not valid JSON: {error.msg} at column {error.colno}",
+            where=where,
+            fix="correct or remove that line",
+        ) from None
 
 
 def _parquet(source: str) -> Iterator[tuple[str, Any]]:
@@ -66,7 +74,11 @@ def _parquet(source: str) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{source}: row {number}", record
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"not a readable Parquet file: {str(error).splitlines()[0]}", where=source, fix="write the file again") from None
+            raise DataError(
+                f"not a readable Parquet file: {str(error).splitlines()[0]}",
+                where=source,
+                fix="write the file again",
+            ) from None
 
 
 def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:
@@ -74,16 +86,24 @@ def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:
     try:
         yield from file
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot be read to its end: {error}", where=source, fix="write or download the file again") from None
+        raise DataError(
+            f"cannot be read to its end: {error}",
+            where=source,
+            fix="write or download the file again",
+        ) from None
 
 
 def _open(source: str) -> BinaryIO:
     import fsspec  # type: ignore[import-untyped]
 
     try:
-        opened: BinaryIO = fsspec.open(source, "rb", compression="gzip" if source.endswith(".gz") else None).open()
+        opened: BinaryIO = fsspec.open(
+            source, "rb", compression="gzip" if source.endswith(".gz") else None
+        ).open()
         return opened
     except FileNotFoundError:
         raise DataError("no such file", where=source, fix="correct the path in `source`") from None
     except (OSError, ValueError, ImportError) as error:
-        raise DataError(f"cannot be opened: {error}", where=source, fix="pass a readable file") from None
+        raise DataError(
+            f"cannot be opened: {error}", where=source, fix="pass a readable file"
+        ) from None

@@ -12,7 +12,7 @@ from pipeline.prompts.builtin import read_builtin
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
 from pipeline.prompts.packages import read_package
-from pipeline.prompts.record import FORBIDS_COMPETING_MODELS
+from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 
 
@@ -24,9 +24,13 @@ def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     for spec in specs:
-        found = [_labelled(prompt, spec) for prompt in itertools.islice(_read(spec), spec.read_at_most)]
+        found = [
+            _labelled(prompt, spec) for prompt in itertools.islice(_read(spec), spec.read_at_most)
+        ]
         if not found:
-            raise DataError("holds no prompts", where=spec.source, fix="remove the source or correct its path")
+            raise DataError(
+                "holds no prompts", where=spec.source, fix="remove the source or correct its path"
+            )
         prompts += balanced(found, spec.limit, seed)
     return prompts
 
@@ -66,5 +70,9 @@ def _read(spec: SourceSpec) -> Iterator[Prompt]:
 def _labelled(prompt: Prompt, spec: SourceSpec) -> Prompt:
     """The source's configured licence, category and sampling win over the record's own; forbidding terms win over any licence."""
     forbidden = spec.forbids_competing_models or prompt.license == FORBIDS_COMPETING_MODELS
-    chosen = {"license": FORBIDS_COMPETING_MODELS if forbidden else spec.license, "category": spec.category, "sampling": spec.sampling}
+    chosen = {
+        "license": FORBIDS_COMPETING_MODELS if forbidden else spec.license,
+        "category": spec.category,
+        "sampling": spec.sampling,
+    }
     return prompt.model_copy(update={field: value for field, value in chosen.items() if value})

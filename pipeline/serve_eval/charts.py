@@ -19,7 +19,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, MUTED, GRID, ACCENT, SECOND = "#010101", "#020202", "#030303", "#040404", "#050505"
-_CSS = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)", ACCENT: "var(--accent)", SECOND: "var(--second)"}
+_CSS = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    GRID: "var(--line)",
+    ACCENT: "var(--accent)",
+    SECOND: "var(--second)",
+}
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -48,10 +54,20 @@ def alpha_by_depth(alpha: Sequence[float]) -> str:
     depths = range(1, len(alpha) + 1)
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(HEIGHT)
-        bars = axes.bar(depths, alpha, width=0.62, color=ACCENT, label="α, given that all before were accepted")
+        bars = axes.bar(
+            depths, alpha, width=0.62, color=ACCENT, label="α, given that all before were accepted"
+        )
         axes.bar_label(bars, fmt="%.2f", padding=3, color=INK)
         reached = list(accumulate(alpha, mul))
-        axes.plot(depths, reached, color=SECOND, marker="o", markersize=5, linewidth=1.6, label="share of rounds that get this far")
+        axes.plot(
+            depths,
+            reached,
+            color=SECOND,
+            marker="o",
+            markersize=5,
+            linewidth=1.6,
+            label="share of rounds that get this far",
+        )
         axes.set_ylim(0, 1.18)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
         axes.set_xticks(list(depths))
@@ -64,10 +80,14 @@ def alpha_by_depth(alpha: Sequence[float]) -> str:
 def tau_by_category(tau: Mapping[str, float], overall: float) -> str:
     """τ of each category, best first. Bars start at 1: a round without any accepted token."""
     names = sorted(tau, key=lambda name: tau[name])
-    labels = [f"{name}  {tau[name]:.2f}" for name in names]  # beside the name, where the line of the mean cannot cross it
+    labels = [
+        f"{name}  {tau[name]:.2f}" for name in names
+    ]  # beside the name, where the line of the mean cannot cross it
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(max(HEIGHT, 0.36 * len(names) + 1.0))
-        axes.barh(range(len(names)), [tau[name] - 1 for name in names], left=1, height=0.62, color=ACCENT)
+        axes.barh(
+            range(len(names)), [tau[name] - 1 for name in names], left=1, height=0.62, color=ACCENT
+        )
         axes.set_yticks(range(len(names)), labels, color=INK)
         axes.axvline(overall, color=SECOND, linewidth=1.6)
         axes.set_xlim(1, 1 + 1.08 * max(0.5, *(value - 1 for value in tau.values()), overall - 1))
@@ -82,7 +102,12 @@ def tokens_per_second(rates: Mapping[str, float]) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(HEIGHT)
         colours = [ACCENT if name == "speculative" else MUTED for name in names]
-        bars = axes.barh([MODE_NAMES.get(name, name) for name in names], [rates[name] for name in names], height=0.55, color=colours)
+        bars = axes.barh(
+            [MODE_NAMES.get(name, name) for name in names],
+            [rates[name] for name in names],
+            height=0.55,
+            color=colours,
+        )
         axes.bar_label(bars, fmt="%.1f", padding=4, color=INK)
         axes.set_xlim(0, 1.16 * max(rates.values()))
         axes.set_xlabel("tokens per second, median over prompts")
@@ -95,7 +120,14 @@ def speedup_by_tau(points: Sequence[tuple[float, float]]) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(HEIGHT)
         axes.axhline(1, color=SECOND, linewidth=1.6, label="as fast as plain decoding")
-        axes.scatter([tau for tau, _ in points], [speedup for _, speedup in points], s=34, color=ACCENT, alpha=0.65, linewidths=0)
+        axes.scatter(
+            [tau for tau, _ in points],
+            [speedup for _, speedup in points],
+            s=34,
+            color=ACCENT,
+            alpha=0.65,
+            linewidths=0,
+        )
         axes.set_ylim(0, 1.15 * max(1.0, *(speedup for _, speedup in points)))
         axes.set_xlabel("τ of the prompt")
         axes.set_ylabel("speedup over plain")
@@ -122,7 +154,9 @@ def _svg(figure: Figure, name: str) -> str:
     """
     buffer = io.StringIO()
     empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):  # the hashes of marks and clips differ between figures
+    with matplotlib.rc_context(
+        {**_STYLE, "svg.hashsalt": name}
+    ):  # the hashes of marks and clips differ between figures
         figure.savefig(buffer, format="svg", metadata=empty)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]

@@ -19,8 +19,8 @@ from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.score import Gaps, greedy_gaps
-from pipeline.decoder.tune import Choice, tune
+from pipeline.decoder.tuning.score import Gaps, greedy_gaps
+from pipeline.decoder.tuning.tune import Choice, tune
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import TargetError
 from pipeline.records import Prompt, TargetContract
@@ -61,20 +61,41 @@ class Workbench:
         length: int,
     ) -> None:
         self._config, self._template = config, template
-        self.model = DecoderModel.load(directory, contract.capture_layers, device=device, dtype=dtype, max_length=length)
+        self.model = DecoderModel.load(
+            directory, contract.capture_layers, device=device, dtype=dtype, max_length=length
+        )
         self._head = head
         self.tree = config.eval.tree
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
         """Pick the tree for batch 1 by trying the head on some of the prompts; `tree` is that one from then on."""
-        chosen = [prompts[index] for index in sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))]
-        questions = [question for question in (first_question(prompt, self._template) for prompt in chosen) if self._fits(question)]
+        chosen = [
+            prompts[index]
+            for index in sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
+        ]
+        questions = [
+            question
+            for question in (first_question(prompt, self._template) for prompt in chosen)
+            if self._fits(question)
+        ]
         contexts = [question.context for question in questions]
         notice("eval", f"tree: auto, trying the head on {len(contexts)} prompts")
-        choice = tune(self.model, self._head, contexts, rows=(1,), stop_ids=self._template.stop_ids, new_tokens=self._config.eval.max_new_tokens)[1]
+        choice = tune(
+            self.model,
+            self._head,
+            contexts,
+            rows=(1,),
+            stop_ids=self._template.stop_ids,
+            new_tokens=self._config.eval.max_new_tokens,
+        )[1]
         self.tree = choice.shape
-        shape = f"top_k {choice.shape.top_k}, steps {choice.shape.steps}, nodes {choice.shape.nodes}"
-        notice("eval", f"tree: {shape}; predicted: τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding")
+        shape = (
+            f"top_k {choice.shape.top_k}, steps {choice.shape.steps}, nodes {choice.shape.nodes}"
+        )
+        notice(
+            "eval",
+            f"tree: {shape}; predicted: τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding",
+        )
         return choice
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
@@ -82,9 +103,14 @@ class Workbench:
         drafter = Eagle3Drafter(self._head, self.model, self.tree) if speculative else None
         return Engine(self.model, drafter=drafter, slots=slots)
 
-    def measure(self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int) -> Iterator[Measured | str]:
+    def measure(
+        self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int
+    ) -> Iterator[Measured | str]:
         """Each turn of each prompt; a string is the id of a question without room for its reply."""
-        engines = {"plain": self.engine(speculative=False), "speculative": self.engine(speculative=True)}
+        engines = {
+            "plain": self.engine(speculative=False),
+            "speculative": self.engine(speculative=True),
+        }
         with_hf = _spread(len(prompts), hf_prompts)
         for index, prompt in enumerate(prompts):
             question, reply = first_question(prompt, self._template), None
@@ -92,9 +118,11 @@ class Workbench:
                 if reply:
                     question = next_question(question, reply, prompt, turn, self._template)
                 if not self._fits(question):
-                    yield question.id
+                    yield question.request_id
                     break
-                measured = self._decode(question, engines, hf if index in with_hf else None, warm_up=index == turn == 0)
+                measured = self._decode(
+                    question, engines, hf if index in with_hf else None, warm_up=index == turn == 0
+                )
                 reply = measured.plain
                 yield measured
 
@@ -102,11 +130,21 @@ class Workbench:
         """(question id, identical): speculative against plain greedy decoding, token for token."""
         requests = [self._request(question) for question in questions]
         slots = min(_LOSSLESS_SLOTS, len(requests))
-        plain = {done.id: done.token_ids for done in self.engine(speculative=False, slots=slots).generate(requests)}
+        plain = {
+            done.request_id: done.token_ids
+            for done in self.engine(speculative=False, slots=slots).generate(requests)
+        }
         for done in self.engine(speculative=True, slots=slots).generate(requests):
-            yield done.id, done.token_ids == plain[done.id]
+            yield done.request_id, done.token_ids == plain[done.request_id]
 
-    def _decode(self, question: Question, engines: dict[str, Engine], hf: LoadedTarget | None, *, warm_up: bool) -> Measured:
+    def _decode(
+        self,
+        question: Question,
+        engines: dict[str, Engine],
+        hf: LoadedTarget | None,
+        *,
+        warm_up: bool,
+    ) -> Measured:
         request = self._request(question)
         if warm_up:
             for engine in engines.values():
@@ -119,7 +157,12 @@ class Workbench:
         return Measured(question, done["plain"], done["speculative"], rates, gaps)
 
     def _request(self, question: Question) -> Request:
-        return Request(question.id, question.context, self._config.eval.max_new_tokens, self._template.stop_ids)
+        return Request(
+            question.request_id,
+            question.context,
+            self._config.eval.max_new_tokens,
+            self._template.stop_ids,
+        )
 
     def _fits(self, question: Question) -> bool:
         return len(question.context) + self._config.eval.max_new_tokens <= self.model.max_length
@@ -128,7 +171,9 @@ class Workbench:
 def _complete(engine: Engine, request: Request) -> Completion:
     (completion,) = engine.generate([request])
     if completion.error is not None:
-        raise TargetError(completion.error.what, where=f"prompt {request.id}", fix=completion.error.fix)
+        raise TargetError(
+            completion.error.what, where=f"prompt {request.request_id}", fix=completion.error.fix
+        )
     return completion
 
 
@@ -163,4 +208,10 @@ def _hf_rate(hf: LoadedTarget, request: Request, *, warm_up: bool) -> float:
 
 def _spread(total: int, wanted: int) -> set[int]:
     """`wanted` indices, evenly over range(total)."""
-    return {index * total // wanted for index in range(wanted)} if 0 < wanted <= total else set(range(total)) if wanted else set()
+    return (
+        {index * total // wanted for index in range(wanted)}
+        if 0 < wanted <= total
+        else set(range(total))
+        if wanted
+        else set()
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config import EvalSection, RunConfig
 from pipeline.records import Manifest, Plan
-from pipeline.store.stage import find_manifest
+from pipeline.store.stage_run import find_manifest
 
 #: Bytes a CPU thread streams per second while decoding at batch 1; measured with SmolLM2-135M in bf16 on two cores.
 _BYTES_PER_THREAD = 5e9
@@ -20,7 +20,9 @@ def plan(config: RunConfig) -> Plan:
     prompts, limit = _prompts(section)
     replies = prompts * section.max_turns
     tokens = replies * section.max_new_tokens
-    known = head or find_manifest(config.run.uri, "features") or find_manifest(config.run.uri, "synth")
+    known = (
+        head or find_manifest(config.run.uri, "features") or find_manifest(config.run.uri, "synth")
+    )
     parameters = known.contract.parameters if known else 0
     width = 4 if config.target.dtype == "float32" else 2
     rate = _BYTES_PER_THREAD * config.run.threads
@@ -45,7 +47,9 @@ def plan(config: RunConfig) -> Plan:
 
 def _prompts(section: EvalSection) -> tuple[int, str]:
     """How many prompts at most, and what says so. Sources are not read for it."""
-    limits = [source.limit for source in section.sources if source.limit] if not section.prompts else []
+    limits = (
+        [source.limit for source in section.sources if source.limit] if not section.prompts else []
+    )
     bounded = sum(limits) if limits and len(limits) == len(section.sources) else None
     if section.max_prompts and (bounded is None or section.max_prompts < bounded):
         return section.max_prompts, "eval.max_prompts"

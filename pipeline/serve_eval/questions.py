@@ -16,7 +16,7 @@ from pipeline.target.template import ChatTemplate
 class Question:
     """One user turn in its context: the ids up to the opening of the reply."""
 
-    id: str
+    request_id: str
     category: str
     context: tuple[int, ...]
 
@@ -26,16 +26,34 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
     section = config.eval
     sources = (SourceSpec(source=section.prompts),) if section.prompts else section.sources
     if not sources:
-        raise ConfigError("no evaluation prompts", where="eval.sources", fix="set eval.prompts=FILE.jsonl, or list sources as in configs/demo.yaml")
-    return balanced(load_prompts(sources, seed=config.run.seed), section.max_prompts, config.run.seed)
+        raise ConfigError(
+            "no evaluation prompts",
+            where="eval.sources",
+            fix="set eval.prompts=FILE.jsonl, or list sources as in configs/demo.yaml",
+        )
+    return balanced(
+        load_prompts(sources, seed=config.run.seed), section.max_prompts, config.run.seed
+    )
 
 
 def first_question(prompt: Prompt, template: ChatTemplate) -> Question:
     """The prompt's first turn."""
-    return Question(f"{prompt.source}/{prompt.id}", prompt.category, tuple(template.start(prompt.turns[0], system=prompt.system)))
+    return Question(
+        f"{prompt.source}/{prompt.sample_id}",
+        prompt.category,
+        tuple(template.start(prompt.turns[0], system=prompt.system)),
+    )
 
 
-def next_question(question: Question, reply: Completion, prompt: Prompt, turn: int, template: ChatTemplate) -> Question:
+def next_question(
+    question: Question, reply: Completion, prompt: Prompt, turn: int, template: ChatTemplate
+) -> Question:
     """Turn number `turn` (from 1), in the context of the target's own reply to the one before."""
-    followed = template.follow(prompt.turns[turn], closed=reply.finish_reason == "stop", system=prompt.system)
-    return Question(f"{prompt.source}/{prompt.id}#{turn + 1}", prompt.category, (*question.context, *reply.token_ids, *followed))
+    followed = template.follow(
+        prompt.turns[turn], closed=reply.finish_reason == "stop", system=prompt.system
+    )
+    return Question(
+        f"{prompt.source}/{prompt.sample_id}#{turn + 1}",
+        prompt.category,
+        (*question.context, *reply.token_ids, *followed),
+    )

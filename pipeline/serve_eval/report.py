@@ -52,7 +52,11 @@ def write_html(report: EvalReport) -> str:
         "is_hash": _is_hash,
         "every_scalar": _every_scalar,
     }
-    source = resources.files("pipeline.serve_eval").joinpath("report.html.j2").read_text(encoding="utf-8")
+    source = (
+        resources.files("pipeline.serve_eval")
+        .joinpath("report.html.j2")
+        .read_text(encoding="utf-8")
+    )
     return environment.from_string(source).render(
         report=report,
         contract=report.contract.model_dump(mode="json"),
@@ -74,13 +78,39 @@ def print_table(report: EvalReport) -> None:
     facts.add_column(style="cyan", no_wrap=True)
     facts.add_column()
     head, badge = report.head, _badge(report)
-    facts.add_row("acceptance length τ", f"[bold]{_fixed(report.acceptance_length)}[/] tokens a round")
+    facts.add_row(
+        "acceptance length τ", f"[bold]{_fixed(report.acceptance_length)}[/] tokens a round"
+    )
     facts.add_row("α by draft position", "  ".join(map(_fixed, report.alpha)))
-    facts.add_row("tokens/s", Text("  ".join(f"{_mode(mode)} {_rate(rate)}" for mode, rate in _timed(report.tokens_per_second).items())))
-    facts.add_row("speedup", Text("  ".join(f"{_fixed(ratio)}× over {_mode(mode)}" for mode, ratio in _timed(report.speedup).items())))
-    facts.add_row("lossless", Text(badge.text, style={"good": "green", "bad": "bold red"}.get(badge.tone, "")))
-    facts.add_row("head", f"{_plain(head['parameters'])} parameters, {_percent(head['share_of_target'])} of the target")
-    facts.add_row("draft vocabulary", f"{_plain(head['draft_vocab_size'])} tokens, covering {_percent(head['coverage'])} of the supervised ones")
+    facts.add_row(
+        "tokens/s",
+        Text(
+            "  ".join(
+                f"{_mode(mode)} {_rate(rate)}"
+                for mode, rate in _timed(report.tokens_per_second).items()
+            )
+        ),
+    )
+    facts.add_row(
+        "speedup",
+        Text(
+            "  ".join(
+                f"{_fixed(ratio)}× over {_mode(mode)}"
+                for mode, ratio in _timed(report.speedup).items()
+            )
+        ),
+    )
+    facts.add_row(
+        "lossless", Text(badge.text, style={"good": "green", "bad": "bold red"}.get(badge.tone, ""))
+    )
+    facts.add_row(
+        "head",
+        f"{_plain(head['parameters'])} parameters, {_percent(head['share_of_target'])} of the target",
+    )
+    facts.add_row(
+        "draft vocabulary",
+        f"{_plain(head['draft_vocab_size'])} tokens, covering {_percent(head['coverage'])} of the supervised ones",
+    )
     console.print(facts)
     if report.by_category:
         console.print(_category_table(report))
@@ -106,12 +136,24 @@ def _charts(report: EvalReport) -> list[Chart]:
     if report.alpha:
         first, last = _fixed(report.alpha[0]), _fixed(report.alpha[-1])
         text = f"The first guess is confirmed with probability {first}, guess number {len(report.alpha)} with {last} if all before it were."
-        found.append(Chart("Acceptance by draft position", charts.alpha_by_depth(report.alpha), text))
+        found.append(
+            Chart("Acceptance by draft position", charts.alpha_by_depth(report.alpha), text)
+        )
     tau = {name: row["acceptance_length"] for name, row in report.by_category.items()}
     if tau:
         best, worst = max(tau, key=lambda name: tau[name]), min(tau, key=lambda name: tau[name])
-        text = f"Best on {best} ({_fixed(tau[best])}), worst on {worst} ({_fixed(tau[worst])})." if len(tau) > 1 else f"All prompts are of the category {best}."
-        found.append(Chart("Acceptance length by category", charts.tau_by_category(tau, report.acceptance_length), text))
+        text = (
+            f"Best on {best} ({_fixed(tau[best])}), worst on {worst} ({_fixed(tau[worst])})."
+            if len(tau) > 1
+            else f"All prompts are of the category {best}."
+        )
+        found.append(
+            Chart(
+                "Acceptance length by category",
+                charts.tau_by_category(tau, report.acceptance_length),
+                text,
+            )
+        )
     rates = _timed(report.tokens_per_second)
     if rates:
         text = "Plain is the same decoder without a head; HF generate is the transformers library's own, so that a slow baseline cannot flatter."
@@ -132,7 +174,11 @@ def _timed(figures: Mapping[str, float]) -> dict[str, float]:
 def _speedup_points(report: EvalReport) -> list[tuple[float, float]]:
     """(τ, speedup over plain) of each prompt that was timed both ways."""
     timed = [(prompt.acceptance_length, prompt.tokens_per_second) for prompt in report.prompts]
-    return [(tau, rates["speculative"] / rates["plain"]) for tau, rates in timed if rates.get("plain") and "speculative" in rates]
+    return [
+        (tau, rates["speculative"] / rates["plain"])
+        for tau, rates in timed
+        if rates.get("plain") and "speculative" in rates
+    ]
 
 
 def _columns(report: EvalReport) -> list[str]:
@@ -143,7 +189,12 @@ def _columns(report: EvalReport) -> list[str]:
 def _cells(report: EvalReport) -> Callable[[str, Mapping[str, float]], str]:
     """How a category's value is written: counts as whole numbers, everything else with two decimals in the whole column."""
     rows = report.by_category.values()
-    counts = {column for column in _columns(report) if all(float(row[column]).is_integer() for row in rows if column in row) and column != "acceptance_length"}
+    counts = {
+        column
+        for column in _columns(report)
+        if all(float(row[column]).is_integer() for row in rows if column in row)
+        and column != "acceptance_length"
+    }
 
     def cell(column: str, row: Mapping[str, float]) -> str:
         if column not in row:
@@ -158,8 +209,14 @@ def _badge(report: EvalReport) -> Badge:
     if not checked:
         return Badge("none", "lossless: not checked")
     if report.lossless["greedy_fp32"]:
-        return Badge("good", f"✓ lossless: token-identical to plain greedy decoding in fp32 on all {_plain(checked)} prompts checked")
-    return Badge("bad", f"✗ not lossless: differs from plain greedy decoding in fp32 ({_plain(checked)} prompts checked)")
+        return Badge(
+            "good",
+            f"✓ lossless: token-identical to plain greedy decoding in fp32 on all {_plain(checked)} prompts checked",
+        )
+    return Badge(
+        "bad",
+        f"✗ not lossless: differs from plain greedy decoding in fp32 ({_plain(checked)} prompts checked)",
+    )
 
 
 def _fixed(value: float) -> str:
@@ -189,12 +246,20 @@ def _plain(value: Any) -> str:
 
 def _share(key: str, value: Any) -> Any:
     """Shares and coverages as percentages, everything else unchanged."""
-    return _percent(value) if isinstance(value, float) and re.search("share|coverage", key) else value
+    return (
+        _percent(value) if isinstance(value, float) and re.search("share|coverage", key) else value
+    )
 
 
 def _words(key: str) -> str:
     """`draft_vocab_size` → "draft vocab size"; a key with a shorter name among people gets that."""
-    known = {"acceptance_length": "τ", "alpha": "α", "tokens_per_second": "tokens/s", "speedup_plain": "speedup over plain", "speedup_hf": "speedup over HF"}
+    known = {
+        "acceptance_length": "τ",
+        "alpha": "α",
+        "tokens_per_second": "tokens/s",
+        "speedup_plain": "speedup over plain",
+        "speedup_hf": "speedup over HF",
+    }
     return known.get(key, key.replace("_", " "))
 
 

@@ -19,7 +19,7 @@ from pipeline.serve_eval.report import print_table, write_html
 from pipeline.serve_eval.summary import summarise
 from pipeline.store.fetch import as_directory
 from pipeline.store.location import Location
-from pipeline.store.stage import StageRun, open_stage, read_manifest, stage_location
+from pipeline.store.stage_run import StageRun, open_stage, read_manifest, stage_location
 from pipeline.target.contract import read_contract
 from pipeline.target.load import load_target, pick_device
 from pipeline.target.resolve import resolve
@@ -33,13 +33,20 @@ def run(config: RunConfig) -> Manifest:
     parent = None if config.eval.head else read_manifest(config.run.uri, "train")
     stage = open_stage(config, "eval", parent)
     if stage.manifest:
-        notice("eval", f"complete: {stage.manifest.details['acceptance_length']:.2f} tokens a round; report at {_page(stage)}")
+        notice(
+            "eval",
+            f"complete: {stage.manifest.details['acceptance_length']:.2f} tokens a round; report at {_page(stage)}",
+        )
         return stage.manifest
     torch.set_num_threads(config.run.threads)
     resolved = resolve(config.target)
     contract = read_contract(config.target, resolved)
     if parent:
-        match_contracts(contract, parent.contract, where=f"{stage_location(config.run.uri, 'train').uri}/manifest.json")
+        match_contracts(
+            contract,
+            parent.contract,
+            where=f"{stage_location(config.run.uri, 'train').uri}/manifest.json",
+        )
     with as_directory(_head_location(config), HEAD_FILES) as directory:
         head, card = load_head(directory, expected=contract)
     report = _evaluate(config, resolved.directory, contract, head, card)
@@ -60,15 +67,27 @@ def run(config: RunConfig) -> Manifest:
     )
 
 
-def _evaluate(config: RunConfig, target: Path, contract: TargetContract, head: Eagle3Head, card: HeadCard) -> EvalReport:
+def _evaluate(
+    config: RunConfig, target: Path, contract: TargetContract, head: Eagle3Head, card: HeadCard
+) -> EvalReport:
     """Speed and acceptance in the target's own type, then losslessness in fp32."""
     section, device = config.eval, pick_device(config.target.device)
     prompts = read_prompts(config)
-    template = load_template(target, source=config.target.source, system_prompt=section.system_prompt, kwargs=config.target.chat_template_kwargs)
-    length = min(head.shape.max_position_embeddings, max(_tokens(prompt, config, template) for prompt in prompts))
+    template = load_template(
+        target,
+        source=config.target.source,
+        system_prompt=section.system_prompt,
+        kwargs=config.target.chat_template_kwargs,
+    )
+    length = min(
+        head.shape.max_position_embeddings,
+        max(_tokens(prompt, config, template) for prompt in prompts),
+    )
 
     def workbench(dtype: torch.dtype) -> Workbench:
-        return Workbench(config, target, contract, head, template, dtype=dtype, device=device, length=length)
+        return Workbench(
+            config, target, contract, head, template, dtype=dtype, device=device, length=length
+        )
 
     bench = workbench(getattr(torch, config.target.dtype))
     choice = bench.tune(prompts) if section.tree.auto else None
@@ -84,12 +103,18 @@ def _evaluate(config: RunConfig, target: Path, contract: TargetContract, head: E
                 measured.append(item)
             bar.advance(1)
     if not measured:
-        raise ConfigError("no evaluation prompt fits the target's positions", where="eval.sources", fix="choose shorter prompts or lower eval.max_new_tokens")
+        raise ConfigError(
+            "no evaluation prompt fits the target's positions",
+            where="eval.sources",
+            fix="choose shorter prompts or lower eval.max_new_tokens",
+        )
     exact = workbench(torch.float32)
     exact.tree = bench.tree
     del hf, bench
     identical = _check_lossless(exact, [item.question for item in measured])
-    return summarise(config, contract, head, card, measured, identical, left_out, exact.tree, choice)
+    return summarise(
+        config, contract, head, card, measured, identical, left_out, exact.tree, choice
+    )
 
 
 def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bool]:
@@ -104,13 +129,19 @@ def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bo
 def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:
     """Tokens of a whole conversation, every reply at its longest."""
     first, *others = prompt.turns[: config.eval.max_turns]
-    asked = len(template.start(first)) + sum(len(template.follow(turn, closed=False)) for turn in others)
+    asked = len(template.start(first)) + sum(
+        len(template.follow(turn, closed=False)) for turn in others
+    )
     return asked + config.eval.max_new_tokens * (1 + len(others))
 
 
 def _head_location(config: RunConfig) -> Location:
     """`eval.head`, or the run's own head."""
-    return Location(config.eval.head) if config.eval.head else stage_location(config.run.uri, "train").child("head")
+    return (
+        Location(config.eval.head)
+        if config.eval.head
+        else stage_location(config.run.uri, "train").child("head")
+    )
 
 
 def _write(stage: StageRun, report: EvalReport) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.config import RunConfig, TreeSection
-from pipeline.decoder.tune import Choice
+from pipeline.decoder.tuning.tune import Choice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport, PromptResult, TargetContract
@@ -36,13 +36,25 @@ def summarise(
     return EvalReport(
         acceptance_length=_tau(measured),
         alpha=_alpha(measured),
-        tokens_per_second={mode: _median(item.rates[mode] for item in measured if mode in item.rates) for mode in ("speculative", "plain", "hf")},
-        speedup={rival: _median(item.rates["speculative"] / item.rates[rival] for item in measured if item.rates.get(rival)) for rival in ("plain", "hf")},
+        tokens_per_second={
+            mode: _median(item.rates[mode] for item in measured if mode in item.rates)
+            for mode in ("speculative", "plain", "hf")
+        },
+        speedup={
+            rival: _median(
+                item.rates["speculative"] / item.rates[rival]
+                for item in measured
+                if item.rates.get(rival)
+            )
+            for rival in ("plain", "hf")
+        },
         lossless={
             "greedy_fp32": all(identical.values()) and bool(identical),
             "prompts_checked": len(identical),
             "different": sorted(name for name, same in identical.items() if not same),
-            "identical_in_run_dtype": sum(item.plain.token_ids == item.speculative.token_ids for item in measured),
+            "identical_in_run_dtype": sum(
+                item.plain.token_ids == item.speculative.token_ids for item in measured
+            ),
             # Of the speculative replies in the run's own type, scored by the plain model in one forward.
             "tokens_scored": sum(item.gaps.tokens for item in measured),
             "near_ties": sum(item.gaps.near_ties for item in measured),
@@ -59,7 +71,12 @@ def summarise(
         provenance=card.provenance,
         settings={
             "tree": tree.model_dump(),
-            "tree_auto": {"predicted_acceptance_length": choice.acceptance_length, "predicted_speedup": choice.speedup} if choice else None,
+            "tree_auto": {
+                "predicted_acceptance_length": choice.acceptance_length,
+                "predicted_speedup": choice.speedup,
+            }
+            if choice
+            else None,
             "dtype": contract.dtype,
             "device": _device_name(),
             "threads": torch.get_num_threads(),
@@ -75,20 +92,24 @@ def summarise(
 def _result(item: Measured, identical: Mapping[str, bool]) -> PromptResult:
     statistics = item.speculative.statistics
     return PromptResult(
-        id=item.question.id,
+        id=item.question.request_id,
         category=item.question.category,
         rounds=statistics.rounds,
         tokens=len(item.speculative.token_ids),
         acceptance_length=round(statistics.acceptance_length, 4),
         tokens_per_second={mode: round(rate, 2) for mode, rate in item.rates.items()},
-        identical_fp32=identical.get(item.question.id),
+        identical_fp32=identical.get(item.question.request_id),
     )
 
 
 def _tau(measured: Sequence[Measured]) -> float:
     """τ over all rounds: a long answer counts for more than a short one."""
     rounds = sum(item.speculative.statistics.rounds for item in measured)
-    return sum(item.speculative.statistics.round_tokens for item in measured) / rounds if rounds else 0.0
+    return (
+        sum(item.speculative.statistics.round_tokens for item in measured) / rounds
+        if rounds
+        else 0.0
+    )
 
 
 def _alpha(measured: Sequence[Measured]) -> tuple[float, ...]:
@@ -109,7 +130,11 @@ def _by_category(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
             "prompts": len(items),
             "acceptance_length": _tau(items),
             "tokens_per_second": _median(item.rates["speculative"] for item in items),
-            "speedup_plain": _median(item.rates["speculative"] / item.rates["plain"] for item in items if item.rates["plain"]),
+            "speedup_plain": _median(
+                item.rates["speculative"] / item.rates["plain"]
+                for item in items
+                if item.rates["plain"]
+            ),
         }
         for category, items in sorted(groups.items())
     }
@@ -125,7 +150,9 @@ def _device_name() -> str:
         return torch.cuda.get_device_name()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+            names = [
+                line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+            ]
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()

@@ -143,4 +143,8 @@ def _children(folder: Path) -> list[Path]:
 
 def _no_room(error: OSError, path: Path) -> StoreError:
     explained = explain_os_error(error, str(path), writing=True)
-    return StoreError(explained.problem, where=explained.where, fix="free some space, lower run.cache_bytes, or set run.cache_dir to another disk")
+    return StoreError(
+        explained.problem,
+        where=explained.where,
+        fix="free some space, lower run.cache_bytes, or set run.cache_dir to another disk",
+    )

@@ -25,5 +25,9 @@ class Checksum:
 
     def __str__(self) -> str:
         """Google Cloud Storage writes base64 of the big-endian bytes."""
-        text = self._state.hexdigest() if self.kind == "sha256" else base64.b64encode(self._state.digest()).decode()
+        text = (
+            self._state.hexdigest()
+            if self.kind == "sha256"
+            else base64.b64encode(self._state.digest()).decode()
+        )
         return f"{self.kind}:{text}"

@@ -33,7 +33,9 @@ class Disk:
     def files(self) -> dict[str, FileInfo]:
         found: dict[str, FileInfo] = {}
         for path in self._paths():
-            with suppress(FileNotFoundError):  # a writer may rename or remove its temporary file meanwhile
+            with suppress(
+                FileNotFoundError
+            ):  # a writer may rename or remove its temporary file meanwhile
                 if path.is_file():
                     found[path.name] = _info(path)
         return found
@@ -59,7 +61,9 @@ class Disk:
 
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:
         with open(path, "rb") as source:
-            replace_file(self._directory / name, lambda file: shutil.copyfileobj(source, file, BLOCK))
+            replace_file(
+                self._directory / name, lambda file: shutil.copyfileobj(source, file, BLOCK)
+            )
         return _info(self._directory / name)
 
     def delete(self, name: str) -> None:

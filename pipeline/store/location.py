@@ -89,10 +89,16 @@ class Location:
         """Bytes [start, stop) of `name`; fewer bytes than that is a CorruptShard."""
         if stop <= start:
             return b""
-        data = self._attempt(lambda: self._backend.read_range(name, start, stop), name, writing=False)
+        data = self._attempt(
+            lambda: self._backend.read_range(name, start, stop), name, writing=False
+        )
         if len(data) != stop - start:
             problem = f"ends after {start + len(data)} bytes where {stop} were expected"
-            raise CorruptShard(problem, where=self.where(name), fix="restore the file, or run the stage that wrote it with --force")
+            raise CorruptShard(
+                problem,
+                where=self.where(name),
+                fix="restore the file, or run the stage that wrote it with --force",
+            )
         return data
 
     def blocks(self, name: str) -> Iterator[bytes]:
@@ -121,7 +127,9 @@ class Location:
     def delete(self, name: str) -> None:
         """Remove the file `name`; absent is fine."""
         with suppress(FileNotFoundError):
-            self._attempt(lambda: self._backend.delete(name), name, writing=True, absent_is_fine=True)
+            self._attempt(
+                lambda: self._backend.delete(name), name, writing=True, absent_is_fine=True
+            )
 
     def delete_tree(self) -> None:
         """Remove this directory and all below it; absent is fine."""
@@ -145,12 +153,16 @@ class Location:
     def _listing(self) -> dict[str, FileInfo]:
         return dict(sorted(self._attempt(self._backend.files, "", writing=False).items()))
 
-    def _attempt(self, call: Callable[[], T], name: str, *, writing: bool, absent_is_fine: bool = False) -> T:
+    def _attempt(
+        self, call: Callable[[], T], name: str, *, writing: bool, absent_is_fine: bool = False
+    ) -> T:
         with self._explained(name, writing=writing, absent_is_fine=absent_is_fine):
             return self._backend.attempt(call, self.where(name))
 
     @contextmanager
-    def _explained(self, name: str, *, writing: bool, absent_is_fine: bool = False) -> Iterator[None]:
+    def _explained(
+        self, name: str, *, writing: bool, absent_is_fine: bool = False
+    ) -> Iterator[None]:
         """Turn what the storage raises into a StoreError."""
         try:
             yield

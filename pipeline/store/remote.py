@@ -41,10 +41,16 @@ class Remote:
         return None
 
     def files(self) -> dict[str, FileInfo]:
-        return {_last(entry["name"]): _info(entry) for entry in self._entries() if entry["type"] == "file"}
+        return {
+            _last(entry["name"]): _info(entry)
+            for entry in self._entries()
+            if entry["type"] == "file"
+        }
 
     def directories(self) -> list[str]:
-        return sorted(_last(entry["name"]) for entry in self._entries() if entry["type"] == "directory")
+        return sorted(
+            _last(entry["name"]) for entry in self._entries() if entry["type"] == "directory"
+        )
 
     def read(self, name: str) -> bytes:
         return bytes(self._fs.cat_file(self._key(name)))
@@ -59,7 +65,10 @@ class Remote:
             raise FileNotFoundError(name)
 
         def block(start: int) -> bytes:
-            return self.attempt(lambda: self.read_range(name, start, min(start + BLOCK, info.size)), self._where(name))
+            return self.attempt(
+                lambda: self.read_range(name, start, min(start + BLOCK, info.size)),
+                self._where(name),
+            )
 
         with ThreadPoolExecutor(1, thread_name_prefix="block") as pool:
             coming = pool.submit(block, 0) if info.size else None
@@ -121,7 +130,9 @@ class Remote:
 
 
 def _info(entry: dict[str, Any]) -> FileInfo:
-    reported = ((kind, entry.get(field)) for kind, field in (("crc32c", "crc32c"), ("md5", "md5Hash")))
+    reported = (
+        (kind, entry.get(field)) for kind, field in (("crc32c", "crc32c"), ("md5", "md5Hash"))
+    )
     checksum = next((f"{kind}:{value}" for kind, value in reported if value), "")
     return FileInfo(int(entry["size"]), checksum, _modified(entry))
 

@@ -53,7 +53,10 @@ class AlteredUpload(OSError):
 
 def patience() -> Patience:
     """Limits from the environment: EAGLE3_STORE_RETRY_SECONDS (300) and EAGLE3_STORE_TIMEOUT_SECONDS (60)."""
-    return Patience(total=_seconds("EAGLE3_STORE_RETRY_SECONDS", 300.0), silence=_seconds("EAGLE3_STORE_TIMEOUT_SECONDS", 60.0))
+    return Patience(
+        total=_seconds("EAGLE3_STORE_RETRY_SECONDS", 300.0),
+        silence=_seconds("EAGLE3_STORE_TIMEOUT_SECONDS", 60.0),
+    )
 
 
 def persist(call: Callable[[], T], where: str) -> T:
@@ -65,11 +68,15 @@ def persist(call: Callable[[], T], where: str) -> T:
     def tell(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         text = " ".join(str(error).split())[:120]
-        notice("storage", f"{where}: {type(error).__name__} {text}; attempt {state.attempt_number + 1} follows in {state.upcoming_sleep:.1f} s")
+        notice(
+            "storage",
+            f"{where}: {type(error).__name__} {text}; attempt {state.attempt_number + 1} follows in {state.upcoming_sleep:.1f} s",
+        )
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
-        wait=tenacity.wait_exponential(multiplier=limits.first, max=limits.longest) + tenacity.wait_random(0, limits.first),
+        wait=tenacity.wait_exponential(multiplier=limits.first, max=limits.longest)
+        + tenacity.wait_random(0, limits.first),
         stop=tenacity.stop_after_delay(limits.total),
         before_sleep=tell,
         reraise=True,
@@ -86,12 +93,19 @@ def is_transient(error: BaseException) -> bool:
         return status in _TRANSIENT_STATUS or status >= 500
     if getattr(error, "retryable", False) is True:  # google.auth says so of its own errors
         return True
-    return any(f"{kind.__module__}.{kind.__qualname__}" in _TRANSIENT_CLASSES for kind in type(error).__mro__)
+    return any(
+        f"{kind.__module__}.{kind.__qualname__}" in _TRANSIENT_CLASSES
+        for kind in type(error).__mro__
+    )
 
 
 def status_of(error: Any) -> int | None:
     """The HTTP status that an exception of gcsfs, aiohttp or requests carries."""
-    for value in (getattr(error, "code", None), getattr(error, "status", None), getattr(getattr(error, "response", None), "status_code", None)):
+    for value in (
+        getattr(error, "code", None),
+        getattr(error, "status", None),
+        getattr(getattr(error, "response", None), "status_code", None),
+    ):
         if isinstance(value, int | str) and str(value).isdigit() and 100 <= int(value) <= 599:
             return int(value)
     return None
@@ -105,6 +119,8 @@ def _seconds(name: str, default: float) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise ConfigError(
-            f"{text!r} is not a number of seconds", where=f"environment: {name}", fix=f"set it to a number of at least 0, or unset it for {default:.0f}"
+            f"{text!r} is not a number of seconds",
+            where=f"environment: {name}",
+            fix=f"set it to a number of at least 0, or unset it for {default:.0f}",
         )
     return value

@@ -36,7 +36,9 @@ def encode_samples(samples: list[Sample], notes: Mapping[str, Any] | None = None
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-    table = pa.Table.from_pylist([sample.model_dump(mode="json") for sample in samples], schema=_schema())
+    table = pa.Table.from_pylist(
+        [sample.model_dump(mode="json") for sample in samples], schema=_schema()
+    )
     if notes:
         table = table.replace_schema_metadata({_NOTES: canonical_json(dict(notes)).encode()})
     sink = io.BytesIO()
@@ -53,7 +55,11 @@ def decode_samples(data: bytes, where: str) -> list[Sample]:
     try:
         rows: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise CorruptShard(f"not a readable Parquet file: {' '.join(str(error).split())[:200]}", where=where, fix=fix) from None
+        raise CorruptShard(
+            f"not a readable Parquet file: {' '.join(str(error).split())[:200]}",
+            where=where,
+            fix=fix,
+        ) from None
     samples = []
     for index, row in enumerate(rows):
         try:
@@ -61,7 +67,9 @@ def decode_samples(data: bytes, where: str) -> list[Sample]:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            raise CorruptShard(f"{first['msg']}", where=f"{where}: row {index}, {field}", fix=fix) from None
+            raise CorruptShard(
+                f"{first['msg']}", where=f"{where}: row {index}, {field}", fix=fix
+            ) from None
     return samples
 
 
@@ -75,7 +83,9 @@ def decode_notes(data: bytes, where: str) -> dict[str, Any]:
         notes: dict[str, Any] = json.loads(text)
     except (pa.ArrowException, OSError, ValueError) as error:
         problem = f"its notes cannot be read: {' '.join(str(error).split())[:200]}"
-        raise CorruptShard(problem, where=where, fix="restore the file, or run `eagle3 synth --force`") from None
+        raise CorruptShard(
+            problem, where=where, fix="restore the file, or run `eagle3 synth --force`"
+        ) from None
     return notes
 
 
@@ -89,7 +99,18 @@ def _schema() -> Any:
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     span = pa.struct([("start", pa.int32()), ("end", pa.int32())])
-    sampling = pa.struct([("temperature", pa.float64()), ("top_p", pa.float64()), ("top_k", pa.int32()), ("max_new_tokens", pa.int32())])
-    lists = [("messages", pa.list_(message)), ("token_ids", pa.list_(pa.int32())), ("supervised", pa.list_(span))]
+    sampling = pa.struct(
+        [
+            ("temperature", pa.float64()),
+            ("top_p", pa.float64()),
+            ("top_k", pa.int32()),
+            ("max_new_tokens", pa.int32()),
+        ]
+    )
+    lists = [
+        ("messages", pa.list_(message)),
+        ("token_ids", pa.list_(pa.int32())),
+        ("supervised", pa.list_(span)),
+    ]
     text = [(name, pa.string()) for name in _TEXT_FIELDS]
     return pa.schema([*text, *lists, ("sampling", sampling), ("seed", pa.int64())])

@@ -75,8 +75,12 @@ def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
         if shard.name not in files:
             raise _corrupt(location, shard, "the file is missing")
         check_size(location, shard, files[shard.name].size)
-    recorded = [shard for shard in shards if files[shard.name].checksum and shard.name + ENTRY in files]
-    for shard, entry in zip(recorded, _read_entries(folder, [shard.name + ENTRY for shard in recorded]), strict=True):
+    recorded = [
+        shard for shard in shards if files[shard.name].checksum and shard.name + ENTRY in files
+    ]
+    for shard, entry in zip(
+        recorded, _read_entries(folder, [shard.name + ENTRY for shard in recorded]), strict=True
+    ):
         now = files[shard.name].checksum
         if entry.shard == shard and entry.stored and entry.stored != now:
             raise _corrupt(location, shard, f"has {now} in the store, {entry.stored} was committed")
@@ -89,13 +93,33 @@ def stored_checksum(location: Location, shard: Shard) -> str:
     return entry.stored if entry and entry.shard == shard else ""
 
 
-def write_shard(location: Location, name: str, data: bytes, *, rows: int, tokens: int, rejected: dict[str, int], seconds: float) -> Shard:
+def write_shard(
+    location: Location,
+    name: str,
+    data: bytes,
+    *,
+    rows: int,
+    tokens: int,
+    rejected: dict[str, int],
+    seconds: float,
+) -> Shard:
     """Write the file, compare what the store reports of it, then write its entry."""
     folder = location.child(SHARDS)
-    shard = Shard(name=name, rows=rows, tokens=tokens, bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), rejected=dict(sorted(rejected.items())))
+    shard = Shard(
+        name=name,
+        rows=rows,
+        tokens=tokens,
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        rejected=dict(sorted(rejected.items())),
+    )
     info = folder.write(name, data)
     check_size(location, shard, info.size)
-    entry = {"shard": shard.model_dump(mode="json"), "seconds": round(seconds, 3), "stored": info.checksum}
+    entry = {
+        "shard": shard.model_dump(mode="json"),
+        "seconds": round(seconds, 3),
+        "stored": info.checksum,
+    }
     folder.write(name + ENTRY, canonical_json(entry).encode())
     return shard
 
@@ -137,12 +161,22 @@ def read_entry(folder: Location, name: str) -> Entry:
     """The entry in the file `name` of the shards' directory `folder`. Raises CorruptShard."""
     try:
         fields: dict[str, Any] = json.loads(folder.read(name))
-        entry = Entry(Shard.model_validate(fields["shard"]), float(fields["seconds"]), str(fields.get("stored", "")))
+        entry = Entry(
+            Shard.model_validate(fields["shard"]),
+            float(fields["seconds"]),
+            str(fields.get("stored", "")),
+        )
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
-        raise CorruptShard(problem, where=folder.where(name), fix="delete it; the shard is then made again") from None
+        raise CorruptShard(
+            problem, where=folder.where(name), fix="delete it; the shard is then made again"
+        ) from None
     if entry.shard.name + ENTRY != name:
-        raise CorruptShard(f"is the entry of {entry.shard.name}", where=folder.where(name), fix="delete it; the shard is then made again")
+        raise CorruptShard(
+            f"is the entry of {entry.shard.name}",
+            where=folder.where(name),
+            fix="delete it; the shard is then made again",
+        )
     return entry
 
 
@@ -152,7 +186,9 @@ def check_size(location: Location, shard: Shard, size: int) -> None:
         raise _corrupt(location, shard, f"has {size} bytes, {shard.bytes} were committed")
 
 
-def check_shard(location: Location, shard: Shard, size: int, checksum: str, expected: str | None = None) -> None:
+def check_shard(
+    location: Location, shard: Shard, size: int, checksum: str, expected: str | None = None
+) -> None:
     """Compare what was read or stored with what was committed: its SHA-256, or an `expected` checksum. Raises CorruptShard."""
     check_size(location, shard, size)
     expected = expected or f"sha256:{shard.sha256}"
@@ -167,4 +203,8 @@ def _shown(checksum: str) -> str:
 
 def _corrupt(location: Location, shard: Shard, problem: str) -> CorruptShard:
     stage = location.uri.rsplit("/", 1)[-1]
-    return CorruptShard(problem, where=f"{location.uri}/{SHARDS}/{shard.name}", fix=f"restore the file, or make it again with `eagle3 {stage} --force`")
+    return CorruptShard(
+        problem,
+        where=f"{location.uri}/{SHARDS}/{shard.name}",
+        fix=f"restore the file, or make it again with `eagle3 {stage} --force`",
+    )

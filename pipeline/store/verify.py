@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.console import Bar, progress_bar
+from pipeline.console import ProgressBar, progress_bar
 from pipeline.errors import CorruptShard, Eagle3Error, MissingStage
 from pipeline.records import STAGES, Manifest, Shard, Stage, match_contracts
 from pipeline.store.cache import download_shard
 from pipeline.store.location import Location
 from pipeline.store.samples import decode_samples
 from pipeline.store.shards import ENTRY, SHARDS, read_entry, verify_shard
-from pipeline.store.stage import BEGIN, MANIFEST, find_manifest, stage_location
+from pipeline.store.stage_run import BEGIN, MANIFEST, find_manifest, stage_location
 
 PARENTS: dict[Stage, Stage] = {"features": "synth", "train": "features", "eval": "train"}
 #: Where training puts a copy of its shards for the tools that load heads.
@@ -73,7 +73,11 @@ def verify_run(run_uri: str) -> Verified:
     stages = [_Found(run_uri, stage) for stage in STAGES]
     stages = [found for found in stages if found.manifest or found.is_begun or found.problems]
     if not stages:
-        raise MissingStage("holds no stage of a run", where=run_uri, fix="pass the run.uri of a run, the directory above synth, features, train and eval")
+        raise MissingStage(
+            "holds no stage of a run",
+            where=run_uri,
+            fix="pass the run.uri of a run, the directory above synth, features, train and eval",
+        )
     size = sum(shard.bytes for found in stages for shard in found.shards)
     with progress_bar("verify", unit="bytes", total=size) as bar:
         for found in stages:
@@ -88,7 +92,7 @@ def verify_run(run_uri: str) -> Verified:
     )
 
 
-def _verify_shards(found: _Found, bar: Bar) -> None:
+def _verify_shards(found: _Found, bar: ProgressBar) -> None:
     for shard in found.shards:
         with found.collecting(), _held(found.location, shard) as held:
             _verify_content(found, shard, held)
@@ -109,7 +113,9 @@ def _held(location: Location, shard: Shard) -> Iterator[Location]:
         try:
             yield Location(scratch)
         except Eagle3Error as error:
-            raise type(error)(error.problem, where=error.where.replace(scratch, location.uri), fix=error.fix) from error
+            raise type(error)(
+                error.problem, where=error.where.replace(scratch, location.uri), fix=error.fix
+            ) from error
 
 
 def _verify_content(found: _Found, shard: Shard, held: Location) -> None:
@@ -139,7 +145,10 @@ def _verify_states(found: _Found, shard: Shard, held: Location) -> None:
     _expect_equal(sum(reader.lengths), shard.tokens, "tokens", where)
     expected = found.manifest.contract.hidden_size if found.manifest else reader.hidden_size
     if reader.hidden_size != expected:
-        raise _corrupt(f"holds states of hidden_size {reader.hidden_size}, the target of the manifest's contract has {expected}", where)
+        raise _corrupt(
+            f"holds states of hidden_size {reader.hidden_size}, the target of the manifest's contract has {expected}",
+            where,
+        )
     for index in range(len(reader)):
         reader.sample(index, decode=False)
 
@@ -151,13 +160,19 @@ def _verify_safetensors(path: Path, where: str) -> None:
         with safe_open(path, framework="numpy") as tensors:
             tensors.keys()
     except (SafetensorError, OSError) as error:
-        raise _corrupt(f"not a safetensors file: {' '.join(str(error).split())[:200]}", where) from None
+        raise _corrupt(
+            f"not a safetensors file: {' '.join(str(error).split())[:200]}", where
+        ) from None
 
 
 def _verify_head(folder: Location, shard: Shard) -> None:
     """The head that tools load must be the one that was committed."""
     if not folder.exists(shard.name) or folder.sha256(shard.name) != shard.sha256:
-        raise CorruptShard("is not the committed file", where=folder.where(shard.name), fix="run `eagle3 train` again; it restores the file")
+        raise CorruptShard(
+            "is not the committed file",
+            where=folder.where(shard.name),
+            fix="run `eagle3 train` again; it restores the file",
+        )
 
 
 def _verify_chain(stages: dict[Stage, _Found]) -> None:
@@ -168,7 +183,9 @@ def _verify_chain(stages: dict[Stage, _Found]) -> None:
         if manifest is None:
             continue
         where = found.location.where(MANIFEST)
-        if first and manifest.parent_hash:  # a head of another run, evaluated here, may be of another target
+        if (
+            first and manifest.parent_hash
+        ):  # a head of another run, evaluated here, may be of another target
             with found.collecting():
                 match_contracts(first.contract, manifest.contract, where=where)
         first = first or manifest
@@ -181,10 +198,20 @@ def _verify_chain(stages: dict[Stage, _Found]) -> None:
 
 def _verify_parent(expected: str, before: Manifest | None, parent: Stage, where: str) -> None:
     if before is None:
-        raise MissingStage(f"was made from {parent}, which has no readable manifest here", where=f"{where}: parent_hash", fix=f"restore {parent}'s directory")
+        raise MissingStage(
+            f"was made from {parent}, which has no readable manifest here",
+            where=f"{where}: parent_hash",
+            fix=f"restore {parent}'s directory",
+        )
     if before.content_hash != expected:
-        problem = f"was made from {parent} {expected[:16]}…, which is now {before.content_hash[:16]}…"
-        raise CorruptShard(problem, where=f"{where}: parent_hash", fix=f"restore {parent}'s directory, or run the stage again with --force")
+        problem = (
+            f"was made from {parent} {expected[:16]}…, which is now {before.content_hash[:16]}…"
+        )
+        raise CorruptShard(
+            problem,
+            where=f"{where}: parent_hash",
+            fix=f"restore {parent}'s directory, or run the stage again with --force",
+        )
 
 
 def _expect_equal(found: int, promised: int, what: str, where: str) -> None:
@@ -193,4 +220,6 @@ def _expect_equal(found: int, promised: int, what: str, where: str) -> None:
 
 
 def _corrupt(problem: str, where: str) -> CorruptShard:
-    return CorruptShard(problem, where=where, fix="restore the file, or run the stage that wrote it with --force")
+    return CorruptShard(
+        problem, where=where, fix="restore the file, or run the stage that wrote it with --force"
+    )

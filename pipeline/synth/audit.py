@@ -24,7 +24,9 @@ def audit_mask(samples: Sequence[Sample], *, where: str) -> None:
         raise DataError(f"{share} of the {total} tokens are supervised", where=where, fix=fix)
     for sample in samples:
         borders = [border for span in sample.supervised for border in (span.start, span.end)]
-        assert borders == sorted(borders) and borders[-1] <= len(sample.token_ids), "supervised spans overlap or leave the sample"
+        assert borders == sorted(borders) and borders[-1] <= len(sample.token_ids), (
+            "supervised spans overlap or leave the sample"
+        )
 
 
 def show_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> None:

@@ -59,8 +59,19 @@ def _summary(audit: Audit) -> Iterable[str]:
 def _origins(audit: Audit) -> Iterable[str]:
     rows = []
     for name, source in audit.sources.items():
-        licenses = ", ".join(f"{license} ({count:,})" if len(source["licenses"]) > 1 else license for license, count in source["licenses"].items())
-        rows.append((name, licenses, f"{source['samples']:,}", f"{source['tokens']:,}", f"{source['supervised_tokens']:,}"))
+        licenses = ", ".join(
+            f"{license} ({count:,})" if len(source["licenses"]) > 1 else license
+            for license, count in source["licenses"].items()
+        )
+        rows.append(
+            (
+                name,
+                licenses,
+                f"{source['samples']:,}",
+                f"{source['tokens']:,}",
+                f"{source['supervised_tokens']:,}",
+            )
+        )
     yield from ("", "## Sources and licences", "")
     yield from _table(("source", "licence", "samples", "tokens", "supervised"), rows)
     yield from ("", "Licences over all samples: " + _listed(audit.licenses))
@@ -70,7 +81,10 @@ def _origins(audit: Audit) -> Iterable[str]:
 
 
 def _left_out(audit: Audit) -> Iterable[str]:
-    rows = [(reason, _MEANING.get(reason.split(":")[0], ""), f"{count:,}") for reason, count in audit.rejected.items()]
+    rows = [
+        (reason, _MEANING.get(reason.split(":")[0], ""), f"{count:,}")
+        for reason, count in audit.rejected.items()
+    ]
     total = sum(audit.rejected.values())
     yield from ("", "## Left out", "")
     yield f"{total:,} of {audit.prompts['loaded']:,} prompts; {audit.prompts['selected']:,} were left when generation began."
@@ -88,23 +102,48 @@ def _personal_data(audit: Audit) -> Iterable[str]:
     yield f"Policy: {_listed({name: value for name, value in policy.items() if name != 'enabled'})}"
     yield ""
     seen = {where: found["findings"].get(where, {}) for where in ("prompts", "responses")}
-    types = sorted({*found["dropped_prompts"], *found["dropped_responses"], *seen["prompts"], *seen["responses"]})
+    types = sorted(
+        {
+            *found["dropped_prompts"],
+            *found["dropped_responses"],
+            *seen["prompts"],
+            *seen["responses"],
+        }
+    )
     rows = []
     for name in types:
-        counts = [seen[where].get(name, {}).get("findings", 0) for where in seen] + [found[f"dropped_{where}"].get(name, 0) for where in seen]
+        counts = [seen[where].get(name, {}).get("findings", 0) for where in seen] + [
+            found[f"dropped_{where}"].get(name, 0) for where in seen
+        ]
         rows.append((name, *(f"{count:,}" for count in counts)))
-    yield from _table(("type", "found in prompts", "found in responses", "prompts dropped", "samples dropped for a response"), rows)
+    yield from _table(
+        (
+            "type",
+            "found in prompts",
+            "found in responses",
+            "prompts dropped",
+            "samples dropped for a response",
+        ),
+        rows,
+    )
 
 
 def _lengths(audit: Audit) -> Iterable[str]:
-    titles = {"prompt": "First prompts, tokens", "reply": "Replies, tokens", "conversation": "Conversations, tokens"}
+    titles = {
+        "prompt": "First prompts, tokens",
+        "reply": "Replies, tokens",
+        "conversation": "Conversations, tokens",
+    }
     yield from ("", "## Lengths")
     for name, title in titles.items():
         if name in audit.lengths:
             yield from ("", *_histogram(title, audit.lengths[name]))
     if "turns" in audit.lengths:
         turns = audit.lengths["turns"]
-        yield from ("", f"Turns a conversation: {turns.mean:.2f} on average, at most {turns.longest}.")
+        yield from (
+            "",
+            f"Turns a conversation: {turns.mean:.2f} on average, at most {turns.longest}.",
+        )
 
 
 def _histogram(title: str, lengths: Lengths) -> Iterable[str]:
@@ -120,20 +159,44 @@ def _histogram(title: str, lengths: Lengths) -> Iterable[str]:
 
 def _generation(audit: Audit) -> Iterable[str]:
     yield from ("", "## Generation", "")
-    yield from _table(("generator", "samples"), [(name, f"{count:,}") for name, count in audit.generators.items()])
+    yield from _table(
+        ("generator", "samples"), [(name, f"{count:,}") for name, count in audit.generators.items()]
+    )
     yield ""
     columns = ("temperature", "top_p", "top_k", "max_new_tokens", "samples")
-    yield from _table(columns, [tuple(f"{setting[column]:g}" for column in columns) for setting in audit.sampling])
+    yield from _table(
+        columns, [tuple(f"{setting[column]:g}" for column in columns) for setting in audit.sampling]
+    )
     yield ""
-    yield from _table(("conversations ended because", "samples"), [(_ENDED.get(reason, reason), f"{count:,}") for reason, count in audit.ended.items()])
-    yield from ("", f"Last replies by finish reason: {_listed(audit.finish_reasons)}. Seeds are drawn from each prompt's source and id.")
+    yield from _table(
+        ("conversations ended because", "samples"),
+        [(_ENDED.get(reason, reason), f"{count:,}") for reason, count in audit.ended.items()],
+    )
+    yield from (
+        "",
+        f"Last replies by finish reason: {_listed(audit.finish_reasons)}. Seeds are drawn from each prompt's source and id.",
+    )
 
 
 def _target(audit: Audit) -> Iterable[str]:
     contract = audit.target.model_dump(mode="json")
-    rows = [(name, str(contract[name])) for name in ("source", "revision", "fingerprint", "dtype", "tokenizer_hash", "chat_template_hash")]
+    rows = [
+        (name, str(contract[name]))
+        for name in (
+            "source",
+            "revision",
+            "fingerprint",
+            "dtype",
+            "tokenizer_hash",
+            "chat_template_hash",
+        )
+    ]
     prompt = audit.settings.get("system_prompt")
-    rows += [(f"template {name}", str(value)) for name, value in sorted(audit.template.items()) if name != "chat_template_hash"]
+    rows += [
+        (f"template {name}", str(value))
+        for name, value in sorted(audit.template.items())
+        if name != "chat_template_hash"
+    ]
     rows += [("system prompt of the run", prompt or "none: the template's own default")]
     yield from ("", "## Target and template", "")
     yield from _table(("field", "value"), rows)
@@ -147,7 +210,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
     yield "| " + " | ".join(head) + " |"
     yield "|" + "---|" * len(head)
     for row in rows[:_MOST_ROWS]:
-        yield "| " + " | ".join(" ".join(cell.split()).replace("\\", "\\\\").replace("|", "\\|") for cell in row) + " |"
+        yield (
+            "| "
+            + " | ".join(
+                " ".join(cell.split()).replace("\\", "\\\\").replace("|", "\\|") for cell in row
+            )
+            + " |"
+        )
     if len(rows) > _MOST_ROWS:
         yield f"\nand {len(rows) - _MOST_ROWS:,} more, in audit.json"
 

@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pipeline.prompts.record import FORBIDS_COMPETING_MODELS
+from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 
 #: A prompt's reason to be left out, or None.
@@ -46,7 +46,10 @@ def license_gate(allowed: Sequence[str]) -> Step:
 def _is_allowed(expression: str, known: set[str]) -> bool:
     if expression in known or "(" in expression:
         return expression in known
-    return any(all(license.strip() in known for license in choice.split(" and ")) for choice in expression.split(" or "))
+    return any(
+        all(license.strip() in known for license in choice.split(" and "))
+        for choice in expression.split(" or ")
+    )
 
 
 def first_of_its_kind() -> Step:
@@ -73,7 +76,9 @@ def decontaminate(excluded: Iterable[Prompt]) -> Step:
     def step(prompt: Prompt) -> str | None:
         for turn in prompt.turns:
             found = normalised(turn).split()
-            if tuple(found) in whole or any(gram in grams for size in sizes for gram in _windows(found, size)):
+            if tuple(found) in whole or any(
+                gram in grams for size in sizes for gram in _windows(found, size)
+            ):
                 return "contaminated"
         return None
 

@@ -19,7 +19,9 @@ from pipeline.records import Prompt, Sample
 
 Record = TypeVar("Record", Prompt, Sample)
 
-_REPEATED_WORDS = 8  # a row of so many words that comes again is a repetition; shorter ones are style
+_REPEATED_WORDS = (
+    8  # a row of so many words that comes again is a repetition; shorter ones are style
+)
 _SHINGLE = 5  # words of one feature for near-duplicates
 _NO_LANGUAGE = "zxx"  # ISO 639's code for text in none, such as a program
 _PERMUTATIONS = 128  # of a MinHash: similarity is estimated to about 1/sqrt(128) = 0.09
@@ -28,10 +30,15 @@ _PERMUTATIONS = 128  # of a MinHash: similarity is estimated to about 1/sqrt(128
 _REGRET = r"(?:(?:i[\'\u2019]?m|i am) (?:really |very |truly )?sorry|(?:my )?apologies|i apologi[sz]e|unfortunately|as an ai(?: language model| assistant)?)?"
 _CANNOT = r"(?:can(?:no|[\'\u2019])t|can not|am unable to|unable to|not able to|won[\'\u2019]t|will not|do not feel comfortable|must decline|have to decline)"
 _DOING = r"(?:assist|help|provide|fulfil+|comply|engage|continue|create|generate|answer|do that|support|write|share|offer)"
-_REFUSAL = re.compile(rf"\W*{_REGRET}[\s,.!\-\u2014]*(?:but )?(?:that )?(?:i[\'\u2019]?m|i am|i)?\s*{_CANNOT}\b[^.\n]{{0,40}}?\b{_DOING}", re.IGNORECASE)
+_REFUSAL = re.compile(
+    rf"\W*{_REGRET}[\s,.!\-\u2014]*(?:but )?(?:that )?(?:i[\'\u2019]?m|i am|i)?\s*{_CANNOT}\b[^.\n]{{0,40}}?\b{_DOING}",
+    re.IGNORECASE,
+)
 
 
-def apply_steps(records: Iterable[Record], steps: Sequence[Callable[[Record], str | None]]) -> tuple[list[Record], Counter[str]]:
+def apply_steps(
+    records: Iterable[Record], steps: Sequence[Callable[[Record], str | None]]
+) -> tuple[list[Record], Counter[str]]:
     """Records that pass all steps, and the others counted by the first reason that a step gave."""
     kept: list[Record] = []
     rejected: Counter[str] = Counter()
@@ -80,12 +87,18 @@ def length(shortest: int, longest: int | None) -> Callable[[Prompt], str | None]
 
 def prompt_repetition(most: float) -> Callable[[Prompt], str | None]:
     """Prompts that say the same over and over."""
-    return lambda prompt: "repetition" if any(repeated_share(turn) > most for turn in prompt.turns) else None
+    return lambda prompt: (
+        "repetition" if any(repeated_share(turn) > most for turn in prompt.turns) else None
+    )
 
 
 def reply_repetition(most: float) -> Callable[[Sample], str | None]:
     """Replies that fell into a loop."""
-    return lambda sample: "reply_repetition" if any(repeated_share(reply) > most for reply in _replies(sample)) else None
+    return lambda sample: (
+        "reply_repetition"
+        if any(repeated_share(reply) > most for reply in _replies(sample))
+        else None
+    )
 
 
 def refusal(sample: Sample) -> str | None:
@@ -115,7 +128,11 @@ def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | Non
     try:
         from py3langid import classify  # type: ignore[import-untyped]
     except ImportError:
-        raise MissingPackage("needs the pip package py3langid", where="synth.quality.languages", fix="pip install py3langid") from None
+        raise MissingPackage(
+            "needs the pip package py3langid",
+            where="synth.quality.languages",
+            fix="pip install py3langid",
+        ) from None
     known = {code.lower() for code in kept}
 
     def step(prompt: Prompt) -> str | None:
@@ -136,7 +153,11 @@ def near_duplicates(similarity: float) -> Callable[[Prompt], str | None]:
     try:
         from datasketch import MinHashLSH  # type: ignore[import-untyped]
     except ImportError:
-        raise MissingPackage("needs the pip package datasketch", where="synth.quality.near_duplicates", fix="pip install datasketch") from None
+        raise MissingPackage(
+            "needs the pip package datasketch",
+            where="synth.quality.near_duplicates",
+            fix="pip install datasketch",
+        ) from None
     index = MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS)
     passed: list[Any] = []
 
@@ -156,7 +177,9 @@ def _sketch(prompt: Prompt) -> Any:
     from datasketch import LeanMinHash, MinHash
 
     sketch = MinHash(num_perm=_PERMUTATIONS, seed=1)
-    sketch.update_batch(sorted({shingle.encode() for turn in prompt.turns for shingle in _shingles(turn)}))
+    sketch.update_batch(
+        sorted({shingle.encode() for turn in prompt.turns for shingle in _shingles(turn)})
+    )
     return LeanMinHash(sketch)
 
 

@@ -27,14 +27,16 @@ _COUNTS = ("ended", "dropped_prompts", "dropped_responses")
 _MOST_VALUES = 100  # salted hashes listed for each type of personal data
 
 
-class Tally:
+class StageCounts:
     """Counts over all samples, one shard after another, in any order."""
 
     def __init__(self) -> None:
         self.samples = self.tokens = self.supervised = 0
         self.licenses: Counter[str] = Counter()
         self.by_source_samples: Counter[str] = Counter()
-        self.sources: dict[str, Counter[str]] = defaultdict(Counter)  # source → samples, tokens, supervised_tokens
+        self.sources: dict[str, Counter[str]] = defaultdict(
+            Counter
+        )  # source → samples, tokens, supervised_tokens
         self.source_licenses: dict[str, Counter[str]] = defaultdict(Counter)
         self.categories: Counter[str] = Counter()
         self.finish_reasons: Counter[str] = Counter()
@@ -42,7 +44,9 @@ class Tally:
         self.samplings: Counter[str] = Counter()  # canonical JSON
         self.system_prompts: Counter[bool] = Counter()
         self.notes: dict[str, Counter[str]] = defaultdict(Counter)  # those that are counts
-        self.findings: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # (prompts or responses, entity) → salted hash → times
+        self.findings: dict[tuple[str, str], Counter[str]] = defaultdict(
+            Counter
+        )  # (prompts or responses, entity) → salted hash → times
         self.lengths: dict[str, Counter[int]] = defaultdict(Counter)
 
     @property
@@ -66,7 +70,9 @@ class Tally:
         self.supervised += sum(replies)
         self.licenses[sample.license] += 1
         self.by_source_samples[sample.source] += 1
-        self.sources[sample.source].update(samples=1, tokens=len(sample.token_ids), supervised_tokens=sum(replies))
+        self.sources[sample.source].update(
+            samples=1, tokens=len(sample.token_ids), supervised_tokens=sum(replies)
+        )
         self.source_licenses[sample.source][sample.license] += 1
         self.categories[sample.category] += 1
         self.finish_reasons[sample.finish_reason] += 1
@@ -79,7 +85,7 @@ class Tally:
         self.lengths["reply"].update(replies)
 
 
-class Bar(BaseModel):
+class HistogramBin(BaseModel):
     """How many lengths are at least `start` and below the next bar's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,7 +105,7 @@ class Lengths(BaseModel):
     p90: int
     p99: int
     longest: int
-    bars: tuple[Bar, ...]
+    bars: tuple[HistogramBin, ...]
 
 
 class Audit(BaseModel):
@@ -113,7 +119,9 @@ class Audit(BaseModel):
     sources: dict[str, dict[str, Any]]  # samples, tokens, supervised_tokens, licenses
     licenses: dict[str, int]  # SPDX id → samples
     categories: dict[str, int]
-    personal_data: dict[str, Any]  # policy; prompts and responses dropped by type; findings, also those that were replaced
+    personal_data: dict[
+        str, Any
+    ]  # policy; prompts and responses dropped by type; findings, also those that were replaced
     tokens: dict[str, float]  # all, supervised, share
     lengths: dict[str, Lengths]
     ended: dict[str, int]  # why conversations have no further turn
@@ -125,15 +133,26 @@ class Audit(BaseModel):
     settings: dict[str, Any]  # the run's sampling section
 
     def as_json(self) -> str:
-        return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        return (
+            json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
+            + "\n"
+        )
 
 
-def audit_record(tally: Tally, details: Mapping[str, Any], rejected: Mapping[str, int], contract: TargetContract) -> Audit:
+def audit_record(
+    tally: StageCounts,
+    details: Mapping[str, Any],
+    rejected: Mapping[str, int],
+    contract: TargetContract,
+) -> Audit:
     """All receipts of a run; `details` and `rejected` are those of its manifest."""
     return Audit(
         prompts=details["prompts"],
         rejected=_sorted(rejected),
-        sources={name: {**counts, "licenses": _sorted(tally.source_licenses[name])} for name, counts in sorted(tally.sources.items())},
+        sources={
+            name: {**counts, "licenses": _sorted(tally.source_licenses[name])}
+            for name, counts in sorted(tally.sources.items())
+        },
         licenses=_sorted(tally.licenses),
         categories=_sorted(tally.categories),
         personal_data={
@@ -142,13 +161,24 @@ def audit_record(tally: Tally, details: Mapping[str, Any], rejected: Mapping[str
             "dropped_responses": _of_types(tally.notes["dropped_responses"]),
             "findings": _findings(tally),
         },
-        tokens={"all": tally.tokens, "supervised": tally.supervised, "supervised_share": tally.supervised_share},
+        tokens={
+            "all": tally.tokens,
+            "supervised": tally.supervised,
+            "supervised_share": tally.supervised_share,
+        },
         lengths={name: _lengths(tally.lengths[name]) for name in sorted(tally.lengths)},
         ended=_sorted(tally.notes["ended"]),
         finish_reasons=_sorted(tally.finish_reasons),
-        sampling=[{**json.loads(text), "samples": count} for text, count in sorted(tally.samplings.items())],
+        sampling=[
+            {**json.loads(text), "samples": count}
+            for text, count in sorted(tally.samplings.items())
+        ],
         generators=_sorted(tally.generators),
-        template={**details["template"], "chat_template_hash": contract.chat_template_hash, "samples_with_system_prompt": tally.system_prompts[True]},
+        template={
+            **details["template"],
+            "chat_template_hash": contract.chat_template_hash,
+            "samples_with_system_prompt": tally.system_prompts[True],
+        },
         target=contract,
         settings=details["sampling"],
     )
@@ -167,7 +197,11 @@ def _lengths(counts: Counter[int]) -> Lengths:
         p90=_quantile(values, counts, 0.9),
         p99=_quantile(values, counts, 0.99),
         longest=values[-1],
-        bars=tuple(Bar(start=start, count=bars[start]) for start in _BOUNDS if _BOUNDS[0] <= start <= values[-1]),
+        bars=tuple(
+            HistogramBin(start=start, count=bars[start])
+            for start in _BOUNDS
+            if _BOUNDS[0] <= start <= values[-1]
+        ),
     )
 
 
@@ -181,18 +215,28 @@ def _quantile(values: Sequence[int], counts: Counter[int], share: float) -> int:
     raise AssertionError("a share is at most 1")
 
 
-def _findings(tally: Tally) -> dict[str, dict[str, Any]]:
+def _findings(tally: StageCounts) -> dict[str, dict[str, Any]]:
     """prompts, responses → entity → findings, different values, and the salted hashes of the most frequent ones."""
     listed: dict[str, dict[str, Any]] = {}
     for (where, entity), values in sorted(tally.findings.items()):
         frequent = dict(sorted(values.items(), key=lambda item: (-item[1], item[0]))[:_MOST_VALUES])
-        listed.setdefault(where, {})[entity] = {"findings": values.total(), "values": len(values), "frequent": frequent}
+        listed.setdefault(where, {})[entity] = {
+            "findings": values.total(),
+            "values": len(values),
+            "frequent": frequent,
+        }
     return listed
 
 
 def _of_types(counts: Mapping[str, int]) -> dict[str, int]:
     """`pii:EMAIL_ADDRESS` → EMAIL_ADDRESS; other reasons are listed with the rejected."""
-    return _sorted({reason.removeprefix(_PII): count for reason, count in counts.items() if reason.startswith(_PII)})
+    return _sorted(
+        {
+            reason.removeprefix(_PII): count
+            for reason, count in counts.items()
+            if reason.startswith(_PII)
+        }
+    )
 
 
 def _sorted(counts: Mapping[str, int]) -> dict[str, int]:

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from pipeline.config import SynthSection
 from pipeline.records import Prompt, Sample
-from pipeline.synth.finding import Finding
-from pipeline.synth.ledger import Ledger, read_salt
-from pipeline.synth.pii import PiiFilter
+from pipeline.synth.privacy.filter import PiiFilter
+from pipeline.synth.privacy.finding import Finding
+from pipeline.synth.privacy.ledger import Ledger, read_salt
+from pipeline.synth.privacy.replace import Pseudonyms, is_invented, redacted
 from pipeline.synth.quality import apply_steps, reply_steps
-from pipeline.synth.replace import Pseudonyms, is_invented, redacted
 
 Record = TypeVar("Record", Prompt, Sample)
 
@@ -36,7 +36,9 @@ class Screen:
             return list(prompts), Counter()
         kept: list[Prompt] = []
         dropped: Counter[str] = Counter()
-        for prompt, texts, found in self._found([(prompt, _texts(prompt)) for prompt in prompts], "prompts"):
+        for prompt, texts, found in self._found(
+            [(prompt, _texts(prompt)) for prompt in prompts], "prompts"
+        ):
             if self._action != "drop":
                 kept.append(self._changed(prompt, texts, found))
             elif reason := _reason(found):
@@ -51,7 +53,9 @@ class Screen:
         if self._filter is None:
             return good, dropped
         kept: list[Sample] = []
-        for sample, _, found in self._found([(sample, _replies(sample)) for sample in good], "responses"):
+        for sample, _, found in self._found(
+            [(sample, _replies(sample)) for sample in good], "responses"
+        ):
             if reason := _reason(found):
                 dropped[reason] += 1
             else:
@@ -62,7 +66,9 @@ class Screen:
         """Findings since the last call, as `Ledger.take` gives them: counts, types and salted hashes."""
         return self._ledger.take() if self._ledger else {}
 
-    def _found(self, records: Sequence[tuple[Record, list[str]]], where: str) -> Iterator[tuple[Record, list[str], list[list[Finding]]]]:
+    def _found(
+        self, records: Sequence[tuple[Record, list[str]]], where: str
+    ) -> Iterator[tuple[Record, list[str], list[list[Finding]]]]:
         """Each record with its texts and their findings; the texts of all records are looked at together."""
         assert self._filter is not None and self._ledger is not None
         found = iter(self._filter.find_all([text for _, texts in records for text in texts]))
@@ -76,12 +82,16 @@ class Screen:
         """Without the values that this run invented itself."""
         if self._action != "pseudonymise":
             return findings
-        return [finding for finding in findings if not is_invented(text[finding.start : finding.end])]
+        return [
+            finding for finding in findings if not is_invented(text[finding.start : finding.end])
+        ]
 
-    def _changed(self, prompt: Prompt, texts: Sequence[str], found: Sequence[Sequence[Finding]]) -> Prompt:
+    def _changed(
+        self, prompt: Prompt, texts: Sequence[str], found: Sequence[Sequence[Finding]]
+    ) -> Prompt:
         if not any(found):
             return prompt
-        names = Pseudonyms(self._seed, (prompt.source, prompt.id))
+        names = Pseudonyms(self._seed, (prompt.source, prompt.sample_id))
         change = redacted if self._action == "redact" else names.apply
         changed = [change(text, findings) for text, findings in zip(texts, found, strict=True)]
         system, turns = (changed[0], changed[1:]) if prompt.system is not None else (None, changed)

@@ -29,7 +29,9 @@ class Selection:
 def synth_section(config: RunConfig) -> SynthSection:
     """The section that this stage needs; ConfigError without one."""
     if config.synth is None:
-        raise ConfigError("required but not set", where="config: synth", fix="add a synth section with `sources`")
+        raise ConfigError(
+            "required but not set", where="config: synth", fix="add a synth section with `sources`"
+        )
     return config.synth
 
 
@@ -44,7 +46,11 @@ def select_prompts(config: RunConfig) -> Selection:
     if not drawn:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
         fix = "add sources, set their `license`, or widen synth.allowed_licenses"
-        raise DataError(f"none of {len(loaded)} prompts is left after the filters ({reasons})", where="synth.sources", fix=fix)
+        raise DataError(
+            f"none of {len(loaded)} prompts is left after the filters ({reasons})",
+            where="synth.sources",
+            fix=fix,
+        )
     assert len(loaded) == len(drawn) + rejected.total()
     return Selection(len(loaded), tuple(drawn), dict(rejected))
 
@@ -53,7 +59,12 @@ def _steps(section: SynthSection, seed: int) -> list[Step]:
     """Every filter that needs no model, in the order in which it may claim a prompt."""
     repeated = [first_of_its_kind()] if section.quality.duplicates else []
     excluded = load_prompts(section.exclude, seed=seed)
-    return [license_gate(section.allowed_licenses), *repeated, *prompt_steps(section.quality), decontaminate(excluded)]
+    return [
+        license_gate(section.allowed_licenses),
+        *repeated,
+        *prompt_steps(section.quality),
+        decontaminate(excluded),
+    ]
 
 
 def _fingerprint(prompts: tuple[Prompt, ...]) -> str:

@@ -28,11 +28,11 @@ from pipeline.console import notice, progress_bar
 from pipeline.errors import StageConflict
 from pipeline.records import Manifest, Prompt, Sample, TargetContract
 from pipeline.store.samples import decode_notes, decode_samples, encode_samples
-from pipeline.store.stage import StageRun, find_manifest, open_stage, read_shard
+from pipeline.store.stage_run import StageRun, find_manifest, open_stage, read_shard
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample
 from pipeline.synth.datasheet import write_datasheet
-from pipeline.synth.generate import Batch, Generator
-from pipeline.synth.receipts import Tally, audit_record
+from pipeline.synth.generate.conversations import Generator, PromptBatch
+from pipeline.synth.receipts import StageCounts, audit_record
 from pipeline.synth.screen import Screen
 from pipeline.synth.select import select_prompts, synth_section
 from pipeline.target.contract import read_contract
@@ -40,8 +40,8 @@ from pipeline.target.resolve import resolve
 from pipeline.target.template import ChatTemplate, load_template
 
 if TYPE_CHECKING:
-    from pipeline.synth.local import LocalAnswer
-    from pipeline.synth.remote import RemoteAnswer
+    from pipeline.synth.generate.local import LocalAnswer
+    from pipeline.synth.generate.remote import RemoteAnswer
 
 AUDIT, DATASHEET = "audit.json", "datasheet.md"
 
@@ -53,7 +53,10 @@ def run_stage(config: RunConfig) -> Manifest:
     job = None if _is_finished(config) else Job(config)
     run = open_stage(config, "synth", None)
     if run.manifest:
-        notice("synth", f"complete: {run.manifest.rows:,} samples, {run.manifest.tokens:,} tokens at {run.location.uri}")
+        notice(
+            "synth",
+            f"complete: {run.manifest.rows:,} samples, {run.manifest.tokens:,} tokens at {run.location.uri}",
+        )
         return run.manifest
     job = job or Job(config)  # finished, but discarded as damaged by --force
     _refuse_foreign(run, job.shards)
@@ -74,17 +77,32 @@ class Job:
         target = resolve(config.target)
         self.contract = read_contract(config.target, target)
         self.template = load_template(
-            target.directory, source=config.target.source, system_prompt=section.system_prompt, kwargs=config.target.chat_template_kwargs
+            target.directory,
+            source=config.target.source,
+            system_prompt=section.system_prompt,
+            kwargs=config.target.chat_template_kwargs,
         )
         self.selection = select_prompts(config)
-        if section.max_turns > 1 and any(len(prompt.turns) > 1 for prompt in self.selection.prompts):
+        if section.max_turns > 1 and any(
+            len(prompt.turns) > 1 for prompt in self.selection.prompts
+        ):
             self.template.check_turns()
         self.shards = self.selection.shards(section.shard_prompts)
         self._screen = Screen(section, seed=config.run.seed)
         answer = _open_answer(config, target.directory, self.contract, self.template)
-        self._across = section.generator.across_shards == "always" or (section.generator.across_shards == "auto" and answer.ignores_neighbours)
-        self._generator = Generator(section, self.template, answer, seed=config.run.seed, name=_generator_name(config, self.contract))
-        self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}  # of shards under way: prompts dropped, what was found in prompts
+        self._across = section.generator.across_shards == "always" or (
+            section.generator.across_shards == "auto" and answer.ignores_neighbours
+        )
+        self._generator = Generator(
+            section,
+            self.template,
+            answer,
+            seed=config.run.seed,
+            name=_generator_name(config, self.contract),
+        )
+        self._screened: dict[
+            str, tuple[Counter[str], dict[str, Any]]
+        ] = {}  # of shards under way: prompts dropped, what was found in prompts
         self._shown = False
 
     def announce(self, run: StageRun) -> None:
@@ -92,11 +110,11 @@ class Job:
         counts = f"{self.selection.loaded:,} prompts, {len(self.selection.prompts):,} after the filters, in {len(self.shards)} shards"
         notice("synth", f"{counts}, {len(run.shards)} of them committed")
 
-    def work(self, done: Container[str]) -> Iterator[Batch]:
+    def work(self, done: Container[str]) -> Iterator[PromptBatch]:
         """Answer the prompts of all shards that are not done; shards come as they are finished."""
         yield from self._generator.converse(self._screen_prompts(done), across=self._across)
 
-    def commit(self, run: StageRun, batch: Batch) -> None:
+    def commit(self, run: StageRun, batch: PromptBatch) -> None:
         """Check the answers and store the shard."""
         samples, leaking = self._screen.samples(batch.samples)
         dropped, findings = self._screened.pop(batch.name)
@@ -110,7 +128,13 @@ class Job:
             "dropped_responses": dict(leaking),
             "findings": findings | self._screen.take_audit(),
         }
-        run.commit(batch.name, encode_samples(samples, notes), rows=len(samples), tokens=count_tokens(samples)[1], rejected=rejected)
+        run.commit(
+            batch.name,
+            encode_samples(samples, notes),
+            rows=len(samples),
+            tokens=count_tokens(samples)[1],
+            rejected=rejected,
+        )
 
     def _screen_prompts(self, done: Container[str]) -> Iterator[tuple[str, Sequence[Prompt]]]:
         for name, prompts in self.shards.items():
@@ -130,14 +154,16 @@ def _is_finished(config: RunConfig) -> bool:
     return manifest is not None and manifest.config_hash == config.section_hash("synth")
 
 
-def _open_answer(config: RunConfig, directory: Path, contract: TargetContract, template: ChatTemplate) -> LocalAnswer | RemoteAnswer:
+def _open_answer(
+    config: RunConfig, directory: Path, contract: TargetContract, template: ChatTemplate
+) -> LocalAnswer | RemoteAnswer:
     """Who answers."""
     generator = synth_section(config).generator
     if generator.backend == "local":
-        from pipeline.synth.local import open_local
+        from pipeline.synth.generate.local import open_local
 
         return open_local(config, directory, contract)
-    from pipeline.synth.remote import open_remote
+    from pipeline.synth.generate.remote import open_remote
 
     return open_remote(generator, template, source=contract.source, vocabulary=contract.vocab_size)
 
@@ -145,7 +171,11 @@ def _open_answer(config: RunConfig, directory: Path, contract: TargetContract, t
 def _generator_name(config: RunConfig, contract: TargetContract) -> str:
     """What the samples say produced them; without addresses, which are nobody's business."""
     generator = synth_section(config).generator
-    served = "" if generator.backend == "local" else f", {generator.backend} server of {generator.model or contract.source}"
+    served = (
+        ""
+        if generator.backend == "local"
+        else f", {generator.backend} server of {generator.model or contract.source}"
+    )
     return f"{contract.source}@{contract.revision}{served}, eagle3 {__version__}"
 
 
@@ -165,11 +195,24 @@ def _finish(config: RunConfig, run: StageRun, job: Job) -> Manifest:
     selection = job.selection
     tally = _count(run)
     details = {
-        "prompts": {"loaded": selection.loaded, "selected": len(selection.prompts), "samples": tally.samples},
+        "prompts": {
+            "loaded": selection.loaded,
+            "selected": len(selection.prompts),
+            "samples": tally.samples,
+        },
         "supervised_tokens": tally.supervised,
         "supervised_share": tally.supervised_share,
         "sampling": synth_section(config).model_dump(
-            mode="json", include={"temperature", "top_p", "top_k", "max_new_tokens", "max_turns", "on_length", "system_prompt"}
+            mode="json",
+            include={
+                "temperature",
+                "top_p",
+                "top_k",
+                "max_new_tokens",
+                "max_turns",
+                "on_length",
+                "system_prompt",
+            },
         ),
         "template": {
             "kwargs": config.target.chat_template_kwargs,
@@ -185,24 +228,38 @@ def _finish(config: RunConfig, run: StageRun, job: Job) -> Manifest:
     for name, text in ((AUDIT, record.as_json()), (DATASHEET, write_datasheet(record))):
         run.location.write(name, text.encode())
         details[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    manifest = run.finish(contract=job.contract, licenses=tally.licenses, sources=tally.by_source_samples, details=details, rejected_extra=selection.rejected)
-    assert selection.loaded == manifest.rows + sum(manifest.rejected.values()), "prompts in = samples + rejected"
-    notice("synth", f"{manifest.rows:,} samples, {manifest.tokens:,} tokens, {tally.supervised_share:.0%} supervised; rejected: {_listed(manifest.rejected)}")
+    manifest = run.finish(
+        contract=job.contract,
+        licenses=tally.licenses,
+        sources=tally.by_source_samples,
+        details=details,
+        rejected_extra=selection.rejected,
+    )
+    assert selection.loaded == manifest.rows + sum(manifest.rejected.values()), (
+        "prompts in = samples + rejected"
+    )
+    notice(
+        "synth",
+        f"{manifest.rows:,} samples, {manifest.tokens:,} tokens, {tally.supervised_share:.0%} supervised; rejected: {_listed(manifest.rejected)}",
+    )
     notice("synth", f"datasheet: {run.location.where(DATASHEET)}")
     return manifest
 
 
-def _count(run: StageRun) -> Tally:
+def _count(run: StageRun) -> StageCounts:
     """One shard in memory at a time."""
-    tally = Tally()
+    tally = StageCounts()
     for name in sorted(run.shards):
-        data, where = read_shard(run.location, run.shards[name]), run.location.where(f"shards/{name}")
+        data, where = (
+            read_shard(run.location, run.shards[name]),
+            run.location.where(f"shards/{name}"),
+        )
         tally.add(decode_samples(data, where), decode_notes(data, where))
     return tally
 
 
 def _pii_policy(config: RunConfig) -> dict[str, Any]:
-    from pipeline.synth.secrets import SECRET_ENTITIES
+    from pipeline.synth.privacy.secrets import SECRET_ENTITIES
 
     section = synth_section(config)
     pii = section.pii

@@ -24,7 +24,9 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         config: Any = AutoConfig.from_pretrained(directory).get_text_config()
     except (ValueError, OSError, KeyError) as error:
         raise TargetError(
-            f"config.json cannot be read: {str(error).splitlines()[0]}", where=where, fix="use a causal language model that transformers knows"
+            f"config.json cannot be read: {str(error).splitlines()[0]}",
+            where=where,
+            fix="use a causal language model that transformers knows",
         ) from error
     weights = sorted(directory.glob("*.safetensors"))
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -66,7 +68,11 @@ def _tokenizer_hash(directory: Path, where: str) -> str:
         path = directory / name
         if path.is_file():
             return hashlib.sha256(path.read_bytes()).hexdigest()
-    raise TargetError("has no tokenizer.json, tokenizer.model or vocab.json", where=where, fix="save the tokenizer beside the weights with `save_pretrained`")
+    raise TargetError(
+        "has no tokenizer.json, tokenizer.model or vocab.json",
+        where=where,
+        fix="save the tokenizer beside the weights with `save_pretrained`",
+    )
 
 
 def _template_hash(directory: Path) -> str:

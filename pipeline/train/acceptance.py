@@ -25,7 +25,7 @@ from pipeline.decoder.request import Request, Statistics
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract
-from pipeline.train.corpus import HeldOut
+from pipeline.train.data.corpus import HeldOut
 
 #: Requests decoded together. Acceptance does not depend on it.
 _SLOTS = 8
@@ -35,11 +35,16 @@ class Acceptance(NamedTuple):
     """What one evaluation found."""
 
     tau: float  # τ: tokens a round over all requests, bonus included, prefill's token excluded
-    alpha: tuple[float, ...]  # α_k, k = 1…: drafted position k accepted, given that all before it were
+    alpha: tuple[
+        float, ...
+    ]  # α_k, k = 1…: drafted position k accepted, given that all before it were
 
     def named(self) -> dict[str, float]:
         """As it is written to the metrics."""
-        return {"tau": self.tau, **{f"alpha_{k}": value for k, value in enumerate(self.alpha, start=1)}}
+        return {
+            "tau": self.tau,
+            **{f"alpha_{k}": value for k, value in enumerate(self.alpha, start=1)},
+        }
 
 
 class Evaluator:
@@ -58,10 +63,17 @@ class Evaluator:
     ) -> None:
         """Load the target of `contract` in its own type. Raises UnsupportedModel for what the decoder does not run."""
         self._tree = section.evaluate_tree
-        self._requests = [Request(f"{number} {item.sample_id}", item.prompt_ids, section.evaluate_tokens, stop_ids) for number, item in enumerate(held_out)]
+        self._requests = [
+            Request(
+                f"{number} {item.sample_id}", item.prompt_ids, section.evaluate_tokens, stop_ids
+            )
+            for number, item in enumerate(held_out)
+        ]
         longest = max(len(item.prompt_ids) for item in held_out) + section.evaluate_tokens
         dtype: torch.dtype = getattr(torch, contract.dtype)
-        self._model = DecoderModel.load(directory, contract.capture_layers, device=device, dtype=dtype, max_length=longest)
+        self._model = DecoderModel.load(
+            directory, contract.capture_layers, device=device, dtype=dtype, max_length=longest
+        )
         self._head = Eagle3Head(shape)
 
     def measure(self, weights: Mapping[str, Tensor]) -> Acceptance:
@@ -72,7 +84,11 @@ class Evaluator:
         done: list[Statistics] = []
         for completion in engine.generate(self._requests):
             if completion.error is not None:
-                raise TargetError(completion.error.what, where=f"held-out sample {completion.id.partition(' ')[2]}", fix=completion.error.fix)
+                raise TargetError(
+                    completion.error.what,
+                    where=f"held-out sample {completion.request_id.partition(' ')[2]}",
+                    fix=completion.error.fix,
+                )
             done.append(completion.statistics)
         return summarise_rounds(done)
 
@@ -82,14 +98,21 @@ def summarise_rounds(done: Sequence[Statistics]) -> Acceptance:
     rounds = sum(statistics.rounds for statistics in done)
     tau = sum(statistics.round_tokens for statistics in done) / rounds if rounds else 0.0
     depth = max((len(statistics.reached) for statistics in done), default=0)
-    reached = [sum(statistics.reached[k] for statistics in done if k < len(statistics.reached)) for k in range(depth)]
+    reached = [
+        sum(statistics.reached[k] for statistics in done if k < len(statistics.reached))
+        for k in range(depth)
+    ]
     return Acceptance(tau, tuple(after / before for before, after in pairwise(reached)))
 
 
 def check_settings(section: TrainSection) -> None:
     """Raise ConfigError for settings of the evaluation that contradict each other."""
     if section.early_stop and not section.evaluate_every:
-        raise ConfigError("needs train.evaluate_every, which is not set", where="train.early_stop", fix="set train.evaluate_every to a number of steps")
+        raise ConfigError(
+            "needs train.evaluate_every, which is not set",
+            where="train.early_stop",
+            fix="set train.evaluate_every to a number of steps",
+        )
     if section.evaluate_tree.auto:
         problem = "cannot be auto: τ of two checkpoints is compared on one tree"
         raise ConfigError(problem, where="train.evaluate_tree", fix="give top_k, steps and nodes")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.console import show_mask
 from pipeline.errors import DataError
-from pipeline.train.corpus import Corpus, Survey
+from pipeline.train.data.corpus import Corpus, Survey
 
 #: Tokens shown of one run of prompt or reply; the middle of a longer one is left out.
 _SHOWN_TOKENS = 160
@@ -21,7 +21,9 @@ def audit_mask(found: Survey, *, where: str) -> None:
     Raises DataError.
     """
     share = found.supervised / found.tokens if found.tokens else 0.0
-    fix = "look at the samples' `supervised` spans and run `eagle3 synth` and `eagle3 features` again"
+    fix = (
+        "look at the samples' `supervised` spans and run `eagle3 synth` and `eagle3 features` again"
+    )
     if not found.pieces:
         left_out = ", ".join(f"{reason} {count}" for reason, count in found.rejected.items())
         problem = f"no trainable token: {found.supervised} of {found.tokens} tokens are supervised (0 %); left out: {left_out or 'nothing'}"
@@ -29,7 +31,11 @@ def audit_mask(found: Survey, *, where: str) -> None:
             fix = "raise train.batch_tokens, or set train.long_samples=split"
         raise DataError(problem, where=where, fix=fix)
     if share == 1.0:
-        raise DataError(f"all {found.tokens} tokens are supervised (100 %), prompts included", where=where, fix=fix)
+        raise DataError(
+            f"all {found.tokens} tokens are supervised (100 %), prompts included",
+            where=where,
+            fix=fix,
+        )
 
 
 def show_sample(corpus: Corpus, found: Survey, decode: Callable[[Sequence[int]], str]) -> None:
@@ -37,14 +43,19 @@ def show_sample(corpus: Corpus, found: Survey, decode: Callable[[Sequence[int]],
     first = found.pieces[0]
     token_ids, mask = corpus.outline(first.shard).tokens(first.sample)
     parts = []
-    for supervised, run in groupby(zip(mask.tolist(), token_ids.tolist(), strict=True), key=lambda pair: bool(pair[0])):
+    for supervised, run in groupby(
+        zip(mask.tolist(), token_ids.tolist(), strict=True), key=lambda pair: bool(pair[0])
+    ):
         parts.append((_shortened([token for _, token in run], decode), supervised))
     show_mask(parts, supervised=int(mask.sum()), total=len(mask))
 
 
 def coverage_by_source(counts: Mapping[str, Tensor], target_ids: Tensor) -> dict[str, float]:
     """Share of each source's supervised tokens that the draft vocabulary holds. counts [V] a source, target_ids [Vd]."""
-    return {source: int(seen[target_ids].sum()) / max(1, int(seen.sum())) for source, seen in sorted(counts.items())}
+    return {
+        source: int(seen[target_ids].sum()) / max(1, int(seen.sum()))
+        for source, seen in sorted(counts.items())
+    }
 
 
 def _shortened(ids: list[int], decode: Callable[[Sequence[int]], str]) -> str:

@@ -27,8 +27,8 @@ from pipeline.config import cache_directory
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Record, digest
 from pipeline.store.location import Location
-from pipeline.store.stage import StageRun
-from pipeline.train.engine import Engine
+from pipeline.store.stage_run import StageRun
+from pipeline.train.trainer import Trainer
 
 
 class Window(Record):
@@ -115,10 +115,14 @@ class Checkpoints:
         """The head that `keep_best` wrote. Raises CorruptShard when it is not what it was."""
         path = self._directory / _best_name(best.step)
         if not _matches(path, *best.file):
-            raise CorruptShard("the best head is missing or damaged", where=str(path), fix="run `eagle3 train --force`")
+            raise CorruptShard(
+                "the best head is missing or damaged",
+                where=str(path),
+                fix="run `eagle3 train --force`",
+            )
         return load_file(path)
 
-    def save(self, engine: Engine, progress: Progress, *, epoch: int, index: int) -> None:
+    def save(self, engine: Trainer, progress: Progress, *, epoch: int, index: int) -> None:
         """Write a checkpoint, mark it, delete the oldest. Raises StoreError when the disk refuses."""
         path = self._directory / f"step-{progress.step:06d}"
         try:
@@ -130,13 +134,28 @@ class Checkpoints:
             engine.save(path)
             engine.barrier()
             if engine.rank == 0:
-                files = {file.relative_to(path).as_posix(): (file.stat().st_size, _sha256(file)) for file in sorted(path.rglob("*")) if file.is_file()}
-                marker = Marker(work=self._work, world=engine.world, epoch=epoch, index=index, progress=progress, files=files)
-                Location(str(self._directory)).write(f"{path.name}.json", marker.model_dump_json().encode())
+                files = {
+                    file.relative_to(path).as_posix(): (file.stat().st_size, _sha256(file))
+                    for file in sorted(path.rglob("*"))
+                    if file.is_file()
+                }
+                marker = Marker(
+                    work=self._work,
+                    world=engine.world,
+                    epoch=epoch,
+                    index=index,
+                    progress=progress,
+                    files=files,
+                )
+                Location(str(self._directory)).write(
+                    f"{path.name}.json", marker.model_dump_json().encode()
+                )
                 self._prune()
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             problem = f"a checkpoint cannot be written: {str(error).splitlines()[0]}"
-            raise StoreError(problem, where=str(path), fix="free some space, or choose another run.uri=…") from error
+            raise StoreError(
+                problem, where=str(path), fix="free some space, or choose another run.uri=…"
+            ) from error
 
     def _prune(self) -> None:
         """Markers first, so that a kill in between leaves no marker without its files."""
@@ -150,7 +169,11 @@ class Checkpoints:
         self._prune_best(markers[-self._keep :])
 
     def _prune_best(self, markers: Sequence[Path]) -> None:
-        named = {_best_name(marker.progress.best.step) for path in markers if (marker := _read_marker(path)) and marker.progress.best}
+        named = {
+            _best_name(marker.progress.best.step)
+            for path in markers
+            if (marker := _read_marker(path)) and marker.progress.best
+        }
         for file in self._directory.glob("best-*.safetensors"):
             if file.name not in named:
                 file.unlink()
@@ -160,8 +183,16 @@ class Checkpoints:
         if marker is None or marker.work != self._work:
             return None
         best = marker.progress.best
-        whole = all(_matches(path.with_suffix("") / name, *expected) for name, expected in marker.files.items())
-        return marker if whole and (best is None or _matches(self._directory / _best_name(best.step), *best.file)) else None
+        whole = all(
+            _matches(path.with_suffix("") / name, *expected)
+            for name, expected in marker.files.items()
+        )
+        return (
+            marker
+            if whole
+            and (best is None or _matches(self._directory / _best_name(best.step), *best.file))
+            else None
+        )
 
 
 def _read_marker(path: Path) -> Marker | None:

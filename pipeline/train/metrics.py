@@ -51,11 +51,23 @@ class Clock:
 class Metrics:
     """Lines of `directory`/metrics.jsonl. Lines beyond `step`, of steps that a resumed run takes again, are removed."""
 
-    def __init__(self, directory: Path, section: TrainSection, *, step: int, run_id: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        section: TrainSection,
+        *,
+        step: int,
+        run_id: str,
+        config: Mapping[str, Any],
+    ) -> None:
         self._path = directory / METRICS
         kept = [json.dumps(line) + "\n" for line in read_lines(self._path) if line["step"] <= step]
         Location(str(directory)).write(METRICS, "".join(kept).encode())
-        self._wandb = None if section.wandb == "disabled" else _start_wandb(directory, section, run_id, config)
+        self._wandb = (
+            None
+            if section.wandb == "disabled"
+            else _start_wandb(directory, section, run_id, config)
+        )
 
     def write(self, line: Mapping[str, float]) -> None:
         """Append one line to both. Raises StoreError when the disk refuses."""
@@ -63,7 +75,11 @@ class Metrics:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise StoreError(f"cannot be written: {error.strerror}", where=str(self._path), fix="free some space and run the same command again") from error
+            raise StoreError(
+                f"cannot be written: {error.strerror}",
+                where=str(self._path),
+                fix="free some space and run the same command again",
+            ) from error
         if self._wandb is not None:
             self._wandb.log(dict(line), step=int(line["step"]))
 
@@ -86,16 +102,30 @@ def read_lines(path: Path) -> list[dict[str, float]]:
 
 def summarise(window: Window) -> dict[str, float]:
     """Mean loss and accuracy of each step of the unroll."""
-    accuracies = {f"acc_{k}": hit / max(row, 1) for k, (hit, row) in enumerate(zip(window.hits, window.rows, strict=True))}
+    accuracies = {
+        f"acc_{k}": hit / max(row, 1)
+        for k, (hit, row) in enumerate(zip(window.hits, window.rows, strict=True))
+    }
     return {"loss": sum(window.losses) / len(window.losses), **accuracies}
 
 
-def _start_wandb(directory: Path, section: TrainSection, run_id: str, config: Mapping[str, Any]) -> Any:
+def _start_wandb(
+    directory: Path, section: TrainSection, run_id: str, config: Mapping[str, Any]
+) -> Any:
     os.environ.setdefault("WANDB_SILENT", "true")
     try:
         import wandb
     except ImportError as error:
         fix = "pip install 'eagle3[train]', or set train.wandb=disabled"
-        raise MissingPackage(f"train.wandb={section.wandb} needs wandb: {error}", where="train.wandb", fix=fix) from error
+        raise MissingPackage(
+            f"train.wandb={section.wandb} needs wandb: {error}", where="train.wandb", fix=fix
+        ) from error
     settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
-    return wandb.init(project=section.wandb_project, id=run_id, mode=section.wandb, dir=str(directory), config=dict(config), settings=settings)
+    return wandb.init(
+        project=section.wandb_project,
+        id=run_id,
+        mode=section.wandb,
+        dir=str(directory),
+        config=dict(config),
+        settings=settings,
+    )

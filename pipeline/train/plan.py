@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig
 from pipeline.records import Manifest, Plan
-from pipeline.store.stage import find_manifest, stage_location
+from pipeline.store.stage_run import find_manifest, stage_location
 
 #: Sustained rate of one CPU thread over a whole training step; measured with SmolLM2-135M on two cores with AVX-512 bf16.
 _FLOPS_PER_THREAD = {"bfloat16": 150e9, "float32": 90e9}
@@ -26,14 +26,31 @@ def plan(config: RunConfig) -> Plan:
     parent = find_manifest(config.run.uri, "features")
     if parent is None:
         nothing = ("the states do not exist yet: run `eagle3 features` first",)
-        return Plan(stage="train", state="waiting for features", records=0, tokens=0, storage_bytes=0, seconds=0, peak_memory_bytes=0, basis=nothing)
+        return Plan(
+            stage="train",
+            state="waiting for features",
+            records=0,
+            tokens=0,
+            storage_bytes=0,
+            seconds=0,
+            peak_memory_bytes=0,
+            basis=nothing,
+        )
     section, hidden = config.train, parent.contract.hidden_size
     width = 4 if section.dtype == "float32" else 2
     parameters = _parameters(config, hidden)
     epochs_tokens = parent.tokens * section.epochs
-    tokens = min(epochs_tokens, section.max_steps * section.batch_tokens * section.accumulate) if section.max_steps else epochs_tokens
+    tokens = (
+        min(epochs_tokens, section.max_steps * section.batch_tokens * section.accumulate)
+        if section.max_steps
+        else epochs_tokens
+    )
     rate = _FLOPS_PER_THREAD[section.dtype] * config.run.threads
-    flops = 6 * (parameters - 3 * hidden * hidden) * section.ttt_steps + 6 * 3 * hidden * hidden + 2 * hidden * section.head.draft_vocab_size
+    flops = (
+        6 * (parameters - 3 * hidden * hidden) * section.ttt_steps
+        + 6 * 3 * hidden * hidden
+        + 2 * hidden * section.head.draft_vocab_size
+    )
     state_bytes = parameters * _BYTES_PER_PARAMETER[section.dtype]
     activations = section.batch_tokens * section.ttt_steps * _ACTIVATIONS * hidden * width
     frozen = (parent.contract.vocab_size + section.head.draft_vocab_size) * hidden * width
@@ -44,9 +61,16 @@ def plan(config: RunConfig) -> Plan:
         state=_state(config, parent),
         records=parent.rows * section.epochs,
         tokens=tokens,
-        storage_bytes=section.keep_checkpoints * (parameters * 14 + evaluation.storage_bytes) + 2 * 2 * parameters,
-        seconds=_LOADING_SECONDS + flops * tokens / rate + evaluation.flops / (rate * _DECODING_SHARE),
-        peak_memory_bytes=_INTERPRETER_BYTES + state_bytes + activations + frozen + evaluation.memory_bytes,
+        storage_bytes=section.keep_checkpoints * (parameters * 14 + evaluation.storage_bytes)
+        + 2 * 2 * parameters,
+        seconds=_LOADING_SECONDS
+        + flops * tokens / rate
+        + evaluation.flops / (rate * _DECODING_SHARE),
+        peak_memory_bytes=_INTERPRETER_BYTES
+        + state_bytes
+        + activations
+        + frozen
+        + evaluation.memory_bytes,
         basis=(
             f"head: at most {parameters:,} parameters ({parameters / parent.contract.parameters:.1%} of the target), "
             f"with as many key as query heads and MLP width {_width(config, hidden):,}",
@@ -74,13 +98,18 @@ def _evaluation(config: RunConfig, parent: Manifest, tokens: int) -> _Evaluation
         return _Evaluation()
     steps = max(1, tokens // (section.batch_tokens * section.accumulate))
     count = -(-steps // section.evaluate_every)
-    prompt = parent.tokens // max(1, parent.rows)  # a whole sample's length: its prompt is not longer
-    read = section.evaluate_prompts * (prompt + section.evaluate_tokens * section.evaluate_tree.nodes)
+    prompt = parent.tokens // max(
+        1, parent.rows
+    )  # a whole sample's length: its prompt is not longer
+    read = section.evaluate_prompts * (
+        prompt + section.evaluate_tokens * section.evaluate_tree.nodes
+    )
     width = 4 if contract.dtype == "float32" else 2
     return _Evaluation(
         flops=2.0 * contract.parameters * read * count,
         memory_bytes=contract.parameters * width,
-        storage_bytes=_parameters(config, contract.hidden_size) * (4 if section.dtype == "float32" else 2),
+        storage_bytes=_parameters(config, contract.hidden_size)
+        * (4 if section.dtype == "float32" else 2),
         basis=f"evaluation: {count:,} times {section.evaluate_prompts} replies of {section.evaluate_tokens} tokens, as if a round emitted one token; "
         f"the target of {contract.parameters:,} parameters stays in memory beside the head",
     )
@@ -93,14 +122,26 @@ def _width(config: RunConfig, hidden: int) -> int:
 
 def _parameters(config: RunConfig, hidden: int) -> int:
     """fc, attention on 2H with as many key as query heads at most, MLP and lm_head."""
-    return 3 * hidden * hidden + 7 * hidden * hidden + 3 * hidden * _width(config, hidden) + hidden * config.train.head.draft_vocab_size
+    return (
+        3 * hidden * hidden
+        + 7 * hidden * hidden
+        + 3 * hidden * _width(config, hidden)
+        + hidden * config.train.head.draft_vocab_size
+    )
 
 
 def _state(config: RunConfig, parent: Manifest) -> str:
     """What is on storage for this config and parent."""
     manifest = find_manifest(config.run.uri, "train")
     if manifest:
-        same = (manifest.config_hash, manifest.parent_hash) == (config.section_hash("train"), parent.content_hash)
+        same = (manifest.config_hash, manifest.parent_hash) == (
+            config.section_hash("train"),
+            parent.content_hash,
+        )
         return "complete" if same else "complete for another config or parent"
-    markers = [name for name in stage_location(config.run.uri, "train").child("checkpoints").names() if name.endswith(".json")]
+    markers = [
+        name
+        for name in stage_location(config.run.uri, "train").child("checkpoints").names()
+        if name.endswith(".json")
+    ]
     return f"checkpoint {markers[-1].removesuffix('.json')}" if markers else "not started"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.head import Eagle3Head
@@ -30,16 +30,40 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.3,  # large enough that greedy choices are not near-ties
 }
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "llama-untied-llama3": {"model_type": "llama", "tie_word_embeddings": False, "rope_parameters": _LLAMA3},
+    "llama-untied-llama3": {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "rope_parameters": _LLAMA3,
+    },
     "llama-yarn": {
         "model_type": "llama",
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
     },
-    "llama-linear": {"model_type": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
     "llama-wide-heads": {"model_type": "llama", "head_dim": 16},
     "llama-biased": {"model_type": "llama", "attention_bias": True},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -60,10 +84,16 @@ def poisoned_plane(model: DecoderModel, pages: int) -> Tensor:
     return model.plane(PagedPool(pages, device=model.device)).fill_(float("nan"))
 
 
-def open_rows(model: DecoderModel, rows: int, *, pages: int, memory: int = 0, emitted: int = 8) -> Batch:
+def open_rows(
+    model: DecoderModel, rows: int, *, pages: int, memory: int = 0, emitted: int = 8
+) -> DecodeBatch:
     """A batch of greedy requests with `pages` pages each, none of them in order."""
-    batch = Batch.empty(rows, pages=pages, memory=memory, emitted=emitted, dtype=model.dtype, device=model.device)
-    order = (1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))).view(rows, pages)
+    batch = DecodeBatch.empty(
+        rows, pages=pages, memory=memory, emitted=emitted, dtype=model.dtype, device=model.device
+    )
+    order = (1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))).view(
+        rows, pages
+    )
     for row in range(rows):
         batch.open_row(row, order[row].tolist(), temperature=0.0, top_p=1.0, top_k=0, seed=0)
     return batch
@@ -83,7 +113,9 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name.endswith("bias") or "norm" in name:
-                        parameter.add_(torch.randn_like(parameter) * 0.2)  # zeros and ones would hide a missing term
+                        parameter.add_(
+                            torch.randn_like(parameter) * 0.2
+                        )  # zeros and ones would hide a missing term
             made[family] = tmp_path_factory.mktemp(family)
             model.save_pretrained(made[family])
         return made[family]
@@ -93,17 +125,33 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 @pytest.fixture
 def model(make_target: Callable[[str], Path]) -> DecoderModel:
-    return DecoderModel.load(make_target("llama"), CAPTURE, device=torch.device("cpu"), dtype=torch.float32, max_length=160)
+    return DecoderModel.load(
+        make_target("llama"),
+        CAPTURE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=160,
+    )
 
 
 @pytest.fixture
 def head(model: DecoderModel) -> Eagle3Head:
     """A random head: its guesses are bad, which losslessness must survive."""
-    shape = shape_for(model.config, draft_vocab_size=60, intermediate_size=64, num_attention_heads=None, num_key_value_heads=None)
+    shape = shape_for(
+        model.config,
+        draft_vocab_size=60,
+        intermediate_size=64,
+        num_attention_heads=None,
+        num_key_value_heads=None,
+    )
     head = Eagle3Head(shape)
     random_init(head, seed=3)
     with torch.no_grad():
         for parameter in head.parameters():
-            parameter.mul_(12 if parameter.dim() > 1 else 1)  # so that attention and positions weigh something
-    head.set_vocabulary(torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60].sort().values)
+            parameter.mul_(
+                12 if parameter.dim() > 1 else 1
+            )  # so that attention and positions weigh something
+    head.set_vocabulary(
+        torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60].sort().values
+    )
     return head

@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.reference import TorchOps
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.score import draw_gap
 from pipeline.decoder.tree import Tree
+from pipeline.decoder.tuning.score import draw_gap
 from pipeline.eagle3.head import Eagle3Head
 from tests.decoder.conftest import VOCABULARY
 
@@ -30,12 +30,18 @@ def _requests(count: int, stop_ids: tuple[int, ...] = ()) -> list[Request]:
     """Prompts of 3 to 40 tokens, limits of 1 to 36."""
     generator = torch.Generator().manual_seed(7)
     lengths = [3 + (11 * index) % 38 for index in range(count)]
-    prompts = [tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()) for length in lengths]
-    return [Request(str(index), prompt, 1 + (17 * index) % 36, stop_ids) for index, prompt in enumerate(prompts)]
+    prompts = [
+        tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist())
+        for length in lengths
+    ]
+    return [
+        Request(str(index), prompt, 1 + (17 * index) % 36, stop_ids)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def _run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
-    return {done.id: done for done in engine.generate(requests)}
+    return {done.request_id: done for done in engine.generate(requests)}
 
 
 class OracleDrafter:
@@ -54,20 +60,29 @@ class OracleDrafter:
     def shape_for(self, rows: int) -> TreeSection:
         return self._shape
 
-    def extend(self, batch: Batch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
+    def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
         for row, count in enumerate(counts.tolist()):
             seen = self._seen.setdefault(int(batch.table[row, 0]), [])
             del seen[int(batch.starts[row]) :]  # whoever held the page before
             seen += tokens[row, :count].tolist()
 
-    def draft(self, batch: Batch, shape: TreeSection) -> Tree:
+    def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
         tokens = []
         for row, root in enumerate(batch.roots.tolist()):
             seen = self._seen[int(batch.table[row, 0])]
             assert seen[-1] == root
             future = self._future(seen)
-            guesses = [future[depth] if depth < self._right else (future[depth] + 1) % VOCABULARY for depth in range(4)]
-            tokens.append([token for guess in guesses for token in ((guess + 2) % VOCABULARY, guess, (guess + 3) % VOCABULARY)])
+            guesses = [
+                future[depth] if depth < self._right else (future[depth] + 1) % VOCABULARY
+                for depth in range(4)
+            ]
+            tokens.append(
+                [
+                    token
+                    for guess in guesses
+                    for token in ((guess + 2) % VOCABULARY, guess, (guess + 3) % VOCABULARY)
+                ]
+            )
         parents = torch.tensor([-1] * 3 + [1] * 3 + [4] * 3 + [7] * 3).expand(len(batch), -1)
         scores = -torch.tensor([1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3).expand(len(batch), -1)
         return TorchOps().grow_tree(batch.roots, torch.tensor(tokens), parents, scores, self.nodes)
@@ -78,36 +93,61 @@ class OracleDrafter:
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
-@pytest.mark.parametrize("tree", [TreeSection(top_k=3, steps=4, nodes=12), TreeSection(top_k=1, steps=3, nodes=4), TreeSection(top_k=8, steps=1, nodes=9)])
-def test_speculation_with_a_bad_head_changes_nothing(model: DecoderModel, head: Eagle3Head, slots: int, tree: TreeSection) -> None:
+@pytest.mark.parametrize(
+    "tree",
+    [
+        TreeSection(top_k=3, steps=4, nodes=12),
+        TreeSection(top_k=1, steps=3, nodes=4),
+        TreeSection(top_k=8, steps=1, nodes=9),
+    ],
+)
+def test_speculation_with_a_bad_head_changes_nothing(
+    model: DecoderModel, head: Eagle3Head, slots: int, tree: TreeSection
+) -> None:
     requests = _requests(11)
     plain = _run(Engine(model), requests)
-    speculative = _run(Engine(model, drafter=Eagle3Drafter(head, model, tree), slots=slots), requests)
-    assert {name: done.token_ids for name, done in speculative.items()} == {name: done.token_ids for name, done in plain.items()}
+    speculative = _run(
+        Engine(model, drafter=Eagle3Drafter(head, model, tree), slots=slots), requests
+    )
+    assert {name: done.token_ids for name, done in speculative.items()} == {
+        name: done.token_ids for name, done in plain.items()
+    }
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
 @pytest.mark.parametrize("right", [0, 1, 3, 4])
-def test_speculation_with_a_good_drafter_changes_nothing_but_the_rounds(model: DecoderModel, slots: int, right: int) -> None:
+def test_speculation_with_a_good_drafter_changes_nothing_but_the_rounds(
+    model: DecoderModel, slots: int, right: int
+) -> None:
     requests = _requests(11)
     plain = _run(Engine(model), requests)
-    answers = {request.prompt_ids: plain[request.id].token_ids for request in requests}
+    answers = {request.prompt_ids: plain[request.request_id].token_ids for request in requests}
     speculative = _run(Engine(model, drafter=OracleDrafter(answers, right), slots=slots), requests)
-    assert {name: done.token_ids for name, done in speculative.items()} == {name: done.token_ids for name, done in plain.items()}
+    assert {name: done.token_ids for name, done in speculative.items()} == {
+        name: done.token_ids for name, done in plain.items()
+    }
     for request in requests:
-        after_prefill = len(plain[request.id].token_ids) - 1
+        after_prefill = len(plain[request.request_id].token_ids) - 1
         # The oracle proposes zeros beyond the end of the answer, so only the last round may fall short.
-        assert speculative[request.id].statistics.rounds == -(-after_prefill // (right + 1))
-        assert speculative[request.id].statistics.round_tokens == after_prefill
+        assert speculative[request.request_id].statistics.rounds == -(-after_prefill // (right + 1))
+        assert speculative[request.request_id].statistics.round_tokens == after_prefill
 
 
-def test_plain_decoding_equals_hugging_face(make_target: Callable[[str], Path], model: DecoderModel) -> None:
+def test_plain_decoding_equals_hugging_face(
+    make_target: Callable[[str], Path], model: DecoderModel
+) -> None:
     reference: Any = AutoModelForCausalLM.from_pretrained(make_target("llama"))
     done = _run(Engine(model, slots=3), _requests(6))
     for request in _requests(6):
         ids = torch.tensor([request.prompt_ids])
-        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, do_sample=False, eos_token_id=None)
-        assert done[request.id].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
+        expected = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=request.max_new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert done[request.request_id].token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
 def test_requests_stop_at_stop_tokens_and_limits(model: DecoderModel) -> None:
@@ -132,15 +172,28 @@ def test_statistics_count_rounds_without_prefill(model: DecoderModel) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("settings", [{"top_p": 1.0}, {"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 20}])
-def test_a_seed_draws_the_same_tokens_with_and_without_a_drafter(model: DecoderModel, head: Eagle3Head, slots: int, settings: dict[str, Any]) -> None:
-    requests = [replace(request, temperature=0.8, seed=index, **settings) for index, request in enumerate(_requests(7))]
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 1.0}, {"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.9, "top_k": 20}]
+)
+def test_a_seed_draws_the_same_tokens_with_and_without_a_drafter(
+    model: DecoderModel, head: Eagle3Head, slots: int, settings: dict[str, Any]
+) -> None:
+    requests = [
+        replace(request, temperature=0.8, seed=index, **settings)
+        for index, request in enumerate(_requests(7))
+    ]
     drafter = Eagle3Drafter(head, model, TreeSection(top_k=3, steps=4, nodes=12))
-    speculative = _run(Engine(model, drafter=drafter, slots=slots), [*requests, replace(requests[2], id="greedy", temperature=0.0)])
+    speculative = _run(
+        Engine(model, drafter=drafter, slots=slots),
+        [*requests, replace(requests[2], request_id="greedy", temperature=0.0)],
+    )
     for request in requests:
         # Not compared token by token: a number at the very edge between two tokens may be rounded to either side.
-        assert draw_gap(model, request, speculative[request.id].token_ids) < 1e-4
-        assert draw_gap(model, replace(request, seed=50), speculative[request.id].token_ids) > 1e-2, "other numbers draw other tokens"
+        assert draw_gap(model, request, speculative[request.request_id].token_ids) < 1e-4
+        assert (
+            draw_gap(model, replace(request, seed=50), speculative[request.request_id].token_ids)
+            > 1e-2
+        ), "other numbers draw other tokens"
     assert speculative["greedy"].token_ids == _run(Engine(model), _requests(7))["2"].token_ids
 
 
@@ -149,14 +202,24 @@ def test_prompts_read_in_chunks_change_nothing(model: DecoderModel, head: Eagle3
     whole = _run(Engine(model), requests)
     for prefill_tokens in (1, 7):
         drafter = Eagle3Drafter(head, model, TreeSection(top_k=2, steps=3, nodes=6))
-        chunked = _run(Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens), requests)
-        assert {name: done.token_ids for name, done in chunked.items()} == {name: done.token_ids for name, done in whole.items()}
+        chunked = _run(
+            Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens), requests
+        )
+        assert {name: done.token_ids for name, done in chunked.items()} == {
+            name: done.token_ids for name, done in whole.items()
+        }
 
 
 def test_a_tree_shape_for_each_batch_size(model: DecoderModel, head: Eagle3Head) -> None:
-    shapes = {1: TreeSection(top_k=4, steps=4, nodes=16), 3: TreeSection(top_k=2, steps=2, nodes=4), 5: TreeSection(top_k=1, steps=1, nodes=2)}
+    shapes = {
+        1: TreeSection(top_k=4, steps=4, nodes=16),
+        3: TreeSection(top_k=2, steps=2, nodes=4),
+        5: TreeSection(top_k=1, steps=1, nodes=2),
+    }
     drafter = Eagle3Drafter(head, model, shapes)
     assert [drafter.shape_for(rows).steps for rows in (1, 2, 3, 4, 5, 8)] == [4, 4, 2, 2, 1, 1]
     requests = _requests(11)
     done = _run(Engine(model, drafter=drafter, slots=6), requests)
-    assert {name: each.token_ids for name, each in done.items()} == {name: each.token_ids for name, each in _run(Engine(model), requests).items()}
+    assert {name: each.token_ids for name, each in done.items()} == {
+        name: each.token_ids for name, each in _run(Engine(model), requests).items()
+    }

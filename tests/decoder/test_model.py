@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import UnsupportedModel
@@ -17,7 +23,9 @@ CPU = torch.device("cpu")
 
 
 @torch.no_grad()
-def _both(directory: Path, chunks: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
+def _both(
+    directory: Path, chunks: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
     """Decoder's (logits, aux, final) over a prompt read in chunks, and HF's (hidden states, logits)."""
     ids = torch.randint(0, VOCABULARY, (1, sum(chunks)), generator=torch.Generator().manual_seed(1))
     model = DecoderModel.load(directory, CAPTURE, device=CPU, dtype=torch.float32, max_length=128)
@@ -25,40 +33,69 @@ def _both(directory: Path, chunks: list[int]) -> tuple[torch.Tensor, torch.Tenso
     outputs, start = [], 0
     for count in chunks:
         positions = torch.arange(start, start + count)[None]
-        outputs.append(model.forward(ids[:, start : start + count], positions, batch.table, torch.tensor([start]), None, plane))
+        outputs.append(
+            model.forward(
+                ids[:, start : start + count],
+                positions,
+                batch.table,
+                torch.tensor([start]),
+                None,
+                plane,
+            )
+        )
         start += count
     reference = AutoModelForCausalLM.from_pretrained(directory)(ids, output_hidden_states=True)
     final = torch.cat([output.final for output in outputs], 1)
-    return model.logits(final[0]), torch.cat([output.aux for output in outputs], 1), final, reference.hidden_states, reference.logits
+    return (
+        model.logits(final[0]),
+        torch.cat([output.aux for output in outputs], 1),
+        final,
+        reference.hidden_states,
+        reference.logits,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunks", [[37], [70, 16, 1]])
-def test_logits_equal_hugging_face(make_target: Callable[[str], Path], family: str, chunks: list[int]) -> None:
+def test_logits_equal_hugging_face(
+    make_target: Callable[[str], Path], family: str, chunks: list[int]
+) -> None:
     logits, _, _, _, expected = _both(make_target(family), chunks)
     scale = expected.abs().max()
     assert (logits - expected).abs().max() <= 1e-5 * max(1.0, float(scale))
 
 
-def test_captured_states_are_the_outputs_of_the_named_layers(make_target: Callable[[str], Path]) -> None:
+def test_captured_states_are_the_outputs_of_the_named_layers(
+    make_target: Callable[[str], Path],
+) -> None:
     _, aux, final, hidden, _ = _both(make_target("llama"), [37])
     # hidden[0] is the embedding, hidden[i + 1] the output of layer i, and the last one is normed.
     expected = torch.cat([hidden[layer + 1] for layer in CAPTURE], -1)
     torch.testing.assert_close(aux, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(final, hidden[-1], atol=1e-4, rtol=1e-4)
     off_by_one = torch.cat([hidden[layer] for layer in CAPTURE], -1)
-    assert (aux - off_by_one).abs().max() > 0.1, "a planted off-by-one in the capture layer must be seen"
+    assert (aux - off_by_one).abs().max() > 0.1, (
+        "a planted off-by-one in the capture layer must be seen"
+    )
 
 
 def test_other_architectures_are_refused_with_the_list_of_supported_ones(tmp_path: Path) -> None:
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=10)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=10)).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(UnsupportedModel, match=r"'gpt2'.*llama, mistral, qwen2, qwen3"):
         DecoderModel.load(tmp_path, CAPTURE, device=CPU, dtype=torch.float32, max_length=8)
 
 
 def test_a_sliding_window_is_refused_only_beyond_its_length(tmp_path: Path) -> None:
     config = MistralConfig(
-        vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, sliding_window=16
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        sliding_window=16,
     )
     MistralForCausalLM(config).save_pretrained(tmp_path)
     DecoderModel.load(tmp_path, (0,), device=CPU, dtype=torch.float32, max_length=16)

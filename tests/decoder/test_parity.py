@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
-from pipeline.train.batches import Batch as TrainingBatch
-from pipeline.train.ttt import step_logits
+from pipeline.train.data.batches import TrainBatch
+from pipeline.train.ttt.unroll import step_logits
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_plane
 
 STEPS = 5
@@ -31,17 +31,23 @@ PREFIX = 17
 def _states(model: DecoderModel, tokens: Tensor) -> Tensor:
     """Aux states [T, 3H] of a sequence."""
     positions, batch = torch.arange(len(tokens))[None], open_rows(model, 1, pages=2)
-    return model.forward(tokens[None], positions, batch.table, batch.starts, None, poisoned_plane(model, 3)).aux[0]
+    return model.forward(
+        tokens[None], positions, batch.table, batch.starts, None, poisoned_plane(model, 3)
+    ).aux[0]
 
 
-def _drafter(head: Eagle3Head, model: DecoderModel, tree: TreeSection, rows: int) -> tuple[Eagle3Drafter, Batch]:
+def _drafter(
+    head: Eagle3Head, model: DecoderModel, tree: TreeSection, rows: int
+) -> tuple[Eagle3Drafter, DecodeBatch]:
     """A drafter over its own pages, and a batch of empty rows."""
     drafter = Eagle3Drafter(head, model, tree)
     drafter.allocate(PagedPool(2 * rows + 1, device=model.device))
     return drafter, open_rows(model, rows, pages=2, memory=drafter.memory)
 
 
-def _read(drafter: Eagle3Drafter, batch: Batch, tokens: Tensor, aux: Tensor, count: int) -> None:
+def _read(
+    drafter: Eagle3Drafter, batch: DecodeBatch, tokens: Tensor, aux: Tensor, count: int
+) -> None:
     """Hand the drafter tokens [E] and states [E, 3H], of which `count` are valid, and commit them."""
     drafter.extend(batch, tokens[None], aux[None], torch.tensor([count]))
     batch.starts.add_(count)
@@ -51,18 +57,31 @@ def _trained_on(head: Eagle3Head, model: DecoderModel, tokens: Tensor, aux: Tens
     """The trainer's logits [T, Vd] of every step over one sequence; the last positions have no aux state yet and no say."""
     none = torch.zeros(0, dtype=torch.int64)
     padded = torch.cat((aux, torch.full((len(tokens) - len(aux), aux.shape[1]), 1e3)))
-    batch = TrainingBatch(("x",), (len(tokens),), tokens, padded, none, none, aux[:0])
-    rotary = RotaryTable(head.shape.rope_config(), len(tokens) + STEPS, device=torch.device("cpu"), dtype=torch.float32)
+    batch = TrainBatch(("x",), (len(tokens),), tokens, padded, none, none, aux[:0])
+    rotary = RotaryTable(
+        head.shape.rope_config(),
+        len(tokens) + STEPS,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
     return step_logits(head, model.embedding, batch, rotary, steps=STEPS)
 
 
-def _worst(model: DecoderModel, head: Eagle3Head, *, extended: int, shift: Callable[[Tensor], Tensor] = lambda tokens: tokens) -> float:
+def _worst(
+    model: DecoderModel,
+    head: Eagle3Head,
+    *,
+    extended: int,
+    shift: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+) -> float:
     """Largest difference over steps 0…4 between draft and training logits.
 
     The drafter reads PREFIX - extended tokens as a prompt and the rest as a round's emission, then
     drafts a chain; the trainer sees the prefix followed by that chain.
     """
-    tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))  # the last one is the root
+    tokens = torch.randint(
+        0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5)
+    )  # the last one is the root
     aux = _states(model, tokens[:-1])
     shape = TreeSection(top_k=1, steps=STEPS, nodes=STEPS + 1)
     drafter, batch = _drafter(head, model, shape, 1)
@@ -77,28 +96,45 @@ def _worst(model: DecoderModel, head: Eagle3Head, *, extended: int, shift: Calla
     chain = drafter.draft(batch, shape).tokens[0, 1:]
     expected = _trained_on(head, model, torch.cat((tokens, chain)), aux)
     assert len(drafter.trace) == STEPS
-    return max(float((ours[0, 0] - theirs[PREFIX - 1]).abs().max()) for ours, theirs in zip(drafter.trace, expected, strict=True))
+    return max(
+        float((ours[0, 0] - theirs[PREFIX - 1]).abs().max())
+        for ours, theirs in zip(drafter.trace, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("extended", [0, 1, 4])
 @torch.no_grad()
-def test_draft_logits_equal_training_logits(model: DecoderModel, head: Eagle3Head, extended: int) -> None:
+def test_draft_logits_equal_training_logits(
+    model: DecoderModel, head: Eagle3Head, extended: int
+) -> None:
     assert _worst(model, head, extended=extended) <= 1e-4
 
 
-@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}],
+    ids=str,
+)
 @torch.no_grad()
-def test_a_head_with_the_norms_of_eagle_31_drafts_as_it_was_trained(model: DecoderModel, head: Eagle3Head, flags: dict[str, bool]) -> None:
+def test_a_head_with_the_norms_of_eagle_31_drafts_as_it_was_trained(
+    model: DecoderModel, head: Eagle3Head, flags: dict[str, bool]
+) -> None:
     changed = Eagle3Head(head.shape.model_copy(update=flags))
     generator = torch.Generator().manual_seed(6)
     for name, parameter in changed.named_parameters():
-        parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5 if "norm" in name else head.get_parameter(name))
+        parameter.copy_(
+            torch.rand(parameter.shape, generator=generator) + 0.5
+            if "norm" in name
+            else head.get_parameter(name)
+        )
     changed.set_vocabulary(head.target_ids())
     assert _worst(model, changed, extended=4) <= 1e-4
 
 
 @torch.no_grad()
-def test_every_beam_of_a_tree_equals_training_on_its_own_chain(model: DecoderModel, head: Eagle3Head) -> None:
+def test_every_beam_of_a_tree_equals_training_on_its_own_chain(
+    model: DecoderModel, head: Eagle3Head
+) -> None:
     tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))
     aux = _states(model, tokens[:-1])
     shape = TreeSection(top_k=3, steps=3, nodes=16)
@@ -113,12 +149,18 @@ def test_every_beam_of_a_tree_equals_training_on_its_own_chain(model: DecoderMod
     second_scores, second = drafter.trace[1][0].log_softmax(-1).topk(3)  # [3, 3]
     best = (scores[:, None] + second_scores).flatten().topk(3).indices
     for beam in range(3):
-        trained = _trained_on(head, model, torch.cat((tokens, ids[first[beam]][None], tokens[:3])), aux)
-        torch.testing.assert_close(drafter.trace[1][0, beam], trained[1][PREFIX - 1], atol=1e-4, rtol=0)
+        trained = _trained_on(
+            head, model, torch.cat((tokens, ids[first[beam]][None], tokens[:3])), aux
+        )
+        torch.testing.assert_close(
+            drafter.trace[1][0, beam], trained[1][PREFIX - 1], atol=1e-4, rtol=0
+        )
         parent = int(best[beam]) // 3
         chain = torch.stack((ids[first[parent]], ids[second.flatten()[best[beam]]]))
         trained = _trained_on(head, model, torch.cat((tokens, chain, tokens[:2])), aux)
-        torch.testing.assert_close(drafter.trace[2][0, beam], trained[2][PREFIX - 1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            drafter.trace[2][0, beam], trained[2][PREFIX - 1], atol=1e-4, rtol=0
+        )
 
 
 @torch.no_grad()
@@ -127,10 +169,20 @@ def test_a_planted_shift_of_the_tokens_is_seen(model: DecoderModel, head: Eagle3
 
 
 @torch.no_grad()
-def test_a_planted_off_by_one_in_the_rotary_position_is_seen(model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_off_by_one_in_the_rotary_position_is_seen(
+    model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = Eagle3Drafter._step
 
-    def late(self: Eagle3Drafter, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | None) -> Tensor:
+    def late(
+        self: Eagle3Drafter,
+        batch: DecodeBatch,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        visible: Tensor | None,
+    ) -> Tensor:
         drafting = visible is not None  # later draft steps, not the prompt
         return original(self, batch, tokens, hidden, positions + drafting, slots, visible)
 

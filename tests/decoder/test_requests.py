@@ -15,17 +15,20 @@ from pipeline.errors import HeadError
 from tests.decoder.conftest import VOCABULARY
 
 TREE = TreeSection(top_k=3, steps=3, nodes=8)
-GOOD = [Request(str(index), tuple((index * 7 + step * 5) % 20 for step in range(4 + 9 * index)), 8, ()) for index in range(6)]
+GOOD = [
+    Request(str(index), tuple((index * 7 + step * 5) % 20 for step in range(4 + 9 * index)), 8, ())
+    for index in range(6)
+]
 
 
 def _run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
-    return {done.id: done for done in engine.generate(requests)}
+    return {done.request_id: done for done in engine.generate(requests)}
 
 
 @pytest.fixture
 def expected(model: DecoderModel) -> dict[str, tuple[int, ...]]:
     """What each good request gets when it is alone."""
-    return {done.id: done.token_ids for done in Engine(model).generate(GOOD)}
+    return {done.request_id: done.token_ids for done in Engine(model).generate(GOOD)}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,10 @@ def expected(model: DecoderModel) -> dict[str, tuple[int, ...]]:
         (Request("bad", (), 4, ()), "prompt_ids is empty"),
         (Request("bad", (1,), 0, ()), "max_new_tokens is 0"),
         (Request("bad", (1,) * 150, 20, ()), "170 tokens, the engine holds 160"),
-        (Request("bad", (1, VOCABULARY), 4, ()), f"token {VOCABULARY}, the vocabulary has {VOCABULARY}"),
+        (
+            Request("bad", (1, VOCABULARY), 4, ()),
+            f"token {VOCABULARY}, the vocabulary has {VOCABULARY}",
+        ),
         (Request("bad", (1, -1), 4, ()), "token -1"),
         (Request("bad", (1,), 4, (), temperature=-1.0), "temperature"),
         (Request("bad", (1,), 4, (), top_p=0.0), "top_p"),
@@ -53,9 +59,21 @@ def test_a_request_that_cannot_run_is_named_and_the_others_finish(
 
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_nan_logits_end_one_request_only(model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]], drafting: bool, overlap: bool) -> None:
+def test_nan_logits_end_one_request_only(
+    model: DecoderModel,
+    head: Eagle3Head,
+    expected: dict[str, tuple[int, ...]],
+    drafting: bool,
+    overlap: bool,
+) -> None:
     # A poisoned embedding row reaches whoever reads that token: in its prompt, or as its own output.
-    poisoned = next(token for token in range(VOCABULARY) if not any(token in (*request.prompt_ids, *expected[request.id]) for request in GOOD))
+    poisoned = next(
+        token
+        for token in range(VOCABULARY)
+        if not any(
+            token in (*request.prompt_ids, *expected[request.request_id]) for request in GOOD
+        )
+    )
     drafter = Eagle3Drafter(head, model, TREE) if drafting else None
     model.embedding = model.embedding.clone()
     model.embedding[poisoned] = float("nan")
@@ -72,8 +90,12 @@ def test_nan_logits_end_one_request_only(model: DecoderModel, head: Eagle3Head, 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_requests_wait_for_pages_and_none_is_lost(model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]], overlap: bool) -> None:
-    engine = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=6, pages=4, overlap=overlap)  # three to hand out
+def test_requests_wait_for_pages_and_none_is_lost(
+    model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]], overlap: bool
+) -> None:
+    engine = Engine(
+        model, drafter=Eagle3Drafter(head, model, TREE), slots=6, pages=4, overlap=overlap
+    )  # three to hand out
     for _ in range(3):
         done = _run(engine, GOOD)
         assert {name: each.token_ids for name, each in done.items()} == expected
@@ -87,18 +109,22 @@ def test_a_request_that_the_pool_can_never_hold_is_named(model: DecoderModel) ->
     assert done["0"].finish_reason == "length"
 
 
-def test_streaming_gives_the_same_tokens_piece_by_piece(model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]]) -> None:
+def test_streaming_gives_the_same_tokens_piece_by_piece(
+    model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]]
+) -> None:
     pieces: dict[str, list[tuple[int, ...]]] = {}
     open_requests = 0
     most = 0
     for emission in Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=3).stream(GOOD):
-        open_requests += emission.id not in pieces
+        open_requests += emission.request_id not in pieces
         most = max(most, open_requests)
-        pieces.setdefault(emission.id, []).append(emission.token_ids)
+        pieces.setdefault(emission.request_id, []).append(emission.token_ids)
         if emission.completion:
             open_requests -= 1
-            assert emission.completion.token_ids == expected[emission.id]
-    assert {name: tuple(token for piece in parts for token in piece) for name, parts in pieces.items()} == expected
+            assert emission.completion.token_ids == expected[emission.request_id]
+    assert {
+        name: tuple(token for piece in parts for token in piece) for name, parts in pieces.items()
+    } == expected
     assert min(len(parts) for parts in pieces.values()) > 3
     assert most == 3
 
@@ -108,7 +134,7 @@ def test_requests_are_taken_only_as_slots_become_free(model: DecoderModel) -> No
 
     def source() -> object:
         for request in GOOD:
-            taken.append(request.id)
+            taken.append(request.request_id)
             yield request
 
     completions = Engine(model, slots=2).generate(source())  # type: ignore[arg-type]
@@ -117,7 +143,9 @@ def test_requests_are_taken_only_as_slots_become_free(model: DecoderModel) -> No
     assert len(list(completions)) == 5
 
 
-def test_a_caller_that_stops_listening_leaves_a_clean_engine(model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]]) -> None:
+def test_a_caller_that_stops_listening_leaves_a_clean_engine(
+    model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]]
+) -> None:
     engine = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=3, prefill_tokens=5)
     for stop_after in (1, 3, 9):
         stream = engine.stream(GOOD)
@@ -125,7 +153,7 @@ def test_a_caller_that_stops_listening_leaves_a_clean_engine(model: DecoderModel
             next(stream)
         stream.close()  # type: ignore[attr-defined]
         assert engine.pool.free == engine.pool.capacity
-    assert {done.id: done.token_ids for done in engine.generate(GOOD)} == expected
+    assert {done.request_id: done.token_ids for done in engine.generate(GOOD)} == expected
 
 
 def test_a_head_of_another_target_is_refused(model: DecoderModel, head: Eagle3Head) -> None:

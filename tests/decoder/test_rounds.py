@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import default_buckets
@@ -20,11 +20,16 @@ from tests.decoder.conftest import VOCABULARY, open_rows
 TREE = TreeSection(top_k=3, steps=4, nodes=10)
 
 
-def _spoil(batch: Batch, plane: torch.Tensor, rows: slice) -> None:
+def _spoil(batch: DecodeBatch, plane: torch.Tensor, rows: slice) -> None:
     """Leave in inert rows what a former request might have left, and worse."""
     batch.roots[rows] = torch.randint(0, VOCABULARY, batch.roots[rows].shape)
     batch.memory[rows] = float("nan")
-    batch.temperature[rows], batch.top_p[rows], batch.top_k[rows], batch.seeds[rows] = 0.7, 0.3, 2, 12345
+    batch.temperature[rows], batch.top_p[rows], batch.top_k[rows], batch.seeds[rows] = (
+        0.7,
+        0.3,
+        2,
+        12345,
+    )
     batch.emitted[rows], batch.counts[rows] = 77, 3
     plane[:, :, 0] = float("nan")  # the page that inert rows write to
 
@@ -32,7 +37,9 @@ def _spoil(batch: Batch, plane: torch.Tensor, rows: slice) -> None:
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("sampling", [False, True])
 @torch.inference_mode()
-def test_stale_garbage_in_padded_rows_has_no_effect(model: DecoderModel, head: Eagle3Head, drafting: bool, sampling: bool) -> None:
+def test_stale_garbage_in_padded_rows_has_no_effect(
+    model: DecoderModel, head: Eagle3Head, drafting: bool, sampling: bool
+) -> None:
     drafter = Eagle3Drafter(head, model, TREE) if drafting else None
 
     def emitted(padding: int) -> list[list[int]]:
@@ -41,11 +48,27 @@ def test_stale_garbage_in_padded_rows_has_no_effect(model: DecoderModel, head: E
         if drafter:
             drafter.allocate(pool)
         memory = drafter.memory if drafter else 0
-        batch = Batch.empty(3 + padding, pages=2, memory=memory, emitted=TREE.steps + 1, dtype=model.dtype, device=model.device)
+        batch = DecodeBatch.empty(
+            3 + padding,
+            pages=2,
+            memory=memory,
+            emitted=TREE.steps + 1,
+            dtype=model.dtype,
+            device=model.device,
+        )
         held = open_rows(model, 3, pages=2, memory=memory)
         for row in range(3):
-            batch.open_row(row, held.table[row].tolist(), temperature=0.9 * (sampling and row != 1), top_p=0.8, top_k=0, seed=row)
-            prompt = torch.randint(0, VOCABULARY, (1, 20 + 30 * row), generator=torch.Generator().manual_seed(row))
+            batch.open_row(
+                row,
+                held.table[row].tolist(),
+                temperature=0.9 * (sampling and row != 1),
+                top_p=0.8,
+                top_k=0,
+                seed=row,
+            )
+            prompt = torch.randint(
+                0, VOCABULARY, (1, 20 + 30 * row), generator=torch.Generator().manual_seed(row)
+            )
             prefill_chunk(model, plane, drafter, batch.rows(row, row + 1), prompt, None)
         seen = []
         for _ in range(6):
@@ -60,15 +83,38 @@ def test_stale_garbage_in_padded_rows_has_no_effect(model: DecoderModel, head: E
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_buckets_and_overlap_change_no_token(model: DecoderModel, head: Eagle3Head, overlap: bool) -> None:
-    prompts = [tuple(torch.randint(0, VOCABULARY, (3 + 13 * index,), generator=torch.Generator().manual_seed(index)).tolist()) for index in range(9)]
-    free = {done.id: done.token_ids for done in Engine(model).generate([Request(str(index), prompt, 20, ()) for index, prompt in enumerate(prompts)])}
+def test_buckets_and_overlap_change_no_token(
+    model: DecoderModel, head: Eagle3Head, overlap: bool
+) -> None:
+    prompts = [
+        tuple(
+            torch.randint(
+                0, VOCABULARY, (3 + 13 * index,), generator=torch.Generator().manual_seed(index)
+            ).tolist()
+        )
+        for index in range(9)
+    ]
+    free = {
+        done.request_id: done.token_ids
+        for done in Engine(model).generate(
+            [Request(str(index), prompt, 20, ()) for index, prompt in enumerate(prompts)]
+        )
+    }
     stop = free["4"][6]
-    requests = [Request(str(index), prompt, 1 + 4 * (index % 5), (stop,)) for index, prompt in enumerate(prompts)]
-    plain = {done.id: done.token_ids for done in Engine(model).generate(requests)}
-    engine = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=5, buckets=(1, 2, 4, 5), overlap=overlap)
+    requests = [
+        Request(str(index), prompt, 1 + 4 * (index % 5), (stop,))
+        for index, prompt in enumerate(prompts)
+    ]
+    plain = {done.request_id: done.token_ids for done in Engine(model).generate(requests)}
+    engine = Engine(
+        model,
+        drafter=Eagle3Drafter(head, model, TREE),
+        slots=5,
+        buckets=(1, 2, 4, 5),
+        overlap=overlap,
+    )
     for _ in range(2):
-        done = {each.id: each for each in engine.generate(requests)}
+        done = {each.request_id: each for each in engine.generate(requests)}
         assert {name: each.token_ids for name, each in done.items()} == plain
         assert engine.pool.free == engine.pool.capacity
     for each in done.values():

@@ -18,16 +18,21 @@ from pipeline.eagle3.checkpoint import HeadCard, load_head, save_head
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import random_init, shape_for
 from pipeline.eagle3.layers import RotaryTable, rotate
+from pipeline.exchange.export import Format, export_head
+from pipeline.exchange.imports import import_head
 from pipeline.records import TargetContract
 from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
 from pipeline.target.weights import TargetWeights
-from pipeline.travel.export import Format, export_head
-from pipeline.travel.imports import import_head
 
 VD = 96
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "eagle3.json"
-PROVENANCE = {"licenses": {"MIT": 3}, "sources": {"a.jsonl": 3}, "rejected": {"synth": {"pii": 1}}, "config": {"train": {"ttt_steps": 4}}}
+PROVENANCE = {
+    "licenses": {"MIT": 3},
+    "sources": {"a.jsonl": 3},
+    "rejected": {"synth": {"pii": 1}},
+    "config": {"train": {"ttt_steps": 4}},
+}
 METRICS = {"coverage": 0.93, "steps": 12, "accuracy_0": 0.5}
 
 
@@ -53,8 +58,19 @@ def shape(tiny_target: Path) -> HeadShape:
     """RoPE base and position limit differ from what loaders assume when they find none."""
     from transformers import AutoConfig
 
-    plain = shape_for(AutoConfig.from_pretrained(tiny_target), draft_vocab_size=VD, intermediate_size=40, num_attention_heads=None, num_key_value_heads=None)
-    return plain.model_copy(update={"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}, "rms_norm_eps": 1e-5})
+    plain = shape_for(
+        AutoConfig.from_pretrained(tiny_target),
+        draft_vocab_size=VD,
+        intermediate_size=40,
+        num_attention_heads=None,
+        num_key_value_heads=None,
+    )
+    return plain.model_copy(
+        update={
+            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+            "rms_norm_eps": 1e-5,
+        }
+    )
 
 
 def make_head(shape: HeadShape) -> Eagle3Head:
@@ -84,14 +100,18 @@ def own(head: Eagle3Head, contract: TargetContract, tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def logits_of(head: Eagle3Head, embedding: Tensor, token_ids: Tensor, aux_states: Tensor, *, steps: int) -> list[Tensor]:
+def logits_of(
+    head: Eagle3Head, embedding: Tensor, token_ids: Tensor, aux_states: Tensor, *, steps: int
+) -> list[Tensor]:
     """Logits [T-1-k, Vd] of every step k of the unroll over one document: token_ids [T], aux_states [T, 3H].
 
     Position i of step k reads token i + k + 1, stands at rotary position i + k, and sees step 0 up
     to itself and its own later steps: the plain definition, one dense mask a step.
     """
     length = len(token_ids) - 1
-    rotary = RotaryTable(head.shape.rope_config(), length + steps, device=torch.device("cpu"), dtype=torch.float32)
+    rotary = RotaryTable(
+        head.shape.rope_config(), length + steps, device=torch.device("cpu"), dtype=torch.float32
+    )
     hidden, logits = head.project(aux_states[:length]), []
     keys: list[Tensor] = []  # of each step, [T-1, G, d]
     values: list[Tensor] = []
@@ -103,12 +123,21 @@ def logits_of(head: Eagle3Head, embedding: Tensor, token_ids: Tensor, aux_states
             keys.append(rotate(key, cos, sin))
             values.append(value)
             group = query.shape[1] // key.shape[1]
-            seen = torch.cat([torch.ones(length, length).tril(), *(torch.eye(length) for _ in range(k))], dim=1).bool()  # [T-1, (k+1)(T-1)]
-            all_keys, all_values = (torch.cat(parts).repeat_interleave(group, dim=1).transpose(0, 1) for parts in (keys, values))
-            mixed = F.scaled_dot_product_attention(rotate(query, cos, sin).transpose(0, 1), all_keys, all_values, attn_mask=seen)
+            seen = torch.cat(
+                [torch.ones(length, length).tril(), *(torch.eye(length) for _ in range(k))], dim=1
+            ).bool()  # [T-1, (k+1)(T-1)]
+            all_keys, all_values = (
+                torch.cat(parts).repeat_interleave(group, dim=1).transpose(0, 1)
+                for parts in (keys, values)
+            )
+            mixed = F.scaled_dot_product_attention(
+                rotate(query, cos, sin).transpose(0, 1), all_keys, all_values, attn_mask=seen
+            )
             return mixed.transpose(0, 1)
 
-        tokens = torch.cat((token_ids[k + 1 :], token_ids.new_zeros(k)))  # [T-1]; the padding is read by positions that are dropped below
+        tokens = torch.cat(
+            (token_ids[k + 1 :], token_ids.new_zeros(k))
+        )  # [T-1]; the padding is read by positions that are dropped below
         hidden = head.step(embedding.float()[tokens], hidden, attend)
         logits.append(head.logits(hidden)[: length - k])
     return logits
@@ -124,7 +153,9 @@ def sequence(shape: HeadShape, length: int = 24) -> tuple[Tensor, Tensor]:
 def edit(directory: Path, **change: Any) -> None:
     """Change fields of config.json in place; `...` takes a field away."""
     body = {**json.loads((directory / CONFIG).read_text()), **change}
-    (directory / CONFIG).write_text(json.dumps({name: value for name, value in body.items() if value is not ...}))
+    (directory / CONFIG).write_text(
+        json.dumps({name: value for name, value in body.items() if value is not ...})
+    )
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

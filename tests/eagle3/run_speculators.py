@@ -24,7 +24,9 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
 
     torch.set_num_threads(1)
     config = Eagle3SpeculatorConfig.from_pretrained(exported)
-    config.transformer_layer_config._attn_implementation = "eager"  # the default, flex attention, wants a GPU
+    config.transformer_layer_config._attn_implementation = (
+        "eager"  # the default, flex attention, wants a GPU
+    )
     model = Eagle3DraftModel.from_pretrained(exported, config=config, dtype=torch.float32).eval()
     seen: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
@@ -37,7 +39,10 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
             document_ids=torch.zeros(1, len(given["token_ids"]) - 1, dtype=torch.long),
             ttt_steps=int(steps),
         )
-    save_file({f"step_{step}": tensor.contiguous() for step, tensor in enumerate(seen)}, f"{folder}/logits.safetensors")
+    save_file(
+        {f"step_{step}": tensor.contiguous() for step, tensor in enumerate(seen)},
+        f"{folder}/logits.safetensors",
+    )
     model.to(torch.bfloat16).save_pretrained(f"{folder}/resaved")
     Eagle3Converter().convert(own, f"{folder}/converted", target, validate=False)
     shipped = load_file(f"{exported}/model.safetensors").keys()

@@ -25,13 +25,29 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return line.removeprefix("error: ")
 
 
-def test_json_for_machines(own: Path, head: Eagle3Head, contract: TargetContract, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_for_machines(
+    own: Path, head: Eagle3Head, contract: TargetContract, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["inspect", str(own), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["contract"] == contract.model_dump(mode="json") and found["provenance"] == PROVENANCE and found["metrics"] == METRICS
-    assert found["parameters"] == head.count_parameters() and found["share_of_target"] == pytest.approx(head.count_parameters() / contract.parameters)
-    assert found["draft_vocabulary"] == {"size": VD, "of": contract.vocab_size, "share": pytest.approx(VD / contract.vocab_size), "coverage": 0.93}
-    described = {tensor["name"]: (tensor["shape"], tensor["dtype"], tensor["bytes"]) for tensor in found["tensors"]}
+    assert (
+        found["contract"] == contract.model_dump(mode="json")
+        and found["provenance"] == PROVENANCE
+        and found["metrics"] == METRICS
+    )
+    assert found["parameters"] == head.count_parameters() and found[
+        "share_of_target"
+    ] == pytest.approx(head.count_parameters() / contract.parameters)
+    assert found["draft_vocabulary"] == {
+        "size": VD,
+        "of": contract.vocab_size,
+        "share": pytest.approx(VD / contract.vocab_size),
+        "coverage": 0.93,
+    }
+    described = {
+        tensor["name"]: (tensor["shape"], tensor["dtype"], tensor["bytes"])
+        for tensor in found["tensors"]
+    }
     stored = load_file(own / "model.safetensors")
     assert described.keys() == stored.keys()
     spelled = {"torch.bfloat16": "BF16", "torch.int64": "I64", "torch.bool": "BOOL"}
@@ -39,13 +55,31 @@ def test_json_for_machines(own: Path, head: Eagle3Head, contract: TargetContract
         assert described[name] == (list(tensor.shape), spelled[str(tensor.dtype)], tensor.nbytes)
 
 
-def test_tables_for_people(own: Path, contract: TargetContract, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_for_people(
+    own: Path,
+    contract: TargetContract,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(console, "_width", 200)  # as wide as it takes to fold no line
     assert cli.main(["inspect", str(own)]) == 0
     text = capsys.readouterr().out
-    for part in (str(own), "% of the target's", f"{VD:,} of", "93.00% of the supervised tokens", contract.fingerprint, "a.jsonl: 3", "MIT: 3"):
+    for part in (
+        str(own),
+        "% of the target's",
+        f"{VD:,} of",
+        "93.00% of the supervised tokens",
+        contract.fingerprint,
+        "a.jsonl: 3",
+        "MIT: 3",
+    ):
         assert part in text, part
-    assert 'synth: {"pii": 1}' in text and "midlayer.self_attn.q_proj.weight" in text and "32 × 64" in text and "accuracy_0" in text
+    assert (
+        'synth: {"pii": 1}' in text
+        and "midlayer.self_attn.q_proj.weight" in text
+        and "32 × 64" in text
+        and "accuracy_0" in text
+    )
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
@@ -59,40 +93,91 @@ def test_uris(where: str, own: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["metrics"] == METRICS
 
 
-def test_what_is_no_head_is_said_in_one_line(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "has no config.json, model.safetensors, eagle3.json" in error_of(capsys, "inspect", str(tmp_path / "nowhere"))
+def test_what_is_no_head_is_said_in_one_line(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "has no config.json, model.safetensors, eagle3.json" in error_of(
+        capsys, "inspect", str(tmp_path / "nowhere")
+    )
     assert "has no config.json" in error_of(capsys, "inspect", "memory://inspect/nowhere")
     cut = tmp_path / "cut"
     shutil.copytree(own, cut)
     weights = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(weights[:-10])
     assert "bytes where its header asks for" in error_of(capsys, "inspect", str(cut))
-    for broken in (b"", b"\xff" * 64, (5).to_bytes(8, "little") + b"{...}", (2).to_bytes(8, "little") + b"[]"):
+    for broken in (
+        b"",
+        b"\xff" * 64,
+        (5).to_bytes(8, "little") + b"{...}",
+        (2).to_bytes(8, "little") + b"[]",
+    ):
         (cut / "model.safetensors").write_bytes(broken)
         assert "is no safetensors file" in error_of(capsys, "inspect", str(cut))
-    save_file({name: tensor for name, tensor in load_file(own / "model.safetensors").items() if name != "norm.weight"}, cut / "model.safetensors")
-    assert "norm.weight is missing where config.json asks for (32,)" in error_of(capsys, "inspect", str(cut))
+    save_file(
+        {
+            name: tensor
+            for name, tensor in load_file(own / "model.safetensors").items()
+            if name != "norm.weight"
+        },
+        cut / "model.safetensors",
+    )
+    assert "norm.weight is missing where config.json asks for (32,)" in error_of(
+        capsys, "inspect", str(cut)
+    )
     (cut / "eagle3.json").write_text("{}")
     assert "eagle3.json cannot be read" in error_of(capsys, "inspect", str(cut))
     (cut / "eagle3.json").unlink()
-    assert "has no eagle3.json" in (line := error_of(capsys, "inspect", str(cut))) and "eagle3 import" in line
+    assert (
+        "has no eagle3.json" in (line := error_of(capsys, "inspect", str(cut)))
+        and "eagle3 import" in line
+    )
 
 
 def test_out_may_be_here(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert cli.main(["export", str(own), "--format", "sglang", "--out", "."]) == 0
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["config.json", "eagle3.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
+        "config.json",
+        "eagle3.json",
+        "model.safetensors",
+    ]
 
 
-def test_there_and_back(own: Path, head: Eagle3Head, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_and_back(
+    own: Path,
+    head: Eagle3Head,
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert cli.main(["export", str(own), "--format", "speculators", "--out", there]) == 0
     assert cli.main(["import", there, "--target", str(tiny_target), "--out", back]) == 0
     assert load_head(Path(back))[0].shape == head.shape
     capsys.readouterr()
-    assert "is not empty" in error_of(capsys, "import", there, "--target", str(tiny_target), "--out", back)
-    assert "no such directory" in error_of(capsys, "import", there, "--target", "./nowhere", "--out", str(tmp_path / "new"))
-    assert "has no config.json" in error_of(capsys, "import", str(tmp_path / "nowhere"), "--target", str(tiny_target), "--out", str(tmp_path / "new"))
-    assert "has no config.json" in error_of(capsys, "export", str(tmp_path / "nowhere"), "--format", "sglang", "--out", str(tmp_path / "new"))
+    assert "is not empty" in error_of(
+        capsys, "import", there, "--target", str(tiny_target), "--out", back
+    )
+    assert "no such directory" in error_of(
+        capsys, "import", there, "--target", "./nowhere", "--out", str(tmp_path / "new")
+    )
+    assert "has no config.json" in error_of(
+        capsys,
+        "import",
+        str(tmp_path / "nowhere"),
+        "--target",
+        str(tiny_target),
+        "--out",
+        str(tmp_path / "new"),
+    )
+    assert "has no config.json" in error_of(
+        capsys,
+        "export",
+        str(tmp_path / "nowhere"),
+        "--format",
+        "sglang",
+        "--out",
+        str(tmp_path / "new"),
+    )
     assert not (tmp_path / "new").exists()

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.eagle3.checkpoint import HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ContractMismatch, HeadError, StoreError
-from pipeline.travel.export import Format, export_head
+from pipeline.exchange.export import Format, export_head
 from tests.eagle3.conftest import CARD, CONFIG, VD, WEIGHTS, edit, rewrite
 
 
@@ -29,24 +29,56 @@ from tests.eagle3.conftest import CARD, CONFIG, VD, WEIGHTS, edit, rewrite
         ("sglang", {"hidden_size": None}, "lacks hidden_size"),
         ("sglang", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
         ("sglang", {"hidden_size": "wide"}, "hidden_size is 'wide'"),
-        ("sglang", {"intermediate_size": 41}, r"gate_proj\.weight is \[40, 32\] where config\.json asks for \[41, 32\]"),
+        (
+            "sglang",
+            {"intermediate_size": 41},
+            r"gate_proj\.weight is \[40, 32\] where config\.json asks for \[41, 32\]",
+        ),
         ("sglang", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "name different layers"),
-        ("sglang", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, "reads three aux states"),
-        ("sglang", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is off"),
+        (
+            "sglang",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}},
+            "reads three aux states",
+        ),
+        (
+            "sglang",
+            {"eagle_config": {"use_aux_hidden_state": False}},
+            "use_aux_hidden_state is off",
+        ),
         ("sglang", {"eagle_config": {"norm_before_fc": True}}, "norm_before_fc is True"),
-        ("sglang", {"rope_theta": 10000.0}, r"rope_theta 10000\.0 contradicts rope_parameters\.rope_theta 700\.0"),
-        ("sglang", {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": ...}, "is no EAGLE-3 head's"),
+        (
+            "sglang",
+            {"rope_theta": 10000.0},
+            r"rope_theta 10000\.0 contradicts rope_parameters\.rope_theta 700\.0",
+        ),
+        (
+            "sglang",
+            {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": ...},
+            "is no EAGLE-3 head's",
+        ),
         ("speculators", {"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'"),
         ("speculators", {"norm_before_residual": None}, "vLLM takes that for true"),
         ("speculators", {"norm_before_fc": True}, "norm_before_fc is True"),
         ("speculators", {"transformer_layer_config": None}, "lacks transformer_layer_config"),
         ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}, "no ascending layers"),
-        ("speculators", {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "reach output index 8, the target has 8 layers"),
-        ("speculators", {"draft_vocab_size": 90}, r"d2t is \[96\] where config\.json asks for \[90\]"),
+        (
+            "speculators",
+            {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
+            "reach output index 8, the target has 8 layers",
+        ),
+        (
+            "speculators",
+            {"draft_vocab_size": 90},
+            r"d2t is \[96\] where config\.json asks for \[90\]",
+        ),
     ],
 )
 def test_config_fields_that_do_not_fit_are_named(
-    format: Format, change: dict[str, Any], message: str, exported: Callable[[Format], Path], bring: Callable[[Path], tuple[Eagle3Head, HeadCard]]
+    format: Format,
+    change: dict[str, Any],
+    message: str,
+    exported: Callable[[Format], Path],
+    bring: Callable[[Path], tuple[Eagle3Head, HeadCard]],
 ) -> None:
     directory = exported(format)
     edit(directory, **change)
@@ -65,15 +97,33 @@ def _drop(name: str) -> Callable[[dict[str, Tensor]], None]:
         (_drop("layers.0.hidden_norm.weight"), r"has no tensor midlayer\.hidden_norm\.weight"),
         (_drop("d2t"), "has no tensor d2t"),
         (lambda tensors: tensors.update({"fc.bias": torch.zeros(32)}), r"no place for: fc\.bias"),
-        (lambda tensors: tensors["d2t"].add_(torch.arange(VD)), "d2t holds target ids where offsets belong"),
-        (lambda tensors: tensors["d2t"][3:4].fill_(10**6), "do not name the same distinct target tokens"),
-        (lambda tensors: tensors["d2t"][1:2].sub_(3), "do not name the same distinct target tokens"),
-        (lambda tensors: tensors["t2d"].logical_not_(), "do not name the same distinct target tokens"),
-        (lambda tensors: tensors["embed_tokens.weight"].mul_(1.1), r"embed_tokens\.weight is not the target's"),
+        (
+            lambda tensors: tensors["d2t"].add_(torch.arange(VD)),
+            "d2t holds target ids where offsets belong",
+        ),
+        (
+            lambda tensors: tensors["d2t"][3:4].fill_(10**6),
+            "do not name the same distinct target tokens",
+        ),
+        (
+            lambda tensors: tensors["d2t"][1:2].sub_(3),
+            "do not name the same distinct target tokens",
+        ),
+        (
+            lambda tensors: tensors["t2d"].logical_not_(),
+            "do not name the same distinct target tokens",
+        ),
+        (
+            lambda tensors: tensors["embed_tokens.weight"].mul_(1.1),
+            r"embed_tokens\.weight is not the target's",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
-    change: Callable[[dict[str, Tensor]], object], message: str, exported: Callable[[Format], Path], bring: Callable[[Path], tuple[Eagle3Head, HeadCard]]
+    change: Callable[[dict[str, Tensor]], object],
+    message: str,
+    exported: Callable[[Format], Path],
+    bring: Callable[[Path], tuple[Eagle3Head, HeadCard]],
 ) -> None:
     directory = exported("speculators")
     rewrite(directory, change)
@@ -81,12 +131,16 @@ def test_tensors_that_do_not_fit_are_named(
         bring(directory)
 
 
-def test_files_that_cannot_be_read_are_named(own: Path, bring: Callable[[Path], tuple[Eagle3Head, HeadCard]], tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(
+    own: Path, bring: Callable[[Path], tuple[Eagle3Head, HeadCard]], tmp_path: Path
+) -> None:
     (own / WEIGHTS).write_bytes(b"not a file")
     with pytest.raises(HeadError, match=r"model\.safetensors: cannot be read"):
         bring(own)
     (own / WEIGHTS).rename(own / "pytorch_model.bin")
-    with pytest.raises(HeadError, match=r"has no \*\.safetensors \(a pytorch_model\.bin is a pickle"):
+    with pytest.raises(
+        HeadError, match=r"has no \*\.safetensors \(a pytorch_model\.bin is a pickle"
+    ):
         bring(own)
     (own / CONFIG).write_text("[]")
     with pytest.raises(HeadError, match="is no JSON object"):
@@ -95,14 +149,21 @@ def test_files_that_cannot_be_read_are_named(own: Path, bring: Callable[[Path], 
         bring(tmp_path / "nowhere")
 
 
-def test_a_head_of_another_target_is_refused(own: Path, tiny_target: Path, bring: Callable[[Path], tuple[Eagle3Head, HeadCard]], tmp_path: Path) -> None:
+def test_a_head_of_another_target_is_refused(
+    own: Path,
+    tiny_target: Path,
+    bring: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    tmp_path: Path,
+) -> None:
     card = json.loads((own / CARD).read_text())
     card["contract"]["fingerprint"] = "another"
     (own / CARD).write_text(json.dumps(card))
     with pytest.raises(ContractMismatch, match="fingerprint"):
         bring(own)
     with pytest.raises(ContractMismatch, match="fingerprint"):
-        export_head(str(own), format="speculators", out=str(tmp_path / "out"), target=str(tiny_target))
+        export_head(
+            str(own), format="speculators", out=str(tmp_path / "out"), target=str(tiny_target)
+        )
     assert not (tmp_path / "out").exists() and not (tmp_path / "back").exists()
 
 

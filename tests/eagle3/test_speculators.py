@@ -22,52 +22,91 @@ from torch import Tensor
 from pipeline.eagle3.checkpoint import HeadCard, load_head, save_head
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import HeadError
+from pipeline.exchange.export import export_head
+from pipeline.exchange.imports import import_head
 from pipeline.records import TargetContract
-from pipeline.travel.export import export_head
-from pipeline.travel.imports import import_head
 from tests.eagle3.conftest import logits_of, make_head, sequence
 
 PYTHON = os.environ.get("EAGLE3_SPECULATORS_PYTHON")
 STEPS = 3
 
-pytestmark = pytest.mark.skipif(not PYTHON, reason="EAGLE3_SPECULATORS_PYTHON names no interpreter that has speculators")
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="EAGLE3_SPECULATORS_PYTHON names no interpreter that has speculators"
+)
 
 
-def run_theirs(exported: Path, own: Path, target: Path, inputs: dict[str, Tensor], folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def run_theirs(
+    exported: Path, own: Path, target: Path, inputs: dict[str, Tensor], folder: Path
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Facts and the logits of every step; `folder` then also holds what they saved and what they converted."""
     save_file(inputs, folder / "inputs.safetensors")
     arguments = [exported, own, target, folder / "inputs.safetensors", folder, STEPS]
-    command = [str(PYTHON), str(Path(__file__).with_name("run_speculators.py")), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False, timeout=300)
+    command = [
+        str(PYTHON),
+        str(Path(__file__).with_name("run_speculators.py")),
+        *map(str, arguments),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), load_file(folder / "logits.safetensors")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle-3", "eagle-3.1"])
+@pytest.mark.parametrize(
+    "switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle-3", "eagle-3.1"]
+)
 def test_speculators_computes_our_logits(
-    switches: dict[str, bool], shape: HeadShape, contract: TargetContract, embedding: Tensor, tiny_target: Path, tmp_path: Path
+    switches: dict[str, bool],
+    shape: HeadShape,
+    contract: TargetContract,
+    embedding: Tensor,
+    tiny_target: Path,
+    tmp_path: Path,
 ) -> None:
     head = make_head(shape.model_copy(update=switches))
     save_head(tmp_path / "own", head, HeadCard(contract))
     export_head(str(tmp_path / "own"), format="speculators", out=str(tmp_path / "theirs"))
     tokens, aux = sequence(head.shape)
-    facts, logits = run_theirs(tmp_path / "theirs", tmp_path / "own", tiny_target, {"token_ids": tokens, "aux_states": aux}, tmp_path)
+    facts, logits = run_theirs(
+        tmp_path / "theirs",
+        tmp_path / "own",
+        tiny_target,
+        {"token_ids": tokens, "aux_states": aux},
+        tmp_path,
+    )
     print(facts)
-    assert facts["layers"] == [layer + 1 for layer in contract.capture_layers] and facts["rope_theta"] == 700.0
-    assert facts["missing"] == ["verifier_lm_head.weight", "verifier_norm.weight"], "which they take from the target"
+    assert (
+        facts["layers"] == [layer + 1 for layer in contract.capture_layers]
+        and facts["rope_theta"] == 700.0
+    )
+    assert facts["missing"] == ["verifier_lm_head.weight", "verifier_norm.weight"], (
+        "which they take from the target"
+    )
     assert facts["surplus"] == []
     for step, mine in enumerate(logits_of(head, embedding.bfloat16(), tokens, aux, steps=STEPS)):
         theirs = logits[f"step_{step}"][: len(mine)]  # later positions have no token to read
-        print(f"step {step}: largest difference {(mine - theirs).abs().max().item():.1e}, logits up to {mine.abs().max().item():.1f}")
+        print(
+            f"step {step}: largest difference {(mine - theirs).abs().max().item():.1e}, logits up to {mine.abs().max().item():.1f}"
+        )
         torch.testing.assert_close(theirs, mine, rtol=1e-5, atol=1e-5)
     # What they save comes home unchanged, and so does what they convert from SGLang's dialect.
     check_back(tmp_path / "resaved", tiny_target, contract, head)
     if not switches:
         check_back(tmp_path / "converted", tiny_target, contract, head)
         return
-    with pytest.raises(HeadError, match=r"has no tensor fc_norm\.0\.weight"):  # their converter drops these three without a word
-        import_head(str(tmp_path / "converted"), target=str(tiny_target), out=str(tmp_path / "back"))
+    with pytest.raises(
+        HeadError, match=r"has no tensor fc_norm\.0\.weight"
+    ):  # their converter drops these three without a word
+        import_head(
+            str(tmp_path / "converted"), target=str(tiny_target), out=str(tmp_path / "back")
+        )
 
 
 def check_back(written: Path, target: Path, contract: TargetContract, head: Eagle3Head) -> None:

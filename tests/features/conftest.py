@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipeline.config import RunConfig, parse
-from pipeline.records import Manifest, Message, Sample, Sampling, Span
+from pipeline.records import Manifest, Message, Sample, SamplingParams, Span
 from pipeline.store.samples import encode_samples
-from pipeline.store.stage import open_stage
+from pipeline.store.stage_run import open_stage
 from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
 
@@ -21,13 +21,25 @@ VOCABULARY = 96
 
 @pytest.fixture
 def make_config(tiny_target: Path) -> Callable[..., RunConfig]:
-    def make(uri: object, *, force: bool = False, target: dict[str, Any] | None = None, **features: Any) -> RunConfig:
+    def make(
+        uri: object, *, force: bool = False, target: dict[str, Any] | None = None, **features: Any
+    ) -> RunConfig:
         return parse(
             {
                 "run": {"uri": str(uri), "threads": 1, "force": force},
-                "target": {"source": str(tiny_target), "device": "cpu", "dtype": "float32", **(target or {})},
+                "target": {
+                    "source": str(tiny_target),
+                    "device": "cpu",
+                    "dtype": "float32",
+                    **(target or {}),
+                },
                 "synth": {"sources": [{"source": "prompts.jsonl"}]},
-                "features": {"batch_tokens": 64, "shard_tokens": 100, "encoding": "bf16", **features},
+                "features": {
+                    "batch_tokens": 64,
+                    "shard_tokens": 100,
+                    "encoding": "bf16",
+                    **features,
+                },
             }
         )
 
@@ -39,7 +51,9 @@ def make_samples(count: int = 12) -> list[Sample]:
     samples = []
     for index in range(count):
         length = 9 + (index * 13) % 34
-        ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(index)).tolist()
+        ids = torch.randint(
+            0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(index)
+        ).tolist()
         samples.append(
             Sample(
                 prompt_id=f"p{index}",
@@ -50,7 +64,7 @@ def make_samples(count: int = 12) -> list[Sample]:
                 token_ids=tuple(ids),
                 supervised=(Span(start=2, end=4), Span(start=6, end=length)),
                 finish_reason="stop",
-                sampling=Sampling(temperature=0, top_p=1, top_k=0, max_new_tokens=64),
+                sampling=SamplingParams(temperature=0, top_p=1, top_k=0, max_new_tokens=64),
                 seed=0,
                 generator="unit",
             )
@@ -67,10 +81,20 @@ def finish_synth() -> Callable[..., Manifest]:
         work = open_stage(config, "synth", None)
         for index, start in enumerate(range(0, len(samples), 5)):
             part = samples[start : start + 5]
-            work.commit(f"{index:05d}.parquet", encode_samples(part), rows=len(part), tokens=sum(len(sample.token_ids) for sample in part))
+            work.commit(
+                f"{index:05d}.parquet",
+                encode_samples(part),
+                rows=len(part),
+                tokens=sum(len(sample.token_ids) for sample in part),
+            )
         supervised = sum(span.end - span.start for sample in samples for span in sample.supervised)
         contract = read_contract(config.target, resolve(config.target))
-        return work.finish(contract=contract, licenses={"MIT": len(samples)}, sources={"unit": len(samples)}, details={"supervised_tokens": supervised})
+        return work.finish(
+            contract=contract,
+            licenses={"MIT": len(samples)},
+            sources={"unit": len(samples)},
+            details={"supervised_tokens": supervised},
+        )
 
     return finish
 

@@ -16,9 +16,15 @@ from pipeline.errors import DataError, UnsupportedModel
 from pipeline.features import run
 from pipeline.features.capture import capture_shard, chosen_for_check, differences
 from pipeline.records import Manifest, Sample
-from pipeline.store.stage import stage_location
-from pipeline.target import capture as target_capture
-from pipeline.target.capture import PACKED_ATTENTION, capture_alone, capture_states, packed_attention, register_packed_attention
+from pipeline.store.stage_run import stage_location
+from pipeline.target import forward
+from pipeline.target.forward import (
+    PACKED_ATTENTION,
+    capture_alone,
+    capture_states,
+    packed_attention,
+    register_packed_attention,
+)
 from pipeline.target.load import LoadedTarget, load_target
 
 SHAPE: dict[str, Any] = {
@@ -35,7 +41,16 @@ SHAPE: dict[str, Any] = {
 
 def save_model(name: str, directory: Path, tiny_target: Path) -> Path:
     """A random model of the family with the tokenizer of the tiny target."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     families: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -48,12 +63,18 @@ def save_model(name: str, directory: Path, tiny_target: Path) -> Path:
     make_model(make_config(**{**SHAPE, **extra})).save_pretrained(directory)
     for path in tiny_target.glob("token*"):
         (directory / path.name).write_bytes(path.read_bytes())
-    (directory / "chat_template.jinja").write_bytes((tiny_target / "chat_template.jinja").read_bytes())
+    (directory / "chat_template.jinja").write_bytes(
+        (tiny_target / "chat_template.jinja").read_bytes()
+    )
     return directory
 
 
 def load(directory: Path, **options: Any) -> LoadedTarget:
-    return load_target(TargetSection(source=str(directory), device="cpu", dtype="float32"), attention=register_packed_attention(), **options)
+    return load_target(
+        TargetSection(source=str(directory), device="cpu", dtype="float32"),
+        attention=register_packed_attention(),
+        **options,
+    )
 
 
 def documents() -> list[list[int]]:
@@ -62,7 +83,9 @@ def documents() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral with a window of 8"])
-def test_packed_states_are_those_of_hugging_face(family: str, tmp_path: Path, tiny_target: Path) -> None:
+def test_packed_states_are_those_of_hugging_face(
+    family: str, tmp_path: Path, tiny_target: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = save_model(family, tmp_path, tiny_target)
@@ -71,55 +94,103 @@ def test_packed_states_are_those_of_hugging_face(family: str, tmp_path: Path, ti
     for ids, (aux, final) in zip(documents(), capture_states(target, documents()), strict=True):
         with torch.inference_mode():
             output = model(torch.tensor([ids]), output_hidden_states=True)
-        expected = torch.cat([output.hidden_states[layer + 1][0] for layer in target.contract.capture_layers], dim=-1)
+        expected = torch.cat(
+            [output.hidden_states[layer + 1][0] for layer in target.contract.capture_layers], dim=-1
+        )
         torch.testing.assert_close(aux.clone(), expected.clone(), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(final.clone(), output.hidden_states[-1][0].clone(), rtol=1e-4, atol=1e-4)
-        assert max(differences((aux, final), capture_alone(target, ids))) < 64 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(
+            final.clone(), output.hidden_states[-1][0].clone(), rtol=1e-4, atol=1e-4
+        )
+        assert (
+            max(differences((aux, final), capture_alone(target, ids)))
+            < 64 * torch.finfo(torch.float32).eps
+        )
 
 
 def test_layers_on_several_devices_end_on_one(tmp_path: Path, tiny_target: Path) -> None:
     """A device map as for several GPUs, with the one device that this machine has."""
     directory = save_model("llama", tmp_path, tiny_target)
-    names = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu", **{f"model.layers.{i}": "cpu" for i in range(8)}}
+    names = {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.norm": "cpu",
+        "lm_head": "cpu",
+        **{f"model.layers.{i}": "cpu" for i in range(8)},
+    }
     spread = load(directory, device_map=names)
     assert spread.device == torch.device("cpu")
-    for mine, theirs in zip(capture_states(spread, documents()), capture_states(load(directory), documents()), strict=True):
+    for mine, theirs in zip(
+        capture_states(spread, documents()),
+        capture_states(load(directory), documents()),
+        strict=True,
+    ):
         assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
 
 
 def test_attention_that_is_not_understood_is_refused() -> None:
     query = torch.zeros(1, 2, 3, 4)
-    target_capture._lengths[:] = [3]
+    forward._lengths[:] = [3]
     packed_attention(None, query, query, query, None, scaling=1.0, softcap=None, dropout=0.0)
-    with pytest.raises(UnsupportedModel, match="its attention uses softcap, which packed capture does not compute"):
+    with pytest.raises(
+        UnsupportedModel, match="its attention uses softcap, which packed capture does not compute"
+    ):
         packed_attention(None, query, query, query, None, scaling=1.0, softcap=30.0)
 
 
-def test_the_order_of_samples_and_the_packing_do_not_show(tiny_target: Path, samples: list[Sample]) -> None:
+def test_the_order_of_samples_and_the_packing_do_not_show(
+    tiny_target: Path, samples: list[Sample]
+) -> None:
     target = load(tiny_target)
-    packed, alone = (capture_shard(target, samples, budget, lambda tokens: None, name="a", tolerance=64) for budget in (200, 1))
-    assert [state.sample_id for state in packed] == [state.sample_id for state in alone] == [sample.prompt_id for sample in samples]
+    packed, alone = (
+        capture_shard(target, samples, budget, lambda tokens: None, name="a", tolerance=64)
+        for budget in (200, 1)
+    )
+    assert (
+        [state.sample_id for state in packed]
+        == [state.sample_id for state in alone]
+        == [sample.prompt_id for sample in samples]
+    )
     for mine, theirs in zip(packed, alone, strict=True):
         torch.testing.assert_close(mine.aux_states, theirs.aux_states, rtol=2**-7, atol=1e-3)
         assert torch.equal(mine.token_ids, theirs.token_ids)
 
 
-def test_a_document_that_sees_its_neighbour_is_found(tiny_target: Path, samples: list[Sample]) -> None:
+def test_a_document_that_sees_its_neighbour_is_found(
+    tiny_target: Path, samples: list[Sample]
+) -> None:
     """The bug of a wrong mask, planted: attention over the whole packed row."""
     from transformers import AttentionInterface
 
-    def leaking(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float, **_: Any) -> tuple[Tensor, None]:
-        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    def leaking(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
         return attended.transpose(1, 2), None
 
     target = load(tiny_target)
     capture = partial(capture_shard, target, samples, 1000, lambda tokens: None)
-    longest = max(range(len(samples)), key=lambda number: len(samples[number].token_ids))  # the first in the row sees no other
-    name = next(name for name in map(str, range(9)) if chosen_for_check(name, len(samples)) != longest)
+    longest = max(
+        range(len(samples)), key=lambda number: len(samples[number].token_ids)
+    )  # the first in the row sees no other
+    name = next(
+        name for name in map(str, range(9)) if chosen_for_check(name, len(samples)) != longest
+    )
     sample = samples[chosen_for_check(name, len(samples))]
     AttentionInterface.register(PACKED_ATTENTION, leaking)
     try:
-        with pytest.raises(DataError, match=rf"sample {sample.prompt_id} of unit: layer 1 differs by .* where 7.63e-06 is allowed in torch.float32"):
+        with pytest.raises(
+            DataError,
+            match=rf"sample {sample.prompt_id} of unit: layer 1 differs by .* where 7.63e-06 is allowed in torch.float32",
+        ):
             capture(name=name, tolerance=64)
         assert len(capture(name=name, tolerance=0)) == len(samples)
     finally:
@@ -133,12 +204,18 @@ def test_the_sample_that_is_checked_differs_from_shard_to_shard() -> None:
 
 
 def test_a_failed_write_stops_the_stage_and_a_re_run_ends_with_the_same_bytes(
-    tmp_path: Path, make_config: Callable[..., RunConfig], finish_synth: Callable[..., Manifest], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    make_config: Callable[..., RunConfig],
+    finish_synth: Callable[..., Manifest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The third commit fails in the background thread: the first two stay, no later one is made."""
-    from pipeline.store.stage import StageRun
+    from pipeline.store.stage_run import StageRun
 
-    whole, broken = make_config(tmp_path / "whole", shard_tokens=1), make_config(tmp_path / "broken", shard_tokens=1)
+    whole, broken = (
+        make_config(tmp_path / "whole", shard_tokens=1),
+        make_config(tmp_path / "broken", shard_tokens=1),
+    )
     for config in (whole, broken):
         finish_synth(config)
     commit, names = StageRun.commit, []
@@ -154,5 +231,12 @@ def test_a_failed_write_stops_the_stage_and_a_re_run_ends_with_the_same_bytes(
         with pytest.raises(OSError, match="the disk is gone"):
             run(broken)
     assert names == ["00000.safetensors", "00001.safetensors", "00002.safetensors"]
-    assert sorted(name for name in stage_location(broken.run.uri, "features").child("shards").names() if name.endswith("safetensors")) == names[:2]
+    assert (
+        sorted(
+            name
+            for name in stage_location(broken.run.uri, "features").child("shards").names()
+            if name.endswith("safetensors")
+        )
+        == names[:2]
+    )
     assert run(broken).content_hash == run(whole).content_hash

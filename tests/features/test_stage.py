@@ -13,11 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import FeaturesSection, RunConfig
-from pipeline.errors import ContractMismatch, CorruptShard, DataError, MissingStage, StageConflict, StoreError
+from pipeline.errors import (
+    ContractMismatch,
+    CorruptShard,
+    DataError,
+    MissingStage,
+    StageConflict,
+    StoreError,
+)
 from pipeline.features import run
 from pipeline.features.plan import plan
 from pipeline.records import Manifest, Sample
-from pipeline.store.stage import read_manifest, stage_location, verify_shard
+from pipeline.store.stage_run import read_manifest, stage_location, verify_shard
 from pipeline.store.states import FORMAT, StatesReader, StatesSample
 
 Configs = Callable[..., RunConfig]
@@ -26,11 +33,19 @@ Synth = Callable[..., Manifest]
 
 def read_all(uri: object) -> list[StatesSample]:
     location = stage_location(str(uri), "features")
-    readers = [StatesReader(location, shard) for shard in read_manifest(str(uri), "features").shards]
+    readers = [
+        StatesReader(location, shard) for shard in read_manifest(str(uri), "features").shards
+    ]
     return [reader.sample(index) for reader in readers for index in range(len(reader))]
 
 
-def test_states_are_those_of_hugging_face(tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample], tiny_target: Path) -> None:
+def test_states_are_those_of_hugging_face(
+    tmp_path: Path,
+    make_config: Configs,
+    finish_synth: Synth,
+    samples: list[Sample],
+    tiny_target: Path,
+) -> None:
     """Output index i is `hidden_states[i + 1]`, whose entry 0 is the embedding; final states stand one before what they teach."""
     from transformers import LlamaForCausalLM
 
@@ -47,20 +62,42 @@ def test_states_are_those_of_hugging_face(tmp_path: Path, make_config: Configs, 
         torch.testing.assert_close(state.aux_states.float(), aux, rtol=1e-2, atol=1e-4)
         assert state.token_ids.tolist() == list(sample.token_ids)
         supervised = [at for span in sample.supervised for at in range(span.start, span.end)]
-        assert state.loss_mask.nonzero().flatten().tolist() == supervised
+        assert state.supervised_mask.nonzero().flatten().tolist() == supervised
         assert state.final_positions.tolist() == [at - 1 for at in supervised]
-        torch.testing.assert_close(model.lm_head(state.final_states.float()), output.logits[0, state.final_positions.long()], rtol=2e-2, atol=1e-3)
+        torch.testing.assert_close(
+            model.lm_head(state.final_states.float()),
+            output.logits[0, state.final_positions.long()],
+            rtol=2e-2,
+            atol=1e-3,
+        )
         # Planted: the neighbouring layer and the unshifted position must not pass.
         wrong = torch.cat([output.hidden_states[layer][0] for layer in (1, 3, 4)], dim=-1)
         assert (state.aux_states.float() - wrong).abs().max() > 0.01
-        assert (model.lm_head(state.final_states.float()) - output.logits[0, state.final_positions.long() + 1]).abs().max() > 0.02
-    assert manifest.contract == parent.contract and (manifest.licenses, manifest.sources) == (parent.licenses, parent.sources)
-    assert manifest.parent_hash == parent.content_hash and manifest.rows == len(samples) and manifest.tokens == parent.tokens
-    assert manifest.details == {"encoding": "bf16", "format": 2, "samples": 12, "supervised_tokens": sum(len(state.final_states) for state in stored)}
+        assert (
+            model.lm_head(state.final_states.float())
+            - output.logits[0, state.final_positions.long() + 1]
+        ).abs().max() > 0.02
+    assert manifest.contract == parent.contract and (manifest.licenses, manifest.sources) == (
+        parent.licenses,
+        parent.sources,
+    )
+    assert (
+        manifest.parent_hash == parent.content_hash
+        and manifest.rows == len(samples)
+        and manifest.tokens == parent.tokens
+    )
+    assert manifest.details == {
+        "encoding": "bf16",
+        "format": 2,
+        "samples": 12,
+        "supervised_tokens": sum(len(state.final_states) for state in stored),
+    }
     assert len(manifest.shards) >= 3 and all(shard.tokens >= 100 for shard in manifest.shards[:-1])
 
 
-def test_a_complete_stage_changes_nothing_and_loads_no_torch(tmp_path: Path, make_config: Configs, finish_synth: Synth) -> None:
+def test_a_complete_stage_changes_nothing_and_loads_no_torch(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth
+) -> None:
     config = make_config(tmp_path)
     finish_synth(config)
     run(config)
@@ -75,28 +112,43 @@ assert plan(config).state == "complete"
 run(config)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script, config.model_dump_json()], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, config.model_dump_json()], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "complete" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_an_object_store_gets_the_same_bytes(tmp_path: Path, bucket: str, make_config: Configs, finish_synth: Synth) -> None:
+def test_an_object_store_gets_the_same_bytes(
+    tmp_path: Path, bucket: str, make_config: Configs, finish_synth: Synth
+) -> None:
     here, there = make_config(tmp_path), make_config(f"{bucket}/run")
     finish_synth(here)
     finish_synth(there)
     local, remote = run(here), run(there)
     assert remote.shards == local.shards and remote.content_hash == local.content_hash
     for mine, theirs in zip(read_all(tmp_path), read_all(f"{bucket}/run"), strict=True):
-        assert mine.sample_id == theirs.sample_id and torch.equal(mine.aux_states, theirs.aux_states) and torch.equal(mine.final_states, theirs.final_states)
+        assert (
+            mine.sample_id == theirs.sample_id
+            and torch.equal(mine.aux_states, theirs.aux_states)
+            and torch.equal(mine.final_states, theirs.final_states)
+        )
 
 
-def test_killed_runs_end_with_the_same_checksums(tmp_path: Path, make_config: Configs, finish_synth: Synth) -> None:
-    whole, killed = make_config(tmp_path / "whole", shard_tokens=1), make_config(tmp_path / "killed", shard_tokens=1)
+def test_killed_runs_end_with_the_same_checksums(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth
+) -> None:
+    whole, killed = (
+        make_config(tmp_path / "whole", shard_tokens=1),
+        make_config(tmp_path / "killed", shard_tokens=1),
+    )
     for config in (whole, killed):
         finish_synth(config)
     script = "import sys; from pipeline.config import RunConfig; from pipeline.features import run; run(RunConfig.model_validate_json(sys.argv[1]))"
-    process = subprocess.Popen([sys.executable, "-c", script, killed.model_dump_json()], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, killed.model_dump_json()], stdout=subprocess.DEVNULL
+    )
     shards = tmp_path / "killed/features/shards"
     while process.poll() is None and len(list(shards.glob("*.entry.json"))) < 2:
         time.sleep(0.001)
@@ -107,20 +159,26 @@ def test_killed_runs_end_with_the_same_checksums(tmp_path: Path, make_config: Co
     assert "of about" in plan(killed).state
 
     again = run(killed)
-    assert {path: path.stat().st_mtime_ns for path in committed} == committed, "committed shards are skipped"
+    assert {path: path.stat().st_mtime_ns for path in committed} == committed, (
+        "committed shards are skipped"
+    )
     assert again.content_hash == run(whole).content_hash
     for shard in again.shards:
         verify_shard(stage_location(str(tmp_path / "killed"), "features"), shard)
 
 
-def test_samples_without_supervision_are_counted(tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample]) -> None:
+def test_samples_without_supervision_are_counted(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample]
+) -> None:
     config = make_config(tmp_path)
     finish_synth(config, [samples[0], samples[1].model_copy(update={"supervised": ()})])
     manifest = run(config)
     assert manifest.rejected == {"no_supervised_tokens": 1} and manifest.rows == 1
 
 
-def test_nothing_to_learn_from_stops(tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample]) -> None:
+def test_nothing_to_learn_from_stops(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample]
+) -> None:
     config = make_config(tmp_path)
     finish_synth(config, [samples[1].model_copy(update={"supervised": ()})])
     with pytest.raises(DataError, match=r"no sample with supervised tokens .*no_supervised_tokens"):
@@ -131,12 +189,23 @@ def test_nothing_to_learn_from_stops(tmp_path: Path, make_config: Configs, finis
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token_ids": (5, 9999, 7, 8, 9, 10, 11)}, r"sample p3 of unit: token_ids: needs one or more ids in \[0, \d+\)"),
-        ({"supervised": ({"start": 2, "end": 4000},)}, "sample p3 of unit: supervised: has a span outside"),
+        (
+            {"token_ids": (5, 9999, 7, 8, 9, 10, 11)},
+            r"sample p3 of unit: token_ids: needs one or more ids in \[0, \d+\)",
+        ),
+        (
+            {"supervised": ({"start": 2, "end": 4000},)},
+            "sample p3 of unit: supervised: has a span outside",
+        ),
     ],
 )
 def test_samples_that_do_not_fit_the_target_are_named(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample], change: dict[str, object], message: str
+    tmp_path: Path,
+    make_config: Configs,
+    finish_synth: Synth,
+    samples: list[Sample],
+    change: dict[str, object],
+    message: str,
 ) -> None:
     config = make_config(tmp_path)
     samples[3] = Sample.model_validate({**samples[3].model_dump(), **change})
@@ -145,7 +214,13 @@ def test_samples_that_do_not_fit_the_target_are_named(
         run(config)
 
 
-def test_infinite_states_stop_with_the_sample(tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample], tiny_target: Path) -> None:
+def test_infinite_states_stop_with_the_sample(
+    tmp_path: Path,
+    make_config: Configs,
+    finish_synth: Synth,
+    samples: list[Sample],
+    tiny_target: Path,
+) -> None:
     """A target whose embedding of token 95 is infinite; only the second sample uses it."""
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -156,59 +231,90 @@ def test_infinite_states_stop_with_the_sample(tmp_path: Path, make_config: Confi
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     config = make_config(tmp_path / "run", target={"source": str(broken)})
     fine, bad = (
-        samples[0].model_copy(update={"token_ids": (token,) * len(samples[0].token_ids), "prompt_id": name}) for token, name in ((1, "fine"), (95, "bad"))
+        samples[0].model_copy(
+            update={"token_ids": (token,) * len(samples[0].token_ids), "prompt_id": name}
+        )
+        for token, name in ((1, "fine"), (95, "bad"))
     )
     finish_synth(config, [fine, bad])
-    with pytest.raises(DataError, match="sample bad of unit: the target's aux states hold NaN or infinity"):
+    with pytest.raises(
+        DataError, match="sample bad of unit: the target's aux states hold NaN or infinity"
+    ):
         run(config)
     assert not (tmp_path / "run/features/manifest.json").exists()
 
 
-def test_another_target_is_refused(tmp_path: Path, make_config: Configs, finish_synth: Synth) -> None:
+def test_another_target_is_refused(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth
+) -> None:
     finish_synth(make_config(tmp_path))
-    with pytest.raises(ContractMismatch, match=r"contract\.capture_layers: .*\[1,3,4\], this one has \[1,2,4\]"):
+    with pytest.raises(
+        ContractMismatch, match=r"contract\.capture_layers: .*\[1,3,4\], this one has \[1,2,4\]"
+    ):
         run(make_config(tmp_path, target={"capture_layers": (1, 2, 4)}))
 
 
-def test_missing_and_damaged_parents_are_named(tmp_path: Path, make_config: Configs, finish_synth: Synth) -> None:
+def test_missing_and_damaged_parents_are_named(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth
+) -> None:
     config = make_config(tmp_path)
     with pytest.raises(MissingStage, match="run `eagle3 synth` first"):
         run(config)
     finish_synth(config)
     path = tmp_path / "synth/shards/00001.parquet"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorruptShard, match=r"synth/shards/00001\.parquet: has .* bytes, .* were committed"):
+    with pytest.raises(
+        CorruptShard, match=r"synth/shards/00001\.parquet: has .* bytes, .* were committed"
+    ):
         run(config)
     assert not (tmp_path / "features/manifest.json").exists()
 
 
-def test_another_packing_needs_force(tmp_path: Path, make_config: Configs, finish_synth: Synth) -> None:
+def test_another_packing_needs_force(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth
+) -> None:
     finish_synth(make_config(tmp_path))
     first = run(make_config(tmp_path))
     with pytest.raises(StageConflict, match="holds finished work for another config"):
         run(make_config(tmp_path, shard_tokens=150))
-    assert plan(make_config(tmp_path, shard_tokens=150)).state == "complete for another config or parent"
+    assert (
+        plan(make_config(tmp_path, shard_tokens=150)).state
+        == "complete for another config or parent"
+    )
     again = run(make_config(tmp_path, shard_tokens=150, force=True))
     assert again.tokens == first.tokens and len(again.shards) < len(first.shards)
     assert len(list((tmp_path / "features/shards").glob("*.safetensors"))) == len(again.shards)
 
 
-def test_the_plan_says_what_it_rests_on(tmp_path: Path, make_config: Configs, finish_synth: Synth) -> None:
+def test_the_plan_says_what_it_rests_on(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth
+) -> None:
     config = make_config(tmp_path)
     assert plan(config).state == "waiting for synth" and plan(config).records == 0
     parent = finish_synth(config)
     before = plan(config)
-    assert (before.state, before.records, before.tokens) == ("not started", 12, parent.tokens) and len(before.basis) == 4
+    assert (before.state, before.records, before.tokens) == (
+        "not started",
+        12,
+        parent.tokens,
+    ) and len(before.basis) == 4
     shards = run(config).shards
     stored = sum(shard.bytes for shard in shards)
-    assert abs(stored - before.storage_bytes) < 600 * len(shards), "all but differences of the headers"
+    assert abs(stored - before.storage_bytes) < 600 * len(shards), (
+        "all but differences of the headers"
+    )
     assert before.seconds > 0 and before.peak_memory_bytes > stored
     assert "shards: about 3 of" in before.basis[1] and "2 FLOP a parameter" in before.basis[2]
 
 
 @pytest.mark.parametrize("encoding", ["fp8", "int8"])
-def test_small_encodings_are_stored_planned_and_read(tmp_path: Path, make_config: Configs, finish_synth: Synth, encoding: str) -> None:
-    exact, small = make_config(tmp_path / "exact"), make_config(tmp_path / "small", encoding=encoding)
+def test_small_encodings_are_stored_planned_and_read(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth, encoding: str
+) -> None:
+    exact, small = (
+        make_config(tmp_path / "exact"),
+        make_config(tmp_path / "small", encoding=encoding),
+    )
     for config in (exact, small):
         finish_synth(config)
     planned = plan(small).storage_bytes
@@ -216,31 +322,49 @@ def test_small_encodings_are_stored_planned_and_read(tmp_path: Path, make_config
     assert manifest.details["encoding"] == encoding
     assert abs(sum(shard.bytes for shard in manifest.shards) - planned) < 600 * len(manifest.shards)
     assert planned < sum(shard.bytes for shard in run(exact).shards)
-    for mine, theirs in zip(read_all(tmp_path / "small"), read_all(tmp_path / "exact"), strict=True):
-        assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(mine.loss_mask, theirs.loss_mask)
-        difference = (mine.aux_states.float() - theirs.aux_states.float()).norm() / theirs.aux_states.float().norm()
+    for mine, theirs in zip(
+        read_all(tmp_path / "small"), read_all(tmp_path / "exact"), strict=True
+    ):
+        assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(
+            mine.supervised_mask, theirs.supervised_mask
+        )
+        difference = (
+            mine.aux_states.float() - theirs.aux_states.float()
+        ).norm() / theirs.aux_states.float().norm()
         assert 0 < difference < 0.04
 
 
 def test_a_full_disk_is_told_before_the_target_is_loaded(
-    tmp_path: Path, mount: Callable[[str], Path], make_config: Configs, finish_synth: Synth, samples: list[Sample]
+    tmp_path: Path,
+    mount: Callable[[str], Path],
+    make_config: Configs,
+    finish_synth: Synth,
+    samples: list[Sample],
 ) -> None:
     config = make_config(mount("size=200k") / "run")
     long = [sample.model_copy(update={"token_ids": sample.token_ids * 40}) for sample in samples]
     finish_synth(config, long)
     for attempt in (plan, run):
-        with pytest.raises(StoreError, match=r"the states need .* GB more, .* GB are free \(fix: free some space, set features.encoding=int8, or"):
+        with pytest.raises(
+            StoreError,
+            match=r"the states need .* GB more, .* GB are free \(fix: free some space, set features.encoding=int8, or",
+        ):
             attempt(config)
     assert not list((tmp_path / "mount0/run/features").glob("shards/*"))
 
 
-def test_the_rate_is_that_of_committed_shards(tmp_path: Path, make_config: Configs, finish_synth: Synth) -> None:
+def test_the_rate_is_that_of_committed_shards(
+    tmp_path: Path, make_config: Configs, finish_synth: Synth
+) -> None:
     config = make_config(tmp_path)
     finish_synth(config)
     manifest = run(config)
     (tmp_path / "features/manifest.json").unlink()
     after = plan(config)
-    assert f"as measured over {len(manifest.shards)} committed shards" in after.basis[2] and "of about" in after.state
+    assert (
+        f"as measured over {len(manifest.shards)} committed shards" in after.basis[2]
+        and "of about" in after.state
+    )
 
 
 def test_the_configuration_names_the_format_that_is_written() -> None:

@@ -17,33 +17,51 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.random_target import RandomWeights
+from bench.report import ROOT, machine
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops import pick_ops
-from pipeline.decoder.ops.reference import TorchOps
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
-from pipeline.decoder.score import draw_gap, greedy_gaps, log_probabilities
+from pipeline.decoder.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for
-from tests.bench.random_target import RandomWeights
-from tests.bench.report import ROOT, machine
 
 VOCABULARY = 512
-KERNEL_TESTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/decoder/ops").glob("test_triton*.py"))]
+KERNEL_TESTS = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "tests/decoder/ops").glob("test_triton*.py"))
+]
 SHAPES = {
     "llama": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512},
     "one group, d 128": {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 512},
-    "d 80": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 480, "head_dim": 80},
-    "d 96, ratio 8": {"num_attention_heads": 8, "num_key_value_heads": 1, "hidden_size": 256, "head_dim": 96},
+    "d 80": {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 480,
+        "head_dim": 80,
+    },
+    "d 96, ratio 8": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "hidden_size": 256,
+        "head_dim": 96,
+    },
 }
-TREES = {"chain": TreeSection(top_k=1, steps=4, nodes=5), "tree": TreeSection(top_k=4, steps=5, nodes=16), "wide": TreeSection(top_k=10, steps=6, nodes=60)}
+TREES = {
+    "chain": TreeSection(top_k=1, steps=4, nodes=5),
+    "tree": TreeSection(top_k=4, steps=5, nodes=16),
+    "wide": TreeSection(top_k=10, steps=6, nodes=60),
+}
 #: A token of the speculative output may be this much less likely than the best one, in bf16.
 NEAR_TIE = 0.3
 #: A random number may lie this far outside the stretch of the token that it drew, in fp32.
@@ -52,18 +70,37 @@ DRAW_GAP = 1e-4
 Check = Callable[[], dict[str, Any]]
 
 
-def model_of(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, ops: TorchOps) -> DecoderModel:
+def model_of(
+    shape: dict[str, Any], device: torch.device, dtype: torch.dtype, ops: TorchOps
+) -> DecoderModel:
     """A random Llama; the same weights for every `ops`."""
     from transformers import LlamaConfig
 
-    config = LlamaConfig(vocab_size=VOCABULARY, intermediate_size=768, num_hidden_layers=6, max_position_embeddings=2048, tie_word_embeddings=False, **shape)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        **shape,
+    )
     weights = RandomWeights(config, device=device, dtype=dtype, scale=0.08)
-    return DecoderModel(config, weights, (1, 2, 4), device=device, dtype=dtype, max_length=1024, ops=ops)
+    return DecoderModel(
+        config, weights, (1, 2, 4), device=device, dtype=dtype, max_length=1024, ops=ops
+    )
 
 
 def head_of(model: DecoderModel) -> Eagle3Head:
     """A random head: it drafts badly, which losslessness must survive."""
-    head = Eagle3Head(shape_for(model.config, draft_vocab_size=256, intermediate_size=None, num_attention_heads=None, num_key_value_heads=None))
+    head = Eagle3Head(
+        shape_for(
+            model.config,
+            draft_vocab_size=256,
+            intermediate_size=None,
+            num_attention_heads=None,
+            num_key_value_heads=None,
+        )
+    )
     random_init(head, 0)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -75,13 +112,19 @@ def head_of(model: DecoderModel) -> Eagle3Head:
 def requests(temperature: float = 0.0) -> list[Request]:
     """Eleven of them: prompts of 3 to 260 tokens, limits of 1 to 48."""
     generator = torch.Generator().manual_seed(7)
-    prompts = [tuple(torch.randint(0, VOCABULARY, (3 + 26 * index,), generator=generator).tolist()) for index in range(10)]
+    prompts = [
+        tuple(torch.randint(0, VOCABULARY, (3 + 26 * index,), generator=generator).tolist())
+        for index in range(10)
+    ]
     prompts.append(prompts[3][:64])
-    return [Request(str(index), prompt, 1 + (17 * index) % 48, (), temperature=temperature, seed=index) for index, prompt in enumerate(prompts)]
+    return [
+        Request(str(index), prompt, 1 + (17 * index) % 48, (), temperature=temperature, seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 def decode(engine: Engine, wanted: list[Request]) -> dict[str, tuple[int, ...]]:
-    return {done.id: done.token_ids for done in engine.generate(wanted)}
+    return {done.request_id: done.token_ids for done in engine.generate(wanted)}
 
 
 def logits_agree(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -95,13 +138,17 @@ def logits_agree(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {"largest_difference": difference}
 
 
-def greedy_is_lossless(shape: dict[str, Any], tree: TreeSection, device: torch.device) -> dict[str, Any]:
+def greedy_is_lossless(
+    shape: dict[str, Any], tree: TreeSection, device: torch.device
+) -> dict[str, Any]:
     """fp32: with a drafter, in batches of 1, 3 and 8, every token is the plain one; rows are graphs on CUDA."""
     model = model_of(shape, device, torch.float32, pick_ops(device, torch.float32))
     plain = decode(Engine(model), requests())
     for slots in (1, 3, 8):
         drafter = Eagle3Drafter(head_of(model), model, tree)
-        assert decode(Engine(model, drafter=drafter, slots=slots), requests()) == plain, f"batch {slots} differs"
+        assert decode(Engine(model, drafter=drafter, slots=slots), requests()) == plain, (
+            f"batch {slots} differs"
+        )
     return {"tokens": 3 * sum(map(len, plain.values()))}
 
 
@@ -110,7 +157,7 @@ def sampling_is_lossless(device: torch.device) -> dict[str, Any]:
     model = model_of(SHAPES["llama"], device, torch.float32, pick_ops(device, torch.float32))
     drafter = Eagle3Drafter(head_of(model), model, TREES["tree"])
     done = decode(Engine(model, drafter=drafter, slots=4), requests(0.8))
-    worst = max(draw_gap(model, request, done[request.id]) for request in requests(0.8))
+    worst = max(draw_gap(model, request, done[request.request_id]) for request in requests(0.8))
     assert worst <= DRAW_GAP, f"a draw is {worst} away from the plain model's"
     return {"worst_gap": worst, "tokens": sum(map(len, done.values()))}
 
@@ -120,10 +167,16 @@ def near_ties(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
     model = model_of(shape, device, torch.bfloat16, pick_ops(device, torch.bfloat16))
     drafter = Eagle3Drafter(head_of(model), model, TREES["tree"])
     done = decode(Engine(model, drafter=drafter, slots=4), requests())
-    gaps = [greedy_gaps(model, request.prompt_ids, done[request.id]) for request in requests()]
+    gaps = [
+        greedy_gaps(model, request.prompt_ids, done[request.request_id]) for request in requests()
+    ]
     worst = max(gap.worst for gap in gaps)
     assert worst <= NEAR_TIE, f"a token is {worst} below the best one"
-    return {"worst_log_probability_gap": worst, "near_ties": sum(gap.near_ties for gap in gaps), "tokens": sum(gap.tokens for gap in gaps)}
+    return {
+        "worst_log_probability_gap": worst,
+        "near_ties": sum(gap.near_ties for gap in gaps),
+        "tokens": sum(gap.tokens for gap in gaps),
+    }
 
 
 def kernels() -> dict[str, Any]:
@@ -131,7 +184,11 @@ def kernels() -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"skipped": "pytest is not installed; the other checks ran the same kernels"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     return {"summary": done.stdout.strip().splitlines()[-1]}
@@ -139,10 +196,10 @@ def kernels() -> dict[str, Any]:
 
 def checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     for name, shape in SHAPES.items():
-        yield f"logits, {name}", lambda shape=shape: logits_agree(shape, device)  # type: ignore[misc]
-        yield f"near ties in bf16, {name}", lambda shape=shape: near_ties(shape, device)  # type: ignore[misc]
+        yield f"logits, {name}", partial(logits_agree, shape, device)
+        yield f"near ties in bf16, {name}", partial(near_ties, shape, device)
         for title, tree in TREES.items():
-            yield f"greedy, {name}, {title}", lambda shape=shape, tree=tree: greedy_is_lossless(shape, tree, device)  # type: ignore[misc]
+            yield f"greedy, {name}, {title}", partial(greedy_is_lossless, shape, tree, device)
     yield "sampling", lambda: sampling_is_lossless(device)
     if device.type == "cuda":
         yield "kernels", kernels
@@ -159,7 +216,9 @@ def run(device: torch.device) -> dict[str, Any]:
             traceback.print_exc()
             results[name] = {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
         results[name]["seconds"] = round(time.perf_counter() - started, 2)
-        print(f"{'pass' if results[name]['passed'] else 'FAIL'}  {name}  {results[name]}", flush=True)
+        print(
+            f"{'pass' if results[name]['passed'] else 'FAIL'}  {name}  {results[name]}", flush=True
+        )
     return results
 
 
@@ -172,7 +231,12 @@ def main() -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device; --device cpu runs the same checks with the CPU's operations")
     results = run(device)
-    record = {"check": "decoder", "machine": machine(device), "passed": all(result["passed"] for result in results.values()), "results": results}
+    record = {
+        "check": "decoder",
+        "machine": machine(device),
+        "passed": all(result["passed"] for result in results.values()),
+        "results": results,
+    }
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record))

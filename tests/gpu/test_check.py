@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.decoder.ops.reference import TorchOps
-from pipeline.decoder.tree import Acceptance, Tree
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.tree import Tree, VerifyOutput
 from tests.gpu import check
 
 CPU = torch.device("cpu")
@@ -14,13 +14,22 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "SHAPES", {"llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}})
+    monkeypatch.setattr(
+        check,
+        "SHAPES",
+        {"llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}},
+    )
     monkeypatch.setattr(check, "TREES", {"tree": check.TREES["tree"]})
 
 
 def test_a_sound_decoder_passes() -> None:
     results = check.run(CPU)
-    assert list(results) == ["logits, llama", "near ties in bf16, llama", "greedy, llama, tree", "sampling"]
+    assert list(results) == [
+        "logits, llama",
+        "near ties in bf16, llama",
+        "greedy, llama, tree",
+        "sampling",
+    ]
     assert all(result["passed"] for result in results.values())
     assert results["greedy, llama, tree"]["tokens"] > 500
 
@@ -28,7 +37,7 @@ def test_a_sound_decoder_passes() -> None:
 def test_a_lossy_verification_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = TorchOps.verify
 
-    def generous(self: TorchOps, tree: Tree, predicted: torch.Tensor, depth: int) -> Acceptance:
+    def generous(self: TorchOps, tree: Tree, predicted: torch.Tensor, depth: int) -> VerifyOutput:
         wrong = predicted.clone()
         if depth:
             wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])

@@ -13,7 +13,10 @@ from pipeline.records import Prompt
 
 def prompts_of(categories: str) -> list[Prompt]:
     """One prompt a letter, the letter being its category."""
-    return [Prompt(id=str(index), source="s", license="MIT", category=letter, turns=("hello",)) for index, letter in enumerate(categories)]
+    return [
+        Prompt(sample_id=str(index), source="s", license="MIT", category=letter, turns=("hello",))
+        for index, letter in enumerate(categories)
+    ]
 
 
 def test_small_categories_are_taken_whole_before_large_ones_take_more() -> None:
@@ -28,17 +31,26 @@ def test_the_seed_decides_the_draw() -> None:
 
 
 def test_a_known_draw_never_changes() -> None:
-    assert [prompt.id for prompt in balanced(prompts_of("aabbbbcc" * 3), 6, seed=0)] == ["0", "9", "14", "18", "20", "22"]
+    assert [prompt.sample_id for prompt in balanced(prompts_of("aabbbbcc" * 3), 6, seed=0)] == [
+        "0",
+        "9",
+        "14",
+        "18",
+        "20",
+        "22",
+    ]
 
 
 @given(st.text("abc", max_size=30), st.integers(1, 30), st.integers(0, 5))
 def test_draws_are_even_ordered_and_nested(categories: str, limit: int, seed: int) -> None:
     prompts = prompts_of(categories)
     drawn = balanced(prompts, limit, seed)
-    positions = [int(prompt.id) for prompt in drawn]
+    positions = [int(prompt.sample_id) for prompt in drawn]
     assert len(drawn) == min(limit, len(prompts)) and positions == sorted(set(positions))
     taken, there = Counter(prompt.category for prompt in drawn), Counter(categories)
     unexhausted = [taken[category] for category in there if taken[category] < there[category]]
     assert not unexhausted or max(taken.values()) - min(unexhausted) <= 1
-    assert set(positions) <= {int(prompt.id) for prompt in balanced(prompts, limit + 1, seed)}
+    assert set(positions) <= {
+        int(prompt.sample_id) for prompt in balanced(prompts, limit + 1, seed)
+    }
     assert balanced(prompts, None, seed) == prompts

@@ -14,10 +14,17 @@ import pytest
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts import load_prompts
-from pipeline.records import Prompt, SamplingChoice
+from pipeline.records import Prompt, SamplingOverride
 
 RECORDS: list[dict[str, Any]] = [
-    {"id": "a", "source": "ours", "license": "MIT", "category": "math", "turns": ["What is 2+2?", "And 3+3?"], "meta": {"ignored": True}},
+    {
+        "id": "a",
+        "source": "ours",
+        "license": "MIT",
+        "category": "math",
+        "turns": ["What is 2+2?", "And 3+3?"],
+        "meta": {"ignored": True},
+    },
     {"question_id": 81, "prompt": "Write a haiku."},
     {
         "messages": [
@@ -27,7 +34,12 @@ RECORDS: list[dict[str, Any]] = [
             {"role": "user", "content": "Bye"},
         ]
     },
-    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "SECRET REPLY"}]},
+    {
+        "conversations": [
+            {"from": "human", "value": "Why?"},
+            {"from": "gpt", "value": "SECRET REPLY"},
+        ]
+    },
 ]
 
 
@@ -42,10 +54,23 @@ def load(source: str, **options: Any) -> list[Prompt]:
 
 def test_every_record_form_gives_its_user_turns(tmp_path: Path) -> None:
     prompts = load(write_jsonl(tmp_path / "mine.jsonl", RECORDS))
-    assert [prompt.turns for prompt in prompts] == [("What is 2+2?", "And 3+3?"), ("Write a haiku.",), ("Hi", "Bye"), ("Why?",)]
-    assert prompts[0] == Prompt(id="a", source="ours", license="MIT", category="math", turns=("What is 2+2?", "And 3+3?"))
-    assert [prompt.id for prompt in prompts] == ["a", "81", "mine:3", "mine:4"]
-    assert {(prompt.source, prompt.license, prompt.category) for prompt in prompts[1:]} == {("mine", "unknown", "mine")}
+    assert [prompt.turns for prompt in prompts] == [
+        ("What is 2+2?", "And 3+3?"),
+        ("Write a haiku.",),
+        ("Hi", "Bye"),
+        ("Why?",),
+    ]
+    assert prompts[0] == Prompt(
+        sample_id="a",
+        source="ours",
+        license="MIT",
+        category="math",
+        turns=("What is 2+2?", "And 3+3?"),
+    )
+    assert [prompt.sample_id for prompt in prompts] == ["a", "81", "mine:3", "mine:4"]
+    assert {(prompt.source, prompt.license, prompt.category) for prompt in prompts[1:]} == {
+        ("mine", "unknown", "mine")
+    }
     assert [prompt.system for prompt in prompts] == [None, None, "Be brief.", None]
     assert "SECRET" not in str(prompts)
 
@@ -54,23 +79,67 @@ def test_every_record_form_gives_its_user_turns(tmp_path: Path) -> None:
     ("record", "turns", "system"),
     [
         ({"prompt": [{"role": "user", "content": "Hi"}], "chosen": "SECRET REPLY"}, ("Hi",), None),
-        ({"instruction": "Sum it up.", "input": "A text.", "output": "SECRET REPLY"}, ("Sum it up.\n\nA text.",), None),
-        ({"instruction": "Sum it up.", "context": " ", "response": "SECRET REPLY"}, ("Sum it up.",), None),
-        ({"question": "Why?", "answer": "SECRET REPLY", "system_prompt": "Be kind."}, ("Why?",), "Be kind."),
-        ({"system": "", "conversation": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}, ("a\nb",), None),
-        ({"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}, ("Hi",), "Be brief."),
-        ({"conversations": [{"from": "system", "value": " "}, {"from": "human", "value": "Hi"}]}, ("Hi",), None),
+        (
+            {"instruction": "Sum it up.", "input": "A text.", "output": "SECRET REPLY"},
+            ("Sum it up.\n\nA text.",),
+            None,
+        ),
+        (
+            {"instruction": "Sum it up.", "context": " ", "response": "SECRET REPLY"},
+            ("Sum it up.",),
+            None,
+        ),
+        (
+            {"question": "Why?", "answer": "SECRET REPLY", "system_prompt": "Be kind."},
+            ("Why?",),
+            "Be kind.",
+        ),
+        (
+            {
+                "system": "",
+                "conversation": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    }
+                ],
+            },
+            ("a\nb",),
+            None,
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "developer", "content": "Be brief."},
+                    {"role": "user", "content": "Hi"},
+                ]
+            },
+            ("Hi",),
+            "Be brief.",
+        ),
+        (
+            {"conversations": [{"from": "system", "value": " "}, {"from": "human", "value": "Hi"}]},
+            ("Hi",),
+            None,
+        ),
     ],
 )
-def test_usual_shapes_are_mapped(tmp_path: Path, record: dict[str, Any], turns: tuple[str, ...], system: str | None) -> None:
+def test_usual_shapes_are_mapped(
+    tmp_path: Path, record: dict[str, Any], turns: tuple[str, ...], system: str | None
+) -> None:
     (prompt,) = load(write_jsonl(tmp_path / "p.jsonl", [record]))
     assert (prompt.turns, prompt.system) == (turns, system)
 
 
 def test_a_field_can_be_named(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "p.jsonl", [{"text": "one", "prompt": "other"}, {"text": ["two", "three"]}])
+    path = write_jsonl(
+        tmp_path / "p.jsonl", [{"text": "one", "prompt": "other"}, {"text": ["two", "three"]}]
+    )
     assert [prompt.turns for prompt in load(path, field="text")] == [("one",), ("two", "three")]
-    with pytest.raises(DataError, match=r"p\.jsonl:2: prompt: is missing \(fix: correct the source's `field`; the record has text\)"):
+    with pytest.raises(
+        DataError,
+        match=r"p\.jsonl:2: prompt: is missing \(fix: correct the source's `field`; the record has text\)",
+    ):
         load(path, field="prompt")
 
 
@@ -81,12 +150,16 @@ def test_reading_stops_where_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_a_sources_sampling_is_that_of_its_prompts(tmp_path: Path) -> None:
-    (prompt,) = load(write_jsonl(tmp_path / "p.jsonl", [{"turns": ["a"]}]), sampling={"temperature": 0.5})
-    assert prompt.sampling == SamplingChoice(temperature=0.5)
+    (prompt,) = load(
+        write_jsonl(tmp_path / "p.jsonl", [{"turns": ["a"]}]), sampling={"temperature": 0.5}
+    )
+    assert prompt.sampling == SamplingOverride(temperature=0.5)
 
 
 def test_compressed_and_parquet_files_read_the_same(tmp_path: Path) -> None:
-    records = [{"id": str(index), "turns": [f"question {index}"], "license": "MIT"} for index in range(5)]
+    records = [
+        {"id": str(index), "turns": [f"question {index}"], "license": "MIT"} for index in range(5)
+    ]
     plain = load(write_jsonl(tmp_path / "p.jsonl", records))
     with gzip.open(tmp_path / "p.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write((tmp_path / "p.jsonl").read_text() + "\n")
@@ -111,15 +184,23 @@ def test_the_configured_labels_win(tmp_path: Path) -> None:
         ('{"turns": []}', ": turns: has no user turn"),
         ('{"turns": ["a", "  "]}', "turn 2 is blank"),
         ('{"turns": [3]}', "turn 1 is not a text"),
-        ('{"prompt": null, "messages": [{"content": "a"}]}', ": messages: has a message without a role"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', ": messages: has a user message without text"),
+        (
+            '{"prompt": null, "messages": [{"content": "a"}]}',
+            ": messages: has a message without a role",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            ": messages: has a user message without text",
+        ),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', ": messages: has no user turn"),
         ('{"turns": ["a"], "license": ["MIT"]}', ": license: is ['MIT'], not a text"),
         ('{"turns": ["\\ud800"]}', "turn 1 is not valid Unicode"),
         ('{"turns": ["a"], "system": 3}', "the system prompt is not a text"),
     ],
 )
-def test_a_broken_line_is_named_with_file_line_field_and_fix(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_broken_line_is_named_with_file_line_field_and_fix(
+    tmp_path: Path, line: str, problem: str
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"turns": ["fine"]}}\n\n{line}\n', encoding="utf-8")
     with pytest.raises(DataError) as raised:
@@ -160,6 +241,14 @@ def test_a_hub_data_set_is_read_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "org" / "name").mkdir(parents=True)
     write_jsonl(tmp_path / "org" / "name" / "train.jsonl", [{"turns": ["Why?"], "license": "MIT"}])
-    assert load("hub:org/name") == [Prompt(id="org/name:1", source="org/name", license="MIT", category="org/name", turns=("Why?",))]
+    assert load("hub:org/name") == [
+        Prompt(
+            sample_id="org/name:1",
+            source="org/name",
+            license="MIT",
+            category="org/name",
+            turns=("Why?",),
+        )
+    ]
     with pytest.raises(DataError, match="hub:org/name: split 'test' cannot be loaded"):
         load("hub:org/name", split="test")

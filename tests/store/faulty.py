@@ -15,7 +15,12 @@ from urllib.parse import urlsplit
 
 #: What the proxy does with a request: None passes it on, a number is the status it answers with.
 Fault = int | str | None
-DROP, HANG, FLIP, CUT = "drop the upload half-way", "never answer", "flip a byte of the body", "end the answer half-way"
+DROP, HANG, FLIP, CUT = (
+    "drop the upload half-way",
+    "never answer",
+    "flip a byte of the body",
+    "end the answer half-way",
+)
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -68,7 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.released.wait()
             self._hang_up()
         elif isinstance(fault, int):
-            self._answer(fault, {"Content-Type": "application/json"}, json.dumps({"error": {"code": fault, "message": "injected"}}).encode())
+            self._answer(
+                fault,
+                {"Content-Type": "application/json"},
+                json.dumps({"error": {"code": fault, "message": "injected"}}).encode(),
+            )
         else:
             self._forward(_flipped(body) if fault == FLIP else body, cut=fault == CUT)
 
@@ -78,11 +87,22 @@ class _Handler(BaseHTTPRequestHandler):
         target = urlsplit(self.server.upstream)
         connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=30)
         try:
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection", "accept-encoding")}
+            headers = {
+                name: value
+                for name, value in self.headers.items()
+                if name.lower() not in ("host", "connection", "accept-encoding")
+            }
             connection.request(self.command, self.path, body=body or None, headers=headers)
             answer = connection.getresponse()
-            data, kept = answer.read(), ("content-type", "content-range", "location", "range", "x-goog-hash")
-            passed = {name: value.replace(self.server.upstream, self.server.url) for name, value in answer.getheaders() if name.lower() in kept}
+            data, kept = (
+                answer.read(),
+                ("content-type", "content-range", "location", "range", "x-goog-hash"),
+            )
+            passed = {
+                name: value.replace(self.server.upstream, self.server.url)
+                for name, value in answer.getheaders()
+                if name.lower() in kept
+            }
         except (OSError, http.client.HTTPException):
             self._hang_up()
             return
@@ -90,7 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
             connection.close()
         self._answer(answer.status, passed, data, cut=cut)
 
-    def _answer(self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False) -> None:
+    def _answer(
+        self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False
+    ) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

@@ -9,7 +9,7 @@ import torch
 from pipeline.config import RunConfig
 from pipeline.records import Shard
 from pipeline.store.location import Location
-from pipeline.store.stage import open_stage
+from pipeline.store.stage_run import open_stage
 from pipeline.store.states import StatesSample, teacher_positions
 
 H = 4
@@ -21,13 +21,16 @@ def make_states(index: int, length: int, supervised: range) -> StatesSample:
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[supervised.start : supervised.stop] = 1
     positions = teacher_positions(mask)
-    aux, final = torch.randn(length, 3, H, generator=draw), torch.randn(len(positions), H, generator=draw)
+    aux, final = (
+        torch.randn(length, 3, H, generator=draw),
+        torch.randn(len(positions), H, generator=draw),
+    )
     aux[..., 1] *= 100
     return StatesSample(
         sample_id=f"s{index}",
         source="unit",
         token_ids=torch.randint(0, 60, (length,), generator=draw, dtype=torch.int32),
-        loss_mask=mask,
+        supervised_mask=mask,
         aux_states=aux.flatten(1).bfloat16(),
         final_states=final.bfloat16(),
         final_positions=positions,
@@ -36,7 +39,11 @@ def make_states(index: int, length: int, supervised: range) -> StatesSample:
 
 def three_samples() -> list[StatesSample]:
     """7, 1 and 12 tokens; the second has no final state."""
-    return [make_states(0, 7, range(3, 7)), make_states(1, 1, range(0, 0)), make_states(2, 12, range(2, 6))]
+    return [
+        make_states(0, 7, range(3, 7)),
+        make_states(1, 1, range(0, 0)),
+        make_states(2, 12, range(2, 6)),
+    ]
 
 
 def commit(config: RunConfig, data: bytes) -> tuple[Location, Shard]:

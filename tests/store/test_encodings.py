@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DataError
-from pipeline.store.encodings import Codec, Encoding, calibrate
 from pipeline.store.states import StatesSample, encode_states, teacher_positions
+from pipeline.store.states.encodings import Codec, Encoding, calibrate
 
 H = 48
 
@@ -54,7 +54,10 @@ def test_small_encodings_keep_ordinary_channels_beside_outliers() -> None:
 def test_a_first_token_far_above_all_others_costs_them_nothing() -> None:
     """The channel scale is a percentile: the same rows decode alike with and without that token."""
     states = outlier_states()
-    with_first, without = error_of_ordinary_channels(coded("int8", states), states)[1:], error_of_ordinary_channels(coded("int8", states[1:]), states[1:])
+    with_first, without = (
+        error_of_ordinary_channels(coded("int8", states), states)[1:],
+        error_of_ordinary_channels(coded("int8", states[1:]), states[1:]),
+    )
     assert abs(float(with_first.mean() - without.mean())) < 0.001
 
 
@@ -88,12 +91,23 @@ def test_extremes() -> None:
 def test_what_has_no_scale_code_is_refused_with_its_sample() -> None:
     mask = torch.tensor([0, 1, 1], dtype=torch.uint8)
     samples = [
-        StatesSample(name, "unit", torch.arange(3, dtype=torch.int32), mask, torch.ones(3, 12).bfloat16(), torch.ones(2, 4).bfloat16(), teacher_positions(mask))
+        StatesSample(
+            name,
+            "unit",
+            torch.arange(3, dtype=torch.int32),
+            mask,
+            torch.ones(3, 12).bfloat16(),
+            torch.ones(2, 4).bfloat16(),
+            teacher_positions(mask),
+        )
         for name in ("a", "b", "c")
     ]
     encode_states(samples, "int8")
     samples[1].aux_states[2, 5] = 1e30
-    with pytest.raises(DataError, match=r"sample b of unit: has states that are too large for int8 \(fix: set features.encoding=bf16\)"):
+    with pytest.raises(
+        DataError,
+        match=r"sample b of unit: has states that are too large for int8 \(fix: set features.encoding=bf16\)",
+    ):
         encode_states(samples, "int8")
     encode_states(samples, "bf16")
 

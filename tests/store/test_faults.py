@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, StoreError
 from pipeline.records import Manifest, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.retry import is_transient
-from pipeline.store.stage import open_stage, stage_location, verify_shard
+from pipeline.store.stage_run import open_stage, stage_location, verify_shard
 from tests.gcs_server import GcsServer
 from tests.store.faulty import CUT, DROP, FLIP, HANG, Fault, FaultyProxy
 
@@ -52,7 +52,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_STORE_TIMEOUT_SECONDS", "2")
 
 
-def run(config: RunConfig, contract: TargetContract, before: Callable[[int], None] = lambda index: None) -> Manifest:
+def run(
+    config: RunConfig, contract: TargetContract, before: Callable[[int], None] = lambda index: None
+) -> Manifest:
     """A stage of a few shards; `before` is told each shard's number."""
     work = open_stage(config, "synth", None)
     for index in range(SHARDS):
@@ -63,12 +65,16 @@ def run(config: RunConfig, contract: TargetContract, before: Callable[[int], Non
     return work.finish(contract=contract, licenses={"MIT": 3}, sources={"unit": 3})
 
 
-def assert_same_as_local(uri: str, manifest: Manifest, tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def assert_same_as_local(
+    uri: str, manifest: Manifest, tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     local = run(make_config(tmp_path / "local"), contract)
     assert manifest.shards == local.shards and manifest.content_hash == local.content_hash
     for shard in manifest.shards:
         verify_shard(stage_location(uri, "synth"), shard)
-    assert stage_location(uri, "synth").child("shards").names() == sorted(path.name for path in (tmp_path / "local/synth/shards").iterdir())
+    assert stage_location(uri, "synth").child("shards").names() == sorted(
+        path.name for path in (tmp_path / "local/synth/shards").iterdir()
+    )
 
 
 def during(seconds: float, *faults: Fault) -> Callable[[str, str], Fault]:
@@ -93,7 +99,11 @@ def once(kind: Fault, *, method: str, part: str, times: int = 1) -> Callable[[st
 
 
 def test_a_server_killed_and_restarted_in_the_middle_of_a_run(
-    server: GcsServer, proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract
+    server: GcsServer,
+    proxy: FaultyProxy,
+    tmp_path: Path,
+    make_config: Configs,
+    contract: TargetContract,
 ) -> None:
     uri = f"gs://faulty/{tmp_path.name}"
 
@@ -111,7 +121,13 @@ def test_a_server_killed_and_restarted_in_the_middle_of_a_run(
 
 
 @pytest.mark.parametrize("faults", [(503, 500, 502, 504), (429, 408)])
-def test_a_server_that_refuses_for_a_while(faults: tuple[int, ...], proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_a_server_that_refuses_for_a_while(
+    faults: tuple[int, ...],
+    proxy: FaultyProxy,
+    tmp_path: Path,
+    make_config: Configs,
+    contract: TargetContract,
+) -> None:
     uri = f"gs://faulty/{tmp_path.name}"
 
     def begin(index: int) -> None:
@@ -125,7 +141,9 @@ def test_a_server_that_refuses_for_a_while(faults: tuple[int, ...], proxy: Fault
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", [DROP, FLIP, HANG])
-def test_an_upload_that_goes_wrong(kind: str, proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_an_upload_that_goes_wrong(
+    kind: str, proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     """Dropped half-way, altered on the way, or never answered: it is sent again, and the store's checksum tells."""
     uri = f"gs://faulty/{tmp_path.name}"
 
@@ -140,20 +158,29 @@ def test_an_upload_that_goes_wrong(kind: str, proxy: FaultyProxy, tmp_path: Path
 
 def test_an_upload_in_parts_whose_connection_drops(proxy: FaultyProxy, tmp_path: Path) -> None:
     location = Location(f"gs://faulty/{tmp_path.name}")
-    (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)  # above 5 MB gcsfs uploads in parts
+    (tmp_path / "large").write_bytes(
+        bytes(range(256)) * 24_000
+    )  # above 5 MB gcsfs uploads in parts
     proxy.fault = once(DROP, method="POST", part="upload_id=")
     location.put_file("large.bin", tmp_path / "large")
-    assert proxy.injected() == [DROP] and location.read("large.bin") == (tmp_path / "large").read_bytes()
+    assert (
+        proxy.injected() == [DROP]
+        and location.read("large.bin") == (tmp_path / "large").read_bytes()
+    )
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_store_that_forgets_an_upload_in_parts(status: int, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_a_store_that_forgets_an_upload_in_parts(
+    status: int, proxy: FaultyProxy, tmp_path: Path
+) -> None:
     """It restarts between the parts and then knows nothing of them: the upload begins anew."""
     location = Location(f"gs://faulty/{tmp_path.name}")
     (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)
     proxy.fault = once(status, method="POST", part="upload_id=")
     location.put_file("large.bin", tmp_path / "large")
-    begun = [path for method, path, _ in proxy.requests if method == "POST" and "upload_id" not in path]
+    begun = [
+        path for method, path, _ in proxy.requests if method == "POST" and "upload_id" not in path
+    ]
     assert proxy.injected() == [status] and len(begun) == 2
     assert location.read("large.bin") == (tmp_path / "large").read_bytes()
 
@@ -165,13 +192,22 @@ def test_a_read_that_goes_wrong(kind: Fault, proxy: FaultyProxy, tmp_path: Path)
     data = bytes(range(256)) * 1000
     location.write("a.bin", data)
     proxy.fault = once(kind, method="GET", part="alt=media")
-    assert location.read_range("a.bin", 100, 200_000) == data[100:200_000] and proxy.injected() == [kind]
+    assert location.read_range("a.bin", 100, 200_000) == data[100:200_000] and proxy.injected() == [
+        kind
+    ]
 
 
 @pytest.mark.parametrize(
-    ("status", "problem"), [(403, "no permission to write: Forbidden"), (401, "HttpError: injected, 401"), (400, "HttpError: injected, 400")]
+    ("status", "problem"),
+    [
+        (403, "no permission to write: Forbidden"),
+        (401, "HttpError: injected, 401"),
+        (400, "HttpError: injected, 400"),
+    ],
 )
-def test_a_refusal_for_good_is_reported_at_once(status: int, problem: str, proxy: FaultyProxy, tmp_path: Path) -> None:
+def test_a_refusal_for_good_is_reported_at_once(
+    status: int, problem: str, proxy: FaultyProxy, tmp_path: Path
+) -> None:
     proxy.fault = lambda method, path: status
     with pytest.raises(StoreError, match=rf"{tmp_path.name}/a\.bin: {problem}.*\(fix: "):
         Location(f"gs://faulty/{tmp_path.name}").write("a.bin", b"1")
@@ -185,7 +221,9 @@ class Flaky(MemoryFileSystem):  # type: ignore[misc]
     store: dict[str, object] = {}  # noqa: RUF012  # its own, not MemoryFileSystem's
     failures: list[Exception] = []  # noqa: RUF012
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: object) -> None:
+    def pipe_file(
+        self, path: str, value: bytes, mode: str = "overwrite", **options: object
+    ) -> None:
         if self.failures:
             raise self.failures.pop()
         super().pipe_file(path, value)
@@ -198,28 +236,52 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
     Flaky.failures.clear()
 
 
-def test_filesystems_that_never_repeat_are_repeated(flaky: type[Flaky], capsys: pytest.CaptureFixture[str]) -> None:
+def test_filesystems_that_never_repeat_are_repeated(
+    flaky: type[Flaky], capsys: pytest.CaptureFixture[str]
+) -> None:
     flaky.failures += [TimeoutError("slow"), ConnectionResetError("reset")]
     Location("flaky://run").write("a.bin", b"1")
     assert Location("flaky://run").read("a.bin") == b"1" and not flaky.failures
     said = " ".join(capsys.readouterr().out.split())
-    assert "flaky://run/a.bin: ConnectionResetError reset; attempt 2 follows in" in said and "attempt 3" in said
+    assert (
+        "flaky://run/a.bin: ConnectionResetError reset; attempt 2 follows in" in said
+        and "attempt 3" in said
+    )
 
 
-def test_patience_ends_with_the_last_failure_and_what_to_do(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends_with_the_last_failure_and_what_to_do(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "1")
     flaky.failures += [ConnectionResetError(f"reset {number}") for number in range(50)]
-    with pytest.raises(StoreError, match=r"a\.bin: writing failed: ConnectionResetError: reset .*fix: .*EAGLE3_STORE_RETRY_SECONDS"):
+    with pytest.raises(
+        StoreError,
+        match=r"a\.bin: writing failed: ConnectionResetError: reset .*fix: .*EAGLE3_STORE_RETRY_SECONDS",
+    ):
         Location("flaky://run").write("a.bin", b"1")
     assert 40 < len(flaky.failures) < 49, "few attempts: the waits grow"
 
 
-def test_a_limit_that_is_no_number_is_named(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_no_number_is_named(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "soon")
-    with pytest.raises(ConfigError, match=r"environment: EAGLE3_STORE_RETRY_SECONDS: 'soon' is not a number of seconds \(fix: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment: EAGLE3_STORE_RETRY_SECONDS: 'soon' is not a number of seconds \(fix: ",
+    ):
         Location("flaky://run").write("a.bin", b"1")
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(), PermissionError(), ValueError("no"), OSError(28, "no space"), OSError("Forbidden: x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(),
+        PermissionError(),
+        ValueError("no"),
+        OSError(28, "no space"),
+        OSError("Forbidden: x"),
+    ],
+)
 def test_what_does_not_pass_is_not_waited_for(error: Exception) -> None:
     assert not is_transient(error)

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.store.housekeeping import find_orphans
+from pipeline.store.gc import find_orphans
 from pipeline.store.shards import committed
-from pipeline.store.stage import find_manifest, read_manifest, stage_location
+from pipeline.store.stage_run import find_manifest, read_manifest, stage_location
 from pipeline.store.verify import verify_run
 
 KILLS = 50
@@ -28,7 +28,7 @@ FORKING = """
 import os, sys
 from pipeline.config import parse
 from pipeline.records import TargetContract
-from pipeline.store.stage import open_stage
+from pipeline.store.stage_run import open_stage
 
 contract = TargetContract(source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8, vocab_size=9, rope={},
                           capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c", parameters=1)
@@ -57,7 +57,12 @@ class Forking:
     """Runs the stage in a fresh process, and kills it after a while."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def run(self, uri: Path, *, killed_after: float | None = None) -> bool:
         """Whether the process ended by itself."""
@@ -100,7 +105,9 @@ def test_fifty_kills_and_the_same_bytes(tmp_path: Path, forking: Forking) -> Non
             kills += not done
             manifest = find_manifest(str(uri), "synth")
             assert manifest is None or manifest.shards == expected.shards, "a manifest is whole"
-            committed(stage_location(str(uri), "synth"))  # raises for an entry whose file is not what it says
+            committed(
+                stage_location(str(uri), "synth")
+            )  # raises for an entry whose file is not what it says
         runs += 1
 
     for uri in sorted(tmp_path.glob("killed*")):

@@ -22,7 +22,13 @@ def location(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
     kind = request.param
     if kind == "gs":
         return Location(f"{request.getfixturevalue('bucket')}/{name}/deep")
-    return Location({"path": f"{tmp_path}/{name}/deep", "file": f"file://{tmp_path}/{name}/deep", "memory": f"memory://{name}/deep"}[kind])
+    return Location(
+        {
+            "path": f"{tmp_path}/{name}/deep",
+            "file": f"file://{tmp_path}/{name}/deep",
+            "memory": f"memory://{name}/deep",
+        }[kind]
+    )
 
 
 @pytest.mark.parametrize("location", KINDS, indirect=True)
@@ -40,8 +46,13 @@ def test_every_operation_means_the_same_everywhere(location: Location, tmp_path:
     assert location.subdirectories() == ["below"]
     assert (location.read("a.bin"), location.read("c.bin")) == (b"new!", b"from a file")
     assert location.size("b.bin") == 10
-    assert location.read_range("b.bin", 3, 6) == b"345" and location.read_range("b.bin", 4, 4) == b""
-    assert location.sha256("b.bin") == "84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882"
+    assert (
+        location.read_range("b.bin", 3, 6) == b"345" and location.read_range("b.bin", 4, 4) == b""
+    )
+    assert (
+        location.sha256("b.bin")
+        == "84d89877f0d4041efb6bf91a16f0248f2fd573e6af05c19f96bedb9f882f7882"
+    )
     assert b"".join(location.blocks("b.bin")) == b"0123456789"
     assert not location.is_local or location.local_path("b.bin").read_bytes() == b"0123456789"
     assert location.info("b.bin").modified == pytest.approx(time.time(), abs=60)
@@ -78,7 +89,10 @@ def test_a_file_is_replaced_and_never_written_in_place(tmp_path: Path) -> None:
     """A second name for the old file still shows the old bytes, so no reader ever saw a mixture."""
     location = Location(str(tmp_path))
     location.write("a.bin", b"old")
-    writes: list[Callable[[], object]] = [lambda: location.write("a.bin", b"new"), lambda: location.put_file("a.bin", __file__)]
+    writes: list[Callable[[], object]] = [
+        lambda: location.write("a.bin", b"new"),
+        lambda: location.put_file("a.bin", __file__),
+    ]
     for write in writes:
         before = location.read("a.bin")
         (tmp_path / "second").unlink(missing_ok=True)
@@ -109,7 +123,10 @@ def test_a_full_disk_leaves_the_old_bytes_and_no_litter(mount: Callable[[str], P
     point = mount("size=64k")
     location = Location(str(point))
     location.write("a.bin", b"old")
-    with pytest.raises(StoreError, match=r"a\.bin: no space left \(fix: free some space and run the same command again"):
+    with pytest.raises(
+        StoreError,
+        match=r"a\.bin: no space left \(fix: free some space and run the same command again",
+    ):
         location.write("a.bin", bytes(1 << 20))
     assert location.read("a.bin") == b"old" and os.listdir(point) == ["a.bin"]
 

@@ -12,7 +12,14 @@ from pipeline.config import RunConfig
 from pipeline.errors import ContractMismatch, CorruptShard, MissingStage, StageConflict, StoreError
 from pipeline.records import Manifest, TargetContract, match_contracts
 from pipeline.store.location import Location
-from pipeline.store.stage import find_manifest, open_stage, read_manifest, read_shard, stage_location, verify_shard
+from pipeline.store.stage_run import (
+    find_manifest,
+    open_stage,
+    read_manifest,
+    read_shard,
+    stage_location,
+    verify_shard,
+)
 
 Configs = Callable[..., RunConfig]
 
@@ -22,14 +29,32 @@ def finish_synth(config: RunConfig, contract: TargetContract) -> Manifest:
     for index in range(3):
         name = f"{index:05d}.bin"
         if name not in work.shards:
-            work.commit(name, bytes([index]) * 100, rows=index, tokens=10 * index, rejected={"pii:EMAIL_ADDRESS": index})
-    return work.finish(contract=contract, licenses={"MIT": 3}, sources={"unit": 3}, details={"note": 1}, rejected_extra={"license:GPL-3.0": 4})
+            work.commit(
+                name,
+                bytes([index]) * 100,
+                rows=index,
+                tokens=10 * index,
+                rejected={"pii:EMAIL_ADDRESS": index},
+            )
+    return work.finish(
+        contract=contract,
+        licenses={"MIT": 3},
+        sources={"unit": 3},
+        details={"note": 1},
+        rejected_extra={"license:GPL-3.0": 4},
+    )
 
 
-def test_a_finished_stage_is_recognised_and_read_back(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_a_finished_stage_is_recognised_and_read_back(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     config = make_config(tmp_path)
     written = finish_synth(config, contract)
-    assert written == read_manifest(str(tmp_path), "synth") == open_stage(config, "synth", None).manifest
+    assert (
+        written
+        == read_manifest(str(tmp_path), "synth")
+        == open_stage(config, "synth", None).manifest
+    )
     assert (written.rows, written.tokens) == (3, 30)
     assert written.rejected == {"license:GPL-3.0": 4, "pii:EMAIL_ADDRESS": 3}
     assert written.parent_hash is None and written.config_hash == config.section_hash("synth")
@@ -37,36 +62,57 @@ def test_a_finished_stage_is_recognised_and_read_back(tmp_path: Path, make_confi
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_the_chain_names_its_parent(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_the_chain_names_its_parent(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     config = make_config(tmp_path)
     parent = finish_synth(config, contract)
-    child = open_stage(config, "features", parent).finish(contract=contract, licenses=parent.licenses, sources=parent.sources)
+    child = open_stage(config, "features", parent).finish(
+        contract=contract, licenses=parent.licenses, sources=parent.sources
+    )
     assert (child.parent_uri, child.parent_hash) == (f"{tmp_path}/synth", parent.content_hash)
 
 
-def test_the_same_work_on_an_object_store_has_the_same_hash(tmp_path: Path, bucket: str, make_config: Configs, contract: TargetContract) -> None:
+def test_the_same_work_on_an_object_store_has_the_same_hash(
+    tmp_path: Path, bucket: str, make_config: Configs, contract: TargetContract
+) -> None:
     here, there = make_config(tmp_path), make_config(f"{bucket}/same")
     local, remote = finish_synth(here, contract), finish_synth(there, contract)
     assert remote.shards == local.shards and remote.content_hash == local.content_hash
-    assert find_manifest(f"{bucket}/same", "synth") == remote == open_stage(there, "synth", None).manifest
+    assert (
+        find_manifest(f"{bucket}/same", "synth")
+        == remote
+        == open_stage(there, "synth", None).manifest
+    )
     for shard in remote.shards:
-        assert read_shard(stage_location(f"{bucket}/same", "synth"), shard) == read_shard(stage_location(str(tmp_path), "synth"), shard)
+        assert read_shard(stage_location(f"{bucket}/same", "synth"), shard) == read_shard(
+            stage_location(str(tmp_path), "synth"), shard
+        )
     with pytest.raises(StageConflict):
         open_stage(make_config(f"{bucket}/same", synth={"max_turns": 1}), "synth", None)
-    again = open_stage(make_config(f"{bucket}/same", synth={"max_turns": 1}, force=True), "synth", None)
+    again = open_stage(
+        make_config(f"{bucket}/same", synth={"max_turns": 1}, force=True), "synth", None
+    )
     assert again.manifest is None and Location(f"{bucket}/same/synth").names() == ["begin.json"]
 
 
 def test_a_stage_that_was_not_run_is_missing(tmp_path: Path) -> None:
     assert find_manifest(str(tmp_path), "synth") is None
-    with pytest.raises(MissingStage, match=r"synth/manifest\.json: stage synth is not finished \(fix: run `eagle3 synth` first"):
+    with pytest.raises(
+        MissingStage,
+        match=r"synth/manifest\.json: stage synth is not finished \(fix: run `eagle3 synth` first",
+    ):
         read_manifest(str(tmp_path), "synth")
 
 
-def test_interrupted_work_continues_with_what_was_committed(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_interrupted_work_continues_with_what_was_committed(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     config = make_config(tmp_path / "killed")
     first = open_stage(config, "synth", None)
-    kept = first.commit("00000.bin", bytes(100), rows=0, tokens=0, rejected={"pii:EMAIL_ADDRESS": 0})
+    kept = first.commit(
+        "00000.bin", bytes(100), rows=0, tokens=0, rejected={"pii:EMAIL_ADDRESS": 0}
+    )
     folder = first.location.child("shards")
     folder.write("00001.bin", b"data whose entry was never written")
     (tmp_path / "killed/synth/shards/.00002.bin.9-ab.tmp").write_bytes(b"half")
@@ -75,51 +121,78 @@ def test_interrupted_work_continues_with_what_was_committed(tmp_path: Path, make
     assert second.manifest is None and second.shards == {"00000.bin": kept}
     assert folder.names() == ["00000.bin", "00000.bin.entry.json", "00001.bin"]
     assert not list(tmp_path.rglob("*.tmp"))
-    assert finish_synth(config, contract).shards == finish_synth(make_config(tmp_path / "whole"), contract).shards
+    assert (
+        finish_synth(config, contract).shards
+        == finish_synth(make_config(tmp_path / "whole"), contract).shards
+    )
 
 
-def test_another_config_is_refused_with_both_hashes(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_another_config_is_refused_with_both_hashes(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     old, new = make_config(tmp_path), make_config(tmp_path, synth={"max_prompts": 7})
     for state in ("begun", "finished"):
         open_stage(old, "synth", None) if state == "begun" else finish_synth(old, contract)
-        with pytest.raises(StageConflict, match=f"holds {state} work for another config: ") as caught:
+        with pytest.raises(
+            StageConflict, match=f"holds {state} work for another config: "
+        ) as caught:
             open_stage(new, "synth", None)
         message = str(caught.value)
-        assert old.section_hash("synth")[:16] in message and new.section_hash("synth")[:16] in message
-        assert "--force" in message and "run.uri=" in message and "parent" not in message.split("(fix")[0]
+        assert (
+            old.section_hash("synth")[:16] in message and new.section_hash("synth")[:16] in message
+        )
+        assert (
+            "--force" in message
+            and "run.uri=" in message
+            and "parent" not in message.split("(fix")[0]
+        )
     assert read_manifest(str(tmp_path), "synth").config_hash == old.section_hash("synth")
 
 
-def test_another_parent_is_refused_with_both_hashes(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_another_parent_is_refused_with_both_hashes(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     config = make_config(tmp_path)
     parent = finish_synth(config, contract)
     changed = parent.model_copy(update={"rejected": {}})
     open_stage(config, "features", parent)
     with pytest.raises(StageConflict, match="holds begun work for another parent: ") as caught:
         open_stage(config, "features", changed)
-    assert parent.content_hash[:16] in str(caught.value) and changed.content_hash[:16] in str(caught.value)
+    assert parent.content_hash[:16] in str(caught.value) and changed.content_hash[:16] in str(
+        caught.value
+    )
 
 
-def test_force_discards_other_work_and_keeps_equal_work(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_force_discards_other_work_and_keeps_equal_work(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     finish_synth(make_config(tmp_path), contract)
     assert open_stage(make_config(tmp_path, force=True), "synth", None).manifest is not None
     (tmp_path / "synth/extra").mkdir()
     (tmp_path / "synth/extra/file").write_text("x")
     work = open_stage(make_config(tmp_path, force=True, synth={"max_prompts": 7}), "synth", None)
     assert work.manifest is None and work.shards == {}
-    assert sorted(path.name for path in (tmp_path / "synth").rglob("*") if path.is_file()) == ["begin.json"]
+    assert sorted(path.name for path in (tmp_path / "synth").rglob("*") if path.is_file()) == [
+        "begin.json"
+    ]
 
 
 @pytest.mark.parametrize("steps", range(4))
 def test_an_interrupted_force_never_looks_complete_or_mixes_works(
-    tmp_path: Path, make_config: Configs, contract: TargetContract, steps: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    make_config: Configs,
+    contract: TargetContract,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finish_synth(make_config(tmp_path), contract)
     calls = iter(range(100))
     for name in ("delete", "delete_tree"):
         original = getattr(Location, name)
 
-        def stopping(self: Location, *arguments: str, original: Callable[..., None] = original) -> None:
+        def stopping(
+            self: Location, *arguments: str, original: Callable[..., None] = original
+        ) -> None:
             if next(calls) == steps:
                 raise KeyboardInterrupt
             original(self, *arguments)
@@ -142,16 +215,31 @@ def test_shards_of_unknown_work_are_never_picked_up(tmp_path: Path, make_config:
     work = open_stage(make_config(tmp_path), "synth", None)
     work.commit("00000.bin", b"of the old config", rows=1, tokens=1)
     work.location.delete("begin.json")
-    for _ in range(2):  # the first opening writes a begin.json, which must not adopt them for the second
-        assert open_stage(make_config(tmp_path, synth={"max_prompts": 7}), "synth", None).shards == {}
+    for _ in range(
+        2
+    ):  # the first opening writes a begin.json, which must not adopt them for the second
+        assert (
+            open_stage(make_config(tmp_path, synth={"max_prompts": 7}), "synth", None).shards == {}
+        )
 
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize(
     ("damage", "problem"),
-    [("truncate", "has 60 bytes, 100 were committed"), ("flip", "has SHA-256 .*… was committed"), ("remove", "the file is missing")],
+    [
+        ("truncate", "has 60 bytes, 100 were committed"),
+        ("flip", "has SHA-256 .*… was committed"),
+        ("remove", "the file is missing"),
+    ],
 )
-def test_damaged_shards_are_named(tmp_path: Path, make_config: Configs, contract: TargetContract, damage: str, problem: str, finished: bool) -> None:
+def test_damaged_shards_are_named(
+    tmp_path: Path,
+    make_config: Configs,
+    contract: TargetContract,
+    damage: str,
+    problem: str,
+    finished: bool,
+) -> None:
     config = make_config(tmp_path)
     manifest = finish_synth(config, contract)
     path = tmp_path / "synth/shards/00001.bin"
@@ -174,7 +262,9 @@ def test_damaged_shards_are_named(tmp_path: Path, make_config: Configs, contract
         open_stage(config, "synth", None)
 
 
-def test_force_makes_a_damaged_stage_again(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_force_makes_a_damaged_stage_again(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     before = finish_synth(make_config(tmp_path), contract)
     path = tmp_path / "synth/shards/00002.bin"
     path.write_bytes(b"\0" * 100)
@@ -189,7 +279,9 @@ def test_a_broken_entry_is_named(tmp_path: Path, make_config: Configs, text: str
     work.commit("00000.bin", b"data", rows=1, tokens=1)
     entry = tmp_path / "synth/shards/00000.bin.entry.json"
     entry.write_text(text)
-    with pytest.raises(CorruptShard, match=r"00000\.bin\.entry\.json: not a shard's entry: .*fix: delete it"):
+    with pytest.raises(
+        CorruptShard, match=r"00000\.bin\.entry\.json: not a shard's entry: .*fix: delete it"
+    ):
         open_stage(make_config(tmp_path), "synth", None)
     entry.unlink()
     assert open_stage(make_config(tmp_path), "synth", None).shards == {}
@@ -203,7 +295,9 @@ def test_an_entry_of_another_file_is_named(tmp_path: Path, make_config: Configs)
         open_stage(make_config(tmp_path), "synth", None)
 
 
-def test_unreadable_manifests_are_named(tmp_path: Path, make_config: Configs, contract: TargetContract) -> None:
+def test_unreadable_manifests_are_named(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
     config = make_config(tmp_path)
     finish_synth(config, contract)
     path = tmp_path / "synth/manifest.json"
@@ -211,13 +305,28 @@ def test_unreadable_manifests_are_named(tmp_path: Path, make_config: Configs, co
     cases = [
         ("{", CorruptShard, r"manifest\.json: not JSON"),
         ("[]", CorruptShard, r"manifest\.json: not a JSON object"),
-        (json.dumps({**fields, "schema_version": 2}), StoreError, r"manifest\.json: schema_version: schema_version 2 is newer than the 1"),
-        (json.dumps({**fields, "surprise": 1}), CorruptShard, r"manifest\.json: surprise: not a manifest"),
-        (json.dumps({**fields, "stage": "train"}), CorruptShard, r"manifest\.json: stage: is the manifest of train"),
+        (
+            json.dumps({**fields, "schema_version": 2}),
+            StoreError,
+            r"manifest\.json: schema_version: schema_version 2 is newer than the 1",
+        ),
+        (
+            json.dumps({**fields, "surprise": 1}),
+            CorruptShard,
+            r"manifest\.json: surprise: not a manifest",
+        ),
+        (
+            json.dumps({**fields, "stage": "train"}),
+            CorruptShard,
+            r"manifest\.json: stage: is the manifest of train",
+        ),
     ]
     for text, error, message in cases:
         path.write_text(text)
-        for call in (lambda: read_manifest(str(tmp_path), "synth"), lambda: open_stage(config, "synth", None)):
+        for call in (
+            lambda: read_manifest(str(tmp_path), "synth"),
+            lambda: open_stage(config, "synth", None),
+        ):
             with pytest.raises(error, match=message):
                 call()
     # --force never throws away the work of a newer version.
@@ -227,22 +336,39 @@ def test_unreadable_manifests_are_named(tmp_path: Path, make_config: Configs, co
 
 
 def test_contracts_differ_by_their_first_field(contract: TargetContract) -> None:
-    match_contracts(contract, contract.model_copy(update={"source": "elsewhere", "revision": "abc"}), where="features")
+    match_contracts(
+        contract,
+        contract.model_copy(update={"source": "elsewhere", "revision": "abc"}),
+        where="features",
+    )
     other = contract.model_copy(update={"capture_layers": (2, 4, 5), "parameters": 7})
-    with pytest.raises(ContractMismatch, match=r"features: contract\.capture_layers: .*capture_layers \[2,4,5\], this one has \[1,3,4\]"):
+    with pytest.raises(
+        ContractMismatch,
+        match=r"features: contract\.capture_layers: .*capture_layers \[2,4,5\], this one has \[1,3,4\]",
+    ):
         match_contracts(contract, other, where="features")
 
 
-def test_a_full_disk_leaves_nothing_that_looks_committed(mount: Callable[[str], Path], make_config: Configs) -> None:
+def test_a_full_disk_leaves_nothing_that_looks_committed(
+    mount: Callable[[str], Path], make_config: Configs
+) -> None:
     point = mount("size=256k")
     config = make_config(point / "run")
     work = open_stage(config, "synth", None)
     kept = work.commit("00000.bin", bytes(1000), rows=1, tokens=1)
-    with pytest.raises(StoreError, match=r"shards/00001\.bin: no space left \(fix: free some space and run the same command again"):
+    with pytest.raises(
+        StoreError,
+        match=r"shards/00001\.bin: no space left \(fix: free some space and run the same command again",
+    ):
         work.commit("00001.bin", bytes(1 << 20), rows=1, tokens=1)
-    assert open_stage(config, "synth", None).shards == {"00000.bin": kept} and find_manifest(str(point / "run"), "synth") is None
+    assert (
+        open_stage(config, "synth", None).shards == {"00000.bin": kept}
+        and find_manifest(str(point / "run"), "synth") is None
+    )
 
 
-def test_a_read_only_run_directory_is_refused_at_once(mount: Callable[[str], Path], make_config: Configs) -> None:
+def test_a_read_only_run_directory_is_refused_at_once(
+    mount: Callable[[str], Path], make_config: Configs
+) -> None:
     with pytest.raises(StoreError, match=r"begin\.json: the file system is read-only"):
         open_stage(make_config(mount("size=64k,ro") / "run"), "synth", None)

@@ -14,7 +14,13 @@ import torch
 from safetensors.torch import load
 
 from pipeline.store.location import Location
-from pipeline.store.states import Encoding, StatesReader, StatesSample, encode_states, teacher_positions
+from pipeline.store.states import (
+    Encoding,
+    StatesReader,
+    StatesSample,
+    encode_states,
+    teacher_positions,
+)
 from tests.store.states import Configs, H, commit, make_states, three_samples
 
 FIELDS = ("token_ids", "loss_mask", "aux_states", "final_states", "final_positions")
@@ -35,39 +41,70 @@ def assert_equal(found: StatesSample, expected: StatesSample) -> None:
 
 def test_teachers_sit_one_before_each_supervised_token() -> None:
     """position 0 1 2 3 4 5, tokens 2, 3 and 5 generated: the target predicted them at 1, 2 and 4."""
-    assert teacher_positions(torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.uint8)).tolist() == [1, 2, 4]
-    assert teacher_positions(torch.tensor([1, 1], dtype=torch.uint8)).tolist() == [0], "nothing stands before the first token"
+    assert teacher_positions(torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.uint8)).tolist() == [
+        1,
+        2,
+        4,
+    ]
+    assert teacher_positions(torch.tensor([1, 1], dtype=torch.uint8)).tolist() == [0], (
+        "nothing stands before the first token"
+    )
 
 
 @pytest.mark.parametrize("kind", ["path", "memory", "gs"])
-def test_samples_come_back_exactly(kind: str, tmp_path: Path, request: pytest.FixtureRequest, states: list[StatesSample], make_config: Configs) -> None:
-    uri = {"path": lambda: str(tmp_path), "memory": lambda: f"memory://{tmp_path.name}", "gs": lambda: f"{request.getfixturevalue('bucket')}/{tmp_path.name}"}[
-        kind
-    ]()
+def test_samples_come_back_exactly(
+    kind: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    states: list[StatesSample],
+    make_config: Configs,
+) -> None:
+    uri = {
+        "path": lambda: str(tmp_path),
+        "memory": lambda: f"memory://{tmp_path.name}",
+        "gs": lambda: f"{request.getfixturevalue('bucket')}/{tmp_path.name}",
+    }[kind]()
     location, shard = commit(make_config(uri), encode_states(states))
     reader = StatesReader(location, shard)
     assert len(reader) == 3 and reader.lengths == [7, 1, 12] and reader.hidden_size == H
     for index in (2, 0, 1):
         assert_equal(reader.sample(index), states[index])
         assert_equal(reader.sample(index, decode=False).decode(), states[index])
-        assert torch.equal(reader.tokens(index)[1], states[index].loss_mask) and reader.origin(index) == (f"s{index}", "unit")
+        assert torch.equal(
+            reader.tokens(index)[1], states[index].supervised_mask
+        ) and reader.origin(index) == (f"s{index}", "unit")
 
 
 @pytest.mark.parametrize("encoding", ["fp8", "int8"])
-def test_encoded_samples_come_back_close_and_can_be_decoded_later(tmp_path: Path, states: list[StatesSample], make_config: Configs, encoding: Encoding) -> None:
+def test_encoded_samples_come_back_close_and_can_be_decoded_later(
+    tmp_path: Path, states: list[StatesSample], make_config: Configs, encoding: Encoding
+) -> None:
     location, shard = commit(make_config(tmp_path), encode_states(states, encoding))
     reader = StatesReader(location, shard)
     for index, sample in enumerate(states):
         found, stored = reader.sample(index), reader.sample(index, decode=False)
-        assert found.codec is None and stored.codec is reader.codec and stored.aux_states.shape == (len(sample.token_ids), 3 * H + 3)
+        assert (
+            found.codec is None
+            and stored.codec is reader.codec
+            and stored.aux_states.shape == (len(sample.token_ids), 3 * H + 3)
+        )
         assert found.aux_states.dtype == torch.bfloat16 and stored.aux_states.element_size() == 1
         assert_equal(stored.decode("cpu"), found)
-        for mine, exact in ((found.aux_states.float(), sample.aux_states.float()), (found.final_states.float(), sample.final_states.float())):
-            assert (mine - exact).norm() <= 0.04 * exact.norm() and (not len(exact) or not torch.equal(mine, exact))
-        assert_equal(replace(found, aux_states=sample.aux_states, final_states=sample.final_states), sample)
+        for mine, exact in (
+            (found.aux_states.float(), sample.aux_states.float()),
+            (found.final_states.float(), sample.final_states.float()),
+        ):
+            assert (mine - exact).norm() <= 0.04 * exact.norm() and (
+                not len(exact) or not torch.equal(mine, exact)
+            )
+        assert_equal(
+            replace(found, aux_states=sample.aux_states, final_states=sample.final_states), sample
+        )
 
 
-def test_what_a_reader_hands_out_does_not_change_the_file(tmp_path: Path, states: list[StatesSample], make_config: Configs) -> None:
+def test_what_a_reader_hands_out_does_not_change_the_file(
+    tmp_path: Path, states: list[StatesSample], make_config: Configs
+) -> None:
     location, shard = commit(make_config(tmp_path), encode_states(states))
     reader = StatesReader(location, shard)
     reader.sample(0).aux_states.zero_()
@@ -82,9 +119,14 @@ def test_equal_samples_give_equal_bytes(states: list[StatesSample], encoding: En
     assert encode_states(states, encoding) != encode_states(states[::-1], encoding)
 
 
-def test_ids_take_two_bytes_when_all_of_them_fit(tmp_path: Path, states: list[StatesSample], make_config: Configs) -> None:
+def test_ids_take_two_bytes_when_all_of_them_fit(
+    tmp_path: Path, states: list[StatesSample], make_config: Configs
+) -> None:
     short = load(encode_states(states))["token_ids"]
-    assert short.dtype == torch.uint16 and short.tolist() == torch.cat([sample.token_ids for sample in states]).tolist()
+    assert (
+        short.dtype == torch.uint16
+        and short.tolist() == torch.cat([sample.token_ids for sample in states]).tolist()
+    )
     states[1] = replace(states[1], token_ids=torch.tensor([70_000], dtype=torch.int32))
     data = encode_states(states)
     assert load(data)["token_ids"].dtype == torch.int32
@@ -99,9 +141,16 @@ def test_the_mask_takes_one_bit_a_token(states: list[StatesSample]) -> None:
 
 @pytest.mark.parametrize(("encoding", "row"), [("bf16", 2 * H), ("fp8", H + 1), ("int8", H + 1)])
 def test_one_sample_costs_two_byte_ranges(
-    tmp_path: Path, states: list[StatesSample], make_config: Configs, monkeypatch: pytest.MonkeyPatch, encoding: Encoding, row: int
+    tmp_path: Path,
+    states: list[StatesSample],
+    make_config: Configs,
+    monkeypatch: pytest.MonkeyPatch,
+    encoding: Encoding,
+    row: int,
 ) -> None:
-    location, shard = commit(make_config(f"memory://{tmp_path.name}-{encoding}"), encode_states(states, encoding))
+    location, shard = commit(
+        make_config(f"memory://{tmp_path.name}-{encoding}"), encode_states(states, encoding)
+    )
     reader = StatesReader(location, shard)
     ranges: list[tuple[int, int]] = []
     read = Location.read_range
@@ -116,9 +165,14 @@ def test_one_sample_costs_two_byte_ranges(
 
 
 def test_opening_a_remote_shard_of_usual_size_is_one_request(
-    tmp_path: Path, states: list[StatesSample], make_config: Configs, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    states: list[StatesSample],
+    make_config: Configs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    location, shard = commit(make_config(f"memory://{tmp_path.name}"), encode_states(states, "int8"))
+    location, shard = commit(
+        make_config(f"memory://{tmp_path.name}"), encode_states(states, "int8")
+    )
     requests: list[str] = []
     read = Location.read_range
 
@@ -142,18 +196,28 @@ def documented() -> Callable[..., tuple[np.ndarray, ...]]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_documented_numpy_reader_works(tmp_path: Path, encoding: Encoding, make_config: Configs) -> None:
+def test_the_documented_numpy_reader_works(
+    tmp_path: Path, encoding: Encoding, make_config: Configs
+) -> None:
     states = [*three_samples(), make_states(5, 40, range(10, 40))]
     location, shard = commit(make_config(tmp_path / "run"), encode_states(states, encoding))
     reader, read_states = StatesReader(location, shard), documented()
     for index in range(len(states)):
         expected = reader.sample(index)
-        token_ids, loss_mask, aux, final, positions = read_states(tmp_path / "run/features/shards/00000.safetensors", index)
-        assert np.array_equal(token_ids, expected.token_ids) and np.array_equal(loss_mask, expected.loss_mask)
+        token_ids, supervised_mask, aux, final, positions = read_states(
+            tmp_path / "run/features/shards/00000.safetensors", index
+        )
+        assert np.array_equal(token_ids, expected.token_ids) and np.array_equal(
+            supervised_mask, expected.supervised_mask
+        )
         assert np.array_equal(positions, expected.final_positions)
         # Ours are rounded to bf16 once more.
-        np.testing.assert_allclose(aux, expected.aux_states.float(), rtol=0 if encoding == "bf16" else 2**-8)
-        np.testing.assert_allclose(final, expected.final_states.float(), rtol=0 if encoding == "bf16" else 2**-8)
+        np.testing.assert_allclose(
+            aux, expected.aux_states.float(), rtol=0 if encoding == "bf16" else 2**-8
+        )
+        np.testing.assert_allclose(
+            final, expected.final_states.float(), rtol=0 if encoding == "bf16" else 2**-8
+        )
 
 
 def test_the_documented_rows_are_the_size() -> None:

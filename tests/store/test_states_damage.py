@@ -33,7 +33,9 @@ def listing(**changes: Any) -> Callable[[dict[str, Any]], None]:
     """Change the metadata."""
 
     def change(header: dict[str, Any]) -> None:
-        header["__metadata__"]["eagle3"] = json.dumps({**json.loads(header["__metadata__"]["eagle3"]), **changes})
+        header["__metadata__"]["eagle3"] = json.dumps(
+            {**json.loads(header["__metadata__"]["eagle3"]), **changes}
+        )
 
     return change
 
@@ -45,8 +47,14 @@ def listing(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda h: h["aux_states"].update(dtype="F16"), "aux_states is F16 instead of BF16"),
         (lambda h: h["token_ids"].update(dtype="I64"), "token_ids is I64 instead of I32 or U16"),
         (lambda h: h["aux_states"].update(shape=[20, 11]), "does not fit its shape"),
-        (lambda h: h["aux_states"].update(shape=[40, 6]), r"aux_states has shape \[40, 6\] instead of \[20, 12\]"),
-        (lambda h: h["loss_mask"].update(data_offsets=[10**6, 10**6 + 3]), "loss_mask has byte range"),
+        (
+            lambda h: h["aux_states"].update(shape=[40, 6]),
+            r"aux_states has shape \[40, 6\] instead of \[20, 12\]",
+        ),
+        (
+            lambda h: h["loss_mask"].update(data_offsets=[10**6, 10**6 + 3]),
+            "supervised_mask has byte range",
+        ),
         (lambda h: h.pop("__metadata__"), "broken safetensors header"),
         (lambda h: h["__metadata__"].update(eagle3="{"), "broken metadata"),
         (listing(format=3), r"has format 3, this version reads 2 \(fix: upgrade eagle3"),
@@ -56,33 +64,48 @@ def listing(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (listing(samples=[]), r"token_offsets has shape \[4\] instead of \[1\]"),
     ],
 )
-def test_other_layouts_are_refused(change: Callable[[dict[str, Any]], None], problem: str, tmp_path: Path, make_config: Configs) -> None:
+def test_other_layouts_are_refused(
+    change: Callable[[dict[str, Any]], None], problem: str, tmp_path: Path, make_config: Configs
+) -> None:
     location, shard = commit(make_config(tmp_path), rewrite(encode_states(three_samples()), change))
     with pytest.raises(CorruptShard, match=rf"shards/00000\.safetensors: .*{problem}"):
         StatesReader(location, shard)
 
 
 @pytest.mark.parametrize("wrong", [[0, 9, 8, 20], [0, 7, 8, 19]])
-def test_offsets_that_do_not_rise_to_the_end_are_refused(tmp_path: Path, make_config: Configs, wrong: list[int]) -> None:
+def test_offsets_that_do_not_rise_to_the_end_are_refused(
+    tmp_path: Path, make_config: Configs, wrong: list[int]
+) -> None:
     data = encode_states(three_samples())
     rising = np.array([0, 7, 8, 20], dtype="<i8").tobytes()
     assert data.count(rising) == 1
-    location, shard = commit(make_config(tmp_path), data.replace(rising, np.array(wrong, dtype="<i8").tobytes()))
+    location, shard = commit(
+        make_config(tmp_path), data.replace(rising, np.array(wrong, dtype="<i8").tobytes())
+    )
     with pytest.raises(CorruptShard, match="token_offsets does not rise from 0 to 20"):
         StatesReader(location, shard)
 
 
-def test_a_mask_that_asks_for_other_final_states_is_refused(tmp_path: Path, make_config: Configs) -> None:
+def test_a_mask_that_asks_for_other_final_states_is_refused(
+    tmp_path: Path, make_config: Configs
+) -> None:
     data = encode_states(three_samples())
     header, first = split(data)
     at = first + header["loss_mask"]["data_offsets"][0]
-    location, shard = commit(make_config(tmp_path), data[:at] + bytes([data[at] ^ 0b01000000]) + data[at + 1 :])
-    with pytest.raises(CorruptShard, match=r"00000\.safetensors: sample s0 of unit has 4 final states for 5 supervised tokens"):
+    location, shard = commit(
+        make_config(tmp_path), data[:at] + bytes([data[at] ^ 0b01000000]) + data[at + 1 :]
+    )
+    with pytest.raises(
+        CorruptShard,
+        match=r"00000\.safetensors: sample s0 of unit has 4 final states for 5 supervised tokens",
+    ):
         StatesReader(location, shard)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x10", b"\xff" * 8 + b"x" * 100])
-def test_files_that_are_no_safetensors_are_refused(tmp_path: Path, make_config: Configs, data: bytes) -> None:
+def test_files_that_are_no_safetensors_are_refused(
+    tmp_path: Path, make_config: Configs, data: bytes
+) -> None:
     location, shard = commit(make_config(tmp_path), data)
     with pytest.raises(CorruptShard, match="has no safetensors header"):
         StatesReader(location, shard)
@@ -92,12 +115,16 @@ def test_a_truncated_shard_is_refused_when_opened(tmp_path: Path, make_config: C
     location, shard = commit(make_config(tmp_path), encode_states(three_samples()))
     path = tmp_path / "features/shards/00000.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(CorruptShard, match=rf"has {shard.bytes - 3} bytes, {shard.bytes} were committed"):
+    with pytest.raises(
+        CorruptShard, match=rf"has {shard.bytes - 3} bytes, {shard.bytes} were committed"
+    ):
         StatesReader(location, shard)
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "int8"])
-def test_flipped_bytes_are_found_with_their_sample(tmp_path: Path, make_config: Configs, encoding: Encoding) -> None:
+def test_flipped_bytes_are_found_with_their_sample(
+    tmp_path: Path, make_config: Configs, encoding: Encoding
+) -> None:
     """The first, a middle and the last byte of each tensor: the shard is refused when opened, or the sample when read."""
     data = encode_states(three_samples(), encoding)
     location, shard = commit(make_config(tmp_path), data)
@@ -107,7 +134,10 @@ def test_flipped_bytes_are_found_with_their_sample(tmp_path: Path, make_config: 
         for at in (start, (start + stop) // 2, stop - 1):
             # 0x80: the mask's last byte has four bits that belong to no token.
             path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
-            with pytest.raises(CorruptShard, match=r"00000\.safetensors: (sample s\d of unit has|\w+_offsets does not rise)"):
+            with pytest.raises(
+                CorruptShard,
+                match=r"00000\.safetensors: (sample s\d of unit has|\w+_offsets does not rise)",
+            ):
                 read_all(StatesReader(location, shard))
     path.write_bytes(data)
     read_all(StatesReader(location, shard))
@@ -118,7 +148,9 @@ def read_all(reader: StatesReader) -> None:
         reader.sample(index)
 
 
-def test_a_shard_that_was_just_verified_need_not_be_checked_again(tmp_path: Path, make_config: Configs) -> None:
+def test_a_shard_that_was_just_verified_need_not_be_checked_again(
+    tmp_path: Path, make_config: Configs
+) -> None:
     data = bytearray(encode_states(three_samples()))
     header, first = split(bytes(data))
     data[first + header["aux_states"]["data_offsets"][0]] ^= 1
@@ -130,6 +162,8 @@ def test_a_shard_that_was_just_verified_need_not_be_checked_again(tmp_path: Path
 
 def test_a_renamed_sample_is_found(tmp_path: Path, make_config: Configs) -> None:
     samples = [{"id": name, "source": "unit"} for name in ("s0", "s9", "s2")]
-    location, shard = commit(make_config(tmp_path), rewrite(encode_states(three_samples()), listing(samples=samples)))
+    location, shard = commit(
+        make_config(tmp_path), rewrite(encode_states(three_samples()), listing(samples=samples))
+    )
     with pytest.raises(CorruptShard, match="sample s9 of unit has CRC-32"):
         StatesReader(location, shard).sample(1)

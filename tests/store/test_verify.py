@@ -18,7 +18,7 @@ from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import write_shard
-from pipeline.store.stage import open_stage, read_manifest
+from pipeline.store.stage_run import open_stage, read_manifest
 from pipeline.store.states import StatesSample, encode_states, teacher_positions
 
 Configs = Callable[..., RunConfig]
@@ -35,7 +35,7 @@ def states_of(count: int, *, hidden: int = 4, length: int = 20) -> list[StatesSa
             sample_id=f"p{index}",
             source="unit",
             token_ids=torch.arange(length, dtype=torch.int32),
-            loss_mask=mask,
+            supervised_mask=mask,
             aux_states=torch.randn(length, 3 * hidden, generator=draw).bfloat16(),
             final_states=torch.randn(len(positions), hidden, generator=draw).bfloat16(),
             final_positions=positions,
@@ -57,7 +57,9 @@ def make_run(config: RunConfig, contract: TargetContract, make_sample: Samples) 
 
 
 @pytest.fixture
-def run(tmp_path: Path, make_config: Configs, contract: TargetContract, make_sample: Samples) -> Path:
+def run(
+    tmp_path: Path, make_config: Configs, contract: TargetContract, make_sample: Samples
+) -> Path:
     make_run(make_config(tmp_path / "run"), contract, make_sample)
     return tmp_path / "run"
 
@@ -71,7 +73,15 @@ def change(run: Path, **fields: object) -> None:
 def replace_shard(run: Path, data: bytes, *, rows: int = 2, tokens: int = 40) -> None:
     """Another file under the same name, in entry and manifest as if it had been committed there."""
     old = read_manifest(str(run), "features").shards
-    new: Shard = write_shard(Location(f"{run}/features"), old[1].name, data, rows=rows, tokens=tokens, rejected={}, seconds=0)
+    new: Shard = write_shard(
+        Location(f"{run}/features"),
+        old[1].name,
+        data,
+        rows=rows,
+        tokens=tokens,
+        rejected={},
+        seconds=0,
+    )
     change(run, shards=[shard.model_dump() for shard in (old[0], new)])
 
 
@@ -89,10 +99,20 @@ def verified(uri: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str,
 
 def test_a_sound_run_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, errors = verified(run, capsys)
-    assert (code, errors) == (0, []) and out.startswith("sound: synth, features; 4 shards, ") and len(out.splitlines()) == 1
+    assert (
+        (code, errors) == (0, [])
+        and out.startswith("sound: synth, features; 4 shards, ")
+        and len(out.splitlines()) == 1
+    )
 
 
-def test_a_sound_run_on_an_object_store(bucket: str, tmp_path: Path, make_config: Configs, contract: TargetContract, make_sample: Samples) -> None:
+def test_a_sound_run_on_an_object_store(
+    bucket: str,
+    tmp_path: Path,
+    make_config: Configs,
+    contract: TargetContract,
+    make_sample: Samples,
+) -> None:
     uri = f"{bucket}/{tmp_path.name}"
     make_run(make_config(uri), contract, make_sample)
     assert main(["verify", uri]) == 0
@@ -121,7 +141,9 @@ def test_all_damage_is_named_at_once(run: Path, capsys: pytest.CaptureFixture[st
         assert line.startswith(f"error: {run}/{name}: ") and problem in line and "(fix: " in line
 
 
-def test_a_sample_that_was_wrong_before_it_was_committed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_that_was_wrong_before_it_was_committed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The shard's checksum is right; the sample's own is not."""
     data = bytearray((run / "features/shards/00001.safetensors").read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -129,7 +151,11 @@ def test_a_sample_that_was_wrong_before_it_was_committed(run: Path, capsys: pyte
     data[start] ^= 1
     replace_shard(run, bytes(data))
     code, _, errors = verified(run, capsys)
-    assert code == 2 and len(errors) == 1 and "features/shards/00001.safetensors: sample p1 of unit has CRC-32" in errors[0]
+    assert (
+        code == 2
+        and len(errors) == 1
+        and "features/shards/00001.safetensors: sample p1 of unit has CRC-32" in errors[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,24 +165,39 @@ def test_a_sample_that_was_wrong_before_it_was_committed(run: Path, capsys: pyte
         (4, 1, "holds 1 samples, 2 were committed"),
     ],
 )
-def test_a_shard_of_another_run(hidden: int, count: int, problem: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shard_of_another_run(
+    hidden: int, count: int, problem: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     replace_shard(run, encode_states(states_of(count, hidden=hidden)))
     code, _, errors = verified(run, capsys)
-    assert code == 2 and len(errors) == 1 and f"features/shards/00001.safetensors: {problem}" in errors[0]
+    assert (
+        code == 2
+        and len(errors) == 1
+        and f"features/shards/00001.safetensors: {problem}" in errors[0]
+    )
 
 
-def test_files_that_are_not_what_their_names_say(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_what_their_names_say(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     location = Location(f"{run}/synth")
-    shard = write_shard(location, "00001.parquet", b"not parquet", rows=1, tokens=8, rejected={}, seconds=0)
+    shard = write_shard(
+        location, "00001.parquet", b"not parquet", rows=1, tokens=8, rejected={}, seconds=0
+    )
     path = run / "synth/manifest.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "shards": [fields["shards"][0], shard.model_dump()]}))
     code, _, errors = verified(run, capsys)
     assert code == 2 and "00001.parquet: not a readable Parquet file" in errors[0]
-    assert "features/manifest.json: parent_hash: was made from synth" in errors[1] and "which is now" in errors[1]
+    assert (
+        "features/manifest.json: parent_hash: was made from synth" in errors[1]
+        and "which is now" in errors[1]
+    )
 
 
-def test_manifests_that_do_not_fit(run: Path, contract: TargetContract, capsys: pytest.CaptureFixture[str]) -> None:
+def test_manifests_that_do_not_fit(
+    run: Path, contract: TargetContract, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = (run / "features/manifest.json").read_text()
     other = contract.model_copy(update={"capture_layers": (2, 4, 5)})
     cases: list[tuple[dict[str, object], str]] = [
@@ -168,14 +209,21 @@ def test_manifests_that_do_not_fit(run: Path, contract: TargetContract, capsys: 
     for fields, problem in cases:
         change(run, **fields)
         code, _, errors = verified(run, capsys)
-        assert code == 2 and len(errors) == 1 and "features/manifest.json: " in errors[0] and problem in errors[0]
+        assert (
+            code == 2
+            and len(errors) == 1
+            and "features/manifest.json: " in errors[0]
+            and problem in errors[0]
+        )
         (run / "features/manifest.json").write_text(whole)
     shutil.rmtree(run / "synth")
     code, _, errors = verified(run, capsys)
     assert code == 2 and "was made from synth, which has no readable manifest here" in errors[0]
 
 
-def test_an_unfinished_stage_is_checked_as_far_as_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_stage_is_checked_as_far_as_it_is(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "features/manifest.json").unlink()
     code, out, _ = verified(run, capsys)
     assert code == 0 and "synth; 4 shards" in out and "not finished: features" in out
@@ -185,10 +233,14 @@ def test_an_unfinished_stage_is_checked_as_far_as_it_is(run: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("command", ["verify", "gc"])
-def test_a_directory_that_is_no_run_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_run_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train/shards").mkdir(parents=True)
     (tmp_path / "train/shards/mine.bin").write_bytes(b"not eagle3's")
-    assert main([command, str(tmp_path), *(["--quiet-minutes", "0"] if command == "gc" else [])]) == 2
+    assert (
+        main([command, str(tmp_path), *(["--quiet-minutes", "0"] if command == "gc" else [])]) == 2
+    )
     assert "holds no stage of a run (fix: pass the run.uri" in capsys.readouterr().err
     assert (tmp_path / "train/shards/mine.bin").exists()
 
@@ -207,21 +259,35 @@ def test_gc_removes_what_belongs_to_nothing(run: Path, capsys: pytest.CaptureFix
     (run / "features/shards/.mine.tmp").write_bytes(b"of another program")
 
     assert main(["gc", str(run)]) == 0
-    assert "removed 0 files, 0 B; left alone: 3 written in the last 60 minutes" in capsys.readouterr().out
+    assert (
+        "removed 0 files, 0 B; left alone: 3 written in the last 60 minutes"
+        in capsys.readouterr().out
+    )
     for path in litter:
         os.utime(path, (time.time() - 7200,) * 2)
     assert main(["gc", str(run), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert all(path.exists() for path in litter) and all(f"would remove {path}: " in out for path in litter)
+    assert all(path.exists() for path in litter) and all(
+        f"would remove {path}: " in out for path in litter
+    )
     assert out.splitlines()[-1] == "would remove 3 files, 1.5 KiB"
     assert main(["gc", str(run)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "removed 3 files, 1.5 KiB"
-    assert not any(path.exists() for path in litter) and (run / "features/shards/.mine.tmp").exists()
-    assert all(path.read_bytes() == data for path, data in before.items() if path.name != "manifest.json")
+    assert (
+        not any(path.exists() for path in litter) and (run / "features/shards/.mine.tmp").exists()
+    )
+    assert all(
+        path.read_bytes() == data for path, data in before.items() if path.name != "manifest.json"
+    )
 
 
 def test_gc_on_an_object_store(
-    bucket: str, tmp_path: Path, make_config: Configs, contract: TargetContract, make_sample: Samples, capsys: pytest.CaptureFixture[str]
+    bucket: str,
+    tmp_path: Path,
+    make_config: Configs,
+    contract: TargetContract,
+    make_sample: Samples,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     uri = f"{bucket}/{tmp_path.name}"
     make_run(make_config(uri), contract, make_sample)
@@ -230,11 +296,20 @@ def test_gc_on_an_object_store(
     shards.write("00002.safetensors", bytes(500))
     assert main(["gc", uri]) == 0 and "left alone: 1" in capsys.readouterr().out
     assert main(["gc", uri, "--quiet-minutes", "0"]) == 0
-    assert shards.names() == committed and f"removed {uri}/features/shards/00002.safetensors: shard without an entry, 500 B" in capsys.readouterr().out
+    assert (
+        shards.names() == committed
+        and f"removed {uri}/features/shards/00002.safetensors: shard without an entry, 500 B"
+        in capsys.readouterr().out
+    )
 
 
-def test_gc_touches_nothing_below_a_manifest_it_cannot_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_touches_nothing_below_a_manifest_it_cannot_read(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "features/shards/00009.bin").write_bytes(b"x")
     change(run, schema_version=2)
-    assert main(["gc", str(run), "--quiet-minutes", "0"]) == 2 and "is newer" in capsys.readouterr().err
+    assert (
+        main(["gc", str(run), "--quiet-minutes", "0"]) == 2
+        and "is newer" in capsys.readouterr().err
+    )
     assert (run / "features/shards/00009.bin").exists()

@@ -18,7 +18,14 @@ def prompts_file(tmp_path: Path) -> Path:
     """24 prompts of two turns under MIT."""
     path = tmp_path / "prompts.jsonl"
     records = [
-        {"id": str(index), "source": "ours", "license": "MIT", "category": "math", "turns": [question, "Say more."]} for index, question in enumerate(QUESTIONS)
+        {
+            "id": str(index),
+            "source": "ours",
+            "license": "MIT",
+            "category": "math",
+            "turns": [question, "Say more."],
+        }
+        for index, question in enumerate(QUESTIONS)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
@@ -35,7 +42,7 @@ def make_config(tiny_target: Path, prompts_file: Path, tmp_path: Path) -> Callab
 
 
 def tree(target: Path, prompts: Path, uri: Path, **synth: Any) -> dict[str, Any]:
-    """The configuration as YAML would give it. Sampling makes replies end and seeds matter."""
+    """The configuration as YAML would give it. SamplingParams makes replies end and seeds matter."""
     section = {
         "sources": [{"source": str(prompts)}],
         "pii": {"enabled": False},
@@ -60,10 +67,20 @@ def letters_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     directory = tmp_path_factory.mktemp("letters_target")
     characters = ["\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({character: index for index, character in enumerate(["<|im_start|>", END, *characters])}, unk_token="?"))
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {
+                character: index
+                for index, character in enumerate(["<|im_start|>", END, *characters])
+            },
+            unk_token="?",
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<|im_start|>", END])
-    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML)  # type: ignore[no-untyped-call]
+    fast: Any = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, chat_template=CHATML
+    )  # type: ignore[no-untyped-call]
     save_tiny_llama(directory, fast, seed=1)
     return directory

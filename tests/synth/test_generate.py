@@ -12,9 +12,9 @@ import pytest
 from pipeline.config import SourceSpec, SynthSection
 from pipeline.decoder.request import Request
 from pipeline.errors import DataError, TargetError
-from pipeline.records import Prompt, Sample, SamplingChoice
+from pipeline.records import Prompt, Sample, SamplingOverride
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample
-from pipeline.synth.generate import Generator, Reply, Take
+from pipeline.synth.generate.conversations import Generator, Reply, Take
 from pipeline.target.template import ChatTemplate, load_template
 from tests.conftest import CHATML
 
@@ -27,7 +27,11 @@ def template(tiny_target: Path) -> ChatTemplate:
 class Script:
     """Answers each request with the next reply, last request first, and remembers what was asked."""
 
-    def __init__(self, template: ChatTemplate, replies: Sequence[tuple[str, Literal["stop", "length"]] | Reply]) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        replies: Sequence[tuple[str, Literal["stop", "length"]] | Reply],
+    ) -> None:
         self._template, self._replies = template, list(replies)
         self.asked: list[Request] = []
 
@@ -39,12 +43,21 @@ class Script:
             for request, reply in reversed(given):
                 yield self._reply(request, reply)
 
-    def _reply(self, request: Request, reply: tuple[str, Literal["stop", "length"]] | Reply) -> Reply:
+    def _reply(
+        self, request: Request, reply: tuple[str, Literal["stop", "length"]] | Reply
+    ) -> Reply:
         if isinstance(reply, Reply):
-            return Reply(request.id, reply.token_ids, reply.finish_reason, reply.exact, reply.rejected, reply.error)
+            return Reply(
+                request.request_id,
+                reply.token_ids,
+                reply.finish_reason,
+                reply.exact,
+                reply.rejected,
+                reply.error,
+            )
         text, reason = reply
         end = self._template.stop_ids if reason == "stop" else ()
-        return Reply(request.id, (*self._template.encode(text), *end), reason)
+        return Reply(request.request_id, (*self._template.encode(text), *end), reason)
 
 
 def converse(generator: Generator, prompts: Sequence[Prompt]) -> tuple[list[Sample], Counter[str]]:
@@ -54,34 +67,64 @@ def converse(generator: Generator, prompts: Sequence[Prompt]) -> tuple[list[Samp
 
 
 def section(**options: Any) -> SynthSection:
-    return SynthSection(sources=(SourceSpec(source="unused"),), max_new_tokens=16, **{"max_prompt_tokens": 200, **options})
+    return SynthSection(
+        sources=(SourceSpec(source="unused"),),
+        max_new_tokens=16,
+        **{"max_prompt_tokens": 200, **options},
+    )
 
 
 def prompts(*conversations: tuple[str, ...]) -> list[Prompt]:
-    return [Prompt(id=str(index), source="s", license="MIT", category="c", turns=turns) for index, turns in enumerate(conversations)]
+    return [
+        Prompt(sample_id=str(index), source="s", license="MIT", category="c", turns=turns)
+        for index, turns in enumerate(conversations)
+    ]
 
 
 def supervised_texts(sample: Sample, template: ChatTemplate) -> list[str]:
-    return [template.text(sample.token_ids[span.start : span.end], special=True) for span in sample.supervised]
+    return [
+        template.text(sample.token_ids[span.start : span.end], special=True)
+        for span in sample.supervised
+    ]
 
 
 def test_two_turns_are_answered_in_their_own_context(template: ChatTemplate) -> None:
-    script = Script(template, [("4", "stop"), ("6", "stop"), ("because", "stop"), ("so it is", "stop")])
-    samples, rejected = converse(Generator(section(), template, script, seed=0, name="g"), prompts(("2+2?", "why?"), ("3+3?", "really?", "third")))
+    script = Script(
+        template, [("4", "stop"), ("6", "stop"), ("because", "stop"), ("so it is", "stop")]
+    )
+    samples, rejected = converse(
+        Generator(section(), template, script, seed=0, name="g"),
+        prompts(("2+2?", "why?"), ("3+3?", "really?", "third")),
+    )
     assert not rejected
     whole = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nbecause<|im_end|>"
     assert template.text(samples[0].token_ids, special=True) == whole
     assert supervised_texts(samples[0], template) == ["4<|im_end|>", "because<|im_end|>"]
-    assert supervised_texts(samples[1], template) == ["6<|im_end|>", "so it is<|im_end|>"], "max_turns is 2"
-    assert [message.content for message in samples[1].messages] == ["3+3?", "6", "really?", "so it is"]
-    assert script.asked[2].prompt_ids == samples[0].token_ids[: samples[0].supervised[1].start], "turn 2 reads exactly what was generated in turn 1"
-    assert samples[0].finish_reason == "stop" and len({request.seed for request in script.asked}) == 4
+    assert supervised_texts(samples[1], template) == ["6<|im_end|>", "so it is<|im_end|>"], (
+        "max_turns is 2"
+    )
+    assert [message.content for message in samples[1].messages] == [
+        "3+3?",
+        "6",
+        "really?",
+        "so it is",
+    ]
+    assert script.asked[2].prompt_ids == samples[0].token_ids[: samples[0].supervised[1].start], (
+        "turn 2 reads exactly what was generated in turn 1"
+    )
+    assert (
+        samples[0].finish_reason == "stop" and len({request.seed for request in script.asked}) == 4
+    )
 
 
 def test_a_cut_off_reply_is_kept_and_gets_no_further_turn(template: ChatTemplate) -> None:
     script = Script(template, [("and so on and", "length")])
-    [sample], _ = converse(Generator(section(), template, script, seed=0, name="g"), prompts(("tell me", "more")))
-    assert supervised_texts(sample, template) == ["and so on and"] and sample.finish_reason == "length"
+    [sample], _ = converse(
+        Generator(section(), template, script, seed=0, name="g"), prompts(("tell me", "more"))
+    )
+    assert (
+        supervised_texts(sample, template) == ["and so on and"] and sample.finish_reason == "length"
+    )
     assert len(sample.messages) == 2 and sample.supervised[0].end == len(sample.token_ids)
 
 
@@ -89,26 +132,42 @@ def test_long_prompts_are_counted_and_long_conversations_end_early(template: Cha
     first = len(template.start("2+2?"))
     script = Script(template, [("4", "stop")])
     generator = Generator(section(max_prompt_tokens=first + 4), template, script, seed=0, name="g")
-    samples, rejected = converse(generator, prompts(("2+2?", "why?"), ("a question that is far too long to be read by anyone",)))
+    samples, rejected = converse(
+        generator,
+        prompts(("2+2?", "why?"), ("a question that is far too long to be read by anyone",)),
+    )
     assert rejected == {"prompt_too_long": 1} and len(samples) == 1
     assert len(samples[0].supervised) == 1 and samples[0].finish_reason == "stop"
 
 
 def test_short_replies_are_counted(template: ChatTemplate) -> None:
     script = Script(template, [("", "stop"), ("a longer reply", "stop")])
-    samples, rejected = converse(Generator(section(min_new_tokens=2), template, script, seed=0, name="g"), prompts(("a",), ("b",)))
+    samples, rejected = converse(
+        Generator(section(min_new_tokens=2), template, script, seed=0, name="g"),
+        prompts(("a",), ("b",)),
+    )
     assert [sample.prompt_id for sample in samples] == ["1"] and rejected == {"too_short": 1}
 
 
 def test_the_system_prompt_is_read_and_recorded(tiny_target: Path) -> None:
     template = load_template(tiny_target, source="tiny", system_prompt="Be kind.")
     settings = section().model_copy(update={"system_prompt": "Be kind."})
-    [sample], _ = converse(Generator(settings, template, Script(template, [("ok", "stop")]), seed=0, name="g"), prompts(("hi",)))
-    assert sample.messages[0].role == "system" and template.text(sample.token_ids, special=True).startswith("<|im_start|>system\nBe kind.")
+    [sample], _ = converse(
+        Generator(settings, template, Script(template, [("ok", "stop")]), seed=0, name="g"),
+        prompts(("hi",)),
+    )
+    assert sample.messages[0].role == "system" and template.text(
+        sample.token_ids, special=True
+    ).startswith("<|im_start|>system\nBe kind.")
 
 
-def test_the_audit_refuses_samples_without_or_with_only_supervised_tokens(template: ChatTemplate) -> None:
-    [sample], _ = converse(Generator(section(), template, Script(template, [("ok", "stop")]), seed=0, name="g"), prompts(("hi",)))
+def test_the_audit_refuses_samples_without_or_with_only_supervised_tokens(
+    template: ChatTemplate,
+) -> None:
+    [sample], _ = converse(
+        Generator(section(), template, Script(template, [("ok", "stop")]), seed=0, name="g"),
+        prompts(("hi",)),
+    )
     audit_mask([sample], where="shard")
     audit_mask([], where="shard")
     with pytest.raises(DataError, match="shard: none of the"):
@@ -118,12 +177,19 @@ def test_the_audit_refuses_samples_without_or_with_only_supervised_tokens(templa
         audit_mask([sample.model_copy(update={"supervised": (everything,)})], where="shard")
 
 
-def test_the_shown_sample_marks_what_is_supervised(template: ChatTemplate, capsys: pytest.CaptureFixture[str]) -> None:
-    [sample], _ = converse(Generator(section(), template, Script(template, [("[red]ok", "stop")]), seed=0, name="g"), prompts(("hi",)))
+def test_the_shown_sample_marks_what_is_supervised(
+    template: ChatTemplate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [sample], _ = converse(
+        Generator(section(), template, Script(template, [("[red]ok", "stop")]), seed=0, name="g"),
+        prompts(("hi",)),
+    )
     show_sample(sample, lambda ids: template.text(tuple(ids), special=True))
     shown = capsys.readouterr().out
     supervised, total = count_tokens([sample])
-    assert f"{supervised} of {total} tokens" in shown and "[red]ok<|im_end|>" in shown, "replies are no markup"
+    assert f"{supervised} of {total} tokens" in shown and "[red]ok<|im_end|>" in shown, (
+        "replies are no markup"
+    )
 
 
 def test_a_record_s_system_prompt_takes_the_place_of_the_run_s(tiny_target: Path) -> None:
@@ -134,39 +200,70 @@ def test_a_record_s_system_prompt_takes_the_place_of_the_run_s(tiny_target: Path
     script = Script(template, [("ok", "stop"), ("yes", "stop")])
     [sample], _ = converse(Generator(settings, template, script, seed=0, name="g"), [own])
     text = template.text(sample.token_ids, special=True)
-    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>") and "kind" not in text and text.count("Be brief.") == 1
+    assert (
+        text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+        and "kind" not in text
+        and text.count("Be brief.") == 1
+    )
     assert sample.messages[0].content == "Be brief." and len(sample.supervised) == 2
 
 
 def test_a_source_s_sampling_takes_the_place_of_the_run_s(template: ChatTemplate) -> None:
     one, other = prompts(("a",), ("b",))
-    greedy = other.model_copy(update={"sampling": SamplingChoice(temperature=0.0)})
+    greedy = other.model_copy(update={"sampling": SamplingOverride(temperature=0.0)})
     script = Script(template, [("ok", "stop"), ("ok", "stop")])
-    samples, _ = converse(Generator(section(temperature=0.7, top_k=5), template, script, seed=0, name="g"), [one, greedy])
-    assert [(request.temperature, request.top_k) for request in script.asked] == [(0.7, 5), (0.0, 5)]
+    samples, _ = converse(
+        Generator(section(temperature=0.7, top_k=5), template, script, seed=0, name="g"),
+        [one, greedy],
+    )
+    assert [(request.temperature, request.top_k) for request in script.asked] == [
+        (0.7, 5),
+        (0.0, 5),
+    ]
     assert [sample.sampling.temperature for sample in samples] == [0.7, 0.0]
 
 
 def test_cut_off_replies_can_be_dropped(template: ChatTemplate) -> None:
-    script = Script(template, [("and so on", "length"), ("4", "stop"), ("because of the", "length")])
+    script = Script(
+        template, [("and so on", "length"), ("4", "stop"), ("because of the", "length")]
+    )
     generator = Generator(section(on_length="drop"), template, script, seed=0, name="g")
     [sample], rejected = converse(generator, prompts(("tell me",), ("2+2?", "why?")))
     assert rejected == {"length": 1} and supervised_texts(sample, template) == ["4<|im_end|>"]
-    assert len(sample.token_ids) == sample.supervised[0].end and sample.finish_reason == "stop", "the question without an answer is gone too"
+    assert len(sample.token_ids) == sample.supervised[0].end and sample.finish_reason == "stop", (
+        "the question without an answer is gone too"
+    )
     assert [message.content for message in sample.messages] == ["2+2?", "4"]
 
 
 def test_rejected_replies_are_counted_and_earlier_turns_stay(template: ChatTemplate) -> None:
-    script = Script(template, [Reply("", rejected="remote:timeout"), ("4", "stop"), Reply("", rejected="remote:not_text")])
-    [batch] = Generator(section(), template, script, seed=0, name="g").converse([("b", prompts(("tell me", "more"), ("2+2?", "why?")))])
+    script = Script(
+        template,
+        [
+            Reply("", rejected="remote:timeout"),
+            ("4", "stop"),
+            Reply("", rejected="remote:not_text"),
+        ],
+    )
+    [batch] = Generator(section(), template, script, seed=0, name="g").converse(
+        [("b", prompts(("tell me", "more"), ("2+2?", "why?")))]
+    )
     assert batch.rejected == {"remote:timeout": 1} and batch.ended == {"remote:not_text": 1}
     assert [supervised_texts(sample, template) for sample in batch.samples] == [["4<|im_end|>"]]
 
 
 def test_re_tokenised_replies_say_so(template: ChatTemplate) -> None:
     stop = template.stop_ids
-    script = Script(template, [Reply("", (*template.encode("4"), *stop), exact=False), Reply("", (*template.encode("6"), *stop))])
-    samples, _ = converse(Generator(section(), template, script, seed=0, name="g"), prompts(("2+2?",), ("3+3?",)))
+    script = Script(
+        template,
+        [
+            Reply("", (*template.encode("4"), *stop), exact=False),
+            Reply("", (*template.encode("6"), *stop)),
+        ],
+    )
+    samples, _ = converse(
+        Generator(section(), template, script, seed=0, name="g"), prompts(("2+2?",), ("3+3?",))
+    )
     assert [sample.generator for sample in samples] == ["g, re-tokenised", "g"]
 
 
@@ -177,7 +274,9 @@ def test_a_target_that_cannot_answer_stops_the_run(template: ChatTemplate) -> No
 
 
 @pytest.mark.parametrize("across", [True, False])
-def test_batches_are_the_same_in_whatever_order_they_finish(template: ChatTemplate, across: bool) -> None:
+def test_batches_are_the_same_in_whatever_order_they_finish(
+    template: ChatTemplate, across: bool
+) -> None:
     class Slots:
         """Three requests at a time; the youngest is answered first, with its seed."""
 
@@ -191,37 +290,69 @@ def test_batches_are_the_same_in_whatever_order_they_finish(template: ChatTempla
                     under_way.append(request)
                 if not under_way:
                     return
-                self.together.add(frozenset(request.id.split("/")[0] for request in under_way))
+                self.together.add(
+                    frozenset(request.request_id.split("/")[0] for request in under_way)
+                )
                 request = under_way.pop()
-                yield Reply(request.id, (*template.encode(str(request.seed)), *template.stop_ids))
+                yield Reply(
+                    request.request_id, (*template.encode(str(request.seed)), *template.stop_ids)
+                )
 
     conversations = prompts(*((f"{index}?", "why?") for index in range(7)))
-    batches = [(name, conversations[start : start + 3]) for name, start in (("a", 0), ("b", 3), ("c", 6))]
+    batches = [
+        (name, conversations[start : start + 3]) for name, start in (("a", 0), ("b", 3), ("c", 6))
+    ]
     slots = Slots()
-    found = {batch.name: batch for batch in Generator(section(), template, slots, seed=0, name="g").converse([*batches, ("none", [])], across=across)}
+    found = {
+        batch.name: batch
+        for batch in Generator(section(), template, slots, seed=0, name="g").converse(
+            [*batches, ("none", [])], across=across
+        )
+    }
     assert set(found) == {"a", "b", "c", "none"} and not found["none"].samples
-    assert [sample.prompt_id for name in "abc" for sample in found[name].samples] == [str(index) for index in range(7)]
+    assert [sample.prompt_id for name in "abc" for sample in found[name].samples] == [
+        str(index) for index in range(7)
+    ]
     assert any(len(names) > 1 for names in slots.together) == across
-    alone = [converse(Generator(section(), template, Slots(), seed=0, name="g"), [prompt])[0][0] for prompt in conversations]
+    alone = [
+        converse(Generator(section(), template, Slots(), seed=0, name="g"), [prompt])[0][0]
+        for prompt in conversations
+    ]
     assert alone == [sample for name in "abc" for sample in found[name].samples]
 
 
-def test_a_conversation_ends_where_the_template_would_cut_its_reasoning(tiny_target: Path, tmp_path: Path) -> None:
+def test_a_conversation_ends_where_the_template_would_cut_its_reasoning(
+    tiny_target: Path, tmp_path: Path
+) -> None:
     """As templates of reasoning models do: what was thought is only shown in the last turn."""
-    forgetful = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}")
-    template = load_template(with_template(tiny_target, tmp_path, forgetful), source="tiny", system_prompt=None)
+    forgetful = CHATML.replace(
+        "{{ m.content }}",
+        "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}",
+    )
+    template = load_template(
+        with_template(tiny_target, tmp_path, forgetful), source="tiny", system_prompt=None
+    )
     template.check_turns()
     script = Script(template, [("<think>hm</think>4", "stop"), ("plain", "stop"), ("so", "stop")])
-    [batch] = Generator(section(), template, script, seed=0, name="g").converse([("b", prompts(("2+2?", "why?"), ("3+3?", "why?")))])
-    assert [len(sample.supervised) for sample in batch.samples] == [1, 2] and batch.ended == {"template_rewrites": 1, "complete": 1}
+    [batch] = Generator(section(), template, script, seed=0, name="g").converse(
+        [("b", prompts(("2+2?", "why?"), ("3+3?", "why?")))]
+    )
+    assert [len(sample.supervised) for sample in batch.samples] == [1, 2] and batch.ended == {
+        "template_rewrites": 1,
+        "complete": 1,
+    }
 
 
-def test_a_conversation_ends_where_another_stop_token_ended_the_reply(template: ChatTemplate, tiny_target: Path) -> None:
+def test_a_conversation_ends_where_another_stop_token_ended_the_reply(
+    template: ChatTemplate, tiny_target: Path
+) -> None:
     other = template.encode("?")[0]
     twofold = ChatTemplate(template._tokenizer, source="tiny", stop_ids=(other, *template.stop_ids))
     assert twofold.end_of_turn == template.stop_ids[0]
     script = Script(twofold, [Reply("", (*twofold.encode("4"), other))])
-    [batch] = Generator(section(), twofold, script, seed=0, name="g").converse([("b", prompts(("2+2?", "why?")))])
+    [batch] = Generator(section(), twofold, script, seed=0, name="g").converse(
+        [("b", prompts(("2+2?", "why?")))]
+    )
     assert batch.ended == {"other_stop_token": 1} and batch.samples[0].finish_reason == "stop"
 
 

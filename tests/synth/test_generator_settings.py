@@ -23,7 +23,9 @@ Configure = Callable[..., RunConfig]
         ({"backend": "sglang", "endpoints": ["http://a"], "prompt": "text"}, "takes token ids"),
     ],
 )
-def test_settings_that_contradict_each_other(make_config: Configure, generator: dict[str, Any], problem: str) -> None:
+def test_settings_that_contradict_each_other(
+    make_config: Configure, generator: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         make_config(generator=generator)
 
@@ -40,6 +42,15 @@ def test_settings_that_a_server_cannot_follow(make_config: Configure) -> None:
 
 def test_how_requests_travel_is_not_part_of_the_work(make_config: Configure) -> None:
     one = make_config(generator={"backend": "vllm", "endpoints": ["http://a/v1"]})
-    other = make_config(generator={"backend": "vllm", "endpoints": ["http://b/v1", "http://c/v1"], "concurrency": 5, "timeout_seconds": 9})
+    other = make_config(
+        generator={
+            "backend": "vllm",
+            "endpoints": ["http://b/v1", "http://c/v1"],
+            "concurrency": 5,
+            "timeout_seconds": 9,
+        }
+    )
     assert one.section_hash("synth") == other.section_hash("synth")
-    assert one.section_hash("synth") != make_config(generator={"backend": "vllm", "endpoints": ["http://a/v1"], "model": "x"}).section_hash("synth")
+    assert one.section_hash("synth") != make_config(
+        generator={"backend": "vllm", "endpoints": ["http://a/v1"], "model": "x"}
+    ).section_hash("synth")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.store.samples import read_samples
-from pipeline.store.stage import find_manifest, read_manifest, stage_location
+from pipeline.store.stage_run import find_manifest, read_manifest, stage_location
 
 Configure = Callable[..., RunConfig]
 
@@ -76,25 +76,51 @@ print(killed, halfway, attempts)
 """
 
 
-def test_killed_thirty_times_it_ends_with_the_same_bytes(make_config: Configure, tmp_path: Path) -> None:
+def test_killed_thirty_times_it_ends_with_the_same_bytes(
+    make_config: Configure, tmp_path: Path
+) -> None:
     """Two shards' replies are generated side by side, so a resumed run batches them differently."""
     configs = []
     for name in ("whole", "cut"):
         made = make_config(name, max_new_tokens=32, shard_prompts=3, batch_size=4, max_turns=2)
-        config = made.model_copy(update={"target": made.target.model_copy(update={"dtype": "bfloat16"})})
+        config = made.model_copy(
+            update={"target": made.target.model_copy(update={"dtype": "bfloat16"})}
+        )
         (tmp_path / f"{name}.json").write_text(config.model_dump_json(), encoding="utf-8")
         configs.append(config)
-    command = [sys.executable, "-W", "ignore", "-c", PARENT, str(tmp_path / "whole.json"), str(tmp_path / "cut.json"), str(KILLS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200, cwd=Path(__file__).parents[2])
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        PARENT,
+        str(tmp_path / "whole.json"),
+        str(tmp_path / "cut.json"),
+        str(KILLS),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.returncode == 0, done.stderr
     killed, halfway, attempts = map(int, done.stdout.split())
     assert killed == KILLS and halfway > KILLS // 3, (killed, halfway, attempts)
     whole, cut = (read_manifest(config.run.uri, "synth") for config in configs)
     assert cut.shards == whole.shards and cut.content_hash == whole.content_hash
     for name in ("audit.json", "datasheet.md"):
-        assert (tmp_path / "cut/synth" / name).read_bytes() == (tmp_path / "whole/synth" / name).read_bytes()
+        assert (tmp_path / "cut/synth" / name).read_bytes() == (
+            tmp_path / "whole/synth" / name
+        ).read_bytes()
     assert files(tmp_path / "cut") == files(tmp_path / "whole"), "nothing is left over"
-    asked = [sample.prompt_id for shard in cut.shards for sample in read_samples(stage_location(configs[1].run.uri, "synth"), shard)]
+    asked = [
+        sample.prompt_id
+        for shard in cut.shards
+        for sample in read_samples(stage_location(configs[1].run.uri, "synth"), shard)
+    ]
     assert asked == [str(index) for index in range(24)], "every prompt once"
     assert find_manifest(configs[1].run.uri, "synth") == cut
 

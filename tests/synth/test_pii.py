@@ -8,25 +8,37 @@ import pytest
 
 from pipeline.config import PiiSection, RecognizerSpec
 from pipeline.errors import ConfigError, MissingPackage
-from pipeline.synth.addresses import find_addresses
-from pipeline.synth.finding import Finding, without_overlap
-from pipeline.synth.names import find_names
-from pipeline.synth.pii import PiiFilter
-from pipeline.synth.replace import redacted
+from pipeline.synth.privacy.addresses import find_addresses
+from pipeline.synth.privacy.filter import PiiFilter
+from pipeline.synth.privacy.finding import Finding, without_overlap
+from pipeline.synth.privacy.names import find_names
+from pipeline.synth.privacy.replace import redacted
 
 PLANTED = {
-    "anna.schmidt@example.com": ("EMAIL_ADDRESS", "Write a reply to anna.schmidt@example.com about the invoice."),
+    "anna.schmidt@example.com": (
+        "EMAIL_ADDRESS",
+        "Write a reply to anna.schmidt@example.com about the invoice.",
+    ),
     "4111 1111 1111 1111": ("CREDIT_CARD", "Charge 4111 1111 1111 1111 tomorrow."),
-    "4131034282458809": ("CREDIT_CARD", "My credit card 4131034282458809 does not work."),  # its checksum is wrong
+    "4131034282458809": (
+        "CREDIT_CARD",
+        "My credit card 4131034282458809 does not work.",
+    ),  # its checksum is wrong
     "DE89370400440532013000": ("IBAN_CODE", "Send it to DE89370400440532013000 today."),
-    "GB00 ABCD 1234 5678 9012 34": ("IBAN_CODE", "I am a client, account GB00 ABCD 1234 5678 9012 34, hello."),
+    "GB00 ABCD 1234 5678 9012 34": (
+        "IBAN_CODE",
+        "I am a client, account GB00 ABCD 1234 5678 9012 34, hello.",
+    ),
     "212-555-0187": ("PHONE_NUMBER", "My phone number is 212-555-0187, please call."),
     "(011) 555-0187 x42": ("PHONE_NUMBER", "Write to the office, (011) 555-0187 x42, first."),
     "481 7531": ("PHONE_NUMBER", "Nobody is answering at 481 7531 today."),
     "089 72 63 41": ("PHONE_NUMBER", "Costquest, 089 72 63 41 office"),
     "219-09-9999": ("US_SSN", "He wrote 219-09-9999 on the form."),
     "192.168.10.44": ("IP_ADDRESS", "Our server 192.168.10.44 does not answer."),
-    "14 Alder Street, Springfield, OR 97477": ("ADDRESS", "I live at 14 Alder Street, Springfield, OR 97477 and run a lot."),
+    "14 Alder Street, Springfield, OR 97477": (
+        "ADDRESS",
+        "I live at 14 Alder Street, Springfield, OR 97477 and run a lot.",
+    ),
     "Lindenweg 7, 10115 Berlin": ("ADDRESS", "Bitte an Lindenweg 7, 10115 Berlin schicken."),
 }
 
@@ -57,12 +69,20 @@ def test_planted_values_are_found_and_replaced(pii: PiiFilter, value: str) -> No
 
 
 def test_harmless_text_passes(pii: PiiFilter) -> None:
-    assert [(text, found) for text, found in zip(HARMLESS, pii.find_all(HARMLESS), strict=True) if found] == []
+    assert [
+        (text, found) for text, found in zip(HARMLESS, pii.find_all(HARMLESS), strict=True) if found
+    ] == []
 
 
 def test_the_order_of_texts_is_kept_where_some_are_not_read(pii: PiiFilter) -> None:
     texts = ["nothing", "mail anna@example.com", "", "also nothing", "call me on 212-555-0187"]
-    assert [[finding.entity for finding in found] for found in pii.find_all(texts)] == [[], ["EMAIL_ADDRESS"], [], [], ["PHONE_NUMBER"]]
+    assert [[finding.entity for finding in found] for found in pii.find_all(texts)] == [
+        [],
+        ["EMAIL_ADDRESS"],
+        [],
+        [],
+        ["PHONE_NUMBER"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +100,9 @@ def test_names_are_found_by_what_announces_them(text: str, name: str) -> None:
     assert name in [text[finding.start : finding.end] for finding in find_names(text)]
 
 
-@pytest.mark.parametrize("text", ["Dear United States, hello", "Name: the New York Times", "The Great Wall\nof China"])
+@pytest.mark.parametrize(
+    "text", ["Dear United States, hello", "Name: the New York Times", "The Great Wall\nof China"]
+)
 def test_other_capitalised_words_are_no_names(text: str) -> None:
     assert list(find_names(text)) == []
 
@@ -96,29 +118,54 @@ def test_parts_of_an_address_become_one_finding() -> None:
     text = "Ship:\n85 Kirkegade 70\n Apt. 252\n Portland\n OR 97201\nThanks"
     found = without_overlap(find_addresses(text))
     assert [(finding.entity, finding.score) for finding in found] == [("ADDRESS", 0.85)]
-    assert text[found[0].start : found[0].end].startswith("85 Kirkegade") and text[found[0].start : found[0].end].endswith("97201")
+    assert text[found[0].start : found[0].end].startswith("85 Kirkegade") and text[
+        found[0].start : found[0].end
+    ].endswith("97201")
 
 
 def test_thresholds_context_words_and_own_recognisers_are_the_runs() -> None:
     badge = RecognizerSpec(entity="BADGE", regex=r"\bB-\d{5}\b", score=0.4, context=("badge",))
-    pii = PiiFilter(PiiSection(entities=("US_BANK_NUMBER",), recognizers=(badge,), context_words={"US_BANK_NUMBER": ("vault",)}))
+    pii = PiiFilter(
+        PiiSection(
+            entities=("US_BANK_NUMBER",),
+            recognizers=(badge,),
+            context_words={"US_BANK_NUMBER": ("vault",)},
+        )
+    )
     assert pii.check("see B-12345") == [] and pii.check("my badge is B-12345") == ["BADGE"]
     assert pii.check("number 945456787654 here") == []
-    assert PiiFilter(PiiSection(entities=(), recognizers=(badge,), thresholds={"BADGE": 0.3})).check("see B-12345") == ["BADGE"]
-    assert PiiFilter(PiiSection(entities=("EMAIL_ADDRESS",), score_threshold=1.0, thresholds={})).check("a@example.com") == ["EMAIL_ADDRESS"]
+    assert PiiFilter(
+        PiiSection(entities=(), recognizers=(badge,), thresholds={"BADGE": 0.3})
+    ).check("see B-12345") == ["BADGE"]
+    assert PiiFilter(
+        PiiSection(entities=("EMAIL_ADDRESS",), score_threshold=1.0, thresholds={})
+    ).check("a@example.com") == ["EMAIL_ADDRESS"]
 
 
 def test_context_words_raise_a_score() -> None:
     text = "the vault has 945456787654 in it"
-    assert PiiFilter(PiiSection(entities=("US_BANK_NUMBER",), score_threshold=0.35)).check(text) == []
-    assert PiiFilter(PiiSection(entities=("US_BANK_NUMBER",), score_threshold=0.35, context_words={"US_BANK_NUMBER": ("vault",)})).check(text) == [
-        "US_BANK_NUMBER"
-    ]
+    assert (
+        PiiFilter(PiiSection(entities=("US_BANK_NUMBER",), score_threshold=0.35)).check(text) == []
+    )
+    assert PiiFilter(
+        PiiSection(
+            entities=("US_BANK_NUMBER",),
+            score_threshold=0.35,
+            context_words={"US_BANK_NUMBER": ("vault",)},
+        )
+    ).check(text) == ["US_BANK_NUMBER"]
 
 
 def test_the_surest_of_overlapping_findings_names_all_of_them() -> None:
-    found = [Finding(0, 10, "URL", 0.5), Finding(5, 14, "EMAIL_ADDRESS", 1.0), Finding(20, 22, "PERSON", 0.9)]
-    assert without_overlap(found) == [Finding(0, 14, "EMAIL_ADDRESS", 1.0), Finding(20, 22, "PERSON", 0.9)]
+    found = [
+        Finding(0, 10, "URL", 0.5),
+        Finding(5, 14, "EMAIL_ADDRESS", 1.0),
+        Finding(20, 22, "PERSON", 0.9),
+    ]
+    assert without_overlap(found) == [
+        Finding(0, 14, "EMAIL_ADDRESS", 1.0),
+        Finding(20, 22, "PERSON", 0.9),
+    ]
 
 
 def test_no_connection_is_opened(monkeypatch: pytest.MonkeyPatch, pii: PiiFilter) -> None:
@@ -131,7 +178,10 @@ def test_no_connection_is_opened(monkeypatch: pytest.MonkeyPatch, pii: PiiFilter
 
 
 def test_missing_models_and_unknown_entities_are_refused() -> None:
-    with pytest.raises(MissingPackage, match=r"synth\.pii\.spacy_model: the pip package en-core-web-none is not installed"):
+    with pytest.raises(
+        MissingPackage,
+        match=r"synth\.pii\.spacy_model: the pip package en-core-web-none is not installed",
+    ):
         PiiFilter(PiiSection(spacy_model="en_core_web_none"))
     with pytest.raises(ConfigError, match=r"synth\.pii\.entities: no recogniser finds 'EMAIL'"):
         PiiFilter(PiiSection(entities=("EMAIL",)))

@@ -14,12 +14,16 @@ from pipeline.synth.quality import _REFUSAL, apply_steps, prompt_steps, repeated
 from pipeline.synth.select import select_prompts
 
 WORDS = [f"word{number}" for number in range(20)]
-GERMAN = "Erkläre mir bitte in einfachen Worten, warum der Himmel am Abend rot aussieht und nicht blau."
-ENGLISH = "Please explain to me in simple words why the sky looks red in the evening and not blue at all."
+GERMAN = (
+    "Erkläre mir bitte in einfachen Worten, warum der Himmel am Abend rot aussieht und nicht blau."
+)
+ENGLISH = (
+    "Please explain to me in simple words why the sky looks red in the evening and not blue at all."
+)
 
 
 def prompt(*turns: str) -> Prompt:
-    return Prompt(id="0", source="s", license="MIT", category="c", turns=turns)
+    return Prompt(sample_id="0", source="s", license="MIT", category="c", turns=turns)
 
 
 def outcome(given: list[Prompt], **switches: Any) -> tuple[list[tuple[str, ...]], dict[str, int]]:
@@ -29,7 +33,10 @@ def outcome(given: list[Prompt], **switches: Any) -> tuple[list[tuple[str, ...]]
 
 def test_length_is_counted_over_all_turns() -> None:
     given = [prompt("ab"), prompt("  a "), prompt("abcd", "efgh"), prompt("abcdefg")]
-    assert outcome(given, min_characters=2, max_characters=7) == ([("ab",), ("abcdefg",)], {"short": 1, "long": 1})
+    assert outcome(given, min_characters=2, max_characters=7) == (
+        [("ab",), ("abcdefg",)],
+        {"short": 1, "long": 1},
+    )
     assert outcome(given) == ([found.turns for found in given], {}), "nothing is dropped by default"
 
 
@@ -41,21 +48,40 @@ def test_languages_that_are_not_listed_are_dropped_but_short_texts_stay() -> Non
 
 def test_near_duplicates_of_earlier_prompts_are_dropped() -> None:
     text = " ".join(WORDS * 3)
-    given = [prompt(text), prompt(text + " indeed"), prompt(" ".join(reversed(WORDS * 3))), prompt("Why?"), prompt("why")]
+    given = [
+        prompt(text),
+        prompt(text + " indeed"),
+        prompt(" ".join(reversed(WORDS * 3))),
+        prompt("Why?"),
+        prompt("why"),
+    ]
     kept, rejected = outcome(given, near_duplicates=0.8)
-    assert rejected == {"near_duplicate": 2} and [turns[0] for turns in kept] == [text, given[2].turns[0], "Why?"]
+    assert rejected == {"near_duplicate": 2} and [turns[0] for turns in kept] == [
+        text,
+        given[2].turns[0],
+        "Why?",
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "share"),
-    [("", 0.0), ("a b c", 0.0), (" ".join(WORDS), 0.0), (" ".join([*WORDS[:8], *WORDS[:8], "x", "y"]), 8 / 18), ("loop " * 100, 0.99)],
+    [
+        ("", 0.0),
+        ("a b c", 0.0),
+        (" ".join(WORDS), 0.0),
+        (" ".join([*WORDS[:8], *WORDS[:8], "x", "y"]), 8 / 18),
+        ("loop " * 100, 0.99),
+    ],
 )
 def test_the_repeated_share_is_that_of_words_seen_before(text: str, share: float) -> None:
     assert repeated_share(text) == pytest.approx(share)
 
 
 def test_repeating_prompts_are_dropped() -> None:
-    assert outcome([prompt("fine"), prompt("loop " * 50)], max_prompt_repetition=0.5) == ([("fine",)], {"repetition": 1})
+    assert outcome([prompt("fine"), prompt("loop " * 50)], max_prompt_repetition=0.5) == (
+        [("fine",)],
+        {"repetition": 1},
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,10 +102,16 @@ def test_refusals_are_told_from_answers(reply: str, refuses: bool) -> None:
     assert bool(_REFUSAL.match(reply)) is refuses
 
 
-def test_the_config_switches_the_steps(make_config: Callable[..., RunConfig], prompts_file: Path) -> None:
+def test_the_config_switches_the_steps(
+    make_config: Callable[..., RunConfig], prompts_file: Path
+) -> None:
     lines = prompts_file.read_text().splitlines()
-    prompts_file.write_text("\n".join([*lines, lines[0].replace('"id": "0"', '"id": "again"')]) + "\n")
+    prompts_file.write_text(
+        "\n".join([*lines, lines[0].replace('"id": "0"', '"id": "again"')]) + "\n"
+    )
     assert select_prompts(make_config()).rejected == {"duplicate": 1}
     assert select_prompts(make_config(quality={"duplicates": False})).rejected == {}
-    with pytest.raises(Exception, match=r"none of 25 prompts is left after the filters \(duplicate 1, long 24\)"):
+    with pytest.raises(
+        Exception, match=r"none of 25 prompts is left after the filters \(duplicate 1, long 24\)"
+    ):
         select_prompts(make_config(quality={"max_characters": 3}))

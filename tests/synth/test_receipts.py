@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig
-from pipeline.records import Message, Sample, Sampling, Span
+from pipeline.records import Message, Sample, SamplingParams, Span
 from pipeline.synth import run
 from pipeline.synth.datasheet import write_datasheet
-from pipeline.synth.receipts import Audit, Tally, audit_record
+from pipeline.synth.receipts import Audit, StageCounts, audit_record
 from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
 
@@ -22,48 +22,105 @@ Configure = Callable[..., RunConfig]
 
 def test_the_receipts_add_up(make_config: Configure, prompts_file: Path, tmp_path: Path) -> None:
     with prompts_file.open("a") as file:
-        file.write(json.dumps({"id": "free", "source": "theirs", "turns": ["Anything"], "license": "none"}) + "\n")
-        file.write(json.dumps({"id": "own", "source": "theirs|x", "turns": ["What else?"], "license": "CC0-1.0", "system": "Be brief."}) + "\n")
-    config = make_config(max_new_tokens=24, sources=[{"source": str(prompts_file), "sampling": {"top_k": 40}}])
+        file.write(
+            json.dumps({"id": "free", "source": "theirs", "turns": ["Anything"], "license": "none"})
+            + "\n"
+        )
+        file.write(
+            json.dumps(
+                {
+                    "id": "own",
+                    "source": "theirs|x",
+                    "turns": ["What else?"],
+                    "license": "CC0-1.0",
+                    "system": "Be brief.",
+                }
+            )
+            + "\n"
+        )
+    config = make_config(
+        max_new_tokens=24, sources=[{"source": str(prompts_file), "sampling": {"top_k": 40}}]
+    )
     manifest = run(config)
     folder = Path(config.run.uri) / "synth"
     audit = json.loads((folder / "audit.json").read_text(encoding="utf-8"))
     sheet = (folder / "datasheet.md").read_text(encoding="utf-8")
-    assert Audit.model_validate(audit).as_json() == (folder / "audit.json").read_text(encoding="utf-8")
-    assert audit["prompts"] == {"loaded": 26, "selected": 25, "samples": 25} and audit["rejected"] == {"license:none": 1}
-    assert audit["licenses"] == {"CC0-1.0": 1, "MIT": 24} and audit["sources"]["theirs|x"]["licenses"] == {"CC0-1.0": 1}
-    assert sum(source["tokens"] for source in audit["sources"].values()) == audit["tokens"]["all"] == manifest.tokens
-    assert audit["sampling"] == [{"temperature": 1.0, "top_p": 1.0, "top_k": 40, "max_new_tokens": 24, "samples": 25}]
+    assert Audit.model_validate(audit).as_json() == (folder / "audit.json").read_text(
+        encoding="utf-8"
+    )
+    assert audit["prompts"] == {"loaded": 26, "selected": 25, "samples": 25} and audit[
+        "rejected"
+    ] == {"license:none": 1}
+    assert audit["licenses"] == {"CC0-1.0": 1, "MIT": 24} and audit["sources"]["theirs|x"][
+        "licenses"
+    ] == {"CC0-1.0": 1}
+    assert (
+        sum(source["tokens"] for source in audit["sources"].values())
+        == audit["tokens"]["all"]
+        == manifest.tokens
+    )
+    assert audit["sampling"] == [
+        {"temperature": 1.0, "top_p": 1.0, "top_k": 40, "max_new_tokens": 24, "samples": 25}
+    ]
     assert sum(audit["ended"].values()) == 25 and sum(audit["finish_reasons"].values()) == 25
-    assert audit["template"]["samples_with_system_prompt"] == 1 and "Be brief." not in sheet + json.dumps(audit)
+    assert audit["template"][
+        "samples_with_system_prompt"
+    ] == 1 and "Be brief." not in sheet + json.dumps(audit)
     assert audit["target"]["fingerprint"] == manifest.contract.fingerprint
     for name in ("audit.json", "datasheet.md"):
-        assert manifest.details[f"{name}_sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    assert "| theirs\\|x | CC0-1.0 | 1 |" in sheet and "| license:none | licence not on the allow-list | 1 |" in sheet
+        assert (
+            manifest.details[f"{name}_sha256"]
+            == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        )
+    assert (
+        "| theirs\\|x | CC0-1.0 | 1 |" in sheet
+        and "| license:none | licence not on the allow-list | 1 |" in sheet
+    )
     for length in audit["lengths"].values():
         assert sum(bar["count"] for bar in length["bars"]) == length["count"]
 
 
-def test_personal_data_is_counted_by_type_and_never_shown(make_config: Configure, prompts_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_personal_data_is_counted_by_type_and_never_shown(
+    make_config: Configure, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EAGLE3_PII_SALT", "a salt")
     planted = ["anna.schmidt@example.com", "bert.meier@example.com"]
-    records = [{"id": f"p{index}", "turns": [f"Mail {value} now"], "license": "MIT"} for index, value in enumerate([*planted, planted[0]])]
-    prompts_file.write_text("".join(json.dumps(record) + "\n" for record in records[:2]) + prompts_file.read_text().splitlines()[0] + "\n")
-    config = make_config(pii={"action": "drop"}, max_new_tokens=4, max_turns=1, generator={"across_shards": "always"}, shard_prompts=1)
+    records = [
+        {"id": f"p{index}", "turns": [f"Mail {value} now"], "license": "MIT"}
+        for index, value in enumerate([*planted, planted[0]])
+    ]
+    prompts_file.write_text(
+        "".join(json.dumps(record) + "\n" for record in records[:2])
+        + prompts_file.read_text().splitlines()[0]
+        + "\n"
+    )
+    config = make_config(
+        pii={"action": "drop"},
+        max_new_tokens=4,
+        max_turns=1,
+        generator={"across_shards": "always"},
+        shard_prompts=1,
+    )
     run(config)
     text = (Path(config.run.uri) / "synth/audit.json").read_text(encoding="utf-8")
     found = json.loads(text)["personal_data"]
     assert found["dropped_prompts"] == {"EMAIL_ADDRESS": 2}
-    assert (found["findings"]["prompts"]["EMAIL_ADDRESS"]["findings"], found["findings"]["prompts"]["EMAIL_ADDRESS"]["values"]) == (2, 2)
+    assert (
+        found["findings"]["prompts"]["EMAIL_ADDRESS"]["findings"],
+        found["findings"]["prompts"]["EMAIL_ADDRESS"]["values"],
+    ) == (2, 2)
     sheet = (Path(config.run.uri) / "synth/datasheet.md").read_text(encoding="utf-8")
     assert "| EMAIL_ADDRESS | 2 | 0 | 2 | 0 |" in sheet
     assert not [value for value in planted if value in text + sheet]
 
 
 def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
-    tally = Tally()
+    tally = StageCounts()
     lengths = [1] * 90 + [20] * 9 + [700]
-    tally.add([sample(index, length) for index, length in enumerate(lengths)], {"ended": {"complete": 100}})
+    tally.add(
+        [sample(index, length) for index, length in enumerate(lengths)],
+        {"ended": {"complete": 100}},
+    )
     config = make_config()
     details = {
         "prompts": {"loaded": 100, "selected": 100, "samples": 100},
@@ -76,7 +133,9 @@ def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
     assert (reply.median, reply.p90, reply.p99, reply.longest, reply.mean) == (1, 1, 20, 700, 9.7)
     assert {bar.start: bar.count for bar in reply.bars if bar.count} == {0: 90, 16: 9, 512: 1}
     drawn = write_datasheet(audit)
-    assert "     0+ " + "█" * 40 + " 90" in drawn and "    16+ " + "█" * 4 + " " * 36 + " 9" in drawn
+    assert (
+        "     0+ " + "█" * 40 + " 90" in drawn and "    16+ " + "█" * 4 + " " * 36 + " 9" in drawn
+    )
     assert "    32+ " + " " * 40 + " 0" in drawn and "   512+ ▏" + " " * 39 + " 1" in drawn
     assert "Not looked for" in drawn
 
@@ -85,7 +144,9 @@ def test_an_empty_run_has_a_datasheet(make_config: Configure) -> None:
     config = make_config(max_prompts=2, max_prompt_tokens=3)
     manifest = run(config)
     assert manifest.rows == 0 and manifest.rejected == {"max_prompts": 22, "prompt_too_long": 2}
-    assert "0 samples from 24 prompts" in (Path(config.run.uri) / "synth/datasheet.md").read_text(encoding="utf-8")
+    assert "0 samples from 24 prompts" in (Path(config.run.uri) / "synth/datasheet.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_run_s_shards_open_in_datasets_and_pandas(make_config: Configure, tmp_path: Path) -> None:
@@ -95,12 +156,21 @@ def test_a_run_s_shards_open_in_datasets_and_pandas(make_config: Configure, tmp_
     config = make_config(max_new_tokens=8)
     manifest = run(config)
     folder = Path(config.run.uri) / "synth/shards"
-    rows = datasets.load_dataset("parquet", data_files=str(folder / "*.parquet"), split="train", cache_dir=str(tmp_path / "cache"))
+    rows = datasets.load_dataset(
+        "parquet",
+        data_files=str(folder / "*.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )
     assert len(rows) == manifest.rows == 24 and rows[0]["messages"][0]["role"] == "user"
     frame = pandas.concat(pandas.read_parquet(path) for path in sorted(folder.glob("*.parquet")))
     assert frame["token_ids"].map(len).sum() == manifest.tokens
     span = frame["supervised"].iloc[0][0]
-    assert len(frame["token_ids"].iloc[0][span["start"] : span["end"]]) == span["end"] - span["start"] > 0
+    assert (
+        len(frame["token_ids"].iloc[0][span["start"] : span["end"]])
+        == span["end"] - span["start"]
+        > 0
+    )
 
 
 def sample(index: int, length: int) -> Sample:
@@ -114,7 +184,7 @@ def sample(index: int, length: int) -> Sample:
         token_ids=(0,) * (10 + length),
         supervised=(Span(start=10, end=10 + length),),
         finish_reason="stop",
-        sampling=Sampling(temperature=0, top_p=1, top_k=0, max_new_tokens=1000),
+        sampling=SamplingParams(temperature=0, top_p=1, top_k=0, max_new_tokens=1000),
         seed=0,
         generator="g",
     )

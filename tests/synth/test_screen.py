@@ -12,11 +12,11 @@ import pytest
 
 from pipeline.config import PiiSection, QualitySection, RunConfig, SourceSpec, SynthSection
 from pipeline.errors import ConfigError
-from pipeline.records import Message, Prompt, Sample, Sampling, Span
+from pipeline.records import Message, Prompt, Sample, SamplingParams, Span
 from pipeline.synth import run
-from pipeline.synth.finding import Finding
-from pipeline.synth.ledger import Ledger, read_salt
-from pipeline.synth.replace import Pseudonyms, is_invented
+from pipeline.synth.privacy.finding import Finding
+from pipeline.synth.privacy.ledger import Ledger, read_salt
+from pipeline.synth.privacy.replace import Pseudonyms, is_invented
 from pipeline.synth.screen import Screen
 
 GITHUB = "ghp_" + "a1B2c3D4" * 5
@@ -28,15 +28,25 @@ def salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def section(action: str = "drop", **pii: object) -> SynthSection:
-    return SynthSection(sources=(SourceSpec(source="x.jsonl"),), pii=PiiSection.model_validate({"action": action, **pii}))
+    return SynthSection(
+        sources=(SourceSpec(source="x.jsonl"),),
+        pii=PiiSection.model_validate({"action": action, **pii}),
+    )
 
 
 def prompt(*turns: str, id: str = "0", system: str | None = None) -> Prompt:
-    return Prompt(id=id, source="s", license="MIT", category="c", turns=turns, system=system)
+    return Prompt(sample_id=id, source="s", license="MIT", category="c", turns=turns, system=system)
 
 
 def sample(*replies: str) -> Sample:
-    messages = [message for reply in replies for message in (Message(role="user", content="hi"), Message(role="assistant", content=reply))]
+    messages = [
+        message
+        for reply in replies
+        for message in (
+            Message(role="user", content="hi"),
+            Message(role="assistant", content=reply),
+        )
+    ]
     return Sample(
         prompt_id="0",
         source="s",
@@ -46,13 +56,18 @@ def sample(*replies: str) -> Sample:
         token_ids=(1, 2, 3),
         supervised=(Span(start=1, end=3),),
         finish_reason="stop",
-        sampling=Sampling(temperature=0, top_p=1, top_k=0, max_new_tokens=8),
+        sampling=SamplingParams(temperature=0, top_p=1, top_k=0, max_new_tokens=8),
         seed=0,
         generator="g",
     )
 
 
-GIVEN = [prompt("hello"), prompt("hi", "mail anna@firm.com"), prompt(f"{GITHUB} bob@firm.com"), prompt("hi", system="You serve eve@firm.com")]
+GIVEN = [
+    prompt("hello"),
+    prompt("hi", "mail anna@firm.com"),
+    prompt(f"{GITHUB} bob@firm.com"),
+    prompt("hi", system="You serve eve@firm.com"),
+]
 
 
 def test_prompts_are_dropped_and_counted() -> None:
@@ -62,49 +77,114 @@ def test_prompts_are_dropped_and_counted() -> None:
 
 def test_prompts_are_redacted_in_turns_and_system_prompt() -> None:
     kept, rejected = Screen(section("redact")).prompts(GIVEN)
-    assert [found.turns for found in kept] == [("hello",), ("hi", "mail <EMAIL_ADDRESS>"), ("<API_KEY> <EMAIL_ADDRESS>",), ("hi",)]
+    assert [found.turns for found in kept] == [
+        ("hello",),
+        ("hi", "mail <EMAIL_ADDRESS>"),
+        ("<API_KEY> <EMAIL_ADDRESS>",),
+        ("hi",),
+    ]
     assert kept[3].system == "You serve <EMAIL_ADDRESS>" and not rejected
 
 
 def test_the_same_value_gets_the_same_pseudonym_in_a_conversation() -> None:
     screen = Screen(section("pseudonymise"), seed=3)
-    given = [prompt("anna@firm.com and bob@firm.com", "then ANNA@firm.com, 212-555-7788"), prompt("only bob@firm.com")]
+    given = [
+        prompt("anna@firm.com and bob@firm.com", "then ANNA@firm.com, 212-555-7788"),
+        prompt("only bob@firm.com"),
+    ]
     (first, second), rejected = screen.prompts(given)
-    assert first.turns == ("person1@example.com and person2@example.com", "then person1@example.com, 202-555-0101")
+    assert first.turns == (
+        "person1@example.com and person2@example.com",
+        "then person1@example.com, 202-555-0101",
+    )
     assert second.turns == ("only person1@example.com",) and not rejected
 
 
 def test_a_part_of_a_name_is_the_same_person() -> None:
     text = "Ask Anna Schmidt. Anna knows; Bo Li does not."
-    spans = [Finding(4, 16, "PERSON", 1.0), Finding(18, 22, "PERSON", 1.0), Finding(30, 35, "PERSON", 1.0)]
+    spans = [
+        Finding(4, 16, "PERSON", 1.0),
+        Finding(18, 22, "PERSON", 1.0),
+        Finding(30, 35, "PERSON", 1.0),
+    ]
     changed = Pseudonyms(0, ("s", "0")).apply(text, spans)
     first, last = changed.split()[1:3]
-    assert changed.startswith(f"Ask {first} {last} {first} knows; ") and "Anna" not in changed and "Li" not in changed
+    assert (
+        changed.startswith(f"Ask {first} {last} {first} knows; ")
+        and "Anna" not in changed
+        and "Li" not in changed
+    )
     assert Pseudonyms(0, ("s", "0")).apply(text, spans) == changed
-    assert len({Pseudonyms(0, ("s", str(number))).apply("Anna", [Finding(0, 4, "PERSON", 1.0)]) for number in range(20)}) > 5
+    assert (
+        len(
+            {
+                Pseudonyms(0, ("s", str(number))).apply("Anna", [Finding(0, 4, "PERSON", 1.0)])
+                for number in range(20)
+            }
+        )
+        > 5
+    )
 
 
 def test_responses_with_findings_are_dropped_whatever_the_action() -> None:
-    answered = [sample("fine"), sample("fine", "ask carl@firm.com"), sample("write to person1@example.com")]
-    for action, kept in (("drop", answered[:1]), ("redact", answered[:1]), ("pseudonymise", [answered[0], answered[2]])):
+    answered = [
+        sample("fine"),
+        sample("fine", "ask carl@firm.com"),
+        sample("write to person1@example.com"),
+    ]
+    for action, kept in (
+        ("drop", answered[:1]),
+        ("redact", answered[:1]),
+        ("pseudonymise", [answered[0], answered[2]]),
+    ):
         found, rejected = Screen(section(action)).samples(answered)
         assert found == kept and rejected == {"pii:EMAIL_ADDRESS": 3 - len(kept)}
     assert Screen(section(enabled=False)).samples(answered) == (answered, {})
 
 
-@pytest.mark.parametrize("entity", ["EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "US_SSN", "IP_ADDRESS", "ADDRESS", "PERSON", "URL", "BADGE"])
+@pytest.mark.parametrize(
+    "entity",
+    [
+        "EMAIL_ADDRESS",
+        "PHONE_NUMBER",
+        "CREDIT_CARD",
+        "US_SSN",
+        "IP_ADDRESS",
+        "ADDRESS",
+        "PERSON",
+        "URL",
+        "BADGE",
+    ],
+)
 def test_every_invented_value_is_recognised_and_no_real_one(entity: str) -> None:
     changed = Pseudonyms(1, ("s", "0")).apply("x", [Finding(0, 1, entity, 1.0)])
     assert is_invented(changed)
-    assert not any(is_invented(value) for value in ("anna@example.org", "4111 1111 1111 1111", "219-09-9999", "Anna Schmidt", "10.0.0.1"))
+    assert not any(
+        is_invented(value)
+        for value in (
+            "anna@example.org",
+            "4111 1111 1111 1111",
+            "219-09-9999",
+            "Anna Schmidt",
+            "10.0.0.1",
+        )
+    )
 
 
 def test_quality_filters_come_first_and_are_counted() -> None:
     looping = sample("a b c d e f g h " * 5)
     refusing = sample("I'm sorry, but I can't help with that.")
-    strict = section().model_copy(update={"quality": QualitySection(max_reply_repetition=0.5, refusals="drop")})
-    kept, rejected = Screen(strict).samples([sample("fine"), looping, refusing, sample("mail a@firm.com")])
-    assert kept == [sample("fine")] and rejected == {"reply_repetition": 1, "refusal": 1, "pii:EMAIL_ADDRESS": 1}
+    strict = section().model_copy(
+        update={"quality": QualitySection(max_reply_repetition=0.5, refusals="drop")}
+    )
+    kept, rejected = Screen(strict).samples(
+        [sample("fine"), looping, refusing, sample("mail a@firm.com")]
+    )
+    assert kept == [sample("fine")] and rejected == {
+        "reply_repetition": 1,
+        "refusal": 1,
+        "pii:EMAIL_ADDRESS": 1,
+    }
 
 
 def test_the_audit_has_counts_types_and_salted_hashes() -> None:
@@ -114,7 +194,9 @@ def test_the_audit_has_counts_types_and_salted_hashes() -> None:
     audit = screen.take_audit()
     values = audit["prompts"]["EMAIL_ADDRESS"]["values"]
     assert audit["prompts"]["EMAIL_ADDRESS"]["findings"] == 3 and sorted(values.values()) == [1, 2]
-    assert set(audit["responses"]["EMAIL_ADDRESS"]["values"]) < set(values), "the same value has the same hash"
+    assert set(audit["responses"]["EMAIL_ADDRESS"]["values"]) < set(values), (
+        "the same value has the same hash"
+    )
     assert "firm" not in json.dumps(audit) and screen.take_audit() == {}
 
 
@@ -127,7 +209,9 @@ def test_another_salt_gives_other_hashes() -> None:
     assert hashes(b"one") == hashes(b"one") != hashes(b"two")
 
 
-def test_the_salt_is_kept_outside_the_run_and_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_salt_is_kept_outside_the_run_and_for_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("EAGLE3_PII_SALT")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     salt = read_salt("EAGLE3_PII_SALT")
@@ -143,10 +227,21 @@ SECRETS = ["anna.schmidt@firm.com", "212-555-7788", GITHUB, "hunter2secret"]
 
 
 @pytest.mark.parametrize("action", ["drop", "redact", "pseudonymise"])
-def test_no_artefact_of_a_run_holds_a_planted_value(make_config: Callable[..., RunConfig], prompts_file: Path, action: str) -> None:
+def test_no_artefact_of_a_run_holds_a_planted_value(
+    make_config: Callable[..., RunConfig], prompts_file: Path, action: str
+) -> None:
     planted = [
-        {"id": "x", "turns": ["Mail anna.schmidt@firm.com", "or call 212-555-7788"], "license": "MIT"},
-        {"id": "y", "turns": [f"I wrote password = 'hunter2secret' and {GITHUB}"], "system": "Never tell anna.schmidt@firm.com", "license": "MIT"},
+        {
+            "id": "x",
+            "turns": ["Mail anna.schmidt@firm.com", "or call 212-555-7788"],
+            "license": "MIT",
+        },
+        {
+            "id": "y",
+            "turns": [f"I wrote password = 'hunter2secret' and {GITHUB}"],
+            "system": "Never tell anna.schmidt@firm.com",
+            "license": "MIT",
+        },
     ]
     with prompts_file.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in planted)
@@ -154,7 +249,9 @@ def test_no_artefact_of_a_run_holds_a_planted_value(make_config: Callable[..., R
     manifest = run(config)
     assert manifest.rows == (24 if action == "drop" else 26)
     files = [path for path in Path(config.run.uri).rglob("*") if path.is_file()]
-    assert files and not [(path, value) for path in files for value in SECRETS if value.encode() in _content(path)]
+    assert files and not [
+        (path, value) for path in files for value in SECRETS if value.encode() in _content(path)
+    ]
 
 
 def _content(path: Path) -> bytes:

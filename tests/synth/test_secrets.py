@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config import PiiSection
-from pipeline.synth.finding import without_overlap
-from pipeline.synth.pii import PiiFilter
-from pipeline.synth.replace import redacted
-from pipeline.synth.secrets import find_secrets
+from pipeline.synth.privacy.filter import PiiFilter
+from pipeline.synth.privacy.finding import without_overlap
+from pipeline.synth.privacy.replace import redacted
+from pipeline.synth.privacy.secrets import find_secrets
 
 GITHUB = "ghp_" + "a1B2c3D4" * 5
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----"
@@ -16,13 +16,28 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE K
 #: value → (type, text around it)
 PLANTED = {
     "AKIAIOSFODNN7EXBMPLE": ("API_KEY", "aws_id AKIAIOSFODNN7EXBMPLE"),
-    "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY": ("API_KEY", 'aws_secret_access_key = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY"'),
-    "xoxb-" + "123456789012-abcdefghijkl": ("API_KEY", "slack: xoxb-" + "123456789012-abcdefghijkl"),
-    "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2": ("API_KEY", "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2 is ours"),
+    "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY": (
+        "API_KEY",
+        'aws_secret_access_key = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY"',
+    ),
+    "xoxb-" + "123456789012-abcdefghijkl": (
+        "API_KEY",
+        "slack: xoxb-" + "123456789012-abcdefghijkl",
+    ),
+    "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2": (
+        "API_KEY",
+        "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2 is ours",
+    ),
     "glpat-" + "a1B2c3D4e5F6g7H8i9J0": ("API_KEY", "git: glpat-" + "a1B2c3D4e5F6g7H8i9J0"),
-    "kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU": ("API_KEY", "session_seed = 'kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU'"),  # entropy
+    "kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU": (
+        "API_KEY",
+        "session_seed = 'kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU'",
+    ),  # entropy
     GITHUB: ("API_KEY", f"git clone with {GITHUB} please"),
-    "sk-proj-abcdefghijklmnop1234567890": ("API_KEY", "Use sk-proj-abcdefghijklmnop1234567890 for the call."),
+    "sk-proj-abcdefghijklmnop1234567890": (
+        "API_KEY",
+        "Use sk-proj-abcdefghijklmnop1234567890 for the call.",
+    ),
     "tok-a8F3kQ9zXw2LmN5vB7cD1eR4": ("API_KEY", "export KEY=tok-a8F3kQ9zXw2LmN5vB7cD1eR4"),
     "MIIEpAIBAAKCAQEA": ("PRIVATE_KEY", f"What is this?\n{PEM}\nThanks"),
     "hunter2secret": ("PASSWORD", "In the config I wrote password = 'hunter2secret' and it fails."),
@@ -68,9 +83,18 @@ def test_offsets_are_those_of_the_whole_text() -> None:
 
 
 def test_half_a_private_key_is_a_key() -> None:
-    assert [finding.entity for finding in without_overlap(find_secrets(f"See: {PEM[:40]}"))] == ["PRIVATE_KEY"]
+    assert [finding.entity for finding in without_overlap(find_secrets(f"See: {PEM[:40]}"))] == [
+        "PRIVATE_KEY"
+    ]
 
 
 def test_secrets_are_looked_for_whatever_the_entities() -> None:
-    assert PiiFilter(PiiSection(entities=("CREDIT_CARD",))).check(f"{GITHUB} anna@example.com") == ["API_KEY"]
-    assert PiiFilter(PiiSection(entities=("CREDIT_CARD",), secrets=False)).check(f"{GITHUB} anna@example.com") == []
+    assert PiiFilter(PiiSection(entities=("CREDIT_CARD",))).check(f"{GITHUB} anna@example.com") == [
+        "API_KEY"
+    ]
+    assert (
+        PiiFilter(PiiSection(entities=("CREDIT_CARD",), secrets=False)).check(
+            f"{GITHUB} anna@example.com"
+        )
+        == []
+    )

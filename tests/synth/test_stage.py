@@ -15,10 +15,17 @@ import pytest
 import yaml
 
 from pipeline.config import RunConfig, load
-from pipeline.errors import ConfigError, DataError, MissingPackage, StageConflict, TemplateError, UnsupportedModel
+from pipeline.errors import (
+    ConfigError,
+    DataError,
+    MissingPackage,
+    StageConflict,
+    TemplateError,
+    UnsupportedModel,
+)
 from pipeline.records import Manifest, Sample
 from pipeline.store.samples import read_samples
-from pipeline.store.stage import find_manifest, stage_location
+from pipeline.store.stage_run import find_manifest, stage_location
 from pipeline.synth import run
 from pipeline.synth.plan import plan
 from tests.synth.conftest import tree
@@ -35,10 +42,18 @@ def checksums(manifest: Manifest) -> dict[str, str]:
     return {shard.name: shard.sha256 for shard in manifest.shards}
 
 
-def test_every_prompt_becomes_a_sample_or_is_counted(make_config: Configure, prompts_file: Path) -> None:
+def test_every_prompt_becomes_a_sample_or_is_counted(
+    make_config: Configure, prompts_file: Path
+) -> None:
     with prompts_file.open("a") as file:
-        file.write(json.dumps({"id": "long", "source": "ours", "turns": ["word " * 400], "license": "MIT"}) + "\n")
-        file.write(json.dumps({"id": "free", "source": "ours", "turns": ["Anything"], "license": "none"}) + "\n")
+        file.write(
+            json.dumps({"id": "long", "source": "ours", "turns": ["word " * 400], "license": "MIT"})
+            + "\n"
+        )
+        file.write(
+            json.dumps({"id": "free", "source": "ours", "turns": ["Anything"], "license": "none"})
+            + "\n"
+        )
     config = make_config()
     manifest = run(config)
     samples = samples_of(config, manifest)
@@ -46,21 +61,33 @@ def test_every_prompt_becomes_a_sample_or_is_counted(make_config: Configure, pro
     assert (len(samples), manifest.rows, len(manifest.shards)) == (24, 24, 4)
     assert manifest.licenses == {"MIT": 24} and manifest.sources == {"ours": 24}
     assert manifest.details["prompts"] == {"loaded": 26, "selected": 25, "samples": 24}
-    assert {len(sample.supervised) for sample in samples} == {1, 2}, "some replies ended and were followed up, some hit the limit"
+    assert {len(sample.supervised) for sample in samples} == {1, 2}, (
+        "some replies ended and were followed up, some hit the limit"
+    )
     supervised = sum(span.end - span.start for sample in samples for span in sample.supervised)
-    assert manifest.details["supervised_tokens"] == supervised and manifest.details["supervised_share"] == pytest.approx(supervised / manifest.tokens, abs=1e-6)
-    assert manifest.details["sampling"]["temperature"] == 1.0 and manifest.details["pii"] == {"enabled": False}
+    assert manifest.details["supervised_tokens"] == supervised and manifest.details[
+        "supervised_share"
+    ] == pytest.approx(supervised / manifest.tokens, abs=1e-6)
+    assert manifest.details["sampling"]["temperature"] == 1.0 and manifest.details["pii"] == {
+        "enabled": False
+    }
     assert find_manifest(config.run.uri, "synth") == manifest
 
 
-def test_a_finished_stage_is_left_alone(make_config: Configure, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_stage_is_left_alone(
+    make_config: Configure, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(max_prompts=8)
     first = run(config)
-    files = {path: path.stat().st_mtime_ns for path in Path(config.run.uri).rglob("*") if path.is_file()}
+    files = {
+        path: path.stat().st_mtime_ns for path in Path(config.run.uri).rglob("*") if path.is_file()
+    }
     capsys.readouterr()
     assert run(config) == first
     assert "complete" in capsys.readouterr().out
-    assert files == {path: path.stat().st_mtime_ns for path in Path(config.run.uri).rglob("*") if path.is_file()}
+    assert files == {
+        path: path.stat().st_mtime_ns for path in Path(config.run.uri).rglob("*") if path.is_file()
+    }
 
 
 def test_the_seed_decides_the_replies(make_config: Configure) -> None:
@@ -71,19 +98,36 @@ def test_the_seed_decides_the_replies(make_config: Configure) -> None:
     assert set(checksums(other).values()).isdisjoint(checksums(same).values())
 
 
-def test_killed_in_the_middle_it_ends_with_the_same_bytes(tiny_target: Path, prompts_file: Path, tmp_path: Path) -> None:
+def test_killed_in_the_middle_it_ends_with_the_same_bytes(
+    tiny_target: Path, prompts_file: Path, tmp_path: Path
+) -> None:
     """`kill -9` after the first committed shard, then the same command."""
-    whole = run(load_tree(tmp_path / "whole.yaml", tree(tiny_target, prompts_file, tmp_path / "whole", shard_prompts=2)))
-    config = load_tree(tmp_path / "cut.yaml", tree(tiny_target, prompts_file, tmp_path / "cut", shard_prompts=2))
+    whole = run(
+        load_tree(
+            tmp_path / "whole.yaml",
+            tree(tiny_target, prompts_file, tmp_path / "whole", shard_prompts=2),
+        )
+    )
+    config = load_tree(
+        tmp_path / "cut.yaml", tree(tiny_target, prompts_file, tmp_path / "cut", shard_prompts=2)
+    )
     command = [sys.executable, "-m", "pipeline.cli", "synth", "-c", str(tmp_path / "cut.yaml")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "cut").rglob("*.entry.json")) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not list((tmp_path / "cut").rglob("*.entry.json"))
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     left = len(list((tmp_path / "cut").rglob("*.entry.json")))
-    assert process.returncode == -signal.SIGKILL and find_manifest(config.run.uri, "synth") is None and 0 < left < 12
+    assert (
+        process.returncode == -signal.SIGKILL
+        and find_manifest(config.run.uri, "synth") is None
+        and 0 < left < 12
+    )
     assert f"{left} of 12 shards committed" in plan(config).state
     resumed = run(config)
     assert checksums(resumed) == checksums(whole) and resumed.content_hash == whole.content_hash
@@ -94,7 +138,9 @@ def load_tree(path: Path, content: dict[str, object]) -> RunConfig:
     return load(path)
 
 
-def test_prompts_that_changed_under_a_begun_run_are_refused(make_config: Configure, prompts_file: Path) -> None:
+def test_prompts_that_changed_under_a_begun_run_are_refused(
+    make_config: Configure, prompts_file: Path
+) -> None:
     config = make_config()
     run(config)
     (Path(config.run.uri) / "synth" / "manifest.json").unlink()
@@ -103,24 +149,51 @@ def test_prompts_that_changed_under_a_begun_run_are_refused(make_config: Configu
         run(config)
 
 
-def test_planted_personal_data_reaches_no_artefact(make_config: Configure, prompts_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planted = {"anna.schmidt@example.com": "Mail anna.schmidt@example.com now", "AKIAIOSFODNN7EXAMPLE": "The id is AKIAIOSFODNN7EXAMPLE"}
-    records = [{"id": f"p{index}", "turns": [text], "license": "MIT", "source": "ours"} for index, text in enumerate(planted.values())]
-    prompts_file.write_text("".join(json.dumps(record) + "\n" for record in records) + "".join(prompts_file.read_text().splitlines(keepends=True)[:4]))
-    dropping, redacting = make_config("drop", pii={"action": "drop"}), make_config("redact", pii={"action": "redact"})
+def test_planted_personal_data_reaches_no_artefact(
+    make_config: Configure, prompts_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted = {
+        "anna.schmidt@example.com": "Mail anna.schmidt@example.com now",
+        "AKIAIOSFODNN7EXAMPLE": "The id is AKIAIOSFODNN7EXAMPLE",
+    }
+    records = [
+        {"id": f"p{index}", "turns": [text], "license": "MIT", "source": "ours"}
+        for index, text in enumerate(planted.values())
+    ]
+    prompts_file.write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+        + "".join(prompts_file.read_text().splitlines(keepends=True)[:4])
+    )
+    dropping, redacting = (
+        make_config("drop", pii={"action": "drop"}),
+        make_config("redact", pii={"action": "redact"}),
+    )
     dropped, redacted = run(dropping), run(redacting)
     assert dropped.rejected == {"pii:API_KEY": 1, "pii:EMAIL_ADDRESS": 1} and dropped.rows == 4
     assert redacted.rejected == {} and redacted.rows == 6
-    assert [sample.messages[0].content for sample in samples_of(redacting, redacted)[:2]] == ["Mail <EMAIL_ADDRESS> now", "The id is <API_KEY>"]
-    assert dropped.details["pii"]["prompts"] == "drop" and "API_KEY" in dropped.details["pii"]["entities"]
+    assert [sample.messages[0].content for sample in samples_of(redacting, redacted)[:2]] == [
+        "Mail <EMAIL_ADDRESS> now",
+        "The id is <API_KEY>",
+    ]
+    assert (
+        dropped.details["pii"]["prompts"] == "drop"
+        and "API_KEY" in dropped.details["pii"]["entities"]
+    )
     printed = capsys.readouterr()
     for config in (dropping, redacting):
         files = [path for path in Path(config.run.uri).rglob("*") if path.is_file()]
-        text = b"".join(path.read_bytes() for path in files).decode("utf-8", "replace") + str(samples_of(config, run(config))) + printed.out + printed.err
+        text = (
+            b"".join(path.read_bytes() for path in files).decode("utf-8", "replace")
+            + str(samples_of(config, run(config)))
+            + printed.out
+            + printed.err
+        )
         assert len(files) >= 4 and not [value for value in planted if value in text]
 
 
-def test_a_target_without_a_chat_template_is_refused(make_config: Configure, tiny_target: Path, tmp_path: Path) -> None:
+def test_a_target_without_a_chat_template_is_refused(
+    make_config: Configure, tiny_target: Path, tmp_path: Path
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     for path in tiny_target.iterdir():
@@ -128,11 +201,17 @@ def test_a_target_without_a_chat_template_is_refused(make_config: Configure, tin
             (bare / path.name).symlink_to(path)
     config = make_config()
     with pytest.raises(TemplateError, match="no chat template"):
-        run(config.model_copy(update={"target": config.target.model_copy(update={"source": str(bare)})}))
+        run(
+            config.model_copy(
+                update={"target": config.target.model_copy(update={"source": str(bare)})}
+            )
+        )
     assert find_manifest(config.run.uri, "synth") is None
 
 
-def test_bad_sources_leave_nothing_that_looks_complete(make_config: Configure, prompts_file: Path) -> None:
+def test_bad_sources_leave_nothing_that_looks_complete(
+    make_config: Configure, prompts_file: Path
+) -> None:
     prompts_file.write_text('{"turns": ["fine"]}\n{"turns": "broken"}\n')
     config = make_config()
     with pytest.raises(DataError, match=r"prompts\.jsonl:2: turns: is a str, not a list"):
@@ -153,14 +232,21 @@ def test_the_plan_counts_prompts_and_writes_nothing(make_config: Configure) -> N
     config = make_config(max_prompts=10)
     planned = plan(config)
     assert (planned.state, planned.records) == ("not started", 10)
-    assert planned.tokens > 10 * 30 and planned.storage_bytes > 0 and planned.seconds > 0 and planned.peak_memory_bytes > 1 << 30
+    assert (
+        planned.tokens > 10 * 30
+        and planned.storage_bytes > 0
+        and planned.seconds > 0
+        and planned.peak_memory_bytes > 1 << 30
+    )
     assert not Path(config.run.uri).exists()
     run(config)
     assert plan(config).state == "complete"
     assert plan(make_config(max_prompts=9)).state == "complete for another config"
 
 
-def test_the_plan_needs_no_torch(make_config: Configure, tmp_path: Path, tiny_target: Path, prompts_file: Path) -> None:
+def test_the_plan_needs_no_torch(
+    make_config: Configure, tmp_path: Path, tiny_target: Path, prompts_file: Path
+) -> None:
     load_tree(tmp_path / "run.yaml", tree(tiny_target, prompts_file, tmp_path / "run"))
     program = (
         "import sys; from pipeline.config import load; from pipeline.synth.plan import plan\n"

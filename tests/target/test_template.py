@@ -28,17 +28,25 @@ def tokenizer(tiny_target: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_target)
 
 
-def test_a_grown_conversation_reads_like_the_rendered_one(template: ChatTemplate, tokenizer: Any) -> None:
+def test_a_grown_conversation_reads_like_the_rendered_one(
+    template: ChatTemplate, tokenizer: Any
+) -> None:
     end = tokenizer.eos_token_id
     reply = [*tokenizer("It is 4.")["input_ids"], end]
     grown = [*template.start("2+2?"), *reply, *template.follow("Why?", closed=True)]
     turns = [("user", "2+2?"), ("assistant", "It is 4."), ("user", "Why?")]
-    whole = tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in turns], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in turns],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
     assert tokenizer.decode(grown) == whole
     assert template.stop_ids == (end,)
 
 
-def test_a_reply_that_was_cut_is_closed_by_the_template(template: ChatTemplate, tokenizer: Any) -> None:
+def test_a_reply_that_was_cut_is_closed_by_the_template(
+    template: ChatTemplate, tokenizer: Any
+) -> None:
     closing = template.follow("Why?", closed=False)
     assert closing[0] == tokenizer.eos_token_id
     assert closing[1:] == template.follow("Why?", closed=True)
@@ -51,17 +59,25 @@ def test_the_system_prompt_comes_first(tokenizer: Any) -> None:
 
 def test_special_tokens_are_shown_only_on_request(template: ChatTemplate) -> None:
     ids = template.start("Hi")
-    assert "<|im_start|>" not in template.text(ids) and "<|im_start|>" in template.text(ids, special=True)
+    assert "<|im_start|>" not in template.text(ids) and "<|im_start|>" in template.text(
+        ids, special=True
+    )
 
 
 def test_no_template(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(TemplateError, match=r"target\.source=tiny: the target's tokenizer has no chat template"):
+    with pytest.raises(
+        TemplateError, match=r"target\.source=tiny: the target's tokenizer has no chat template"
+    ):
         ChatTemplate(tokenizer, source="tiny")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_further_turns(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+def test_a_template_that_rewrites_earlier_turns_is_refused_for_further_turns(
+    tokenizer: Any,
+) -> None:
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    )
     template = ChatTemplate(tokenizer, source="tiny")
     assert tokenizer.decode(template.start("Hi")) == "1[Hi]"
     with pytest.raises(TemplateError, match=r"rewrites earlier turns.*max_turns=1"):
@@ -84,33 +100,54 @@ def with_template(tokenizer: Any, template: str, **kwargs: Any) -> ChatTemplate:
     [
         ("counts the turns", "{{ messages | length }}" + CHATML),
         ("puts the first message last", CHATML.replace("in messages", "in messages | reverse")),
-        ("opens a reply as no reply looks later", CHATML.replace("assistant\n{% endif %}", "assistant\n<think></think>{% endif %}")),
-        ("drops all replies but the last", CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' or loop.revindex < 3 }}")),
+        (
+            "opens a reply as no reply looks later",
+            CHATML.replace("assistant\n{% endif %}", "assistant\n<think></think>{% endif %}"),
+        ),
+        (
+            "drops all replies but the last",
+            CHATML.replace(
+                "{{ m.content }}", "{{ m.content if m.role == 'user' or loop.revindex < 3 }}"
+            ),
+        ),
     ],
 )
-def test_the_audit_finds_templates_that_change_earlier_turns(tokenizer: Any, what: str, template: str) -> None:
+def test_the_audit_finds_templates_that_change_earlier_turns(
+    tokenizer: Any, what: str, template: str
+) -> None:
     with pytest.raises(TemplateError, match=r"rewrites earlier turns.*synth\.max_turns=1"):
         with_template(tokenizer, template).check_turns()
 
 
 def test_the_audit_passes_honest_templates(template: ChatTemplate, tokenizer: Any) -> None:
     template.check_turns()
-    with_template(tokenizer, CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")).check_turns()
+    with_template(
+        tokenizer, CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+    ).check_turns()
     assert template.keeps(["a", "b"], [" spaced out \n"])
 
 
 def test_a_template_without_an_end_of_turn_token_serves_single_turns_only(tokenizer: Any) -> None:
-    template = with_template(tokenizer, "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:")
+    template = with_template(
+        tokenizer, "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+    )
     assert template.end_of_turn is None
     with pytest.raises(TemplateError, match=r"writes no end-of-turn token.*max_turns=1"):
         template.check_turns()
 
 
 def test_variables_choose_a_mode_and_must_exist(tokenizer: Any) -> None:
-    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}")
+    thinking = CHATML.replace(
+        "assistant\n{% endif %}", "assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
+    )
     on, off = (with_template(tokenizer, thinking, enable_thinking=value) for value in (True, False))
-    assert tokenizer.decode(on.start("Hi")).endswith("assistant\n<think>") and tokenizer.decode(off.start("Hi")).endswith("assistant\n")
-    with pytest.raises(TemplateError, match=r"target\.chat_template_kwargs\.enable_thinkin: the chat template reads no variable"):
+    assert tokenizer.decode(on.start("Hi")).endswith("assistant\n<think>") and tokenizer.decode(
+        off.start("Hi")
+    ).endswith("assistant\n")
+    with pytest.raises(
+        TemplateError,
+        match=r"target\.chat_template_kwargs\.enable_thinkin: the chat template reads no variable",
+    ):
         with_template(tokenizer, thinking, enable_thinkin=True)
 
 
@@ -118,11 +155,16 @@ def test_the_contract_holds_the_variables(tiny_target: Path) -> None:
     plain = TargetSection(source=str(tiny_target))
     thinking = plain.model_copy(update={"chat_template_kwargs": {"enable_thinking": True}})
     ours, theirs = (read_contract(section, resolve(section)) for section in (plain, thinking))
-    with pytest.raises(ContractMismatch, match=r'contract\.chat_template_kwargs: made for a target with chat_template_kwargs \{"enable_thinking":true\}'):
+    with pytest.raises(
+        ContractMismatch,
+        match=r'contract\.chat_template_kwargs: made for a target with chat_template_kwargs \{"enable_thinking":true\}',
+    ):
         match_contracts(ours, theirs, where="manifest.json")
 
 
 def test_a_conversation_s_own_system_prompt(tokenizer: Any) -> None:
     template = ChatTemplate(tokenizer, source="tiny", system_prompt="Be kind.")
-    assert tokenizer.decode(template.start("Hi", system="Be brief.")).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert tokenizer.decode(template.start("Hi", system="Be brief.")).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>"
+    )
     assert "kind" not in tokenizer.decode(template.start("Hi", system="Be brief."))

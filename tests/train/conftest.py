@@ -13,7 +13,7 @@ from pipeline.config import RunConfig, parse
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import random_init
 from pipeline.records import Manifest, TargetContract
-from pipeline.store.stage import open_stage
+from pipeline.store.stage_run import open_stage
 from pipeline.store.states import StatesSample, encode_states, teacher_positions
 from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
@@ -50,7 +50,9 @@ def target_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.to(torch.bfloat16).save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", chat_template=template).save_pretrained(directory)  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w1", chat_template=template
+    ).save_pretrained(directory)  # type: ignore[no-untyped-call]
     return directory
 
 
@@ -59,10 +61,13 @@ def target_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states(target_directory: Path) -> list[StatesSample]:
     """Twelve conversations: random prompts, the target's own greedy continuations, captured states."""
     from pipeline.config import TargetSection
-    from pipeline.target.capture import capture_states, register_packed_attention
+    from pipeline.target.forward import capture_states, register_packed_attention
     from pipeline.target.load import load_target
 
-    target = load_target(TargetSection(source=str(target_directory), device="cpu"), attention=register_packed_attention())
+    target = load_target(
+        TargetSection(source=str(target_directory), device="cpu"),
+        attention=register_packed_attention(),
+    )
     generator = torch.Generator().manual_seed(1)
     samples = []
     for number in range(12):
@@ -76,23 +81,52 @@ def states(target_directory: Path) -> list[StatesSample]:
     return samples
 
 
-def make_sample(name: str, ids: list[int], supervised: Any, aux: torch.Tensor, final: torch.Tensor) -> StatesSample:
+def make_sample(
+    name: str, ids: list[int], supervised: Any, aux: torch.Tensor, final: torch.Tensor
+) -> StatesSample:
     mask = torch.zeros(len(ids), dtype=torch.uint8)
     mask[list(supervised)] = 1
     positions = teacher_positions(mask)
-    return StatesSample(name, "test", torch.tensor(ids, dtype=torch.int32), mask, aux, final[positions.long()], positions)
+    return StatesSample(
+        name,
+        "test",
+        torch.tensor(ids, dtype=torch.int32),
+        mask,
+        aux,
+        final[positions.long()],
+        positions,
+    )
 
 
 @pytest.fixture
 def tiny_config(tmp_path: Path, target_directory: Path) -> Callable[..., RunConfig]:
     """`tiny_config(uri, epochs=…, head={…})` → a run's configuration."""
 
-    def build(uri: str = "run", *, head: dict[str, Any] | None = None, seed: int = 0, **train: Any) -> RunConfig:
-        shape = {"draft_vocab_size": 48, "intermediate_size": 32, "max_share_of_target": 2.0, **(head or {})}
-        settings = {"ttt_steps": 3, "batch_tokens": 64, "epochs": 2, "log_every": 1, "wandb": "disabled", "checkpoint_every": 4, **train}
+    def build(
+        uri: str = "run", *, head: dict[str, Any] | None = None, seed: int = 0, **train: Any
+    ) -> RunConfig:
+        shape = {
+            "draft_vocab_size": 48,
+            "intermediate_size": 32,
+            "max_share_of_target": 2.0,
+            **(head or {}),
+        }
+        settings = {
+            "ttt_steps": 3,
+            "batch_tokens": 64,
+            "epochs": 2,
+            "log_every": 1,
+            "wandb": "disabled",
+            "checkpoint_every": 4,
+            **train,
+        }
         return parse(
             {
-                "run": {"uri": uri if "://" in uri else str(tmp_path / uri), "threads": 1, "seed": seed},
+                "run": {
+                    "uri": uri if "://" in uri else str(tmp_path / uri),
+                    "threads": 1,
+                    "seed": seed,
+                },
                 "target": {"source": str(target_directory), "device": "cpu"},
                 "train": {**settings, "head": shape},
             }
@@ -111,8 +145,12 @@ def store_states(states: list[StatesSample]) -> Callable[..., Manifest]:
         for start in range(0, len(every), 5):
             part = every[start : start + 5]
             tokens = sum(len(sample.token_ids) for sample in part)
-            work.commit(f"{start // 5:05d}.safetensors", encode_states(part), rows=len(part), tokens=tokens)
-        return work.finish(contract=contract_of(config), licenses={"MIT": len(every)}, sources={"test": len(every)})
+            work.commit(
+                f"{start // 5:05d}.safetensors", encode_states(part), rows=len(part), tokens=tokens
+            )
+        return work.finish(
+            contract=contract_of(config), licenses={"MIT": len(every)}, sources={"test": len(every)}
+        )
 
     return store
 

@@ -14,30 +14,50 @@ from torch import Tensor
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable, rotate
-from pipeline.train.batches import Batch
+from pipeline.train.data.batches import TrainBatch
 
 
-def dense_unroll(head: Eagle3Head, embedding: Tensor, batch: Batch, *, steps: int) -> list[Tensor]:
+def dense_unroll(
+    head: Eagle3Head, embedding: Tensor, batch: TrainBatch, *, steps: int
+) -> list[Tensor]:
     """Outputs [N, H] of every step at every position; embedding [V, H] is the target's."""
     total = batch.tokens
-    document = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
+    document = torch.repeat_interleave(
+        torch.arange(len(batch.lengths)), torch.tensor(batch.lengths)
+    )
     position = torch.cat([torch.arange(length) for length in batch.lengths])
     causal = (document[:, None] == document) & (position[:, None] >= position)
-    rotary = RotaryTable(head.shape.rope_config(), max(batch.lengths) + steps, device=torch.device("cpu"), dtype=batch.aux_states.dtype)
+    rotary = RotaryTable(
+        head.shape.rope_config(),
+        max(batch.lengths) + steps,
+        device=torch.device("cpu"),
+        dtype=batch.aux_states.dtype,
+    )
     keys: list[Tensor] = []
     values: list[Tensor] = []
     hidden, outputs = head.project(batch.aux_states), []
     for k in range(steps):
         mask = torch.cat([causal, *[torch.eye(total, dtype=torch.bool)] * k], dim=1)  # [N, N(1+k)]
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, k: int = k, mask: Tensor = mask) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, k: int = k, mask: Tensor = mask
+        ) -> Tensor:
             cos, sin = rotary.at(position + k)
             keys.append(rotate(key, cos, sin))
             values.append(value)
             share = query.shape[1] // key.shape[1]
-            every_key, every_value = (torch.cat(part).repeat_interleave(share, 1).transpose(0, 1) for part in (keys, values))  # [Q, N(1+k), d]
-            scores = rotate(query, cos, sin).transpose(0, 1) @ every_key.transpose(1, 2) * query.shape[-1] ** -0.5
-            return torch.as_tensor((scores.masked_fill(~mask, -torch.inf).softmax(-1) @ every_value).transpose(0, 1))
+            every_key, every_value = (
+                torch.cat(part).repeat_interleave(share, 1).transpose(0, 1)
+                for part in (keys, values)
+            )  # [Q, N(1+k), d]
+            scores = (
+                rotate(query, cos, sin).transpose(0, 1)
+                @ every_key.transpose(1, 2)
+                * query.shape[-1] ** -0.5
+            )
+            return torch.as_tensor(
+                (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ every_value).transpose(0, 1)
+            )
 
         inputs = batch.token_ids[(torch.arange(total) + k + 1).clamp(max=total - 1)]
         hidden = head.step(embedding[inputs], hidden, attend)
@@ -45,7 +65,15 @@ def dense_unroll(head: Eagle3Head, embedding: Tensor, batch: Batch, *, steps: in
     return outputs
 
 
-def dense_loss(head: Eagle3Head, embedding: Tensor, teacher: Tensor, batch: Batch, *, steps: int, decay: float) -> Tensor:
+def dense_loss(
+    head: Eagle3Head,
+    embedding: Tensor,
+    teacher: Tensor,
+    batch: TrainBatch,
+    *,
+    steps: int,
+    decay: float,
+) -> Tensor:
     """Soft cross-entropy as `TttModel` defines it, from the logits of every position; teacher [Vd, H]."""
     total, exact = batch.tokens, torch.promote_types(batch.aux_states.dtype, torch.float32)
     sayable = head.t2d[batch.token_ids[batch.labels]]

@@ -14,28 +14,35 @@ from pipeline.decoder.request import Statistics
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.errors import ConfigError, UnsupportedModel
 from pipeline.records import Manifest
-from pipeline.store.stage import read_manifest, stage_location
+from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.target.load import load_target
 from pipeline.target.resolve import resolve
 from pipeline.train import run
 from pipeline.train.acceptance import Acceptance, Evaluator, summarise_rounds
-from pipeline.train.corpus import HeldOut, hold_out, survey
+from pipeline.train.data.corpus import HeldOut, hold_out, survey
+from pipeline.train.data.stored import StoredCorpus
 from pipeline.train.metrics import read_lines
-from pipeline.train.stored import StoredCorpus
 from tests.train.test_stage import kill_after, without_speed
 
 Configure = Callable[..., RunConfig]
 Store = Callable[..., Manifest]
 
 STOP = (1,)  # "w1", the tiny target's end of turn
-EVALUATION = {"evaluate_every": 4, "evaluate_prompts": 3, "evaluate_tokens": 12, "evaluate_tree": {"top_k": 1, "steps": 3, "nodes": 4}}
+EVALUATION = {
+    "evaluate_every": 4,
+    "evaluate_prompts": 3,
+    "evaluate_tokens": 12,
+    "evaluate_tree": {"top_k": 1, "steps": 3, "nodes": 4},
+}
 
 
 def lines_of(config: RunConfig) -> list[dict[str, float]]:
     return read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")
 
 
-def drawn(config: RunConfig, parent: Manifest, count: int = 3) -> tuple[StoredCorpus, tuple[HeldOut, ...]]:
+def drawn(
+    config: RunConfig, parent: Manifest, count: int = 3
+) -> tuple[StoredCorpus, tuple[HeldOut, ...]]:
     corpus = StoredCorpus(stage_location(config.run.uri, "features"), parent.shards)
     return corpus, hold_out(corpus, count, seed=config.run.seed, longest=200)
 
@@ -48,11 +55,18 @@ def test_held_out_samples_are_not_trained_on(tiny_config: Configure, store_state
     for item in chosen:
         sample = corpus.reader(item.shard).sample(item.sample)
         prompt = len(item.prompt_ids)
-        assert sample.sample_id == item.sample_id and tuple(sample.token_ids[:prompt].tolist()) == item.prompt_ids
-        assert not sample.loss_mask[:prompt].any() and sample.loss_mask[prompt] == 1
-    everything, rest = (survey(corpus, vocab_size=96, budget=64, held_out=held_out) for held_out in ((), chosen))
+        assert (
+            sample.sample_id == item.sample_id
+            and tuple(sample.token_ids[:prompt].tolist()) == item.prompt_ids
+        )
+        assert not sample.supervised_mask[:prompt].any() and sample.supervised_mask[prompt] == 1
+    everything, rest = (
+        survey(corpus, vocab_size=96, budget=64, held_out=held_out) for held_out in ((), chosen)
+    )
     trained = {(piece.shard, piece.sample) for piece in rest.pieces}
-    assert trained == {(piece.shard, piece.sample) for piece in everything.pieces} - {(item.shard, item.sample) for item in chosen}
+    assert trained == {(piece.shard, piece.sample) for piece in everything.pieces} - {
+        (item.shard, item.sample) for item in chosen
+    }
     assert rest.rejected["held_out"] == 3 and rest.samples == everything.samples - 3
     left_out = sum(int(corpus.reader(item.shard).tokens(item.sample)[1].sum()) for item in chosen)
     assert int(rest.counts["test"].sum()) == everything.supervised - left_out
@@ -79,32 +93,60 @@ def test_tau_and_alpha_by_hand() -> None:
 
 def test_the_best_head_is_exported(tiny_config: Configure, store_states: Store) -> None:
     config = tiny_config(
-        **EVALUATION, epochs=60, max_steps=30, learning_rate=3e-2, head={"draft_vocab_size": 96, "init_layer": "target_last"}, log_every=10, checkpoint_every=7
+        **EVALUATION,
+        epochs=60,
+        max_steps=30,
+        learning_rate=3e-2,
+        head={"draft_vocab_size": 96, "init_layer": "target_last"},
+        log_every=10,
+        checkpoint_every=7,
     )
     parent = store_states(config)
     manifest = run(config)
     lines = lines_of(config)
     assert [line["step"] for line in lines] == [4, 8, 10, 12, 16, 20, 24, 28, 30]
     taus = {int(line["step"]): line["tau"] for line in lines if "tau" in line}
-    assert list(taus) == [4, 8, 12, 16, 20, 24, 28, 30] and len(set(taus.values())) > 2, "the example needs a τ that moves"
+    assert list(taus) == [4, 8, 12, 16, 20, 24, 28, 30] and len(set(taus.values())) > 2, (
+        "the example needs a τ that moves"
+    )
     best = max(taus, key=lambda step: taus[step])  # the first of equal ones
-    assert manifest.details["exported_step"] == best and manifest.details["tau"] == taus[best] and manifest.details["evaluations"] == 8
+    assert (
+        manifest.details["exported_step"] == best
+        and manifest.details["tau"] == taus[best]
+        and manifest.details["evaluations"] == 8
+    )
     assert manifest.rejected["held_out"] == manifest.details["held_out"] == 3
 
     head, card = load_head(Path(config.run.uri) / "train" / "head", expected=parent.contract)
     line = next(line for line in lines if line["step"] == best)
-    assert card.metrics["exported_step"] == best and card.metrics["loss"] == line["loss"] and card.metrics["steps"] == 30
-    assert card.metrics["alpha"] == [line[name] for name in sorted(line) if name.startswith("alpha_")]
+    assert (
+        card.metrics["exported_step"] == best
+        and card.metrics["loss"] == line["loss"]
+        and card.metrics["steps"] == 30
+    )
+    assert card.metrics["alpha"] == [
+        line[name] for name in sorted(line) if name.startswith("alpha_")
+    ]
     _, held_out = drawn(config, parent)
     directory = resolve(config.target).directory
-    evaluator = Evaluator(directory, parent.contract, head.shape, config.train, held_out, stop_ids=STOP, device=torch.device("cpu"))
+    evaluator = Evaluator(
+        directory,
+        parent.contract,
+        head.shape,
+        config.train,
+        held_out,
+        stop_ids=STOP,
+        device=torch.device("cpu"),
+    )
     assert [evaluator.measure(head.state_dict()).tau for _ in range(2)] == [taus[best]] * 2
     kept = list((Path(config.run.uri) / "train" / "checkpoints").glob("best-*"))
     assert [file.name for file in kept] == [f"best-{best:06d}.safetensors"]
     assert torch.equal(load_file(kept[0])["fc.weight"].float(), head.fc.weight)
 
 
-def test_rounds_account_for_the_targets_own_reply(tiny_config: Configure, store_states: Store) -> None:
+def test_rounds_account_for_the_targets_own_reply(
+    tiny_config: Configure, store_states: Store
+) -> None:
     """Evaluating changes no weight, and what the rounds emitted is what the target says by itself."""
     config = tiny_config()
     parent = store_states(config)
@@ -114,19 +156,36 @@ def test_rounds_account_for_the_targets_own_reply(tiny_config: Configure, store_
     (item,) = held_out
     target = load_target(config.target)
     ids = torch.tensor([item.prompt_ids])
-    reply = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=1)[
-        0, ids.shape[1] :
-    ]
+    reply = target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=1,
+        pad_token_id=1,
+    )[0, ids.shape[1] :]
     section = config.train.model_copy(update={"evaluate_tokens": 12})
-    evaluator = Evaluator(resolve(config.target).directory, parent.contract, head.shape, section, held_out, stop_ids=STOP, device=torch.device("cpu"))
+    evaluator = Evaluator(
+        resolve(config.target).directory,
+        parent.contract,
+        head.shape,
+        section,
+        held_out,
+        stop_ids=STOP,
+        device=torch.device("cpu"),
+    )
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     found = evaluator.measure(head.state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
     rounds = (len(reply) - 1) / found.tau
-    assert rounds == pytest.approx(round(rounds)), "every token after the first came from some round"
+    assert rounds == pytest.approx(round(rounds)), (
+        "every token after the first came from some round"
+    )
 
 
-def test_ties_go_to_the_earlier_and_training_stops(tiny_config: Configure, store_states: Store) -> None:
+def test_ties_go_to_the_earlier_and_training_stops(
+    tiny_config: Configure, store_states: Store
+) -> None:
     still = {"learning_rate": 1e-12, "epochs": 60, "max_steps": 40, "early_stop": 2}
     config = tiny_config(**EVALUATION, **still)
     store_states(config)
@@ -139,12 +198,23 @@ def test_no_evaluation_exports_the_last_step(tiny_config: Configure, store_state
     config = tiny_config(max_steps=3)
     store_states(config)
     manifest = run(config)
-    assert manifest.details["exported_step"] == 3 and "tau" not in manifest.details and "held_out" not in manifest.rejected
+    assert (
+        manifest.details["exported_step"] == 3
+        and "tau" not in manifest.details
+        and "held_out" not in manifest.rejected
+    )
     assert not list((Path(config.run.uri) / "train" / "checkpoints").glob("best-*"))
 
 
 def test_kill_keeps_the_best_so_far(tiny_config: Configure, store_states: Store) -> None:
-    settings = {**EVALUATION, "epochs": 60, "max_steps": 60, "checkpoint_every": 7, "learning_rate": 3e-2, "early_stop": 9}
+    settings = {
+        **EVALUATION,
+        "epochs": 60,
+        "max_steps": 60,
+        "checkpoint_every": 7,
+        "learning_rate": 3e-2,
+        "early_stop": 9,
+    }
     whole, killed = tiny_config("whole", **settings), tiny_config("killed", **settings)
     for config in (whole, killed):
         store_states(config)
@@ -153,21 +223,30 @@ def test_kill_keeps_the_best_so_far(tiny_config: Configure, store_states: Store)
     assert not (Path(killed.run.uri) / "train" / "manifest.json").exists()
     again = run(killed)
     assert without_speed(lines_of(killed)) == without_speed(lines_of(whole))
-    assert [(shard.name, shard.sha256) for shard in again.shards] == [(shard.name, shard.sha256) for shard in manifest.shards]
+    assert [(shard.name, shard.sha256) for shard in again.shards] == [
+        (shard.name, shard.sha256) for shard in manifest.shards
+    ]
     assert again.details == manifest.details
 
 
 @pytest.mark.parametrize(
     ("settings", "where"),
-    [({"early_stop": 2}, "train.early_stop"), ({"evaluate_every": 2, "evaluate_tree": "auto"}, "train.evaluate_tree")],
+    [
+        ({"early_stop": 2}, "train.early_stop"),
+        ({"evaluate_every": 2, "evaluate_tree": "auto"}, "train.evaluate_tree"),
+    ],
 )
-def test_settings_that_contradict_each_other(tiny_config: Configure, settings: dict[str, object], where: str) -> None:
+def test_settings_that_contradict_each_other(
+    tiny_config: Configure, settings: dict[str, object], where: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         run(tiny_config(**settings))
     assert caught.value.where == where
 
 
-def test_a_target_that_the_decoder_does_not_run(tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_the_decoder_does_not_run(
+    tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pipeline.decoder.model.SUPPORTED", ("qwen3",))
     config = tiny_config(**EVALUATION)
     store_states(config)

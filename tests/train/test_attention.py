@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,17 @@ from torch import Tensor
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
-from pipeline.train import flash
-from pipeline.train.attention import Seen, UnrolledAttention
+from pipeline.train.ttt import flash
+from pipeline.train.ttt.attention import Seen, UnrolledAttention
 
 QUERY_HEADS, KEY_HEADS, SIZE = 4, 2, 4
 STEPS = 8
 
 
 def rotary_of(head: Eagle3Head) -> RotaryTable:
-    return RotaryTable(head.shape.rope_config(), 128, device=torch.device("cpu"), dtype=torch.float64)
+    return RotaryTable(
+        head.shape.rope_config(), 128, device=torch.device("cpu"), dtype=torch.float64
+    )
 
 
 def inputs(tokens: int, rows: Tensor, steps: int) -> list[list[Tensor]]:
@@ -26,12 +29,24 @@ def inputs(tokens: int, rows: Tensor, steps: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(4)
 
     def one(count: int, heads: int) -> Tensor:
-        return torch.randn(count, heads, SIZE, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
+        return (
+            torch.randn(count, heads, SIZE, generator=generator, dtype=torch.float64)
+            .mul_(2)
+            .requires_grad_()
+        )
 
-    return [[one(tokens if k == 0 else len(rows), heads) for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)] for k in range(steps)]
+    return [
+        [
+            one(tokens if k == 0 else len(rows), heads)
+            for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)
+        ]
+        for k in range(steps)
+    ]
 
 
-def dense(lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]) -> list[Tensor]:
+def dense(
+    lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]
+) -> list[Tensor]:
     """Every key of every step under one mask, all in rotated pairs of its own, without a function of the trainer."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.cat([torch.arange(length) for length in lengths])
@@ -50,12 +65,21 @@ def dense(lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: li
         masks.append(torch.eye(len(rows), dtype=torch.bool))
         causal = (document[places, None] == document) & (position[places, None] >= position)
         mask = torch.cat([causal, *masks[1:]], 1)
-        scores = torch.einsum("aqd,tqd->qat", turned(query, position[places] + k), torch.cat(keys)) / SIZE**0.5
-        mixed.append(torch.einsum("qat,tqd->aqd", scores.masked_fill(~mask, -torch.inf).softmax(-1), torch.cat(values)))
+        scores = (
+            torch.einsum("aqd,tqd->qat", turned(query, position[places] + k), torch.cat(keys))
+            / SIZE**0.5
+        )
+        mixed.append(
+            torch.einsum(
+                "qat,tqd->aqd", scores.masked_fill(~mask, -torch.inf).softmax(-1), torch.cat(values)
+            )
+        )
     return mixed
 
 
-def unrolled(lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]) -> list[Tensor]:
+def unrolled(
+    lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]
+) -> list[Tensor]:
     attention, past, mixed = UnrolledAttention(lengths, rows, rotary), list[Seen](), []
     for k, (query, key, value) in enumerate(steps):
         out, seen = attention.mix(k, query, key, value, list(past))
@@ -72,10 +96,15 @@ ROWS = {
 }
 
 
-def compare_with_dense(lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]) -> None:
+def compare_with_dense(
+    lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]
+) -> None:
     leaves = [leaf for step in steps for leaf in step]
     found, wanted = (kind(lengths, rows, rotary, steps) for kind in (unrolled, dense))
-    upper = [torch.randn(out.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k, out in enumerate(wanted)]
+    upper = [
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        for k, out in enumerate(wanted)
+    ]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(outs, leaves, upper) for outs in (found, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
@@ -83,24 +112,31 @@ def compare_with_dense(lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTab
 
 @pytest.mark.parametrize("kept", [0, 300, 1 << 20], ids=lambda kept: f"keeps {kept}")
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_equals_a_dense_mask_with_gradients(small_head: Eagle3Head, rows: Tensor, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_a_dense_mask_with_gradients(
+    small_head: Eagle3Head, rows: Tensor, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three documents, two query heads a key head, blocks that end inside documents; steps 0…7."""
-    monkeypatch.setattr("pipeline.train.mixing._KEPT", kept)
-    monkeypatch.setattr("pipeline.train.attention._MOST_ROWS", 5)
-    monkeypatch.setattr("pipeline.train.attention._FEWEST_ROWS", 3)
-    monkeypatch.setattr("pipeline.train.attention._PAIRS", 40)  # so that blocks shrink as documents get longer
+    monkeypatch.setattr("pipeline.train.ttt.mixing._KEPT", kept)
+    monkeypatch.setattr("pipeline.train.ttt.attention._MOST_ROWS", 5)
+    monkeypatch.setattr("pipeline.train.ttt.attention._FEWEST_ROWS", 3)
+    monkeypatch.setattr(
+        "pipeline.train.ttt.attention._PAIRS", 40
+    )  # so that blocks shrink as documents get longer
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     steps = inputs(sum(lengths), rows, STEPS)
     compare_with_dense(lengths, rows, rotary, steps)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_flash_kernels_merged_by_log_sum_exp_equal_a_dense_mask(small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_kernels_merged_by_log_sum_exp_equal_a_dense_mask(
+    small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The path of CUDA, with torch's flash kernel for the CPU."""
-    monkeypatch.setattr("pipeline.train.flash.serves", lambda device, dtype, size: True)
-    monkeypatch.setattr("pipeline.train.flash.WORTHWHILE_RUN", 0)
+    monkeypatch.setattr("pipeline.train.ttt.flash.serves", lambda device, dtype, size: True)
+    monkeypatch.setattr("pipeline.train.ttt.flash.WORTHWHILE_RUN", 0)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
-    assert all("runs" in mixer.keywords for mixer in UnrolledAttention(lengths, rows, rotary)._mixers)  # type: ignore[attr-defined]
+    mixers: Any = UnrolledAttention(lengths, rows, rotary)._mixers
+    assert all("runs" in mixer.keywords for mixer in mixers)
     steps = inputs(sum(lengths), rows, STEPS)
     compare_with_dense(lengths, rows, rotary, steps)
 
@@ -108,37 +144,61 @@ def test_flash_kernels_merged_by_log_sum_exp_equal_a_dense_mask(small_head: Eagl
 def test_flash_calls_fit_the_cuda_kernels() -> None:
     """Arguments and results against the operators' own signatures, on tensors without data."""
     runs = flash.find_runs([0, 1, 2, 5, 6], [0, 5], [0, 8])
-    assert runs == [flash.Run(slice(0, 3), slice(0, 0), slice(0, 3)), flash.Run(slice(3, 5), slice(0, 5), slice(5, 7))]
+    assert runs == [
+        flash.Run(slice(0, 3), slice(0, 0), slice(0, 3)),
+        flash.Run(slice(3, 5), slice(0, 5), slice(5, 7)),
+    ]
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
 
-    query, keys, values, own_keys, own_values = leaves = [empty(5, 6, 64), *(empty(8, 2, 64) for _ in range(2)), *(empty(5, 2, 3, 64) for _ in range(2))]
+    query, keys, values, own_keys, own_values = leaves = [
+        empty(5, 6, 64),
+        *(empty(8, 2, 64) for _ in range(2)),
+        *(empty(5, 2, 3, 64) for _ in range(2)),
+    ]
     out = flash.mix(query, keys, values, own_keys, own_values, runs)
     gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
-    assert [(one.shape, one.dtype) for one in (out, *gradients)] == [(one.shape, one.dtype) for one in (leaves[0], *leaves)]
+    assert [(one.shape, one.dtype) for one in (out, *gradients)] == [
+        (one.shape, one.dtype) for one in (leaves[0], *leaves)
+    ]
 
 
 def test_flash_needs_a_kernel() -> None:
     assert not flash.serves(torch.device("cpu"), torch.bfloat16, 64)
-    assert not flash.serves(torch.device("cuda"), torch.float32, 64) and not flash.serves(torch.device("cuda"), torch.bfloat16, 100)
+    assert not flash.serves(torch.device("cuda"), torch.float32, 64) and not flash.serves(
+        torch.device("cuda"), torch.bfloat16, 100
+    )
 
 
 def test_blocks_cover_every_row_once(small_head: Eagle3Head) -> None:
     rows = torch.arange(300)[torch.arange(300) % 3 > 0]
-    attention = UnrolledAttention((40, 260), rows, RotaryTable(small_head.shape.rope_config(), 300, device=torch.device("cpu"), dtype=torch.float64))
+    attention = UnrolledAttention(
+        (40, 260),
+        rows,
+        RotaryTable(
+            small_head.shape.rope_config(), 300, device=torch.device("cpu"), dtype=torch.float64
+        ),
+    )
     for mixer, count in zip(attention._mixers, (300, 200), strict=True):
         blocks = mixer.keywords["blocks"]  # type: ignore[attr-defined]
-        assert [block.rows.start for block in blocks] == [0, *(block.rows.stop for block in blocks[:-1])]
+        assert [block.rows.start for block in blocks] == [
+            0,
+            *(block.rows.stop for block in blocks[:-1]),
+        ]
         assert blocks[-1].rows.stop == count and len(blocks) >= 3
 
 
-def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(
+    small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Elements that one step saves, without the first softmaxes, double with the tokens; a dense mask's grow fourfold."""
-    monkeypatch.setattr("pipeline.train.mixing._KEPT", 0)
+    monkeypatch.setattr("pipeline.train.ttt.mixing._KEPT", 0)
     sizes = []
     for tokens in (128, 256, 512):
-        rotary = RotaryTable(small_head.shape.rope_config(), tokens, device=torch.device("cpu"), dtype=torch.float64)
+        rotary = RotaryTable(
+            small_head.shape.rope_config(), tokens, device=torch.device("cpu"), dtype=torch.float64
+        )
         attention = UnrolledAttention((tokens,), torch.arange(tokens), rotary)
         ((query, key, value),) = inputs(tokens, torch.arange(0), 1)
         saved: list[int] = []

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.eagle3.vocab import choose_vocabulary
+from pipeline.eagle3.vocabulary import choose_vocabulary
 from pipeline.errors import CorruptShard, DataError
 from pipeline.store.states import Room, StatesSample, teacher_positions
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
-from pipeline.train.batches import AHEAD, ReadAhead, read_batch
-from pipeline.train.corpus import Piece, read_piece, survey
+from pipeline.train.data.batches import AHEAD, ReadAhead, read_batch
+from pipeline.train.data.corpus import Piece, read_piece, survey
+from pipeline.train.data.schedule import Schedule
 from pipeline.train.loop import own_batches
-from pipeline.train.schedule import Schedule
 
 
 class MemoryOutline:
@@ -35,7 +35,7 @@ class MemoryOutline:
         return self.samples[index].sample_id, self.samples[index].source
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.samples[index].token_ids, self.samples[index].loss_mask
+        return self.samples[index].token_ids, self.samples[index].supervised_mask
 
 
 class MemoryCorpus:
@@ -68,17 +68,29 @@ class MemoryCorpus:
         pass
 
 
-def sample(length: int, supervised: Sequence[int], name: str = "s", source: str = "test") -> StatesSample:
+def sample(
+    length: int, supervised: Sequence[int], name: str = "s", source: str = "test"
+) -> StatesSample:
     """Aux and final states hold their own position, so that a row can be recognised."""
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[list(supervised)] = 1
     positions = teacher_positions(mask)
     at = torch.arange(length, dtype=torch.bfloat16)[:, None]
-    return StatesSample(name, source, torch.arange(length, dtype=torch.int32), mask, at.repeat(1, 6), at[positions.long()].repeat(1, 2), positions)
+    return StatesSample(
+        name,
+        source,
+        torch.arange(length, dtype=torch.int32),
+        mask,
+        at.repeat(1, 6),
+        at[positions.long()].repeat(1, 2),
+        positions,
+    )
 
 
 def test_survey_counts_tokens_and_reasons() -> None:
-    corpus = MemoryCorpus([sample(8, [3, 4, 5]), sample(6, [])], [sample(5, [1]), sample(25, range(20, 25))])
+    corpus = MemoryCorpus(
+        [sample(8, [3, 4, 5]), sample(6, [])], [sample(5, [1]), sample(25, range(20, 25))]
+    )
     found = survey(corpus, vocab_size=30, budget=10)
     assert (found.samples, found.tokens, found.supervised, found.split) == (4, 44, 9, 1)
     # A token that no position can predict teaches nothing; the long sample's first two pieces hold only prompt.
@@ -115,16 +127,27 @@ def test_long_sample_is_dropped_and_counted() -> None:
     found = survey(corpus, vocab_size=30, budget=10, long_samples="drop")
     assert found.pieces == (Piece(0, 1, 0, 10),) and found.rejected == {"longer_than_batch": 1}
     assert (found.samples, found.tokens, found.supervised, found.split) == (1, 10, 2, 0)
-    nothing = survey(MemoryCorpus([sample(23, range(5, 23))]), vocab_size=30, budget=10, long_samples="drop")
+    nothing = survey(
+        MemoryCorpus([sample(23, range(5, 23))]), vocab_size=30, budget=10, long_samples="drop"
+    )
     with pytest.raises(DataError, match="longer_than_batch 1") as caught:
         audit_mask(nothing, where="states")
     assert "train.long_samples=split" in caught.value.fix
 
 
 def test_coverage_is_counted_by_source() -> None:
-    corpus = MemoryCorpus([sample(10, [3, 4, 5], source="a"), sample(10, [4, 9], source="b"), sample(10, [5, 8, 9], source="b")])
+    corpus = MemoryCorpus(
+        [
+            sample(10, [3, 4, 5], source="a"),
+            sample(10, [4, 9], source="b"),
+            sample(10, [5, 8, 9], source="b"),
+        ]
+    )
     found = survey(corpus, vocab_size=10, budget=10)
-    assert coverage_by_source(found.counts, torch.tensor([3, 4, 5])) == {"a": 1.0, "b": pytest.approx(2 / 5)}
+    assert coverage_by_source(found.counts, torch.tensor([3, 4, 5])) == {
+        "a": 1.0,
+        "b": pytest.approx(2 / 5),
+    }
 
 
 def test_one_sample_is_shown_with_its_mask(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +156,11 @@ def test_one_sample_is_shown_with_its_mask(capsys: pytest.CaptureFixture[str]) -
     show_sample(corpus, found, lambda ids: "".join(f"<{token}>" for token in ids))
     shown = capsys.readouterr().out.replace("\n", "")
     assert "3 of 300 tokens are supervised" in shown
-    assert "<0><1><2><3><4>" in shown and "<83> … 135 tokens … <219>" in shown and "<298><299>" in shown
+    assert (
+        "<0><1><2><3><4>" in shown
+        and "<83> … 135 tokens … <219>" in shown
+        and "<298><299>" in shown
+    )
 
 
 def test_token_outside_the_vocabulary() -> None:
@@ -141,7 +168,9 @@ def test_token_outside_the_vocabulary() -> None:
         survey(MemoryCorpus([sample(10, [3])]), vocab_size=9, budget=10)
 
 
-@pytest.mark.parametrize(("supervised", "share"), [([], "0 %"), (range(8), "100 %"), ([0, 1], "0 %")])
+@pytest.mark.parametrize(
+    ("supervised", "share"), [([], "0 %"), (range(8), "100 %"), ([0, 1], "0 %")]
+)
 def test_mask_audit(supervised: Sequence[int], share: str) -> None:
     found = survey(MemoryCorpus([sample(8, supervised)]), vocab_size=30, budget=10)
     with pytest.raises(DataError, match=share):
@@ -178,11 +207,20 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 4), (2, 2), (4, 1)])
-def test_a_step_sees_the_same_batches_whatever_the_number_of_processes(world: int, accumulate: int) -> None:
+def test_a_step_sees_the_same_batches_whatever_the_number_of_processes(
+    world: int, accumulate: int
+) -> None:
     first, steps = 20, 3
-    mine = [list(own_batches(first, steps, rank=rank, world=world, accumulate=accumulate)) for rank in range(world)]
+    mine = [
+        list(own_batches(first, steps, rank=rank, world=world, accumulate=accumulate))
+        for rank in range(world)
+    ]
     for step in range(steps):
-        taken = {number for numbers in mine for number in numbers[step * accumulate : (step + 1) * accumulate]}
+        taken = {
+            number
+            for numbers in mine
+            for number in numbers[step * accumulate : (step + 1) * accumulate]
+        }
         assert taken == set(range(first + 4 * step, first + 4 * step + 4))
 
 
@@ -206,7 +244,9 @@ class CountingCorpus(MemoryCorpus):
 
 def test_read_ahead_keeps_the_order_and_its_bound() -> None:
     corpus = CountingCorpus([sample(10, [4, 5], f"s{number}") for number in range(12)])
-    schedule = Schedule([Piece(0, number, 0, 10) for number in range(12)], budget=10, seed=0, epochs=1)
+    schedule = Schedule(
+        [Piece(0, number, 0, 10) for number in range(12)], budget=10, seed=0, epochs=1
+    )
     expected = [read_batch(corpus, schedule.batch(number)).sample_ids for number in range(12)]
     corpus.reads = 0
     with ReadAhead(corpus, schedule, range(12)) as reader:

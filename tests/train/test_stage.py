@@ -38,8 +38,18 @@ def without_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_overfits_and_exports(tiny_config: Configure, store_states: Store, states: list[StatesSample], dtype: str) -> None:
-    config = tiny_config(dtype=dtype, max_steps=150, epochs=150, batch_tokens=48, learning_rate=1e-2, head={"draft_vocab_size": 96}, checkpoint_every=200)
+def test_overfits_and_exports(
+    tiny_config: Configure, store_states: Store, states: list[StatesSample], dtype: str
+) -> None:
+    config = tiny_config(
+        dtype=dtype,
+        max_steps=150,
+        epochs=150,
+        batch_tokens=48,
+        learning_rate=1e-2,
+        head={"draft_vocab_size": 96},
+        checkpoint_every=200,
+    )
     parent = store_states(config, states[:2])
     manifest = run(config)
     lines = lines_of(config)
@@ -48,15 +58,23 @@ def test_overfits_and_exports(tiny_config: Configure, store_states: Store, state
     assert last["loss"] < 0.9 * first["loss"]
     assert min(last["acc_0"], last["acc_1"], last["acc_2"]) > 0.9 > first["acc_0"]
     head, card = load_head(Path(config.run.uri) / "train" / "head", expected=parent.contract)
-    assert card.provenance["manifests"]["features"] == parent.content_hash and card.provenance["licenses"] == {"MIT": 2}
+    assert card.provenance["manifests"]["features"] == parent.content_hash and card.provenance[
+        "licenses"
+    ] == {"MIT": 2}
     assert card.metrics["acc_0"] == last["acc_0"] and card.metrics["steps"] == 150
     assert manifest.details["parameters"] == head.count_parameters()
     assert manifest.details["coverage"] == 1.0 and manifest.tokens == last["tokens"]
-    assert {shard.name for shard in manifest.shards} == {"config.json", "eagle3.json", "model.safetensors"}
+    assert {shard.name for shard in manifest.shards} == {
+        "config.json",
+        "eagle3.json",
+        "model.safetensors",
+    }
     assert plan(config).state == "complete"
 
 
-def test_complete_run_is_left_alone_and_a_lost_head_comes_back(tiny_config: Configure, store_states: Store) -> None:
+def test_complete_run_is_left_alone_and_a_lost_head_comes_back(
+    tiny_config: Configure, store_states: Store
+) -> None:
     config = tiny_config(max_steps=2)
     store_states(config)
     manifest = run(config)
@@ -86,7 +104,9 @@ def test_needs_states_of_the_same_target(tiny_config: Configure, store_states: S
         run(config)
 
 
-def test_nan_stops_with_the_sample(tiny_config: Configure, store_states: Store, states: list[StatesSample]) -> None:
+def test_nan_stops_with_the_sample(
+    tiny_config: Configure, store_states: Store, states: list[StatesSample]
+) -> None:
     broken = states[3].aux_states.clone()
     broken[2, 5] = torch.nan
     config = tiny_config(batch_tokens=len(states[3].token_ids))
@@ -106,23 +126,35 @@ def test_accumulation_and_split_are_counted(tiny_config: Configure, store_states
     assert all(0 < line["fill"] <= 1 for line in lines_of(config))
 
 
-def test_every_line_says_how_fast_and_how_large(tiny_config: Configure, store_states: Store) -> None:
+def test_every_line_says_how_fast_and_how_large(
+    tiny_config: Configure, store_states: Store
+) -> None:
     config = tiny_config(max_steps=4, log_every=2)
     store_states(config)
     run(config)
     lines = lines_of(config)
     assert [line["step"] for line in lines] == [2, 4]
     for line in lines:
-        assert line["tokens_per_second"] > 0 and 0 <= line["data_wait_share"] < 1 and 0.05 < line["peak_memory_gb"] < 64 and line["lr"] > 0
+        assert (
+            line["tokens_per_second"] > 0
+            and 0 <= line["data_wait_share"] < 1
+            and 0.05 < line["peak_memory_gb"] < 64
+            and line["lr"] > 0
+        )
 
 
-def test_dropped_samples_reach_the_manifest(tiny_config: Configure, store_states: Store, states: list[StatesSample]) -> None:
+def test_dropped_samples_reach_the_manifest(
+    tiny_config: Configure, store_states: Store, states: list[StatesSample]
+) -> None:
     config = tiny_config(batch_tokens=30, long_samples="drop", epochs=1)
     store_states(config)
     manifest = run(config)
     longer = sum(len(sample.token_ids) > 30 for sample in states)
     assert 0 < longer < len(states) and manifest.rejected == {"longer_than_batch": longer}
-    assert manifest.details["coverage_by_source"] == {"test": manifest.details["coverage"]} and manifest.details["split_samples"] == 0
+    assert (
+        manifest.details["coverage_by_source"] == {"test": manifest.details["coverage"]}
+        and manifest.details["split_samples"] == 0
+    )
 
 
 def test_plan_counts_the_evaluations(tiny_config: Configure, store_states: Store) -> None:
@@ -131,20 +163,34 @@ def test_plan_counts_the_evaluations(tiny_config: Configure, store_states: Store
     without, with_them = plan(plain), plan(decoding)
     assert with_them.seconds > without.seconds and with_them.storage_bytes > without.storage_bytes
     assert with_them.peak_memory_bytes - without.peak_memory_bytes == 2 * parent.contract.parameters
-    assert not any("evaluation" in line for line in without.basis) and "replies of 48 tokens" in with_them.basis[-1]
+    assert (
+        not any("evaluation" in line for line in without.basis)
+        and "replies of 48 tokens" in with_them.basis[-1]
+    )
 
 
-@pytest.mark.parametrize("settings", [{"loss": "lk"}, {"normalise": "all"}, {"activation_checkpointing": True}])
-def test_switches_reach_the_model(tiny_config: Configure, store_states: Store, settings: dict[str, object]) -> None:
-    plain, switched = tiny_config("plain", max_steps=2), tiny_config("switched", max_steps=2, **settings)
+@pytest.mark.parametrize(
+    "settings", [{"loss": "lk"}, {"normalise": "all"}, {"activation_checkpointing": True}]
+)
+def test_switches_reach_the_model(
+    tiny_config: Configure, store_states: Store, settings: dict[str, object]
+) -> None:
+    plain, switched = (
+        tiny_config("plain", max_steps=2),
+        tiny_config("switched", max_steps=2, **settings),
+    )
     for config in (plain, switched):
         store_states(config)
         run(config)
     losses = [lines_of(config)[0]["loss"] for config in (plain, switched)]
-    assert (losses[0] == pytest.approx(losses[1], rel=1e-3)) == ("activation_checkpointing" in settings)
+    assert (losses[0] == pytest.approx(losses[1], rel=1e-3)) == (
+        "activation_checkpointing" in settings
+    )
 
 
-def test_wandb_offline_holds_the_run(tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_holds_the_run(
+    tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = tiny_config(max_steps=2, wandb="offline")
     store_states(config)
@@ -152,16 +198,23 @@ def test_wandb_offline_holds_the_run(tiny_config: Configure, store_states: Store
     assert list((Path(config.run.uri) / "train" / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_remote_run_uploads_head_and_metrics(tiny_config: Configure, store_states: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_run_uploads_head_and_metrics(
+    tiny_config: Configure, store_states: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     local, remote = tiny_config(max_steps=5), tiny_config("memory://train-test/run", max_steps=5)
     manifests = []
     for config in (local, remote):
         store_states(config)
         manifests.append(run(config))
-    assert [shard.sha256 for shard in manifests[0].shards] == [shard.sha256 for shard in manifests[1].shards]
+    assert [shard.sha256 for shard in manifests[0].shards] == [
+        shard.sha256 for shard in manifests[1].shards
+    ]
     stage = Location(remote.run.uri).child("train")
-    assert stage.child("head").read("model.safetensors") == (Path(local.run.uri) / "train" / "head" / "model.safetensors").read_bytes()
+    assert (
+        stage.child("head").read("model.safetensors")
+        == (Path(local.run.uri) / "train" / "head" / "model.safetensors").read_bytes()
+    )
     assert stage.read("metrics.jsonl").count(b"\n") == 5
 
 
@@ -181,7 +234,11 @@ TRAIN = "import sys; from pipeline.config import parse; from pipeline.train impo
 
 def start(config: RunConfig) -> subprocess.Popen[bytes]:
     tree = config.model_dump(mode="json", exclude_none=True)
-    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", TRAIN, json.dumps(tree)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", TRAIN, json.dumps(tree)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
 
 
 def kill_after(config: RunConfig, steps: int) -> None:

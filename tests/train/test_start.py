@@ -14,14 +14,14 @@ import torch
 from pipeline.config import HeadSection, RunConfig
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.vocab import DraftVocabulary
+from pipeline.eagle3.vocabulary import DraftVocabulary
 from pipeline.errors import ConfigError, ContractMismatch, HeadError, TargetError
 from pipeline.records import Manifest
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
 from pipeline.train.loop import rate_at, total_steps
-from pipeline.train.start import check_share, head_shape, start_head
+from pipeline.train.start.start import check_share, head_shape, start_head
 
 
 def test_share_is_measured_and_refused(target_directory: Path) -> None:
@@ -35,7 +35,9 @@ def test_share_is_measured_and_refused(target_directory: Path) -> None:
     assert "train.head.draft_vocab_size (now 48)" in caught.value.fix
 
 
-def test_stage_refuses_a_large_head(tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest]) -> None:
+def test_stage_refuses_a_large_head(
+    tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest]
+) -> None:
     config = tiny_config(head={"max_share_of_target": 0.05})
     store_states(config)
     with pytest.raises(ConfigError, match=r"above the limit of 5\.0%"):
@@ -56,9 +58,17 @@ def test_impossible_shapes(target_directory: Path, section: HeadSection, field: 
 
 
 @pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"norm_output": True}], ids=str)
-def test_norms_of_the_configuration_reach_the_head(target_directory: Path, flags: dict[str, bool]) -> None:
-    shape = head_shape(HeadSection.model_validate({"draft_vocab_size": 48, **flags}), target_directory, 96)
-    assert {"fc_norm": shape.fc_norm, "norm_output": shape.norm_output} == {"fc_norm": False, "norm_output": False, **flags}
+def test_norms_of_the_configuration_reach_the_head(
+    target_directory: Path, flags: dict[str, bool]
+) -> None:
+    shape = head_shape(
+        HeadSection.model_validate({"draft_vocab_size": 48, **flags}), target_directory, 96
+    )
+    assert {"fc_norm": shape.fc_norm, "norm_output": shape.norm_output} == {
+        "fc_norm": False,
+        "norm_output": False,
+        **flags,
+    }
 
 
 def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
@@ -66,11 +76,25 @@ def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
     shape = head_shape(section, target_directory, 96)
     vocabulary = DraftVocabulary(torch.arange(5, 95, 9), 1.0)
     weights = TargetWeights(target_directory)
-    head, again = (start_head(section, shape, vocabulary, weights, last_layer=7, seed=4) for _ in range(2))
+    head, again = (
+        start_head(section, shape, vocabulary, weights, last_layer=7, seed=4) for _ in range(2)
+    )
     assert torch.equal(head.lm_head.weight, weights.lm_head()[vocabulary.target_ids].float())
-    assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, 32:], weights.layer(7)["self_attn.q_proj.weight"].float())
-    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
-    random = start_head(section.model_copy(update={"init_lm_head": "random", "init_layer": "random"}), shape, vocabulary, weights, last_layer=7, seed=4)
+    assert torch.equal(
+        head.midlayer.self_attn.q_proj.weight[:, 32:],
+        weights.layer(7)["self_attn.q_proj.weight"].float(),
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True)
+    )
+    random = start_head(
+        section.model_copy(update={"init_lm_head": "random", "init_layer": "random"}),
+        shape,
+        vocabulary,
+        weights,
+        last_layer=7,
+        seed=4,
+    )
     assert not torch.equal(random.lm_head.weight, head.lm_head.weight)
     with pytest.raises(TargetError, match="init_layer=random"):
         start_head(section, shape, vocabulary, weights, last_layer=8, seed=4)
@@ -95,7 +119,9 @@ def head_of(config: RunConfig) -> Path:
 
 
 def test_fine_tuning_keeps_vocabulary_and_shape(
-    tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], states: list[StatesSample]
+    tiny_config: Callable[..., RunConfig],
+    store_states: Callable[..., Manifest],
+    states: list[StatesSample],
 ) -> None:
     first = tiny_config("first", max_steps=3)
     store_states(first, states[:4])
@@ -103,27 +129,51 @@ def test_fine_tuning_keeps_vocabulary_and_shape(
     before, _ = load_head(head_of(first))
     other_data = states[6:]
     # The default draft vocabulary of 4,096 asks for nothing.
-    again = tiny_config("again", max_steps=1, learning_rate=1e-9, dtype="float32", start_from=str(head_of(first)), head={"draft_vocab_size": 4096})
+    again = tiny_config(
+        "again",
+        max_steps=1,
+        learning_rate=1e-9,
+        dtype="float32",
+        start_from=str(head_of(first)),
+        head={"draft_vocab_size": 4096},
+    )
     store_states(again, other_data)
     manifest = run(again)
     after, card = load_head(head_of(again))
-    assert torch.equal(after.d2t, before.d2t) and torch.equal(after.t2d, before.t2d) and after.shape == before.shape
+    assert (
+        torch.equal(after.d2t, before.d2t)
+        and torch.equal(after.t2d, before.t2d)
+        and after.shape == before.shape
+    )
     for now, then in zip(after.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=1e-6)  # one step of 1e-9 away
-    labels = torch.cat([sample.token_ids[sample.loss_mask.bool()] for sample in other_data]).long()
+    labels = torch.cat(
+        [sample.token_ids[sample.supervised_mask.bool()] for sample in other_data]
+    ).long()
     assert manifest.details["coverage"] == pytest.approx(float(before.t2d[labels].double().mean()))
-    assert manifest.details["draft_vocab_size"] == 48 and card.provenance["start_from"]["head"] == str(head_of(first))
+    assert manifest.details["draft_vocab_size"] == 48 and card.provenance["start_from"][
+        "head"
+    ] == str(head_of(first))
 
 
-def test_fine_tuning_refuses_another_shape_or_target(tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], tmp_path: Path) -> None:
+def test_fine_tuning_refuses_another_shape_or_target(
+    tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], tmp_path: Path
+) -> None:
     first = tiny_config("first", max_steps=1)
     store_states(first)
     run(first)
     head = str(head_of(first))
-    for field, asked, own in (("draft_vocab_size", 32, 48), ("intermediate_size", 16, 32), ("fc_norm", True, False)):
+    for field, asked, own in (
+        ("draft_vocab_size", 32, 48),
+        ("intermediate_size", 16, 32),
+        ("fc_norm", True, False),
+    ):
         config = tiny_config("again", start_from=head, head={field: asked})
         store_states(config)
-        with pytest.raises(ConfigError, match=f"{asked} is asked for, but the head that training starts from has {own}") as caught:
+        with pytest.raises(
+            ConfigError,
+            match=f"{asked} is asked for, but the head that training starts from has {own}",
+        ) as caught:
             run(config)
         assert caught.value.where == f"train.head.{field}"
         shutil.rmtree(config.run.uri)
@@ -141,8 +191,14 @@ def test_fine_tuning_refuses_another_shape_or_target(tiny_config: Callable[..., 
         run(config)
 
 
-def test_frozen_lm_head_stays_as_it_started(tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], target_directory: Path) -> None:
-    config = tiny_config(max_steps=4, train_lm_head=False, learning_rate=1e-2, dtype="float32", checkpoint_every=2)
+def test_frozen_lm_head_stays_as_it_started(
+    tiny_config: Callable[..., RunConfig],
+    store_states: Callable[..., Manifest],
+    target_directory: Path,
+) -> None:
+    config = tiny_config(
+        max_steps=4, train_lm_head=False, learning_rate=1e-2, dtype="float32", checkpoint_every=2
+    )
     store_states(config)
     run(config)
     head, _ = load_head(head_of(config))

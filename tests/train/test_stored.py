@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,15 +19,17 @@ from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, write_shard
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
-from pipeline.train.batches import Batch, ReadAhead, read_batch
-from pipeline.train.corpus import Piece, survey
-from pipeline.train.schedule import Schedule
-from pipeline.train.stored import StoredCorpus
+from pipeline.train.data.batches import ReadAhead, TrainBatch, read_batch
+from pipeline.train.data.corpus import Piece, survey
+from pipeline.train.data.schedule import Schedule
+from pipeline.train.data.stored import StoredCorpus
 
 HIDDEN = 8
 
 
-def make_samples(shard: int, count: int = 3, *, length: int = 24, hidden: int = HIDDEN) -> list[StatesSample]:
+def make_samples(
+    shard: int, count: int = 3, *, length: int = 24, hidden: int = HIDDEN
+) -> list[StatesSample]:
     draw = torch.Generator().manual_seed(shard)
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[length // 2 :] = 1
@@ -33,7 +37,10 @@ def make_samples(shard: int, count: int = 3, *, length: int = 24, hidden: int = 
     ids = [torch.randint(0, 60, (length,), generator=draw, dtype=torch.int32) for _ in range(count)]
     aux = [torch.randn(length, 3 * hidden, generator=draw).bfloat16() for _ in range(count)]
     final = [torch.randn(len(positions), hidden, generator=draw).bfloat16() for _ in range(count)]
-    return [StatesSample(f"s{shard}-{n}", "test", ids[n], mask, aux[n], final[n], positions) for n in range(count)]
+    return [
+        StatesSample(f"s{shard}-{n}", "test", ids[n], mask, aux[n], final[n], positions)
+        for n in range(count)
+    ]
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,11 @@ class Store:
         return self.location.child(SHARDS).local_path(self.shards[shard].name)
 
     def pieces(self) -> list[Piece]:
-        return [Piece(shard, index, 0, len(sample.token_ids)) for shard, part in enumerate(self.samples) for index, sample in enumerate(part)]
+        return [
+            Piece(shard, index, 0, len(sample.token_ids))
+            for shard, part in enumerate(self.samples)
+            for index, sample in enumerate(part)
+        ]
 
 
 def store(uri: object, total: int, encodings: Sequence[Encoding] = ("bf16",), **kind: int) -> Store:
@@ -56,8 +67,21 @@ def store(uri: object, total: int, encodings: Sequence[Encoding] = ("bf16",), **
     samples = [make_samples(shard, **kind) for shard in range(total)]
     shards = []
     for number, part in enumerate(samples):
-        data, tokens = encode_states(part, encodings[number % len(encodings)]), sum(len(sample.token_ids) for sample in part)
-        shards.append(write_shard(location, f"{number:05d}.safetensors", data, rows=len(part), tokens=tokens, rejected={}, seconds=0))
+        data, tokens = (
+            encode_states(part, encodings[number % len(encodings)]),
+            sum(len(sample.token_ids) for sample in part),
+        )
+        shards.append(
+            write_shard(
+                location,
+                f"{number:05d}.safetensors",
+                data,
+                rows=len(part),
+                tokens=tokens,
+                rejected={},
+                seconds=0,
+            )
+        )
     return Store(location, tuple(shards), tuple(samples))
 
 
@@ -80,27 +104,35 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def read_all(corpus: StoredCorpus, pieces: Sequence[Piece], *, epochs: int = 1) -> list[Batch]:
+def read_all(corpus: StoredCorpus, pieces: Sequence[Piece], *, epochs: int = 1) -> list[TrainBatch]:
     schedule = Schedule(pieces, budget=60, seed=1, epochs=epochs)
     with ReadAhead(corpus, schedule, range(len(schedule))) as reader:
         return [reader.take() for _ in range(len(schedule))]
 
 
-def assert_holds(batches: Sequence[Batch], expected: Store) -> None:
+def assert_holds(batches: Sequence[TrainBatch], expected: Store) -> None:
     """Every sample once, with its very states."""
     known = {sample.sample_id: sample for part in expected.samples for sample in part}
     found = [name for batch in batches for name in batch.sample_ids]
     assert sorted(found) == sorted(known)
     for batch in batches:
-        for name, states in zip(batch.sample_ids, batch.aux_states.split_with_sizes(list(batch.lengths)), strict=True):
+        for name, states in zip(
+            batch.sample_ids, batch.aux_states.split_with_sizes(list(batch.lengths)), strict=True
+        ):
             assert torch.equal(states, known[name].aux_states)
         teachers = torch.cat([known[name].final_states for name in batch.sample_ids])
         assert torch.equal(batch.teacher_states, teachers)
 
 
 @pytest.mark.parametrize("kind", ["local", "gs", "cached"])
-def test_every_sample_arrives_once_and_whole(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    uri = str(tmp_path / "run") if kind == "local" else f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+def test_every_sample_arrives_once_and_whole(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    uri = (
+        str(tmp_path / "run")
+        if kind == "local"
+        else f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    )
     stored = store(uri, 4)
     cache = ShardCache(tmp_path / "cache", 10**7) if kind == "cached" else None
     corpus = StoredCorpus(stored.location, stored.shards, cache=cache, hidden_size=HIDDEN)
@@ -118,7 +150,10 @@ def test_the_order_is_that_of_the_schedule_wherever_the_states_are(tmp_path: Pat
         StoredCorpus(remote.location, remote.shards),
         StoredCorpus(remote.location, remote.shards, cache=cache),
     ]
-    orders = [[batch.sample_ids for batch in read_all(corpus, local.pieces(), epochs=2)] for corpus in corpora]
+    orders = [
+        [batch.sample_ids for batch in read_all(corpus, local.pieces(), epochs=2)]
+        for corpus in corpora
+    ]
     assert orders[0] == orders[1] == orders[2]
 
 
@@ -128,15 +163,21 @@ def test_a_remote_shard_is_fetched_once(tmp_path: Path, downloads: list[str]) ->
     survey(StoredCorpus(stored.location, stored.shards, cache=cache), vocab_size=60, budget=60)
     assert downloads == [], "a survey reads ids and masks alone"
     for _ in range(2):
-        read_all(StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces(), epochs=2)
+        read_all(
+            StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces(), epochs=2
+        )
     assert sorted(downloads) == [shard.name for shard in stored.shards]
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
-def test_a_cache_too_small_for_the_shuffled_shards_is_not_used(tmp_path: Path, downloads: list[str]) -> None:
+def test_a_cache_too_small_for_the_shuffled_shards_is_not_used(
+    tmp_path: Path, downloads: list[str]
+) -> None:
     stored = store(f"memory://{tmp_path.name}", 4)
     cache = ShardCache(tmp_path / "cache", sum(shard.bytes for shard in stored.shards) - 1)
-    assert_holds(read_all(StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces()), stored)
+    assert_holds(
+        read_all(StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces()), stored
+    )
     assert downloads == [] and not (tmp_path / "cache").exists()
 
 
@@ -147,7 +188,9 @@ def test_the_shards_unused_for_longest_leave_the_cache(tmp_path: Path) -> None:
     for shard in (0, 1, 2, 0, 3, 0, 4):
         cache.fetch(stored.location, stored.shards[shard])
         kept = {path.parent.parent.name for path in tmp_path.glob("shards/*/shards/*")}
-        assert sum(path.stat().st_size for path in tmp_path.glob("shards/*/shards/*")) <= cache.limit
+        assert (
+            sum(path.stat().st_size for path in tmp_path.glob("shards/*/shards/*")) <= cache.limit
+        )
     assert kept == {stored.shards[shard].sha256 for shard in (0, 3, 4)}
     cache.drop(stored.shards[3])
     cache.drop(stored.shards[3])
@@ -172,22 +215,39 @@ def test_equal_shards_are_fetched_by_one_of_many(tmp_path: Path, downloads: list
     assert sorted(downloads) == ["00000.safetensors", "00001.safetensors"]
 
 
-def test_a_copy_that_rotted_in_the_cache_is_fetched_again(tmp_path: Path, downloads: list[str]) -> None:
+def test_a_copy_that_rotted_in_the_cache_is_fetched_again(
+    tmp_path: Path, downloads: list[str]
+) -> None:
     stored = store(f"memory://{tmp_path.name}", 2)
     cache = ShardCache(tmp_path / "cache", 10**7)
-    copy = cache.fetch(stored.location, stored.shards[1]).child(SHARDS).local_path(stored.shards[1].name)
+    copy = (
+        cache.fetch(stored.location, stored.shards[1])
+        .child(SHARDS)
+        .local_path(stored.shards[1].name)
+    )
     for damaged in (flip(copy.read_bytes()), copy.read_bytes()[:-7]):
         copy.write_bytes(damaged)
         downloads.clear()
-        batches = read_all(StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces())
+        batches = read_all(
+            StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces()
+        )
         assert_holds(batches, stored)
         assert downloads.count(stored.shards[1].name) == 1
 
 
-def test_threads_that_find_the_same_copy_rotten_share_a_fresh_one(tmp_path: Path, downloads: list[str]) -> None:
+def test_threads_that_find_the_same_copy_rotten_share_a_fresh_one(
+    tmp_path: Path, downloads: list[str]
+) -> None:
     stored = store(f"memory://{tmp_path.name}", 1)
-    corpus = StoredCorpus(stored.location, stored.shards, cache=ShardCache(tmp_path / "cache", 10**7))
-    copy = ShardCache(tmp_path / "cache", 10**7).fetch(stored.location, stored.shards[0]).child(SHARDS).local_path(stored.shards[0].name)
+    corpus = StoredCorpus(
+        stored.location, stored.shards, cache=ShardCache(tmp_path / "cache", 10**7)
+    )
+    copy = (
+        ShardCache(tmp_path / "cache", 10**7)
+        .fetch(stored.location, stored.shards[0])
+        .child(SHARDS)
+        .local_path(stored.shards[0].name)
+    )
     copy.write_bytes(flip(copy.read_bytes()))
     downloads.clear()
     last, start = len(stored.samples[0]) - 1, threading.Barrier(8)
@@ -199,19 +259,26 @@ def test_threads_that_find_the_same_copy_rotten_share_a_fresh_one(tmp_path: Path
 
     with ThreadPoolExecutor(8) as pool:
         found = [future.result() for future in [pool.submit(read) for _ in range(8)]]
-    assert all(torch.equal(sample.aux_states, stored.samples[0][last].aux_states) for sample in found)
+    assert all(
+        torch.equal(sample.aux_states, stored.samples[0][last].aux_states) for sample in found
+    )
     assert len(downloads) == 1
 
 
 @pytest.mark.parametrize("kind", ["local", "ranges", "cached"])
-def test_a_flipped_byte_is_read_twice_and_named(kind: str, tmp_path: Path, downloads: list[str]) -> None:
+def test_a_flipped_byte_is_read_twice_and_named(
+    kind: str, tmp_path: Path, downloads: list[str]
+) -> None:
     stored = store(tmp_path / "run" if kind == "local" else f"memory://{tmp_path.name}", 3)
     folder = stored.location.child(SHARDS)
     folder.write("00001.safetensors", flip(folder.read("00001.safetensors")))
     cache = ShardCache(tmp_path / "cache", 10**7) if kind == "cached" else None
     corpus = StoredCorpus(stored.location, stored.shards, cache=cache)
     problem = "has SHA-256" if kind == "cached" else "sample s1-2 of test has CRC-32"
-    with pytest.raises(CorruptShard, match=rf"{stored.location.uri}/shards/00001\.safetensors: sample 2: {problem}.*, read twice \(fix: "):
+    with pytest.raises(
+        CorruptShard,
+        match=rf"{stored.location.uri}/shards/00001\.safetensors: sample 2: {problem}.*, read twice \(fix: ",
+    ):
         corpus.sample(1, 2)
     assert downloads.count("00001.safetensors") == (4 if kind == "cached" else 0)
     with pytest.raises(CorruptShard, match=r"00001\.safetensors: sample \d: .*read twice"):
@@ -225,7 +292,9 @@ def test_a_shard_that_the_store_delivers_wrong_is_not_let_in(bucket: str, tmp_pa
     folder = stored.location.child(SHARDS)
     folder.write("00000.safetensors", flip(folder.read("00000.safetensors")))
     cache = ShardCache(tmp_path, 10**7)
-    with pytest.raises(CorruptShard, match=r"shards/00000\.safetensors: has crc32c:\S+, crc32c:\S+ was committed"):
+    with pytest.raises(
+        CorruptShard, match=r"shards/00000\.safetensors: has crc32c:\S+, crc32c:\S+ was committed"
+    ):
         cache.fetch(stored.location, stored.shards[0])
     folder.delete("00000.safetensors.entry.json")
     with pytest.raises(CorruptShard, match=r"shards/00000\.safetensors: has SHA-256"):
@@ -241,7 +310,9 @@ def test_a_shard_that_the_store_delivers_wrong_is_not_let_in(bucket: str, tmp_pa
         (lambda path: path.unlink(), "the file is missing"),
     ],
 )
-def test_damage_is_found_before_training(damage: Callable[[Path], object], problem: str, tmp_path: Path) -> None:
+def test_damage_is_found_before_training(
+    damage: Callable[[Path], object], problem: str, tmp_path: Path
+) -> None:
     stored = store(tmp_path, 2)
     damage(stored.path(1))
     with pytest.raises(CorruptShard, match=rf"shards/00001\.safetensors: .*{problem}"):
@@ -252,7 +323,9 @@ def test_damage_is_found_while_training(tmp_path: Path) -> None:
     stored = store(tmp_path, 2)
     whole, corpus = stored.path(1).read_bytes(), StoredCorpus(stored.location, stored.shards)
     stored.path(1).write_bytes(whole[:-1])
-    with pytest.raises(CorruptShard, match=r"00001\.safetensors: sample 0: has \d+ bytes, \d+ were committed"):
+    with pytest.raises(
+        CorruptShard, match=r"00001\.safetensors: sample 0: has \d+ bytes, \d+ were committed"
+    ):
         corpus.sample(1, 0)
     stored.path(1).unlink()
     with pytest.raises(StoreError, match=r"00001\.safetensors: no such file"):
@@ -261,13 +334,18 @@ def test_damage_is_found_while_training(tmp_path: Path) -> None:
     assert corpus.sample(1, 0).sample_id == "s1-0"
 
 
-def test_a_store_that_holds_another_object_is_found_without_reading_it(bucket: str, tmp_path: Path, downloads: list[str]) -> None:
+def test_a_store_that_holds_another_object_is_found_without_reading_it(
+    bucket: str, tmp_path: Path, downloads: list[str]
+) -> None:
     stored = store(f"{bucket}/{tmp_path.name}", 2)
     corpus, folder = StoredCorpus(stored.location, stored.shards), stored.location.child(SHARDS)
     corpus.verify()
     whole = folder.read("00001.safetensors")
     folder.write("00001.safetensors", flip(whole))
-    with pytest.raises(CorruptShard, match=r"00001\.safetensors: has crc32c:\S+ in the store, crc32c:\S+ was committed"):
+    with pytest.raises(
+        CorruptShard,
+        match=r"00001\.safetensors: has crc32c:\S+ in the store, crc32c:\S+ was committed",
+    ):
         corpus.verify()
     folder.write("00001.safetensors", whole)
     corpus.verify()
@@ -282,7 +360,10 @@ def test_a_shard_of_another_target_is_named(kind: str, tmp_path: Path) -> None:
     stored = store(tmp_path if kind == "path" else f"memory://{tmp_path.name}", 2)
     corpus = StoredCorpus(stored.location, stored.shards, hidden_size=16)
     for call in (lambda: corpus.sample(1, 0), lambda: corpus.outline(1)):
-        with pytest.raises(CorruptShard, match=r"shards/00001\.safetensors.*: holds states of hidden_size 8, the target of the manifest's contract has 16"):
+        with pytest.raises(
+            CorruptShard,
+            match=r"shards/00001\.safetensors.*: holds states of hidden_size 8, the target of the manifest's contract has 16",
+        ):
             call()
 
 
@@ -293,16 +374,48 @@ def test_states_are_decoded_on_the_training_device(encoding: Encoding, tmp_path:
     corpus = StoredCorpus(stored.location, stored.shards)
     pieces = [Piece(0, 1, 0, 24), Piece(0, 2, 0, 24), Piece(1, 0, 4, 20), Piece(1, 2, 0, 24)]
     batch = read_batch(corpus, pieces)
-    assert batch.aux_states.dtype != torch.bfloat16 and len(batch.coded) == (1 if encoding == "fp8" else 2)
+    assert batch.aux_states.dtype != torch.bfloat16 and len(batch.coded) == (
+        1 if encoding == "fp8" else 2
+    )
     there = batch.to(torch.device("cpu"), torch.float32)
-    assert there.coded == () and there.aux_states.dtype == there.teacher_states.dtype == torch.float32
-    for piece, states in zip(pieces, there.aux_states.split_with_sizes(list(batch.lengths)), strict=True):
+    assert (
+        there.coded == () and there.aux_states.dtype == there.teacher_states.dtype == torch.float32
+    )
+    for piece, states in zip(
+        pieces, there.aux_states.split_with_sizes(list(batch.lengths)), strict=True
+    ):
         whole = corpus.reader(piece.shard).sample(piece.sample)
         assert torch.equal(states.bfloat16(), whole.aux_states[piece.start : piece.stop])
-        assert (states - stored.samples[piece.shard][piece.sample].aux_states[piece.start : piece.stop].float()).abs().max() < 0.3
+        assert (
+            states
+            - stored.samples[piece.shard][piece.sample].aux_states[piece.start : piece.stop].float()
+        ).abs().max() < 0.3
     alone = read_batch(corpus, pieces[2:3]).to(torch.device("cpu"), torch.float32)
     first = sum(len(read_batch(corpus, [piece]).labels) for piece in pieces[:2])
-    assert torch.equal(there.teacher_states[first : first + len(alone.labels)], alone.teacher_states)
+    assert torch.equal(
+        there.teacher_states[first : first + len(alone.labels)], alone.teacher_states
+    )
+
+
+def test_what_is_planned_is_announced_to_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte ranges of all states of the planned samples, and of nothing else."""
+    stored, announced = store(tmp_path, 2), list[tuple[int, int]]()
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda file, start, length, advice: announced.append((start, length))
+    )
+    read_all(StoredCorpus(stored.location, stored.shards), stored.pieces())
+    ranges = []
+    for shard in stored.shards:
+        data = (stored.location.child(SHARDS).local_path(shard.name)).read_bytes()
+        first = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:first])
+        for name in ("aux_states", "final_states"):
+            start, stop = (first + at for at in header[name]["data_offsets"])
+            size = (stop - start) // 3  # three samples of one length
+            ranges += [(start + place * size, size) for place in range(3)]
+    assert sorted(announced) == sorted(ranges)
 
 
 def resident() -> int:
@@ -316,7 +429,12 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     corpus = StoredCorpus(stored.location, stored.shards)
     peaks = []
     for shards in (3, 30):
-        schedule = Schedule([piece for piece in stored.pieces() if piece.shard < shards], budget=100, seed=0, epochs=1)
+        schedule = Schedule(
+            [piece for piece in stored.pieces() if piece.shard < shards],
+            budget=100,
+            seed=0,
+            epochs=1,
+        )
         start = resident()
         with ReadAhead(corpus, schedule, range(len(schedule))) as reader:
             peaks.append(max(_after(reader) for _ in range(len(schedule))) - start)

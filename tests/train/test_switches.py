@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init
-from pipeline.train.batches import pack_samples
-from pipeline.train.divergence import Loss, OutputLoss
-from pipeline.train.loss import StepResult, TttModel
+from pipeline.train.data.batches import pack_samples
+from pipeline.train.ttt.divergence import Loss, OutputLoss
+from pipeline.train.ttt.model import StepResult, TttModel
 from tests.train.dense import dense_loss
 from tests.train.test_unroll import DECAY, STEPS, constants, documents
 
@@ -40,14 +41,23 @@ def example() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
 
     scales = torch.rand(K, L, generator=generator, dtype=torch.float64)
     scales[1, 2] = 0  # a step that does not predict this label
-    return draw(K, L, H).requires_grad_(), draw(VD, H).requires_grad_(), draw(L, H), draw(VD, H), scales, torch.arange(L)
+    return (
+        draw(K, L, H).requires_grad_(),
+        draw(VD, H).requires_grad_(),
+        draw(L, H),
+        draw(VD, H),
+        scales,
+        torch.arange(L),
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("chunk", [1 << 20, 2 * K * VD], ids=["one chunk", "chunks of two labels"])
-def test_loss_and_gradients_equal_autograd(loss: Loss, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.train.divergence._CHUNK_LOGITS", chunk)
-    monkeypatch.setattr("pipeline.train.divergence._PART_LOGITS", K * VD)
+def test_loss_and_gradients_equal_autograd(
+    loss: Loss, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", chunk)
+    monkeypatch.setattr("pipeline.train.ttt.divergence._PART_LOGITS", K * VD)
     states, weight, teacher_states, teacher, scales, draft_ids = example()
     value, hits = OutputLoss.apply(states, weight, teacher_states, teacher, scales, draft_ids, loss)  # type: ignore[no-untyped-call]
     logits = states @ weight.T
@@ -63,21 +73,38 @@ def test_losses_of_a_perfect_head() -> None:
     arguments = states.expand(K, -1, -1), weight, states, weight, scales, draft_ids
     found = {loss: float(OutputLoss.apply(*arguments, loss)[0]) for loss in LOSSES}  # type: ignore[no-untyped-call]
     p = (states @ weight.T).softmax(-1)
-    assert found["cross_entropy"] == pytest.approx(float((-(p * p.log()).sum(-1) * scales).sum()))  # the teacher's entropy
+    assert found["cross_entropy"] == pytest.approx(
+        float((-(p * p.log()).sum(-1) * scales).sum())
+    )  # the teacher's entropy
     assert [found[loss] for loss in ("kl", "tv", "lk")] == pytest.approx([0, 0, 0], abs=1e-12)
 
 
-def run(head: Eagle3Head, **switches: object) -> StepResult:
+def run(head: Eagle3Head, **switches: Any) -> StepResult:
     fixed = constants()
-    model = TttModel(head, fixed.embedding, fixed.lm_head, steps=STEPS, decay=DECAY, max_length=12, dtype=torch.float64, **switches)  # type: ignore[arg-type]
+    model = TttModel(
+        head,
+        fixed.embedding,
+        fixed.lm_head,
+        steps=STEPS,
+        decay=DECAY,
+        max_length=12,
+        dtype=torch.float64,
+        **switches,
+    )
     result: StepResult = model(pack_samples(documents()))
     return result
 
 
 def test_normalisation_by_all_tokens(small_head: Eagle3Head) -> None:
     batch = pack_samples(documents())
-    supervised, every = (float(run(small_head, normalise=normalise).loss.detach()) for normalise in ("supervised", "all"))
-    assert every == pytest.approx(supervised * len(batch.labels) / batch.tokens) and len(batch.labels) != batch.tokens
+    supervised, every = (
+        float(run(small_head, normalise=normalise).loss.detach())
+        for normalise in ("supervised", "all")
+    )
+    assert (
+        every == pytest.approx(supervised * len(batch.labels) / batch.tokens)
+        and len(batch.labels) != batch.tokens
+    )
 
 
 def test_a_frozen_lm_head_gets_no_gradient_and_changes_no_other(small_head: Eagle3Head) -> None:
@@ -97,21 +124,39 @@ def variant(head: Eagle3Head, **flags: bool) -> Eagle3Head:
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             if "norm" in name:
-                parameter.copy_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64) + 0.5)
+                parameter.copy_(
+                    torch.rand(
+                        parameter.shape,
+                        generator=torch.Generator().manual_seed(len(name)),
+                        dtype=torch.float64,
+                    )
+                    + 0.5
+                )
     return other
 
 
-@pytest.mark.parametrize("flags", [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}],
+    ids=str,
+)
 def test_norms_of_eagle_31(small_head: Eagle3Head, flags: dict[str, bool]) -> None:
     """The flags' maths by hand, and the trainer's loss and gradients against the dense unroll with them."""
     head, fixed, batch = variant(small_head, **flags), constants(), pack_samples(documents())
-    names = {name for name, _ in head.named_parameters()} - {name for name, _ in small_head.named_parameters()}
+    names = {name for name, _ in head.named_parameters()} - {
+        name for name, _ in small_head.named_parameters()
+    }
     assert names == ({f"fc_norm.{i}.weight" for i in range(3)} if "fc_norm" in flags else set())
     states = batch.aux_states[:4]  # [4, 3H]
     if "fc_norm" in flags:
         parts = states.chunk(3, dim=-1)
-        weights = [parameter for name, parameter in head.named_parameters() if name.startswith("fc_norm")]
-        normed = [part * part.square().mean(-1, keepdim=True).add(1e-5).rsqrt() * weight for part, weight in zip(parts, weights, strict=True)]
+        weights = [
+            parameter for name, parameter in head.named_parameters() if name.startswith("fc_norm")
+        ]
+        normed = [
+            part * part.square().mean(-1, keepdim=True).add(1e-5).rsqrt() * weight
+            for part, weight in zip(parts, weights, strict=True)
+        ]
         torch.testing.assert_close(head.project(states), torch.cat(normed, -1) @ head.fc.weight.T)
     if "norm_output" in flags:
         plain = variant(small_head, **{**flags, "norm_output": False})
@@ -120,11 +165,17 @@ def test_norms_of_eagle_31(small_head: Eagle3Head, flags: dict[str, bool]) -> No
         torch.testing.assert_close(behind, plain.norm(before))
         torch.testing.assert_close(head.logits(behind), plain.logits(before))
     found = run(head).loss
-    expected = dense_loss(head, fixed.embedding, fixed.lm_head[head.target_ids()], batch, steps=STEPS, decay=DECAY)
+    expected = dense_loss(
+        head, fixed.embedding, fixed.lm_head[head.target_ids()], batch, steps=STEPS, decay=DECAY
+    )
     torch.testing.assert_close(found, expected)
-    assert abs(float(found.detach() - run(variant(small_head)).loss.detach())) > 1e-3, "the flags must matter"
+    assert abs(float(found.detach() - run(variant(small_head)).loss.detach())) > 1e-3, (
+        "the flags must matter"
+    )
     parameters = list(head.parameters())
-    torch.testing.assert_close(torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters)
+    )
 
 
 def test_recomputation_changes_no_bit_and_saves_memory(small_head: Eagle3Head) -> None:
@@ -151,4 +202,6 @@ def test_compiled_layer_equals_the_plain_one(small_head: Eagle3Head) -> None:
     parameters = list(small_head.parameters())
     plain, compiled = (run(small_head, compiled=compiled) for compiled in (False, True))
     torch.testing.assert_close(compiled.loss, plain.loss)
-    torch.testing.assert_close(*(torch.autograd.grad(result.loss, parameters) for result in (compiled, plain)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(result.loss, parameters) for result in (compiled, plain))
+    )

@@ -11,10 +11,10 @@ from torch import Tensor
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train.attention import UnrolledAttention
-from pipeline.train.batches import Batch, pack_samples
-from pipeline.train.loss import TttModel, gather_predictions
-from pipeline.train.ttt import Unroll, continuing_rows, step_logits, unroll
+from pipeline.train.data.batches import TrainBatch, pack_samples
+from pipeline.train.ttt.attention import UnrolledAttention
+from pipeline.train.ttt.model import TttModel, gather_predictions
+from pipeline.train.ttt.unroll import Unroll, continuing_rows, step_logits, unroll
 from tests.train.dense import dense_loss, dense_unroll
 
 STEPS, DECAY = 4, 0.7
@@ -51,11 +51,16 @@ class Constants(NamedTuple):
 
 def constants(dtype: torch.dtype = torch.float64) -> Constants:
     generator = torch.Generator().manual_seed(6)
-    return Constants(torch.randn(24, 16, generator=generator).to(dtype), torch.randn(24, 16, generator=generator).to(dtype))
+    return Constants(
+        torch.randn(24, 16, generator=generator).to(dtype),
+        torch.randn(24, 16, generator=generator).to(dtype),
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_unroll_equals_dense_mask_with_gradients(small_head: Eagle3Head, dtype: torch.dtype, tolerance: float) -> None:
+def test_unroll_equals_dense_mask_with_gradients(
+    small_head: Eagle3Head, dtype: torch.dtype, tolerance: float
+) -> None:
     head = small_head.to(dtype)
     batch = pack_samples(documents()).to(torch.device("cpu"), dtype)
     embedding = constants(dtype).embedding
@@ -64,17 +69,26 @@ def test_unroll_equals_dense_mask_with_gradients(small_head: Eagle3Head, dtype: 
     results = []
     for dense in (False, True):
         aux = batch.aux_states.clone().requires_grad_()
-        mine = Batch(**{**vars(batch), "aux_states": aux})
+        mine = TrainBatch(**{**vars(batch), "aux_states": aux})
         if dense:
             first, *later = dense_unroll(head, embedding, mine, steps=STEPS)
             outputs = [first, *(output[rows] for output in later)]
         else:
-            rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=dtype)
+            rotary = RotaryTable(
+                head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=dtype
+            )
             outputs = list(unroll(head, embedding, mine, rotary, rows=rows, steps=STEPS).outputs)
         generator = torch.Generator().manual_seed(9)
-        loss = sum((output * torch.randn(output.shape, generator=generator).to(dtype)).sum() for output in outputs)
+        loss = sum(
+            (output * torch.randn(output.shape, generator=generator).to(dtype)).sum()
+            for output in outputs
+        )
         assert isinstance(loss, Tensor)
-        layer = [parameter for name, parameter in head.named_parameters() if name.startswith(("fc", "midlayer"))]
+        layer = [
+            parameter
+            for name, parameter in head.named_parameters()
+            if name.startswith(("fc", "midlayer"))
+        ]
         results.append([*outputs, *torch.autograd.grad(loss, [aux, *layer])])
     for fast, slow in zip(*results, strict=True):
         scale = max(1.0, float(slow.detach().abs().max()))
@@ -84,11 +98,16 @@ def test_unroll_equals_dense_mask_with_gradients(small_head: Eagle3Head, dtype: 
 def test_attention_ignores_other_documents_and_later_tokens(small_head: Eagle3Head) -> None:
     batch = pack_samples(documents())
     rows = torch.arange(batch.tokens)
-    rotary = RotaryTable(small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
+    rotary = RotaryTable(
+        small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64
+    )
 
     def mixed(changed: int | None) -> Tensor:
         generator = torch.Generator().manual_seed(2)
-        query, key, value = (torch.randn(batch.tokens, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+        query, key, value = (
+            torch.randn(batch.tokens, heads, 4, generator=generator, dtype=torch.float64)
+            for heads in (4, 2, 2)
+        )
         if changed is not None:
             value[changed] += 1
         return UnrolledAttention(batch.lengths, rows, rotary).mix(0, query, key, value, [])[0]
@@ -110,15 +129,19 @@ class Mistake(NamedTuple):
     past: int = 0
 
 
-def by_definition(head: Eagle3Head, fixed: Constants, mistake: Mistake) -> tuple[Tensor, list[float]]:
+def by_definition(
+    head: Eagle3Head, fixed: Constants, mistake: Mistake
+) -> tuple[Tensor, list[float]]:
     """Loss and accuracies from the definition, one document, one query and one label at a time."""
-    rotary = RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
+    rotary = RotaryTable(
+        head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64
+    )
     drafts = head.target_ids().tolist()
     loss, hits, counted, labels = torch.zeros((), dtype=torch.float64), [0] * STEPS, [0] * STEPS, 0
     for sample in documents():
         rows = {position: row for row, position in enumerate(sample.final_positions.tolist())}
         x, length = sample.token_ids.tolist(), len(sample.token_ids)
-        supervised = {j for j in range(length) if sample.loss_mask[j]}
+        supervised = {j for j in range(length) if sample.supervised_mask[j]}
         labels += len([j for j in supervised if j >= 2])
         g = head.project(sample.aux_states)
         keys: Chain = {}
@@ -129,15 +152,31 @@ def by_definition(head: Eagle3Head, fixed: Constants, mistake: Mistake) -> tuple
                 if i + k + 1 >= length:
                     continue
 
-                def attend(query: Tensor, key: Tensor, value: Tensor, i: int = i, k: int = k, keys: Chain = keys, values: Chain = values) -> Tensor:
+                def attend(
+                    query: Tensor,
+                    key: Tensor,
+                    value: Tensor,
+                    i: int = i,
+                    k: int = k,
+                    keys: Chain = keys,
+                    values: Chain = values,
+                ) -> Tensor:
                     cos, sin = rotary.at(torch.tensor(i + k + mistake.rope * k))
                     keys[i, k], values[i, k] = rotate(key, cos, sin), value
-                    seen = [(p, 0) for p in range(max(1, i + 1 + mistake.past))] + [(i, step) for step in range(1, k + 1)]
+                    seen = [(p, 0) for p in range(max(1, i + 1 + mistake.past))] + [
+                        (i, step) for step in range(1, k + 1)
+                    ]
                     seen = [pair for pair in seen if pair in keys]
                     share = query.shape[0] // key.shape[0]
-                    every_key = torch.stack([keys[pair] for pair in seen]).repeat_interleave(share, 1)  # [seen, Q, d]
-                    every_value = torch.stack([values[pair] for pair in seen]).repeat_interleave(share, 1)
-                    weights = ((every_key * rotate(query, cos, sin)).sum(-1) / query.shape[-1] ** 0.5).softmax(0)
+                    every_key = torch.stack([keys[pair] for pair in seen]).repeat_interleave(
+                        share, 1
+                    )  # [seen, Q, d]
+                    every_value = torch.stack([values[pair] for pair in seen]).repeat_interleave(
+                        share, 1
+                    )
+                    weights = (
+                        (every_key * rotate(query, cos, sin)).sum(-1) / query.shape[-1] ** 0.5
+                    ).softmax(0)
                     return torch.as_tensor((weights[..., None] * every_value).sum(0))
 
                 token = x[min(i + k + 1 + mistake.token, length - 1)]
@@ -149,32 +188,59 @@ def by_definition(head: Eagle3Head, fixed: Constants, mistake: Mistake) -> tuple
                     hits[k] += drafts[int(logits.argmax())] == x[j]
                     if x[j] in drafts:
                         row = min(rows[j - 1] + mistake.teacher, len(sample.final_states) - 1)
-                        teacher = (fixed.lm_head[torch.tensor(drafts)] @ sample.final_states[row]).softmax(-1)
+                        teacher = (
+                            fixed.lm_head[torch.tensor(drafts)] @ sample.final_states[row]
+                        ).softmax(-1)
                         loss = loss - DECAY**k * (teacher * logits.log_softmax(-1)).sum()
-            g = torch.stack([following.get(i, torch.zeros(16, dtype=torch.float64)) for i in range(length)])
+            g = torch.stack(
+                [following.get(i, torch.zeros(16, dtype=torch.float64)) for i in range(length)]
+            )
     return loss / labels, [hit / count for hit, count in zip(hits, counted, strict=True)]
 
 
 def model_of(head: Eagle3Head, fixed: Constants) -> TttModel:
-    return TttModel(head, fixed.embedding, fixed.lm_head, steps=STEPS, decay=DECAY, max_length=12, dtype=torch.float64)
+    return TttModel(
+        head,
+        fixed.embedding,
+        fixed.lm_head,
+        steps=STEPS,
+        decay=DECAY,
+        max_length=12,
+        dtype=torch.float64,
+    )
 
 
 def test_loss_accuracy_and_gradients_follow_the_definition(small_head: Eagle3Head) -> None:
     fixed, batch = constants(), pack_samples(documents())
     sayable = small_head.t2d[batch.token_ids[batch.labels]]
-    assert 0 < int(sayable.sum()) < len(sayable), "the example needs labels inside and outside the draft vocabulary"
+    assert 0 < int(sayable.sum()) < len(sayable), (
+        "the example needs labels inside and outside the draft vocabulary"
+    )
     result = model_of(small_head, fixed)(batch)
     parameters = list(small_head.parameters())
     gradients = torch.autograd.grad(result.loss, parameters)
     expected, accuracies = by_definition(small_head, fixed, Mistake())
     torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters), rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad(expected, parameters), rtol=1e-8, atol=1e-9
+    )
     assert (result.hits / result.rows).tolist() == pytest.approx(accuracies)
-    dense = dense_loss(small_head, fixed.embedding, fixed.lm_head[small_head.target_ids()], batch, steps=STEPS, decay=DECAY)
+    dense = dense_loss(
+        small_head,
+        fixed.embedding,
+        fixed.lm_head[small_head.target_ids()],
+        batch,
+        steps=STEPS,
+        decay=DECAY,
+    )
     torch.testing.assert_close(dense, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mistake", [Mistake(token=1), Mistake(token=-1), Mistake(rope=1), Mistake(teacher=1), Mistake(past=-1)], ids=str)
+@pytest.mark.parametrize(
+    "mistake",
+    [Mistake(token=1), Mistake(token=-1), Mistake(rope=1), Mistake(teacher=1), Mistake(past=-1)],
+    ids=str,
+)
 def test_planted_off_by_one_is_noticed(small_head: Eagle3Head, mistake: Mistake) -> None:
     fixed = constants()
     loss = model_of(small_head, fixed)(pack_samples(documents())).loss
@@ -188,8 +254,24 @@ def test_alignment_by_hand() -> None:
     positions = teacher_positions(mask)
     assert positions.tolist() == [2, 3, 5]
     final = positions[:, None].double()  # each final state is its own position
-    sample = StatesSample("a", "test", torch.arange(10, 17, dtype=torch.int32), mask, torch.zeros(7, 3), final, positions)
-    before = StatesSample("b", "test", torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.uint8), torch.zeros(4, 3), final[:0], positions[:0])
+    sample = StatesSample(
+        "a",
+        "test",
+        torch.arange(10, 17, dtype=torch.int32),
+        mask,
+        torch.zeros(7, 3),
+        final,
+        positions,
+    )
+    before = StatesSample(
+        "b",
+        "test",
+        torch.zeros(4, dtype=torch.int32),
+        torch.zeros(4, dtype=torch.uint8),
+        torch.zeros(4, 3),
+        final[:0],
+        positions[:0],
+    )
     batch = pack_samples([before, sample])
     assert batch.token_ids[batch.labels].tolist() == [13, 14, 16]
     assert batch.teacher_states.flatten().tolist() == [2.0, 3.0, 5.0]  # j-1, in the document
@@ -197,27 +279,44 @@ def test_alignment_by_hand() -> None:
     assert (continuing - 4).tolist() == [0, 1, 2, 3]  # step 1: 0 1 3, step 2: 0 2
     place = torch.zeros(11, dtype=torch.int64)
     place[continuing] = torch.arange(4)
-    outputs = tuple(torch.tensor([[100.0 * k + position] for position in which]) for k, which in enumerate([range(-4, 7), range(4), range(4)]))
+    outputs = tuple(
+        torch.tensor([[100.0 * k + position] for position in which])
+        for k, which in enumerate([range(-4, 7), range(4), range(4)])
+    )
     gathered = gather_predictions(Unroll(outputs, continuing, place), batch.labels).flatten(1)
     predicted = batch.depths >= torch.arange(3)[:, None] + 2
-    assert [step[own].tolist() for step, own in zip(gathered, predicted, strict=True)] == [[1, 2, 4], [100, 101, 103], [200, 202]]
+    assert [step[own].tolist() for step, own in zip(gathered, predicted, strict=True)] == [
+        [1, 2, 4],
+        [100, 101, 103],
+        [200, 202],
+    ]
 
 
 def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:
     batch, fixed = pack_samples(documents()), constants()
-    rotary = RotaryTable(small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64)
+    rotary = RotaryTable(
+        small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64
+    )
     logits = step_logits(small_head, fixed.embedding, batch, rotary, steps=STEPS)
     dense = dense_unroll(small_head, fixed.embedding, batch, steps=STEPS)
     assert [tuple(step.shape) for step in logits] == [(batch.tokens, 14)] * STEPS
     torch.testing.assert_close(logits[3], small_head.logits(dense[3]))
 
 
-def test_chunks_do_not_change_the_result(small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_the_result(
+    small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fixed, batch = constants(), pack_samples(documents())
     whole = model_of(small_head, fixed)(batch)
-    monkeypatch.setattr("pipeline.train.divergence._CHUNK_LOGITS", 3 * STEPS * 14)
+    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", 3 * STEPS * 14)
     parts = model_of(small_head, fixed)(batch)
     torch.testing.assert_close(parts.loss, whole.loss)
     assert parts.hits.tolist() == whole.hits.tolist()
-    for one, other in zip(*(torch.autograd.grad(result.loss, list(small_head.parameters())) for result in (parts, whole)), strict=True):
+    for one, other in zip(
+        *(
+            torch.autograd.grad(result.loss, list(small_head.parameters()))
+            for result in (parts, whole)
+        ),
+        strict=True,
+    ):
         torch.testing.assert_close(one, other)

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.tree import Tree
 
@@ -30,10 +30,10 @@ class Drafter(Protocol):
     def shape_for(self, rows: int) -> TreeSection:
         """Which tree it drafts for a batch of this size."""
 
-    def draft(self, batch: Batch, shape: TreeSection) -> Tree:
+    def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
         """Trees below the roots."""
 
-    def extend(self, batch: Batch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
+    def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
         """Read tokens [B, E] and the aux states [B, E, 3H] that led to each; `batch.starts` is where they begin.
 
         Row b has counts[b] valid entries; the rest is padding. Prompts come the same way, in chunks.

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import Batch
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.reference import TorchOps, entry_slots
+from pipeline.decoder.ops.base import TorchOps, entry_slots
 from pipeline.decoder.tree import Tree
 from pipeline.eagle3.head import Eagle3Head, RmsNorm
 from pipeline.eagle3.layers import RotaryTable
@@ -37,7 +37,9 @@ from pipeline.errors import HeadError
 class Eagle3Drafter:
     """One head, its own plane of the page pool, and the dynamic tree."""
 
-    def __init__(self, head: Eagle3Head, model: DecoderModel, tree: TreeSection | Mapping[int, TreeSection]) -> None:
+    def __init__(
+        self, head: Eagle3Head, model: DecoderModel, tree: TreeSection | Mapping[int, TreeSection]
+    ) -> None:
         """`tree` is one shape for all batches, or the shape from each batch size upward.
 
         A copy of the head computes with the target's embedding, type, device and operations. Raises
@@ -49,54 +51,79 @@ class Eagle3Drafter:
         self._trees = {0: tree} if isinstance(tree, TreeSection) else dict(tree)
         self.depth = max(shape.steps for shape in self._trees.values())
         self.nodes = max(self._nodes(shape) for shape in self._trees.values())
-        self.lookahead = max(max((shape.steps - 1) * shape.top_k, shape.steps + 1) for shape in self._trees.values())
+        self.lookahead = max(
+            max((shape.steps - 1) * shape.top_k, shape.steps + 1) for shape in self._trees.values()
+        )
         self.memory = head.shape.hidden_size
         self.target_ids = head.target_ids().to(self.embedding.device)  # [Vd]
-        copied = copy.deepcopy(head).to(self.embedding.device, self.dtype).eval()  # a head in training stays as it is
+        copied = (
+            copy.deepcopy(head).to(self.embedding.device, self.dtype).eval()
+        )  # a head in training stays as it is
         self.head = with_ops(copied, model.ops)
-        rotary = RotaryTable(self.shape.rope_config(), model.max_length + self.lookahead, device=model.device, dtype=model.dtype)
+        rotary = RotaryTable(
+            self.shape.rope_config(),
+            model.max_length + self.lookahead,
+            device=model.device,
+            dtype=model.dtype,
+        )
         self._rotary = rotary.cos, rotary.sin
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
 
     def allocate(self, pool: PagedPool) -> None:
-        self._keys, self._values = pool.plane(1, self.shape.num_key_value_heads, self.shape.head_dim, self.dtype)[0]
+        self._keys, self._values = pool.plane(
+            1, self.shape.num_key_value_heads, self.shape.head_dim, self.dtype
+        )[0]
 
     def shape_for(self, rows: int) -> TreeSection:
         return self._trees[max(size for size in self._trees if size <= rows)]
 
-    def extend(self, batch: Batch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
-        entries = batch.starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, E]
+    def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
+        entries = batch.starts[:, None] + torch.arange(
+            tokens.shape[1], device=tokens.device
+        )  # [B, E]
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
         hidden = self.head.project(aux)  # [B, E, H]
-        output = self._step(batch, tokens.clamp(min=0), hidden, entries, entry_slots(batch.table, entries), None)  # [B, E, H]
+        output = self._step(
+            batch, tokens.clamp(min=0), hidden, entries, entry_slots(batch.table, entries), None
+        )  # [B, E, H]
         last = (counts - 1)[:, None, None].expand(-1, 1, output.shape[-1])
         batch.memory.copy_(output.gather(1, last)[:, 0])
 
-    def draft(self, batch: Batch, shape: TreeSection) -> Tree:
+    def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
         tokens, parents, scores = self.candidates(batch, shape)
         return self.ops.grow_tree(batch.roots, tokens, parents, scores, self._nodes(shape))
 
-    def candidates(self, batch: Batch, shape: TreeSection) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(self, batch: DecodeBatch, shape: TreeSection) -> tuple[Tensor, Tensor, Tensor]:
         """All that a draft of this shape proposes: tokens, parents, cumulative log-probabilities [B, C].
 
         The first k candidates have depth 1; after them every depth has k·k, k for each of its beams, best
         first. `parents` are candidate indices, -1 for the root.
         """
         rows, k, device = len(batch), self._beams(shape), batch.roots.device
-        drafted = torch.arange((shape.steps - 1) * k, device=device)  # [W] step by step, k beams each
+        drafted = torch.arange(
+            (shape.steps - 1) * k, device=device
+        )  # [W] step by step, k beams each
         slots = entry_slots(batch.table, batch.starts[:, None] + drafted)  # [B, W]
         positions = batch.starts[:, None] + drafted // k  # [B, W]
         bits = (1 << drafted).expand(rows, -1)  # [B, W]
-        score, token = (part[:, 0] for part in self._propose(batch.memory[:, None], k))  # each [B, k]
+        score, token = (
+            part[:, 0] for part in self._propose(batch.memory[:, None], k)
+        )  # each [B, k]
         tokens, parents, cumulative = [token], [torch.full_like(token, -1)], [score]
-        candidates = torch.arange(k, device=device).expand(rows, -1)  # [B, k] the candidate that each beam continues
+        candidates = torch.arange(k, device=device).expand(
+            rows, -1
+        )  # [B, k] the candidate that each beam continues
         hidden = batch.memory[:, None].expand(-1, k, -1)  # [B, k, H]
-        lineage = torch.zeros(rows, k, dtype=torch.int64, device=device)  # bits over drafted entries
+        lineage = torch.zeros(
+            rows, k, dtype=torch.int64, device=device
+        )  # bits over drafted entries
         for step in range(1, shape.steps):
             own = slice((step - 1) * k, step * k)
             lineage = lineage | bits[:, own]
-            hidden = self._step(batch, token, hidden, positions[:, own], slots[:, own], lineage)  # [B, k, H]
+            hidden = self._step(
+                batch, token, hidden, positions[:, own], slots[:, own], lineage
+            )  # [B, k, H]
             gained, proposed = self._propose(hidden, k)  # each [B, k, k]
             total = (score[:, :, None] + gained).flatten(1)  # [B, k·k]
             proposed = proposed.flatten(1)
@@ -113,14 +140,33 @@ class Eagle3Drafter:
             lineage = lineage.gather(1, above)
         return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(cumulative, 1)
 
-    def _step(self, batch: Batch, tokens: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, visible: Tensor | None) -> Tensor:
+    def _step(
+        self,
+        batch: DecodeBatch,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        visible: Tensor | None,
+    ) -> Tensor:
         """The head's layer on tokens [B, N] and hidden [B, N, H], stored in `slots` [B, N] → [B, N, H]."""
         rows, count = tokens.shape
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             qkv = torch.cat((query, key, value), dim=-2).view(rows * count, -1)
-            turned = self.ops.rope_write(qkv, None, 0.0, self._rotary, positions.reshape(-1), slots.reshape(-1), self._keys, self._values)
-            return self.ops.tree_attention(turned.view_as(query), self._keys, self._values, batch.table, batch.starts, visible)
+            turned = self.ops.rope_write(
+                qkv,
+                None,
+                0.0,
+                self._rotary,
+                positions.reshape(-1),
+                slots.reshape(-1),
+                self._keys,
+                self._values,
+            )
+            return self.ops.tree_attention(
+                turned.view_as(query), self._keys, self._values, batch.table, batch.starts, visible
+            )
 
         return self.head.step(F.embedding(tokens, self.embedding), hidden, attend)
 
@@ -157,7 +203,9 @@ class _Norm(nn.Module):
         self._ops, self._weight, self._eps = ops, norm.weight.detach(), norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._ops.add_rms_norm(x.reshape(-1, x.shape[-1]), None, self._weight, self._eps)[0].view_as(x)
+        return self._ops.add_rms_norm(x.reshape(-1, x.shape[-1]), None, self._weight, self._eps)[
+            0
+        ].view_as(x)
 
 
 def with_ops(head: Eagle3Head, ops: TorchOps) -> Eagle3Head:
@@ -178,7 +226,15 @@ def check_fits(head: Eagle3Head, model: DecoderModel) -> None:
         "vocab_size": model.vocabulary,
         "aux states": 3 * model.config.hidden_size,
     }
-    found = {"hidden_size": head.shape.hidden_size, "vocab_size": head.shape.vocab_size, "aux states": head.fc.in_features}
+    found = {
+        "hidden_size": head.shape.hidden_size,
+        "vocab_size": head.shape.vocab_size,
+        "aux states": head.fc.in_features,
+    }
     for field, value in wanted.items():
         if found[field] != value:
-            raise HeadError(f"{field} is {found[field]}, the target's is {value}", where="head", fix="use the head that was trained for this target")
+            raise HeadError(
+                f"{field} is {found[field]}, the target's is {value}",
+                where="head",
+                fix="use the head that was trained for this target",
+            )

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.decoder.ops.reference import TorchOps
+from pipeline.decoder.ops.base import TorchOps
 
 
 def pick_ops(device: torch.device, dtype: torch.dtype) -> TorchOps:
     """The fastest backend for a device and a type; torch itself where there is no other."""
     if device.type == "cuda":
-        from pipeline.decoder.ops.triton import TritonOps
+        from pipeline.decoder.ops.triton.ops import TritonOps
 
         return TritonOps()
     if device.type == "cpu" and dtype == torch.bfloat16:
-        from pipeline.decoder.ops.native import load
+        from pipeline.decoder.ops.cpu.ops import load
 
         return load() or TorchOps()
     return TorchOps()

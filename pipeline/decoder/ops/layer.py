@@ -27,7 +27,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class AttentionMetadata:
     """Where the T = B·N tokens of a forward stand; the same for all layers."""
 
     rows: int  # B

@@ -38,7 +38,9 @@ class ForeignHead:
     """What a directory holds, under our names."""
 
     dialect: Dialect
-    capture_layers: tuple[int, int, int] | None  # output indices; None leaves them to the loader's default
+    capture_layers: (
+        tuple[int, int, int] | None
+    )  # output indices; None leaves them to the loader's default
     head: Eagle3Head  # float32
     embedding: Tensor | None  # [V, H], when it ships one
 
@@ -49,7 +51,9 @@ def read_foreign(directory: Path) -> ForeignHead:
     where = f"{directory}/config.json"
     dialect = detect(body, where)
     shape, layers = (speculators if dialect == "speculators" else sglang).read_config(body, where)
-    tensors = {_our_name(name): tensor for name, tensor in _load(directory).items() if name not in _IGNORED}
+    tensors = {
+        _our_name(name): tensor for name, tensor in _load(directory).items() if name not in _IGNORED
+    }
     embedding = tensors.pop(speculators.EMBEDDING, None)
     return ForeignHead(dialect, layers, build_head(shape, tensors, where=str(directory)), embedding)
 
@@ -60,8 +64,14 @@ def detect(body: dict[str, Any], where: str) -> Dialect:
         return "speculators"
     if sglang.ARCHITECTURE in (body.get("architectures") or []) or "draft_vocab_size" in body:
         return "sglang"
-    known = f"neither {speculators.MARK} nor architectures [{sglang.ARCHITECTURE}] nor draft_vocab_size"
-    raise HeadError(f"is no EAGLE-3 head's: it has {known}", where=where, fix="pass the directory of an EAGLE-3 head")
+    known = (
+        f"neither {speculators.MARK} nor architectures [{sglang.ARCHITECTURE}] nor draft_vocab_size"
+    )
+    raise HeadError(
+        f"is no EAGLE-3 head's: it has {known}",
+        where=where,
+        fix="pass the directory of an EAGLE-3 head",
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -69,11 +79,17 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise HeadError("no such file", where=str(path), fix="pass the directory of an EAGLE-3 head") from None
+        raise HeadError(
+            "no such file", where=str(path), fix="pass the directory of an EAGLE-3 head"
+        ) from None
     except (OSError, ValueError) as error:
-        raise HeadError(f"cannot be read: {error}", where=str(path), fix="download or export the head again") from error
+        raise HeadError(
+            f"cannot be read: {error}", where=str(path), fix="download or export the head again"
+        ) from error
     if not isinstance(body, dict):
-        raise HeadError("is no JSON object", where=str(path), fix="download or export the head again")
+        raise HeadError(
+            "is no JSON object", where=str(path), fix="download or export the head again"
+        )
     return body
 
 
@@ -86,7 +102,10 @@ def build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> E
     head = Eagle3Head(shape)
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     if shape.draft_vocab_size == shape.vocab_size:  # the whole vocabulary needs no map
-        identity = {"d2t": torch.zeros(shape.vocab_size, dtype=torch.int64), "t2d": torch.ones(shape.vocab_size, dtype=torch.bool)}
+        identity = {
+            "d2t": torch.zeros(shape.vocab_size, dtype=torch.int64),
+            "t2d": torch.ones(shape.vocab_size, dtype=torch.bool),
+        }
         tensors = {**identity, **tensors}
     _check_tensors(expected, tensors, where)
     target_ids = _target_ids(tensors["d2t"], tensors["t2d"], where)
@@ -101,14 +120,24 @@ def build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> E
 def _load(directory: Path) -> dict[str, Tensor]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        pickled = " (a pytorch_model.bin is a pickle, which can run code)" if any(directory.glob("*.bin")) else ""
-        raise HeadError(f"has no *.safetensors{pickled}", where=str(directory), fix="save the head's weights as safetensors")
+        pickled = (
+            " (a pytorch_model.bin is a pickle, which can run code)"
+            if any(directory.glob("*.bin"))
+            else ""
+        )
+        raise HeadError(
+            f"has no *.safetensors{pickled}",
+            where=str(directory),
+            fix="save the head's weights as safetensors",
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
-            raise HeadError(f"cannot be read: {error}", where=str(file), fix="download or export the head again") from error
+            raise HeadError(
+                f"cannot be read: {error}", where=str(file), fix="download or export the head again"
+            ) from error
     return tensors
 
 
@@ -119,19 +148,32 @@ def _our_name(name: str) -> str:
     return name
 
 
-def _check_tensors(expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], where: str) -> None:
-    missing, surplus = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+def _check_tensors(
+    expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], where: str
+) -> None:
+    missing, surplus = (
+        sorted(expected.keys() - tensors.keys()),
+        sorted(tensors.keys() - expected.keys()),
+    )
     if missing:
         fix = "import a head with all weights; a reader that goes on without would draft from random ones"
         raise HeadError(f"has no tensor {', '.join(missing)}", where=where, fix=fix)
     if surplus:
         fix = "import a head without it; a reader that skips it would draft with other maths"
-        raise HeadError(f"has a tensor that this head has no place for: {', '.join(surplus)}", where=where, fix=fix)
+        raise HeadError(
+            f"has a tensor that this head has no place for: {', '.join(surplus)}",
+            where=where,
+            fix=fix,
+        )
     for name, shape in expected.items():
         found = tuple(tensors[name].shape)
         if found != shape:
             fix = "correct config.json (hidden, intermediate and vocabulary sizes, heads, head_dim), or export the head again"
-            raise HeadError(f"{name} is {list(found)} where config.json asks for {list(shape)}", where=where, fix=fix)
+            raise HeadError(
+                f"{name} is {list(found)} where config.json asks for {list(shape)}",
+                where=where,
+                fix=fix,
+            )
 
 
 def _target_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
@@ -142,6 +184,10 @@ def _target_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
     if fits and len(set(ids.tolist())) == len(ids) == int(marked.sum()) and bool(marked[ids].all()):
         return ids
     if torch.equal(d2t.long().sort().values, marked.nonzero().flatten()):
-        raise HeadError("d2t holds target ids where offsets belong", where=where, fix="subtract 0, 1, 2, … from its rows")
+        raise HeadError(
+            "d2t holds target ids where offsets belong",
+            where=where,
+            fix="subtract 0, 1, 2, … from its rows",
+        )
     problem = "d2t and t2d do not name the same distinct target tokens: row i + d2t[i] must be marked in t2d, once each"
     raise HeadError(problem, where=where, fix="export the head again with its vocabulary map")

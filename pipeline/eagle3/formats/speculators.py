@@ -11,7 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.eagle3.formats.fields import SWITCHES, layer_config, layer_ids, refuse_unsupported, shape_fields
+from pipeline.eagle3.formats.fields import (
+    SWITCHES,
+    layer_config,
+    layer_ids,
+    refuse_unsupported,
+    shape_fields,
+)
 from pipeline.eagle3.head import HeadShape
 from pipeline.errors import HeadError
 from pipeline.records import TargetContract
@@ -22,7 +28,14 @@ EMBEDDING = "embed_tokens.weight"
 _CONVENTION = "entering-layer"  # id i + 1 is the stream that enters layer i + 1, our output index i
 
 
-def speculators_config(shape: HeadShape, contract: TargetContract, *, verifier: str, architectures: Sequence[str], speculative_tokens: int) -> dict[str, Any]:
+def speculators_config(
+    shape: HeadShape,
+    contract: TargetContract,
+    *,
+    verifier: str,
+    architectures: Sequence[str],
+    speculative_tokens: int,
+) -> dict[str, Any]:
     """config.json for speculators ≥ 0.3 and vLLM.
 
     verifier: hub id or path of the target; architectures: those of its config.json;
@@ -45,7 +58,14 @@ def speculators_config(shape: HeadShape, contract: TargetContract, *, verifier: 
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
             "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
         },
         "transformer_layer_config": layer_config(shape),
@@ -58,7 +78,11 @@ def speculators_tensors(tensors: Mapping[str, Tensor], embedding: Tensor) -> dic
     A head over the whole vocabulary has no map there.
     """
     whole = len(tensors["d2t"]) == len(tensors["t2d"])
-    named = {theirs_of(name): tensor for name, tensor in tensors.items() if not (whole and name in ("d2t", "t2d"))}
+    named = {
+        theirs_of(name): tensor
+        for name, tensor in tensors.items()
+        if not (whole and name in ("d2t", "t2d"))
+    }
     return {**named, EMBEDDING: embedding}
 
 
@@ -78,7 +102,11 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, tuple[int,
     if kind != "eagle3":
         raise HeadError(f"{MARK} is {kind!r}", where=where, fix="import a head of type eagle3")
     if not isinstance(layer, dict):
-        raise HeadError("lacks transformer_layer_config", where=where, fix="save the head again with speculators")
+        raise HeadError(
+            "lacks transformer_layer_config",
+            where=where,
+            fix="save the head again with speculators",
+        )
     # Without a type, speculators builds a Qwen3 layer, whose queries and keys are normed.
     if layer.get("model_type") != "llama":
         problem = f"transformer_layer_config.model_type is {layer.get('model_type')!r}"
@@ -87,7 +115,15 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, tuple[int,
         problem = "norm_before_residual is missing: vLLM takes that for true, speculators for false"
         raise HeadError(problem, where=where, fix="write the value that the head was trained with")
     refuse_unsupported(body, where)
-    refuse_unsupported({**layer, "target_hidden_size": body.get("target_hidden_size")}, f"{where}: transformer_layer_config")
-    ids = layer_ids(body.get("eagle_aux_hidden_state_layer_ids"), where, "eagle_aux_hidden_state_layer_ids", offset=1)
+    refuse_unsupported(
+        {**layer, "target_hidden_size": body.get("target_hidden_size")},
+        f"{where}: transformer_layer_config",
+    )
+    ids = layer_ids(
+        body.get("eagle_aux_hidden_state_layer_ids"),
+        where,
+        "eagle_aux_hidden_state_layer_ids",
+        offset=1,
+    )
     own = {name: body.get(name) for name in ("draft_vocab_size", *SWITCHES)}
     return shape_fields({**layer, **own}, where), ids

@@ -24,5 +24,9 @@ def read_package(name: str) -> Iterator[Prompt]:
     """Prompts of `package:NAME`. Raises MissingPackage when it is not installed."""
     key = name.replace("-", "_").removeprefix("nvidia_")
     if key not in _READERS:
-        raise DataError("is not a package with a known layout", where=f"package:{name}", fix=f"use one of {', '.join(sorted(_READERS))}, or a JSONL file")
+        raise DataError(
+            "is not a package with a known layout",
+            where=f"package:{name}",
+            fix=f"use one of {', '.join(sorted(_READERS))}, or a JSONL file",
+        )
     return _READERS[key]()

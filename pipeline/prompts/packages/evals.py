@@ -31,7 +31,17 @@ _PER_FOLDER = 16
 _SMALLEST, _LARGEST = 30, 2000  # characters
 _READ_AT_MOST = 200  # records of one file; some hold hundreds of thousands of variants
 
-_OWN_LICENSE = frozenset({"already_said_that", "ballots", "sandbagging", "schelling_point", "steganography", "text_compression", "theory_of_mind"})
+_OWN_LICENSE = frozenset(
+    {
+        "already_said_that",
+        "ballots",
+        "sandbagging",
+        "schelling_point",
+        "steganography",
+        "text_compression",
+        "theory_of_mind",
+    }
+)
 _OFF_TOPIC = re.compile(
     r"exam|lexicon|rhym|cissp|cybersec|security|injection|shell|naughty|prompt-inj|override|medmcqa|logiqa|coqa|quartz|banking77|jee|aime|upsc|"
     r"mrpc|real_estate|cipher|hex|svg|puzzle|raven|test_|human-safety|malicious|steg|sarcasm|adultery|part-of-speech|bigrams|smiles|formal_logic|mazes|arc$|"
@@ -58,7 +68,13 @@ def read() -> Iterator[Prompt]:
         if folder.name in _OWN_LICENSE or _OFF_TOPIC.search(folder.name):
             continue
         for number, turn in enumerate(_chosen(folder), start=1):
-            yield Prompt(id=f"{folder.name}/{number}", source=source, license=CARRIER.license, category="instruction", turns=(turn,))
+            yield Prompt(
+                sample_id=f"{folder.name}/{number}",
+                source=source,
+                license=CARRIER.license,
+                category="instruction",
+                turns=(turn,),
+            )
 
 
 def _chosen(folder: Path) -> list[str]:
@@ -89,20 +105,38 @@ def _turn(record: Any) -> str | None:
     given = record.get("input") if isinstance(record, dict) else None
     if isinstance(given, str):
         return given.strip()
-    if not isinstance(given, list) or not all(isinstance(message, dict) and isinstance(message.get("content"), str) for message in given):
+    if not isinstance(given, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("content"), str) for message in given
+    ):
         return None
-    said: list[tuple[Any, str]] = [(message.get("role"), message["content"].strip()) for message in given]
+    said: list[tuple[Any, str]] = [
+        (message.get("role"), message["content"].strip()) for message in given
+    ]
     user = [text for role, text in said if role == "user"]
-    system = [text for role, text in said if role == "system" and not text.startswith("You are a helpful assistant.")]
+    system = [
+        text
+        for role, text in said
+        if role == "system" and not text.startswith("You are a helpful assistant.")
+    ]
     if len(user) != 1 or len(said) > 2:
         return None
-    if system and _FORBIDS_EXPLANATION.search(system[0]) and user[0].endswith("?") and len(user[0].split()) >= 6:
+    if (
+        system
+        and _FORBIDS_EXPLANATION.search(system[0])
+        and user[0].endswith("?")
+        and len(user[0].split()) >= 6
+    ):
         return user[0]
     return "\n\n".join([*system, *user])
 
 
 def _is_suitable(turn: str) -> bool:
-    return _SMALLEST <= len(turn) <= _LARGEST and "\ufffd" not in turn and _is_english(turn) and not _FORBIDS_EXPLANATION.search(turn)
+    return (
+        _SMALLEST <= len(turn) <= _LARGEST
+        and "\ufffd" not in turn
+        and _is_english(turn)
+        and not _FORBIDS_EXPLANATION.search(turn)
+    )
 
 
 def _is_english(turn: str) -> bool:

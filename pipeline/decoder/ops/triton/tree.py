@@ -1,0 +1,93 @@
+"""Growing a draft tree out of its candidates, and walking down it."""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-untyped]
+
+from pipeline.decoder.ops.triton.language import Pointer, Scalar, jit
+from pipeline.decoder.ops.triton.order import key_of
+
+
+@jit
+def grow_tree_kernel(
+    roots: Pointer,
+    tokens: Pointer,
+    parents: Pointer,
+    scores: Pointer,
+    node_tokens: Pointer,
+    node_parents: Pointer,
+    ancestors: Pointer,
+    depth: Pointer,
+    count: Scalar,
+    KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One tree a program. Every candidate finds its own node, then its ancestors by doubling its hops:
+
+    candidate     0  1  2  3  4          hop      parent where that is kept, else itself: below the root
+    kept          x     x     x          round 1  bits |= bits[hop], hop = hop[hop]: two generations seen
+    node          1  0  2  0  3          round 2  four generations, and so on: six rounds see 64
+    """
+    row = tl.program_id(0).to(tl.int64)
+    candidate = tl.arange(0, BLOCK)
+    inside = candidate < count
+    score = tl.load(scores + row * count + candidate, mask=inside, other=float("-inf")).to(
+        tl.float32
+    )
+    key = tl.where(inside, key_of(score, candidate), -(2**63))
+    bar = tl.max(key, axis=0)
+    for _ in range(KEPT - 1):
+        bar = tl.max(tl.where(key < bar, key, -(2**63)), axis=0)
+    kept = inside & (key >= bar)
+    node = tl.where(kept, tl.cumsum(kept.to(tl.int32), axis=0), 0)  # [c], 1 … KEPT
+    parent = tl.load(parents + row * count + candidate, mask=inside, other=-1).to(tl.int32)
+    above = tl.where(parent < 0, 0, tl.gather(node, tl.maximum(parent, 0), 0))
+    hop = tl.where(above > 0, parent, candidate)
+    length = (above > 0).to(tl.int64)  # nodes between this one and the root
+    bits = tl.where(kept, tl.full([BLOCK], 1, tl.int64) << node.to(tl.int64), 0) | 1
+    for _ in tl.static_range(6):
+        bits |= tl.gather(bits, hop, 0)
+        length += tl.gather(length, hop, 0)
+        hop = tl.gather(hop, hop, 0)
+    out = row * (KEPT + 1) + node
+    tl.store(node_tokens + out, tl.load(tokens + row * count + candidate, mask=kept), mask=kept)
+    tl.store(node_parents + out, above.to(tl.int64), mask=kept)
+    tl.store(ancestors + out, bits, mask=kept)
+    tl.store(depth + out, length + 1, mask=kept)
+    root = row * (KEPT + 1)
+    tl.store(node_tokens + root, tl.load(roots + row))
+    tl.store(node_parents + root, 0)
+    tl.store(ancestors + root, 1)
+    tl.store(depth + root, 0)
+
+
+@jit
+def verify_kernel(
+    tokens: Pointer,
+    parents: Pointer,
+    predicted: Pointer,
+    path: Pointer,
+    counts: Pointer,
+    emitted: Pointer,
+    nodes: Scalar,
+    steps: Scalar,
+    NODES_BLOCK: tl.constexpr,
+) -> None:
+    """One walk a program: whether a node agrees is known for all nodes at once, so that each step is one reduction."""
+    row = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, NODES_BLOCK)
+    inside = (node > 0) & (node < nodes)
+    parent = tl.load(parents + row * nodes + node, mask=inside, other=0)
+    wanted = tl.load(predicted + row * nodes + parent, mask=inside, other=0)
+    agrees = inside & (wanted == tl.load(tokens + row * nodes + node, mask=inside, other=0))
+    at, accepted = tl.full((), 0, tl.int32), tl.full((), 1, tl.int64)
+    for step in range(steps):
+        out = row * steps + step
+        tl.store(path + out, at.to(tl.int64))
+        tl.store(emitted + out, tl.load(predicted + row * nodes + at))
+        child = tl.min(tl.where(agrees & (parent == at), node, NODES_BLOCK), axis=0)
+        # The last node is stored already: its child would lie deeper than a tree can be.
+        found = (child < NODES_BLOCK) & (step + 1 < steps)
+        accepted += found.to(tl.int64)
+        at = tl.where(found, child, at)
+    tl.store(counts + row, accepted)

@@ -1,0 +1,44 @@
+"""Imposed acceptance, for measuring speed with a head that does not exist yet.
+
+Every round accepts as many drafted tokens as a fixed pattern says, whatever the target thinks of them.
+The work is that of a real decoder, the text is not the target's: every completion is marked as simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.decoder.tree import Tree, VerifyOutput
+
+
+class ImposedAcceptance:
+    """Takes the place of verification: round r accepts pattern[r mod len] drafted tokens in every row."""
+
+    def __init__(self, pattern: Sequence[int], device: torch.device) -> None:
+        self._pattern = torch.tensor(pattern, device=device)
+        self._round = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # on the device: a captured round counts too
+
+    def __call__(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
+        """Walk down first children; same form as a real acceptance."""
+        wanted = self._pattern[self._round % len(self._pattern)]  # [1]
+        self._round.add_(1)
+        rows, count = tree.tokens.shape
+        index = torch.arange(count, device=predicted.device)
+        node = torch.zeros(rows, dtype=torch.int64, device=predicted.device)
+        path, counts = [node], torch.ones_like(node)
+        for step in range(depth):
+            child = (tree.parents == node[:, None]) & (index > 0)  # [B, N]
+            found = child.any(1) & (step < wanted)
+            node = torch.where(found, child.int().argmax(1), node)
+            counts = counts + found
+            path.append(node)
+        walked = torch.stack(path, dim=1)  # [B, D + 1]
+        emitted = tree.tokens.gather(1, torch.cat((walked[:, 1:], walked[:, -1:]), dim=1))
+        bonus = predicted.gather(1, walked[:, -1:]).clamp(min=0)  # [B, 1]
+        last = torch.arange(depth + 1, device=predicted.device) >= counts[:, None] - 1
+        return VerifyOutput(walked, counts, torch.where(last, bonus, emitted))

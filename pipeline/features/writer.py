@@ -1,0 +1,103 @@
+"""Capture and storing side by side: one thread encodes and commits while the target computes.
+
+    capture  ▐ shard 0 ▌▐ shard 1 ▌▐ shard 2 ▌▐ shard 3 ▌
+    write               ▐ 0 ▌       ▐ 1 ▌      ▐ 2 ▌      ▐ 3 ▌
+
+First in, first out: shards are committed in their order, and a killed run leaves the first ones. At
+most WAITING shards are held beside the one that is written and the one that is computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.features.capture import capture_shard, load_matching_target
+from pipeline.records import Sample, TargetContract
+from pipeline.store.stage_run import StageRun
+from pipeline.store.states import Encoding, StatesSample, encode_states
+
+#: Shards that wait for the writer.
+WAITING = 1
+
+
+def capture_shards(
+    config: RunConfig,
+    contract: TargetContract,
+    work: StageRun,
+    shards: Iterable[tuple[str, list[Sample]]],
+    advance: Callable[[int], None],
+) -> None:
+    """Compute and commit the states of each (name, samples). Raises ContractMismatch, DataError and what storing raises."""
+    settings = config.features
+    target = load_matching_target(config, contract)
+    with ShardWriter(work, settings.encoding) as writer:
+        for name, samples in shards:
+            writer.put(
+                name,
+                capture_shard(
+                    target,
+                    samples,
+                    settings.batch_tokens,
+                    advance,
+                    name=name,
+                    tolerance=settings.self_check_tolerance,
+                ),
+            )
+
+
+class ShardWriter:
+    """A block in which `put` hands over shards; what writing raises comes out of a later `put` or of the end of the block."""
+
+    def __init__(self, work: StageRun, encoding: Encoding) -> None:
+        self._work, self._encoding, self._failed = work, encoding, False
+        self._threads = torch.get_num_threads()
+        # More threads than cores slow each other down; the capture keeps its own number.
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="states-writer", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def put(self, name: str, samples: list[StatesSample]) -> None:
+        """Encode and commit `samples` as shard `name`, after those before it; waits while too many are held."""
+        self._pending.append(self._pool.submit(self._write, name, samples))
+        while len(self._pending) > WAITING + 1:
+            self._pending.popleft().result()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for what is being written; after an error the shards that only wait are dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+        torch.set_num_threads(
+            self._threads
+        )  # torch's default for new threads is that of the latest call
+        if kind is None:
+            for future in self._pending:
+                future.result()
+
+    def _write(self, name: str, samples: list[StatesSample]) -> None:
+        if self._failed:  # a gap in the order would be computed twice
+            return
+        try:
+            data = encode_states(samples, self._encoding)
+            self._work.commit(
+                name,
+                data,
+                rows=len(samples),
+                tokens=sum(len(sample.token_ids) for sample in samples),
+            )
+        except BaseException:
+            self._failed = True
+            raise

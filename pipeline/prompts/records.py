@@ -1,0 +1,193 @@
+"""One raw record of a file or hub data set → Prompt.
+
+The user's turns are taken from the first of these fields that the record has, or from the one that
+the source's `field` names. A field's value, whatever its name, decides how it is read (`instruction` has `input` or `context` put behind it):
+
+    "…"                                   one turn
+    ["…", "…"]                            turns
+    [{role, content}] or [{from, value}]  messages: those of the user, and a system prompt in front
+
+`content` may also be a list of parts, as OpenAI's API has it, when all of them are text. A system
+prompt is also taken from the fields `system` and `system_prompt`. Replies are never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.errors import DataError
+from pipeline.records import Prompt
+
+#: In place of the licence of a text that was generated under terms that forbid training other models with it.
+FORBIDS_COMPETING_MODELS = "LicenseRef-forbids-competing-models"
+
+_USER_ROLES = frozenset({"user", "human", "prompter"})
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_FIELDS = (
+    "turns",
+    "messages",
+    "conversations",
+    "conversation",
+    "prompt",
+    "instruction",
+    "question",
+    "query",
+)
+_SYSTEM_FIELDS = ("system", "system_prompt")
+
+
+def to_prompt(
+    record: Any, *, where: str, sample_id: str, source: str, field: str | None = None
+) -> Prompt:
+    """A checked Prompt; `id` and `source` serve when the record has none of its own, `field` names the field to read.
+
+    Raises DataError naming `where` and the field.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(
+            f"is a {type(record).__name__}, not an object",
+            where=where,
+            fix='write one object a record, for example {"turns": ["…"]}',
+        )
+    turns, system = _texts(record, where, field)
+    for number, turn in enumerate(turns, start=1):
+        _check(turn, f"user turn {number}", where)
+    if system is not None:
+        _check(system, "the system prompt", where)
+    return Prompt(
+        sample_id=_label(record, "id", _label(record, "question_id", sample_id, where), where),
+        source=_label(record, "source", source, where),
+        license=FORBIDS_COMPETING_MODELS
+        if record.get("forbids_competing_models") is True
+        else _label(record, "license", "unknown", where),
+        category=_label(record, "category", source, where),
+        turns=tuple(turns),
+        system=system,
+    )
+
+
+def _check(text: Any, name: str, where: str) -> None:
+    problem = _problem(text)
+    if problem:
+        raise DataError(
+            f"{name} is {problem}", where=where, fix="correct the text, or remove the record"
+        )
+
+
+def _problem(text: Any) -> str | None:
+    if not isinstance(text, str):
+        return "not a text"
+    if not text.strip():
+        return "blank"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no file can hold
+        return "not valid Unicode"
+    return None
+
+
+def _texts(record: Mapping[str, Any], where: str, wanted: str | None) -> tuple[list[Any], Any]:
+    """(user turns, system prompt or None)."""
+    field = wanted or next((name for name in _FIELDS if record.get(name) is not None), None)
+    if field is None:
+        raise DataError(
+            f"has none of the fields {', '.join(_FIELDS)}",
+            where=where,
+            fix="add `turns`, a list of the user's turns, or set the source's `field`",
+        )
+    value = record.get(field)
+    place = f"{where}: {field}"
+    if wanted and value is None:
+        raise DataError(
+            "is missing",
+            where=place,
+            fix=f"correct the source's `field`; the record has {', '.join(map(str, record))}",
+        )
+    if isinstance(value, str):
+        if field == "turns":
+            raise DataError(
+                "is a str, not a list", where=place, fix="write `turns` as a list, or use `prompt`"
+            )
+        turns, system = [_with_input(value, record) if field == "instruction" else value], None
+    elif not isinstance(value, Sequence):
+        raise DataError(
+            f"is a {type(value).__name__}, not a list",
+            where=place,
+            fix=f"write `{field}` as a list",
+        )
+    elif any(isinstance(item, Mapping) for item in value):
+        turns, system = _from_messages(value, place)
+    else:
+        turns, system = list(value), None
+    if not turns:
+        raise DataError("has no user turn", where=place, fix="add one, or remove the record")
+    own = next((record[name] for name in _SYSTEM_FIELDS if record.get(name)), None)
+    return turns, own if system is None else system
+
+
+def _with_input(instruction: str, record: Mapping[str, Any]) -> str:
+    """Instruction data sets keep the text that the instruction is about in a field of its own."""
+    about = next(
+        (
+            record[name]
+            for name in ("input", "context")
+            if isinstance(record.get(name), str) and record[name].strip()
+        ),
+        None,
+    )
+    return f"{instruction}\n\n{about}" if about else instruction
+
+
+def _from_messages(messages: Sequence[Any], where: str) -> tuple[list[str], str | None]:
+    """The user's messages, and the system prompt when it stands first."""
+    roles = [_role(message, where) for message in messages]
+    turns = [
+        _content(message, where)
+        for message, role in zip(messages, roles, strict=True)
+        if role in _USER_ROLES
+    ]
+    system = _content(messages[0], where) if roles and roles[0] in _SYSTEM_ROLES else None
+    return turns, system if system and system.strip() else None
+
+
+def _role(message: Any, where: str) -> str:
+    role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+        raise DataError(
+            "has a message without a role", where=where, fix="write messages as {role, content}"
+        )
+    return role.lower()
+
+
+def _content(message: Mapping[str, Any], where: str) -> str:
+    content = message.get("content", message.get("value"))
+    if isinstance(content, Sequence) and not isinstance(content, str) and content:
+        texts = [
+            part["text"]
+            for part in content
+            if isinstance(part, Mapping)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ]
+        content = "\n".join(texts) if len(texts) == len(content) else None
+    if not isinstance(content, str):
+        raise DataError(
+            "has a user message without text",
+            where=where,
+            fix="write messages as {role, content} with a text as content",
+        )
+    return content
+
+
+def _label(record: Mapping[str, Any], field: str, default: str, where: str) -> str:
+    value = record.get(field)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(
+            f"is {value!r}, not a text",
+            where=f"{where}: {field}",
+            fix=f"write `{field}` as a non-empty text, or leave it out",
+        )
+    return str(value)

@@ -1,0 +1,124 @@
+"""Samples to the bytes of one states shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from pipeline.errors import DataError
+from pipeline.records import canonical_json
+from pipeline.store.states.encodings import Encoding, OutOfRange, calibrate
+from pipeline.store.states.format import FORMAT
+from pipeline.store.states.layout import METADATA, crc32, sample_checksum
+from pipeline.store.states.sample import StatesSample, teacher_positions
+
+#: Ids below this are stored as two bytes.
+_SHORT_IDS = 1 << 16
+
+
+def encode_states(samples: list[StatesSample], encoding: Encoding = "bf16") -> bytes:
+    """One safetensors file of at least one sample with bf16 states; equal samples give equal bytes.
+
+    The work is done where the states are. Raises DataError for states that the encoding cannot hold.
+    """
+    assert samples, "a states shard holds at least one sample"
+    for sample in samples:
+        _assert_sound(sample)
+    aux, final = (
+        torch.cat([sample.aux_states for sample in samples]),
+        torch.cat([sample.final_states for sample in samples]),
+    )
+    codec = calibrate(encoding, aux, final)
+    token_offsets, final_offsets = (
+        _offsets([len(sample.token_ids) for sample in samples]),
+        _offsets([len(sample.final_states) for sample in samples]),
+    )
+    aux_rows = _encoded(codec.encode_aux, aux, token_offsets, samples, encoding)
+    final_rows = _encoded(codec.encode_final, final, final_offsets, samples, encoding)
+    token_ids, supervised_mask = (
+        torch.cat([sample.token_ids for sample in samples]),
+        torch.cat([sample.supervised_mask for sample in samples]),
+    )
+    tensors = {
+        "token_offsets": token_offsets,
+        "final_offsets": final_offsets,
+        "token_ids": token_ids.to(torch.uint16) if int(token_ids.max()) < _SHORT_IDS else token_ids,
+        "aux_states": aux_rows,
+        "final_states": final_rows,
+        "loss_mask": torch.from_numpy(np.packbits(supervised_mask.numpy())),
+    }
+    if codec.channels is not None:
+        tensors["channel_scales"] = codec.channels
+    start = crc32(codec.channels) if codec.channels is not None else 0
+    tensors["checksums"] = _checksums(samples, start, aux_rows, final_rows)
+    listing = {
+        "format": FORMAT,
+        "encoding": encoding,
+        "samples": [{"id": sample.sample_id, "source": sample.source} for sample in samples],
+    }
+    return save(tensors, metadata={METADATA: canonical_json(listing)})
+
+
+def _encoded(
+    encode: Callable[[Tensor], Tensor],
+    states: Tensor,
+    offsets: Tensor,
+    samples: list[StatesSample],
+    encoding: Encoding,
+) -> Tensor:
+    """Rows on the CPU; a state without a scale code is reported with its sample."""
+    try:
+        return encode(states).cpu()
+    except OutOfRange as error:
+        sample = samples[int(torch.searchsorted(offsets, error.row, right=True)) - 1]
+        raise DataError(
+            f"has states that are too large for {encoding}",
+            where=f"sample {sample.sample_id} of {sample.source}",
+            fix="set features.encoding=bf16",
+        ) from None
+
+
+def _checksums(
+    samples: list[StatesSample], start: int, aux_rows: Tensor, final_rows: Tensor
+) -> Tensor:
+    """uint32 [n]; rows are those of all samples, one after the other."""
+    own_aux = torch.split(aux_rows, [len(sample.token_ids) for sample in samples])
+    own_final = torch.split(final_rows, [len(sample.final_states) for sample in samples])
+    found = [
+        sample_checksum(
+            start,
+            sample.sample_id,
+            sample.source,
+            sample.token_ids,
+            sample.supervised_mask,
+            aux,
+            final,
+        )
+        for sample, aux, final in zip(samples, own_aux, own_final, strict=True)
+    ]
+    return torch.from_numpy(np.array(found, dtype=np.uint32))
+
+
+def _offsets(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
+
+
+def _assert_sound(sample: StatesSample) -> None:
+    tokens, finals = len(sample.token_ids), len(sample.final_states)
+    hidden = sample.final_states.shape[1]
+    assert sample.codec is None, "states are encoded once"
+    assert sample.token_ids.dtype == torch.int32 and sample.supervised_mask.dtype == torch.uint8
+    assert sample.aux_states.dtype == sample.final_states.dtype == torch.bfloat16
+    assert (
+        sample.supervised_mask.shape == (tokens,)
+        and sample.aux_states.shape == (tokens, 3 * hidden)
+        and sample.final_positions.shape == (finals,)
+    )
+    # Positions are not stored: the mask says which they are.
+    assert torch.equal(sample.final_positions, teacher_positions(sample.supervised_mask)), (
+        "final states stand one before each supervised token"
+    )

@@ -1,0 +1,210 @@
+"""What is sent to a server and how its response is read, one class a kind of server.
+
+    vllm     POST …/v1/completions   prompt ids in, `token_ids` and `prompt_token_ids` out (return_token_ids)
+    openai   POST …/v1/completions   only fields of the OpenAI API; text out
+    sglang   POST …/generate         `input_ids` in, `output_ids` out
+
+SamplingParams parameters are always spelled out: a server's own defaults, taken from the model's
+generation_config.json, would otherwise fill the gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.config import GeneratorSection
+from pipeline.decoder.request import Request
+from pipeline.target.template import ChatTemplate
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Unreadable(Exception):
+    """A response that is not what the server's API promises."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A response, before anything in it is believed."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    token_ids: tuple[int, ...] | None = None  # generated ones, when the server gives them
+    stop_id: int | None = None  # the token that ended the reply, when the server names it
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Server(Protocol):
+    """A kind of server."""
+
+    path: str  # behind an endpoint's base URL
+
+    def can_send(self, request: Request) -> bool:
+        """Whether the server would read exactly the request's prompt ids."""
+
+    def payload(self, request: Request) -> dict[str, Any]:
+        """The JSON body of a request."""
+
+    def read(self, body: Any) -> Answered:
+        """The response's JSON. Raises Unreadable."""
+
+
+def pick_server(section: GeneratorSection, template: ChatTemplate, *, model: str) -> Server:
+    """The kind of server that the section names."""
+    if section.backend == "sglang":
+        return SglangServer()
+    as_text = template if section.prompt == "text" else None
+    return CompletionsServer(
+        section.model or model, extended=section.backend == "vllm", as_text=as_text
+    )
+
+
+class CompletionsServer:
+    """OpenAI's completions API; `extended` by vLLM's fields. `as_text` sends prompts as text."""
+
+    path = "/completions"
+
+    def __init__(self, model: str, *, extended: bool, as_text: ChatTemplate | None) -> None:
+        self._model, self._extended, self._as_text = model, extended, as_text
+
+    def can_send(self, request: Request) -> bool:
+        if self._as_text is None:
+            return True
+        return (
+            tuple(self._as_text.encode(self._as_text.text(request.prompt_ids, special=True)))
+            == request.prompt_ids
+        )
+
+    def payload(self, request: Request) -> dict[str, Any]:
+        assert self._extended or not request.top_k, "the configuration refuses top_k here"
+        fields: dict[str, Any] = {
+            "model": self._model,
+            "prompt": self._as_text.text(request.prompt_ids, special=True)
+            if self._as_text
+            else list(request.prompt_ids),
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "seed": request.seed,
+        }
+        if self._extended:
+            # -1 is "no limit" in every version of vLLM. The text keeps special tokens, for when ids are missing.
+            fields |= {
+                "top_k": request.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "stop_token_ids": list(request.stop_ids),
+            }
+            fields |= {
+                "return_token_ids": True,
+                "skip_special_tokens": False,
+                "add_special_tokens": False,
+            }
+        return fields
+
+    def read(self, body: Any) -> Answered:
+        found = _parse(_Completions, body)
+        if len(found.choices) != 1:
+            raise Unreadable(f"{len(found.choices)} choices")
+        choice, usage = found.choices[0], found.usage or _Usage()
+        return Answered(
+            text=choice.text,
+            finish_reason=choice.finish_reason,
+            token_ids=_ids(choice.token_ids),
+            stop_id=choice.stop_reason if isinstance(choice.stop_reason, int) else None,
+            prompt_ids=_ids(choice.prompt_token_ids),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+
+
+class SglangServer:
+    """SGLang's own API."""
+
+    path = "/generate"
+
+    def can_send(self, request: Request) -> bool:
+        return True
+
+    def payload(self, request: Request) -> dict[str, Any]:
+        sampling: dict[str, Any] = {
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(request.stop_ids),
+            "skip_special_tokens": False,
+        }
+        if request.temperature > 0:
+            sampling["sampling_seed"] = (
+                request.seed
+            )  # unknown to old versions, and of no use to greedy decoding
+        return {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "stream": False}
+
+    def read(self, body: Any) -> Answered:
+        found = _parse(_Generated, body)
+        meta = found.meta_info
+        return Answered(
+            text=found.text,
+            finish_reason=meta.finish_reason.type,
+            token_ids=_ids(found.output_ids),
+            stop_id=meta.finish_reason.matched
+            if isinstance(meta.finish_reason.matched, int)
+            else None,
+            prompt_tokens=meta.prompt_tokens,
+            completion_tokens=meta.completion_tokens,
+        )
+
+
+class _Choice(BaseModel):
+    text: str
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Completions(BaseModel):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Finish(BaseModel):
+    type: Literal["stop", "length"]
+    matched: int | str | list[int] | None = None
+
+
+class _Meta(BaseModel):
+    finish_reason: _Finish
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Generated(BaseModel):
+    text: str = ""
+    output_ids: list[int] | None = None
+    meta_info: _Meta
+
+
+def _parse(model: type[Body], body: Any) -> Body:
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        raise Unreadable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _ids(found: list[int] | None) -> tuple[int, ...] | None:
+    return None if found is None else tuple(found)

@@ -1,0 +1,147 @@
+"""Google Cloud DLP (Sensitive Data Protection) as a further inspector.
+
+Texts travel as rows of a one-column table, many in one request; a finding names its row and its
+code points, which are Python's string offsets. A reply that says it was cut short is asked again in
+halves, so that no finding is lost to a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pipeline.config import DlpSection
+from pipeline.errors import DataError, EndpointError, MissingPackage
+from pipeline.synth.privacy.finding import Finding
+
+_ROWS = 500
+_REQUEST_BYTES = 400_000  # of texts; the service refuses requests above half a megabyte
+
+#: Cloud DLP's names for what this project calls otherwise.
+_NAMES = {
+    "CREDIT_CARD_NUMBER": "CREDIT_CARD",
+    "US_SOCIAL_SECURITY_NUMBER": "US_SSN",
+    "STREET_ADDRESS": "ADDRESS",
+    "PERSON_NAME": "PERSON",
+    "AUTH_TOKEN": "API_KEY",
+    "GCP_API_KEY": "API_KEY",
+    "ENCRYPTION_KEY": "PRIVATE_KEY",
+}
+_SCORES = {
+    "VERY_UNLIKELY": 0.1,
+    "UNLIKELY": 0.3,
+    "POSSIBLE": 0.5,
+    "LIKELY": 0.75,
+    "VERY_LIKELY": 0.95,
+}
+
+
+class GoogleInspector:
+    """Asks Cloud DLP about texts. `client` replaces the one made from application-default credentials.
+
+    Raises MissingPackage without google-cloud-dlp, EndpointError when the service cannot be used,
+    DataError for a text that is too long for one request.
+    """
+
+    def __init__(self, section: DlpSection, *, client: Any = None) -> None:
+        try:
+            from google.cloud import dlp_v2
+        except ImportError:
+            raise MissingPackage(
+                "the pip package google-cloud-dlp is not installed",
+                where="synth.dlp.backend",
+                fix="pip install 'eagle3[dlp]'",
+            ) from None
+        self._types = dlp_v2
+        self._section = section
+        self._parent = f"projects/{section.project}/locations/{section.location}"
+        self._client = client or self._connect()
+
+    def inspect(self, texts: Sequence[str]) -> list[list[Finding]]:
+        """Findings of each text, in the order of the texts."""
+        found: list[list[Finding]] = [[] for _ in texts]
+        for rows in _batches(texts):
+            self._inspect_rows(texts, rows, found)
+        return [sorted(findings) for findings in found]
+
+    def _inspect_rows(
+        self, texts: Sequence[str], rows: Sequence[int], found: list[list[Finding]]
+    ) -> None:
+        result = self._ask([texts[row] for row in rows])
+        if result.findings_truncated and len(rows) > 1:
+            middle = len(rows) // 2
+            self._inspect_rows(texts, rows[:middle], found)
+            self._inspect_rows(texts, rows[middle:], found)
+            return
+        for finding in result.findings:
+            row = rows[
+                finding.location.content_locations[0].record_location.table_location.row_index
+            ]
+            span = finding.location.codepoint_range
+            entity = _NAMES.get(finding.info_type.name, finding.info_type.name)
+            found[row].append(
+                Finding(span.start, span.end, entity, _SCORES.get(finding.likelihood.name, 0.5))
+            )
+
+    def _ask(self, texts: Sequence[str]) -> Any:
+        from google.api_core.exceptions import GoogleAPIError
+
+        types = self._types
+        table = types.Table(
+            headers=[types.FieldId(name="text")],
+            rows=[types.Table.Row(values=[types.Value(string_value=text)]) for text in texts],
+        )
+        request = types.InspectContentRequest(
+            parent=self._parent,
+            inspect_config=types.InspectConfig(
+                info_types=[types.InfoType(name=name) for name in self._section.info_types],
+                min_likelihood=types.Likelihood[self._section.min_likelihood],
+                include_quote=False,  # the service need not send back what it found
+            ),
+            item=types.ContentItem(table=table),
+        )
+        try:
+            return self._client.inspect_content(
+                request=request, timeout=self._section.timeout
+            ).result
+        except GoogleAPIError as error:
+            raise EndpointError(
+                f"Cloud DLP refused or did not answer: {str(error).splitlines()[0]}",
+                where="synth.dlp",
+                fix="check project, location, permissions and quota",
+            ) from error
+
+    def _connect(self) -> Any:
+        from google.auth.exceptions import GoogleAuthError
+
+        options = {"api_endpoint": self._section.endpoint} if self._section.endpoint else None
+        try:
+            return self._types.DlpServiceClient(client_options=options)
+        except GoogleAuthError as error:
+            raise EndpointError(
+                f"no credentials for Cloud DLP: {str(error).splitlines()[0]}",
+                where="synth.dlp.backend",
+                fix="run gcloud auth application-default login",
+            ) from error
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[int]]:
+    """Indices of texts that go into one request."""
+    rows: list[int] = []
+    size = 0
+    for row, text in enumerate(texts):
+        length = len(text.encode())
+        if length > _REQUEST_BYTES:
+            raise DataError(
+                f"a text of {length:,} bytes is too long for Cloud DLP",
+                where="synth.dlp",
+                fix="set synth.quality.max_characters=100000",
+            )
+        if rows and (len(rows) == _ROWS or size + length > _REQUEST_BYTES):
+            yield rows
+            rows, size = [], 0
+        if text.strip():
+            rows.append(row)
+            size += length
+    if rows:
+        yield rows

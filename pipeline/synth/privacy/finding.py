@@ -1,0 +1,64 @@
+"""One finding of personal data, and how several about the same characters become one.
+
+    text        mail anna@example.com or 10.0.0.1
+    findings         EMAIL_ADDRESS 1.0   IP_ADDRESS 0.95
+                          └ URL 0.5 ┘                        overlaps the e-mail, less sure: gone
+
+A finding holds offsets and a type, never the characters themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Finding(NamedTuple):
+    """Characters [start, end) of a text look like an `entity`, with a score between 0 and 1."""
+
+    start: int
+    end: int
+    entity: str
+    score: float
+
+
+#: Looks at one text. Finders are pure functions of it.
+Finder = Callable[[str], Iterable[Finding]]
+
+
+def pattern_finder(
+    entity: str, patterns: Sequence[tuple[str, float]], flags: re.RegexFlag = re.IGNORECASE
+) -> Finder:
+    """A finder for (regex, score) pairs. Where a regex has a group named `value`, that is what was found."""
+    compiled = [(re.compile(regex, flags), score) for regex, score in patterns]
+
+    def find(text: str) -> Iterator[Finding]:
+        for regex, score in compiled:
+            group = "value" if "value" in regex.groupindex else 0
+            for match in regex.finditer(text):
+                yield Finding(*match.span(group), entity, score)
+
+    return find
+
+
+def sure_enough(
+    findings: Iterable[Finding], threshold: float, by_entity: Mapping[str, float]
+) -> list[Finding]:
+    """Findings that reach their entity's threshold, or the general one."""
+    return [
+        finding for finding in findings if finding.score >= by_entity.get(finding.entity, threshold)
+    ]
+
+
+def without_overlap(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings in text order; of those that overlap, the surest gives the type and all give the extent."""
+    merged: list[Finding] = []
+    for found in sorted(findings, key=lambda found: (found.start, -found.end, found.entity)):
+        if not merged or found.start >= merged[-1].end:
+            merged.append(found)
+            continue
+        before = merged[-1]
+        surest = found if found.score > before.score else before
+        merged[-1] = Finding(before.start, max(before.end, found.end), surest.entity, surest.score)
+    return merged

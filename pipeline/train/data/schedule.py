@@ -1,0 +1,101 @@
+"""Which pieces make up batch n, for every n: a pure function of (pieces, budget, seed).
+
+Nothing is drawn while training runs, so resuming is a look-up:
+
+    batch number n ──► (epoch, index in the epoch) ──► pieces
+
+Each epoch shuffles the shards, then the pieces of a few neighbouring shards together, so that the
+shards that are open at one time are few; the stream is packed with a small set of open batches.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from pipeline.train.data.corpus import Piece
+
+#: Shards whose pieces are shuffled together; also bounds how many are read at one time.
+SHUFFLED_SHARDS = 64
+
+#: Batches that wait for a piece that fits. More fill better and mix more.
+OPEN_BATCHES = 24
+
+
+class Schedule:
+    """Batches of all epochs, packed to at most `budget` tokens."""
+
+    def __init__(self, pieces: Sequence[Piece], *, budget: int, seed: int, epochs: int) -> None:
+        assert all(piece.length <= budget for piece in pieces), "pieces were cut for another budget"
+        self._pieces, self._budget, self._seed = pieces, budget, seed
+        self._tokens = sum(piece.length for piece in pieces)
+        self._cached: tuple[int, list[list[Piece]]] | None = None
+        sizes = [len(self._epoch(epoch)) for epoch in range(epochs)]
+        self._ends = list(accumulate(sizes))
+
+    def __len__(self) -> int:
+        """Batches of all epochs."""
+        return self._ends[-1]
+
+    @property
+    def fill(self) -> float:
+        """Share of the batches' token budget that holds tokens."""
+        return self._tokens * len(self._ends) / (len(self) * self._budget)
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """TrainBatch number → (epoch, index in it)."""
+        epoch = bisect_right(self._ends, number)
+        return epoch, number - (self._ends[epoch - 1] if epoch else 0)
+
+    def batch(self, number: int) -> list[Piece]:
+        """Pieces of batch `number`, counted over all epochs."""
+        epoch, index = self.locate(number)
+        return self._epoch(epoch)[index]
+
+    def _epoch(self, epoch: int) -> list[list[Piece]]:
+        if self._cached is None or self._cached[0] != epoch:
+            order = shuffle(self._pieces, random.Random(f"{self._seed}/{epoch}"))
+            self._cached = (epoch, list(pack(order, self._budget)))
+        return self._cached[1]
+
+
+def shuffle(pieces: Sequence[Piece], draw: random.Random) -> list[Piece]:
+    """Shards in random order, pieces in random order within each group of shards."""
+    by_shard: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_shard.setdefault(piece.shard, []).append(piece)
+    shards = sorted(by_shard)
+    draw.shuffle(shards)
+    order: list[Piece] = []
+    for first in range(0, len(shards), SHUFFLED_SHARDS):
+        group = [
+            piece for shard in shards[first : first + SHUFFLED_SHARDS] for piece in by_shard[shard]
+        ]
+        draw.shuffle(group)
+        order += group
+    return order
+
+
+def pack(order: Iterable[Piece], budget: int) -> Iterator[list[Piece]]:
+    """Each piece goes into the fullest open batch that has room for it; a full or crowded-out batch is emitted."""
+    waiting: list[tuple[int, list[Piece]]] = []  # (tokens, pieces)
+    for piece in order:
+        fitting = [
+            place for place, (tokens, _) in enumerate(waiting) if tokens + piece.length <= budget
+        ]
+        if fitting:
+            best = max(fitting, key=lambda place: waiting[place][0])
+            tokens, members = waiting.pop(best)
+        else:
+            if len(waiting) == OPEN_BATCHES:
+                fullest = max(range(len(waiting)), key=lambda place: waiting[place][0])
+                yield waiting.pop(fullest)[1]
+            tokens, members = 0, []
+        members = [*members, piece]
+        if tokens + piece.length == budget:
+            yield members
+        else:
+            waiting.append((tokens + piece.length, members))
+    yield from (members for _, members in waiting)

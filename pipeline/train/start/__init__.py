@@ -1,0 +1,1 @@
+"""How a head begins: random, from the target's last layer, by least squares, or from an earlier head."""

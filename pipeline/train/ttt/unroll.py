@@ -1,0 +1,158 @@
+"""Training-time test: the head unrolled on its own outputs.
+
+Position i, step k: reads the embedding of x[i+k+1] and a hidden state, predicts x[i+k+2].
+
+    step 0   tokens  x1 x2 x3 x4      step 1   tokens  x2 x3 x4 x5
+             states  g0 g1 g2 g3               states  a0 a1 a2 a3     a = output of step 0
+             teach   x2 x3 x4 x5               teach   x3 x4 x5 x6
+
+Read from a label, the supervised token at position j of its document: step k predicts it at
+position i = j-k-2 (absent when that is before the document), and its teacher is the target's
+distribution at position j-1, whatever the step.
+
+Keys and values of later steps are seen by their own position only. So after step 0 the head is
+computed for the rows that still have a label ahead, and for no others.
+
+Shapes: N tokens, S labels, A continuing rows, H hidden size, V target and Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.layers import RotaryTable
+from pipeline.train.data.batches import TrainBatch
+from pipeline.train.ttt.attention import Seen, UnrolledAttention
+
+#: `Eagle3Head.step` before and behind attention
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Finish = Callable[[Tensor, Tensor], Tensor]
+
+
+class Unroll(NamedTuple):
+    """Outputs of every step, as `Eagle3Head.step` returns them."""
+
+    outputs: tuple[Tensor, ...]  # step 0 [N, H], later steps [A, H]
+    rows: Tensor  # int64 [A], flat positions that later steps were computed for
+    place: Tensor  # int64 [N], where a flat position stands in `rows`; 0 when it does not
+
+
+class Layer(NamedTuple):
+    """How a step is computed: the head's layer before and behind attention, and what its backward pass keeps."""
+
+    read: Read
+    finish: Finish
+    checkpointing: bool = (
+        False  # keep a step's inputs only and compute the step again in the backward pass
+    )
+
+    @classmethod
+    def of(cls, head: Eagle3Head, *, checkpointing: bool = False, compiled: bool = False) -> Layer:
+        """The layer of `head`. Compiled, each part is one graph for any number of rows; attention stays outside.
+
+        The compiled functions belong to this object: a copy of the head knows nothing of them.
+        """
+        if not compiled:
+            return cls(head.midlayer.read, head.finish, checkpointing)
+        return cls(
+            torch.compile(head.midlayer.read, dynamic=True),
+            torch.compile(head.finish, dynamic=True),
+            checkpointing,
+        )
+
+    def step(
+        self,
+        k: int,
+        embedding: Tensor,
+        hidden: Tensor,
+        attention: UnrolledAttention,
+        past: list[Seen],
+    ) -> tuple[Tensor, Seen]:
+        """Output [.., H] of step k and what later steps see of it."""
+
+        def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            mixed, seen = attention.mix(k, *self.read(embedding, hidden), past)
+            return self.finish(hidden, mixed), *seen
+
+        # A step draws no random numbers, so there is no state to put back.
+        output, key, value = (
+            checkpoint(run, embedding, hidden, use_reentrant=False, preserve_rng_state=False)
+            if self.checkpointing
+            else run(embedding, hidden)
+        )
+        return output, Seen(key, value)
+
+
+def unroll(
+    head: Eagle3Head,
+    embedding: Tensor,
+    batch: TrainBatch,
+    rotary: RotaryTable,
+    *,
+    rows: Tensor,
+    steps: int,
+    layer: Layer | None = None,
+) -> Unroll:
+    """Run the head for `steps` steps. embedding [V, H] is the target's; rows [A] ascending; layer is the head's own when None."""
+    layer = layer or Layer.of(head)
+    attention = UnrolledAttention(batch.lengths, rows, rotary)
+    hidden, seen = layer.step(
+        0,
+        _embed(embedding, batch, _every(batch) + 1),
+        head.project(batch.aux_states),
+        attention,
+        [],
+    )
+    outputs, past = [hidden], [seen]
+    hidden = hidden[rows]
+    for k in range(1, steps):
+        hidden, seen = layer.step(
+            k, _embed(embedding, batch, rows + k + 1), hidden, attention, list(past)
+        )
+        outputs.append(hidden)
+        past.append(seen)
+    place = torch.zeros_like(batch.token_ids)
+    place[rows] = torch.arange(len(rows), device=rows.device)
+    return Unroll(tuple(outputs), rows, place)
+
+
+def step_logits(
+    head: Eagle3Head, embedding: Tensor, batch: TrainBatch, rotary: RotaryTable, *, steps: int
+) -> list[Tensor]:
+    """Logits [N, Vd] of every step at every position, as the decoder would draft them.
+
+    The last k+1 positions of a document have no input at step k; their rows mean nothing.
+    """
+    done = unroll(head, embedding, batch, rotary, rows=_every(batch), steps=steps)
+    return [head.logits(output) for output in done.outputs]
+
+
+def continuing_rows(batch: TrainBatch, wanted: Tensor, steps: int) -> Tensor:
+    """Flat positions that predict at least one wanted label after step 0, ascending [A].
+
+    wanted [S] bool marks the labels that count.
+    """
+    needed = torch.zeros(batch.tokens, dtype=torch.bool, device=batch.token_ids.device)
+    for k in range(1, steps):
+        needed[(batch.labels - k - 2)[wanted & (batch.depths >= k + 2)]] = True
+    return needed.nonzero().flatten()
+
+
+def _every(batch: TrainBatch) -> Tensor:
+    return torch.arange(batch.tokens, device=batch.token_ids.device)
+
+
+def _embed(embedding: Tensor, batch: TrainBatch, positions: Tensor) -> Tensor:
+    """Embeddings of the tokens at flat `positions`.
+
+    Beyond its document a position reads a neighbour's token; such positions carry no label, and
+    their keys are seen by nobody else.
+    """
+    return F.embedding(batch.token_ids[positions.clamp(max=batch.tokens - 1)], embedding)

@@ -1,0 +1,274 @@
+"""The C++ kernels against the reference in float32, on fresh inputs, and against themselves in other company."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.decoder.ops.base import PAGE, TorchOps
+from pipeline.decoder.ops.cpu import ops as cpu_ops
+from pipeline.decoder.ops.cpu.ops import CpuOps
+from pipeline.decoder.tree import Tree
+
+REFERENCE = TorchOps()
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    loaded = cpu_ops.load()
+    if loaded is None:
+        pytest.skip(cpu_ops.why_not())
+    return loaded
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def bf16(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).bfloat16()
+
+
+def assert_rounded(got: Tensor, wanted: Tensor, slack: float = 1e-5) -> None:
+    """`got` is `wanted` to about half a unit in the last place of bf16, plus `slack`."""
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=2.0**-8, atol=slack)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 16, 25, 40, 300])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(64, 64), (576, 960), (33, 17), (1, 1), (2, 31), (127, 65), (1536, 48)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(ops: CpuOps, rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    x, weight, bias = bf16(rows, inputs), bf16(outputs, inputs), bf16(outputs) if biased else None
+    wanted = REFERENCE.linear(
+        x.double(), weight.double(), bias.double() if bias is not None else None
+    )
+    assert_rounded(ops.linear(x, ops.pack(weight), bias), wanted, slack=1e-5 * math.sqrt(inputs))
+
+
+def test_linear_takes_views(ops: CpuOps) -> None:
+    x, weight = bf16(3, 5, 48)[:, 2], bf16(48, 40).t()
+    assert_rounded(ops.linear(x, ops.pack(weight)), x.double() @ weight.double().t())
+
+
+def test_a_row_of_linear_does_not_depend_on_the_others(ops: CpuOps) -> None:
+    # 20,000 inputs split even 40 rows into several cached chunks.
+    for inputs, outputs in [(576, 200), (20_000, 70), (131, 33)]:
+        x, weight, bias = bf16(77, inputs), ops.pack(bf16(outputs, inputs)), bf16(outputs)
+        together = ops.linear(x, weight, bias)
+        for rows in (1, 2, 5, 16, 31):
+            pieces = [
+                ops.linear(x[first : first + rows], weight, bias)
+                for first in range(0, len(x), rows)
+            ]
+            assert torch.equal(torch.cat(pieces), together)
+        with threads(1):
+            assert torch.equal(ops.linear(x, weight, bias), together)
+
+
+def test_nan_stays_in_its_row(ops: CpuOps) -> None:
+    x, weight = bf16(20, 63), bf16(40, 63)
+    x[7, 62] = float("nan")
+    y = ops.linear(x, ops.pack(weight))
+    assert y[7].isnan().all() and y.isnan().any(1).sum() == 1
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 576), (5, 33), (16, 2048), (200, 576), (1, 7)])
+@pytest.mark.parametrize("updated", [False, True])
+def test_add_rms_norm(ops: CpuOps, rows: int, size: int, updated: bool) -> None:
+    x, update, weight = bf16(rows, size, scale=3), bf16(rows, size) if updated else None, bf16(size)
+    normed, total = ops.add_rms_norm(x, update, weight, 1e-5)
+    assert torch.equal(total, x if update is None else x + update)
+    wanted, _ = REFERENCE.add_rms_norm(total.float(), None, weight.float(), 1e-5)
+    assert_rounded(normed, wanted)
+    alone, _ = ops.add_rms_norm(x[-1:], None if update is None else update[-1:], weight, 1e-5)
+    assert torch.equal(alone, normed[-1:])
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1536), (3, 17), (64, 1536)])
+def test_silu_mul(ops: CpuOps, rows: int, size: int) -> None:
+    gate_up = bf16(rows, 2 * size, scale=6)
+    gate_up[0, :5] = torch.tensor([0.0, 200.0, -200.0, 3e38, -3e38])
+    mixed = ops.silu_mul(gate_up)
+    assert_rounded(mixed, REFERENCE.silu_mul(gate_up.float()), slack=1e-30)
+    assert torch.equal(ops.silu_mul(gate_up[-1:]), mixed[-1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"), [(9, 3, 64), (4, 4, 80), (8, 1, 96), (8, 2, 128), (3, 1, 6)]
+)
+@pytest.mark.parametrize("tokens", [1, 21, 150])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_write(
+    ops: CpuOps, heads: int, groups: int, size: int, tokens: int, normed: bool
+) -> None:
+    qkv, rotary = bf16(tokens, (heads + 2 * groups) * size), (bf16(400, size), bf16(400, size))
+    norms = (bf16(size), bf16(size)) if normed else None
+    positions, slots = torch.randint(400, (tokens,)), torch.randperm(4 * PAGE)[:tokens]
+    planes = torch.full((2, 4, groups, PAGE, size), float("nan"), dtype=torch.bfloat16)
+    query = ops.rope_write(qkv, norms, 1e-6, rotary, positions, slots, planes[0], planes[1])
+
+    wanted_planes = torch.full_like(planes, float("nan"), dtype=torch.float32)
+    wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
+    wide_rotary = rotary[0].float(), rotary[1].float()
+    wanted = REFERENCE.rope_write(
+        qkv.float(),
+        wide_norms,
+        1e-6,
+        wide_rotary,
+        positions,
+        slots,
+        wanted_planes[0],
+        wanted_planes[1],
+    )
+    assert_rounded(query, wanted)
+    assert torch.equal(planes.isnan(), wanted_planes.isnan())  # nothing else was written
+    assert_rounded(planes.nan_to_num(), wanted_planes.nan_to_num())
+    assert torch.equal(
+        planes[1].nan_to_num().float(), wanted_planes[1].nan_to_num()
+    )  # values are copied as they are
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 1000, 49_152])
+def test_argmax(ops: CpuOps, size: int) -> None:
+    # A hundred different values, so that equals are common.
+    logits = torch.randint(-50, 50, (3, 4, size)).bfloat16()
+    logits[0, 0] = float("-inf")
+    logits[0, 1, size // 2] = float("nan")
+    logits[0, 2] = -0.0
+    logits[0, 2, -1] = 0.0  # equal to -0
+    logits[0, 3] = float("inf")
+    index = ops.argmax(logits)
+    assert torch.equal(index[0], torch.tensor([0, -1, 0, 0]))
+    assert torch.equal(
+        index[1:], (logits[1:] == logits[1:].amax(-1, keepdim=True)).int().argmax(-1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "k"), [(10, 10), (17, 3), (1000, 8), (8192, 10), (300, 64), (300, 65)]
+)
+def test_propose(ops: CpuOps, size: int, k: int) -> None:
+    logits = bf16(9, size, scale=4)
+    scores, index = ops.propose(logits, k)
+    wanted, _ = REFERENCE.propose(logits.double(), k)
+    torch.testing.assert_close(scores, wanted, rtol=0, atol=2e-5)
+    assert torch.equal(
+        logits.gather(1, index), logits.sort(descending=True, stable=True).values[:, :k]
+    )
+    if k <= 64:  # beyond, torch is free to order equals as it likes
+        assert torch.equal(index, logits.sort(descending=True, stable=True).indices[:, :k])
+        assert torch.equal(ops.propose(logits[3:4], k)[0], scores[3:4])
+
+
+def test_propose_shows_nan(ops: CpuOps) -> None:
+    logits = bf16(3, 200)
+    logits[1, 150] = float("nan")
+    scores, index = ops.propose(logits, 4)
+    assert (
+        torch.equal(scores.isnan().all(1), torch.tensor([False, True, False]))
+        and not scores[0].isnan().any()
+    )
+    assert index.min() >= 0 and index.max() < 200
+
+
+def random_candidates(rows: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, parents and cumulative scores [rows, count] as a drafter lists them, with many equal scores."""
+    parents = torch.stack(
+        [
+            torch.randint(-1, index, (rows,)) if index else torch.full((rows,), -1)
+            for index in range(count)
+        ],
+        1,
+    )
+    scores = torch.zeros(rows, count)
+    for index in range(count):
+        above = torch.where(
+            parents[:, index] < 0,
+            0.0,
+            scores.gather(1, parents[:, index : index + 1].clamp(min=0))[:, 0],
+        )
+        scores[:, index] = above - torch.randint(0, 4, (rows,)) / 2
+    return torch.randint(6, (rows, count)), parents, scores
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "nodes"), [(1, 5, 3), (3, 40, 16), (2, 200, 64), (4, 6, 20), (2, 5, 1)]
+)
+def test_grow_tree_and_verify(ops: CpuOps, rows: int, count: int, nodes: int) -> None:
+    for _ in range(5):
+        tokens, parents, scores = random_candidates(rows, count)
+        roots = torch.randint(6, (rows,))
+        tree, wanted = (
+            backend.grow_tree(roots, tokens, parents, scores, nodes) for backend in (ops, REFERENCE)
+        )
+        for name in ("tokens", "parents", "ancestors", "depth"):
+            assert torch.equal(getattr(tree, name), getattr(wanted, name)), name
+        depth = int(tree.depth.max())
+        predicted = torch.randint(-1, 6, tree.tokens.shape)
+        accepted, expected = (
+            backend.verify(tree, predicted, depth) for backend in (ops, REFERENCE)
+        )
+        for name in ("path", "counts", "tokens"):
+            assert torch.equal(getattr(accepted, name), getattr(expected, name)), name
+
+
+def test_grow_tree_survives_nan(ops: CpuOps) -> None:
+    tokens, parents, scores = random_candidates(2, 30)
+    scores[0, 3:] = float("nan")
+    tree, wanted = (
+        backend.grow_tree(torch.zeros(2, dtype=torch.int64), tokens, parents, scores, 12)
+        for backend in (ops, REFERENCE)
+    )
+    assert torch.equal(tree.parents, wanted.parents) and torch.equal(tree.tokens, wanted.tokens)
+
+
+def test_verify_accepts_a_whole_branch(ops: CpuOps) -> None:
+    chain = torch.arange(5)[None]
+    tree = Tree(chain, (chain - 1).clamp(min=0), 2 ** (chain + 1) - 1, chain)
+    accepted = ops.verify(tree, chain + 1, 4)
+    assert (
+        accepted.counts.tolist() == [5]
+        and accepted.path.tolist() == [[0, 1, 2, 3, 4]]
+        and accepted.tokens.tolist() == [[1, 2, 3, 4, 5]]
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 9])
+def test_compact(ops: CpuOps, layers: int) -> None:
+    planes = bf16(layers, 2, 6, 3, PAGE, 64)
+    table, starts = (
+        torch.tensor([[3, 1], [5, 2], [4, 0]]),
+        torch.tensor([PAGE - 2, 0, 17]),
+    )  # the first branch crosses a page
+    path = torch.tensor([[0, 2, 5, 9, 9], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]])
+    wanted = planes.clone()
+    REFERENCE.compact(wanted, table, starts, path)
+    before = planes.clone()
+    ops.compact(planes, table, starts, path)
+    for row, counts in enumerate([4, 5, 1]):
+        for entry in range(int(starts[row]) + counts):
+            place = (
+                slice(None),
+                slice(None),
+                int(table[row, entry // PAGE]),
+                slice(None),
+                entry % PAGE,
+            )
+            assert torch.equal(planes[place], wanted[place])
+    assert torch.equal(
+        planes[:, :, [0, 2, 4, 5]], before[:, :, [0, 2, 4, 5]]
+    )  # rows 1 and 2 move nothing

@@ -1,0 +1,181 @@
+"""Attention of the C++ kernels: against the reference, blind to what is not seen, and the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.decoder.ops.base import PAGE, TorchOps, entry_slots
+from pipeline.decoder.ops.cpu import ops as cpu_ops
+from pipeline.decoder.ops.cpu.ops import CpuOps
+
+REFERENCE = TorchOps()
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def ops() -> CpuOps:
+    loaded = cpu_ops.load()
+    if loaded is None:
+        pytest.skip(cpu_ops.why_not())
+    return loaded
+
+
+class Cache:
+    """Pages of one layer for a batch, holding NaN wherever nothing was written."""
+
+    def __init__(self, rows: int, entries: int, groups: int, size: int) -> None:
+        pages = -(-entries // PAGE)
+        self.planes = torch.full(
+            (2, rows * pages + 1, groups, PAGE, size), NAN, dtype=torch.bfloat16
+        )
+        self.keys_values = self.planes[0], self.planes[1]
+        self.table = torch.randperm(rows * pages).view(rows, pages) + 1
+
+    def wide(self) -> tuple[Tensor, Tensor]:
+        return self.planes[0].float(), self.planes[1].float()
+
+    def write(self, row: int, entries: Tensor, content: Tensor) -> None:
+        """content [2, E, G, d]: keys and values of `entries` [E] of a row."""
+        slots = entry_slots(self.table[row : row + 1], entries[None])[0]
+        self.planes[:, slots // PAGE, :, slots % PAGE] = content.transpose(0, 1)
+
+
+def random_tree(rows: int, nodes: int) -> Tensor:
+    """Ancestor bits [rows, nodes]."""
+    masks = torch.ones(rows, nodes, dtype=torch.int64)
+    for node in range(1, nodes):
+        parent = torch.randint(node, (rows, 1))
+        masks[:, node] = masks.gather(1, parent)[:, 0] | (1 << node if node < 63 else -(1 << 63))
+    return masks
+
+
+def content(entries: int, groups: int, size: int) -> Tensor:
+    return torch.randn(2, entries, groups, size).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"),
+    [(9, 3, 64), (4, 4, 80), (8, 2, 96), (8, 1, 128), (3, 1, 6), (15, 3, 34)],
+)
+@pytest.mark.parametrize(
+    ("prefixes", "nodes", "tree"),
+    [
+        ([0], 1, True),
+        ([300], 1, True),
+        ([0, 63, 64, 65, 128, 15, 16, 17], 16, True),
+        ([2000, 1, 130], 64, True),
+        ([0], 1, False),
+        ([0], 200, False),
+        ([61, 700], 37, False),
+    ],
+)
+def test_tree_attention(
+    ops: CpuOps, heads: int, groups: int, size: int, prefixes: list[int], nodes: int, tree: bool
+) -> None:
+    rows = len(prefixes)
+    cache, starts = Cache(rows, max(prefixes) + nodes, groups, size), torch.tensor(prefixes)
+    for row, prefix in enumerate(prefixes):
+        cache.write(row, torch.arange(prefix + nodes), content(prefix + nodes, groups, size))
+    query, visible = (
+        torch.randn(rows, nodes, heads, size).bfloat16(),
+        random_tree(rows, nodes) if tree else None,
+    )
+    mixed = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
+    wanted = REFERENCE.tree_attention(query.float(), *cache.wide(), cache.table, starts, visible)
+    # Weights are rounded to bf16 before they mix values of size one: errors of 2^-9, averaging out.
+    torch.testing.assert_close(mixed.float(), wanted, rtol=2.0**-7, atol=6e-3)
+    assert (mixed.float() - wanted).square().mean().sqrt() < 2.0**-8 * wanted.square().mean().sqrt()
+
+
+def test_each_query_is_blind_to_what_it_does_not_see(ops: CpuOps) -> None:
+    """NaN in one branch, or behind a query of a prompt, reaches nobody else; the reference promises less."""
+    cache, starts = Cache(1, 400, 3, 64), torch.tensor([100])
+    cache.write(0, torch.arange(400), content(400, 3, 64))
+    query, visible = torch.randn(1, 40, 9, 64).bfloat16(), random_tree(1, 40)
+    clean_tree = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
+    clean_chain = ops.tree_attention(query, *cache.keys_values, cache.table, starts, None)
+    cache.write(0, torch.tensor([105]), torch.full((2, 1, 3, 64), NAN, dtype=torch.bfloat16))
+    sees = ((visible >> 5) & 1).bool()[0]
+    tree = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
+    assert torch.equal(tree[0, ~sees], clean_tree[0, ~sees]) and tree[0, sees].isnan().all()
+    chain = ops.tree_attention(query, *cache.keys_values, cache.table, starts, None)
+    assert torch.equal(chain[0, :5], clean_chain[0, :5]) and chain[0, 5:].isnan().all()
+
+
+def test_seeing_nothing_gives_zeros(ops: CpuOps) -> None:
+    cache = Cache(1, 10, 1, 64)
+    mixed = ops.tree_attention(
+        torch.randn(1, 1, 3, 64).bfloat16(),
+        *cache.keys_values,
+        cache.table,
+        torch.tensor([0]),
+        torch.tensor([[0]]),
+    )
+    assert torch.equal(mixed, torch.zeros_like(mixed))
+
+
+@pytest.mark.parametrize("prefix", [0, 5, 16, 59, 300])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 64), (8, 1, 80)])
+def test_a_node_of_a_tree_gets_the_bits_of_plain_decoding(
+    ops: CpuOps, prefix: int, heads: int, groups: int, size: int
+) -> None:
+    nodes = 40
+    visible, known = random_tree(1, nodes), content(prefix + nodes, groups, size)
+    leaf = max(range(nodes), key=lambda node: int(visible[0, node]).bit_count())
+    branch = [node for node in range(leaf + 1) if int(visible[0, leaf]) >> node & 1]
+    places = torch.cat((torch.arange(prefix), prefix + torch.tensor(branch)))
+    assert branch != list(range(len(branch)))  # there are gaps
+    tree, chain = Cache(1, prefix + nodes, groups, size), Cache(1, prefix + nodes, groups, size)
+    tree.write(0, torch.arange(prefix + nodes), known)
+    chain.write(0, torch.arange(len(places)), known[:, places])
+    query = torch.randn(1, nodes, heads, size).bfloat16()
+
+    verified = ops.tree_attention(
+        query, *tree.keys_values, tree.table, torch.tensor([prefix]), visible
+    )[:, branch]
+    read = ops.tree_attention(
+        query[:, branch], *chain.keys_values, chain.table, torch.tensor([prefix]), None
+    )
+    assert torch.equal(verified, read)
+    for step, node in enumerate(branch):
+        starts = torch.tensor([prefix + step])
+        for mask in (None, torch.tensor([[1]])):
+            decoded = ops.tree_attention(
+                query[:, node : node + 1], *chain.keys_values, chain.table, starts, mask
+            )
+            assert torch.equal(decoded[:, 0], verified[:, step])
+
+
+def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
+    prefixes = [0, 17, 64, 200, 333]
+    cache, starts = Cache(5, 400, 3, 64), torch.tensor(prefixes)
+    for row in range(5):
+        cache.write(row, torch.arange(400), content(400, 3, 64))
+    query, visible = torch.randn(5, 20, 9, 64).bfloat16(), random_tree(5, 20)
+    together = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
+    for row in range(5):
+        one = slice(row, row + 1)
+        assert torch.equal(
+            ops.tree_attention(
+                query[one], *cache.keys_values, cache.table[one], starts[one], visible[one]
+            ),
+            together[one],
+        )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(
+            ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible), together
+        )
+    finally:
+        torch.set_num_threads(before)
+    # A table that is a view of a larger one.
+    wider = torch.cat((cache.table, cache.table), dim=1)
+    assert torch.equal(
+        ops.tree_attention(
+            query, *cache.keys_values, wider[:, : cache.table.shape[1]], starts, visible
+        ),
+        together,
+    )

@@ -1,0 +1,99 @@
+"""A whole model on the native operations: near the reference, and the same bits whatever stands around a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.config import TreeSection
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.cpu import ops as cpu_ops
+from pipeline.decoder.request import Request
+from pipeline.decoder.tuning.score import draw_gap, greedy_gaps, log_probabilities
+from pipeline.eagle3.head import Eagle3Head
+from tests.decoder.conftest import CAPTURE, FAMILIES, VOCABULARY
+
+pytestmark = pytest.mark.skipif(cpu_ops.load() is None, reason=cpu_ops.why_not())
+CPU = torch.device("cpu")
+TREES = [
+    TreeSection(top_k=3, steps=4, nodes=12),
+    TreeSection(top_k=1, steps=3, nodes=4),
+    TreeSection(top_k=8, steps=6, nodes=48),
+]
+
+
+def _model(directory: Path, ops: TorchOps | None = None) -> DecoderModel:
+    return DecoderModel.load(
+        directory, CAPTURE, device=CPU, dtype=torch.bfloat16, max_length=160, ops=ops
+    )
+
+
+def _requests() -> list[Request]:
+    generator = torch.Generator().manual_seed(7)
+    prompts = [
+        tuple(torch.randint(0, VOCABULARY, (3 + 17 * index,), generator=generator).tolist())
+        for index in range(7)
+    ]
+    return [Request(str(index), prompt, 4 + 5 * index, ()) for index, prompt in enumerate(prompts)]
+
+
+def _decode(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
+    return {done.request_id: done.token_ids for done in engine.generate(requests)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_log_probabilities_are_as_near_to_float32_as_torch_bf16_is(
+    make_target: Callable[[str], Path], family: str
+) -> None:
+    directory = make_target(family)
+    ids = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    exact = log_probabilities(
+        DecoderModel.load(directory, CAPTURE, device=CPU, dtype=torch.float32, max_length=160),
+        ids[:1],
+        ids[1:],
+    )
+    ours, theirs = (
+        log_probabilities(_model(directory, ops), ids[:1], ids[1:]) for ops in (None, TorchOps())
+    )
+    assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("slots", [1, 3, 7])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_speculation_and_batches_change_no_bit(
+    make_target: Callable[[str], Path],
+    head: Eagle3Head,
+    tree: TreeSection,
+    slots: int,
+    temperature: float,
+) -> None:
+    model = _model(make_target("llama"))
+    assert model.ops.name == "native"
+    requests = [
+        replace(request, temperature=temperature, top_p=0.95, seed=int(request.request_id))
+        for request in _requests()
+    ]
+    plain = _decode(Engine(model), requests)
+    assert (
+        _decode(
+            Engine(model, drafter=Eagle3Drafter(head, model, tree), slots=slots, prefill_tokens=11),
+            requests,
+        )
+        == plain
+    )
+    for request in requests:
+        if temperature:
+            assert draw_gap(model, request, plain[request.request_id]) < 1e-6
+        else:
+            assert (
+                greedy_gaps(model, request.prompt_ids, plain[request.request_id]).near_ties == 0
+            ), "one forward over the text gives the same bits too"

@@ -1,0 +1,163 @@
+"""The cost model: its formulas by hand, and figures of a small model that make sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bench.random_target import RandomWeights
+from pipeline.config import TreeSection
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.tuning.cost import Costs, measure_costs, median_costs
+from pipeline.decoder.tuning.roofline import (
+    draft_floor_seconds,
+    eta,
+    extend_floor_seconds,
+    floor_seconds,
+    s_max,
+)
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.init import random_init, shape_for
+
+SHAPE = TreeSection(top_k=3, steps=4, nodes=12)
+
+
+@pytest.fixture(scope="module")
+def drafting() -> tuple[DecoderModel, Eagle3Drafter]:
+    """A target of four layers, large enough that more nodes take longer."""
+    config: Any = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    device, dtype = torch.device("cpu"), torch.float32
+    model = DecoderModel(
+        config,
+        RandomWeights(config, device=device, dtype=dtype),
+        (0, 1, 2),
+        device=device,
+        dtype=dtype,
+        max_length=256,
+        ops=TorchOps(),
+    )
+    head = Eagle3Head(
+        shape_for(
+            config,
+            draft_vocab_size=500,
+            intermediate_size=384,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
+    random_init(head, seed=0)
+    return model, Eagle3Drafter(head, model, SHAPE)
+
+
+def test_a_round_is_the_sum_of_its_pieces() -> None:
+    costs = Costs(
+        verify={1: 10.0, 8: 12.0, 16: 16.0},
+        draft={1: 1.0, 5: 3.0},
+        extend={2: 1.5, 6: 3.5},
+        other={4: 0.25, 20: 1.25},
+    )
+    # 12 nodes lie half-way from 8 to 16, 3 beams half-way from 1 to 5, 4 steps half-way from 2 to 6, 12 nodes from 4 to 20.
+    assert costs.round_seconds(SHAPE) == 14.0 + 3 * 2.0 + 2.5 + 0.75
+    assert costs.plain_seconds == 10.0
+    assert costs.speedup(SHAPE, tau=4.65) == pytest.approx(4.65 * 10.0 / 23.25)
+
+
+def test_curves_are_continued_beyond_their_ends() -> None:
+    costs = Costs(
+        verify={1: 10.0, 8: 12.0, 16: 16.0}, draft={4: 2.0}, extend={2: 1.5, 6: 3.5}, other={4: 1.0}
+    )
+    assert [costs.verify_seconds(nodes) for nodes in (1, 8, 16, 32)] == [10.0, 12.0, 16.0, 24.0]
+    assert [costs.draft_seconds(beams) for beams in (1, 8)] == [2.0, 2.0]
+    assert [costs.extend_seconds(steps) for steps in (1, 8)] == [1.0, 4.5]
+
+
+def test_yardstick() -> None:
+    assert s_max(tau=4.0, t_ar=10.0, t_verify=11.0, t_draft=1.0, t_extend=2.0, steps=4) == 2.5
+    assert s_max(tau=4.0, t_ar=10.0, t_verify=18.0, t_draft=99.0, t_extend=2.0, steps=1) == 2.0
+    assert eta(2.0, 2.5) == 0.8
+
+
+def test_floors(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
+    model, _ = drafting
+    # q and o are 256 x 256, k and v 256 x 64, three MLP matrices 256 x 512, four layers; lm_head is 1000 x 256.
+    parameters = 4 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 512) + 1000 * 256
+    # Of 3 rows with 100 entries each the keys and values of 2 heads of 32 numbers are read, those of 5 tokens written.
+    numbers = parameters + 3 * (100 + 5) * 4 * 2 * 64
+    assert floor_seconds(model, 5, 3, 100, bandwidth=1e6, flops=1e30) == pytest.approx(
+        4 * numbers / 1e6
+    )
+    # Scores and sums over 100 entries take two multiply-adds for each of 256 numbers of a query.
+    operations = 15 * (2 * parameters + 4 * 4 * 100 * 256)
+    assert floor_seconds(model, 5, 3, 100, bandwidth=1e30, flops=1e6) == pytest.approx(
+        operations / 1e6
+    )
+
+
+def test_floors_of_the_head(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
+    _, drafter = drafting
+    # q, k and v have four heads of 32 and read 512 numbers; lm_head is 500 x 256, fc 256 x 768.
+    layer, vocabulary, projection = 3 * 512 * 128 + 128 * 256 + 3 * 256 * 384, 500 * 256, 256 * 768
+    entries = 2 * (100 + 4) * 2 * 128
+    assert draft_floor_seconds(drafter, 4, 2, 100, bandwidth=1e6, flops=1e30) == pytest.approx(
+        4 * (layer + vocabulary + entries) / 1e6
+    )
+    operations = 2 * (4 * 2 * (layer + vocabulary) + 4 * 4 * 100 * 128)
+    assert draft_floor_seconds(drafter, 4, 2, 100, bandwidth=1e30, flops=1e6) == pytest.approx(
+        operations / 1e6
+    )
+    # Three steps: four tokens are read, one proposes.
+    assert extend_floor_seconds(drafter, 3, 2, 100, bandwidth=1e6, flops=1e30) == pytest.approx(
+        4 * (layer + vocabulary + projection + entries) / 1e6
+    )
+    operations = 2 * (4 * 2 * (layer + projection) + 2 * vocabulary + 4 * 4 * 100 * 128)
+    assert extend_floor_seconds(drafter, 3, 2, 100, bandwidth=1e30, flops=1e6) == pytest.approx(
+        operations / 1e6
+    )
+
+
+def test_measured_costs_make_sense(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
+    model, drafter = drafting
+    costs = measure_costs(
+        model, drafter, 2, 100, (16, 64), beam_counts=(1, 4), step_counts=(1, 4), repeats=9
+    )
+    assert [list(curve) for curve in (costs.verify, costs.draft, costs.extend, costs.other)] == [
+        [1, 16, 64],
+        [1, 4],
+        [1, 4],
+        [16, 64],
+    ]
+    seconds = [
+        value
+        for curve in (costs.verify, costs.draft, costs.extend, costs.other)
+        for value in curve.values()
+    ]
+    assert all(0 < value < 10 for value in seconds)
+    assert costs.verify_seconds(64) > costs.verify_seconds(1)
+    assert costs.verify_seconds(1) > costs.draft_seconds(1), "four layers against one"
+    assert 0 < costs.speedup(SHAPE, tau=2.0) < 2
+
+
+def test_a_context_without_room_for_a_round(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
+    with pytest.raises(ValueError, match="max_length 256"):
+        measure_costs(*drafting, 1, 250)
+
+
+def test_the_median_of_measurements_is_taken_point_by_point() -> None:
+    measured = [
+        Costs({1: one, 8: 9 - one}, {2: one}, {3: 2 * one}, {8: 1.0}) for one in (1.0, 2.0, 5.0)
+    ]
+    assert median_costs(measured) == Costs({1: 2.0, 8: 7.0}, {2: 2.0}, {3: 4.0}, {8: 1.0})

@@ -1,0 +1,91 @@
+"""A whole run over the shared tiny target, as a configuration file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import QUESTIONS
+
+
+@pytest.fixture
+def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`write_config(uri, section={…})` → path of a YAML file for prompts of two categories."""
+
+    def write(uri: str = "run", **sections: dict[str, Any]) -> Path:
+        prompts = tmp_path / "prompts.jsonl"
+        if not prompts.exists():
+            prompts.write_text(
+                "".join(
+                    _record(index, "math", question) for index, question in enumerate(QUESTIONS)
+                )
+            )
+            (tmp_path / "held-out.jsonl").write_text(
+                "".join(
+                    _record(index, category, f"How many {category} words are {index}?")
+                    for index in range(3)
+                    for category in ("math", "chat")
+                )
+            )
+        tree: dict[str, dict[str, Any]] = {
+            "run": {"uri": str(tmp_path / uri), "threads": 1},
+            "target": {"source": str(tiny_target), "dtype": "float32", "device": "cpu"},
+            "synth": {
+                "sources": [{"source": str(prompts)}],
+                "pii": {"enabled": False},
+                "max_new_tokens": 24,
+                "batch_size": 8,
+                "shard_prompts": 4,
+                "max_turns": 1,
+                "max_prompt_tokens": 200,
+            },
+            "features": {"batch_tokens": 256, "shard_tokens": 300},
+            "train": {
+                "head": {
+                    "draft_vocab_size": 200,
+                    "intermediate_size": 32,
+                    "max_share_of_target": 5.0,
+                },
+                "ttt_steps": 3,
+                "epochs": 12,
+                "learning_rate": 3e-3,
+                "batch_tokens": 128,
+                "checkpoint_every": 10,
+                "log_every": 5,
+                "dtype": "float32",
+                "wandb": "disabled",
+            },
+            "eval": {
+                "sources": [{"source": str(tmp_path / "held-out.jsonl")}],
+                "max_new_tokens": 16,
+                "hf_prompts": 2,
+                "tree": {"top_k": 2, "steps": 3, "nodes": 6},
+            },
+        }
+        for name, keys in sections.items():
+            tree[name] = {**tree[name], **keys}
+        file = tmp_path / f"{uri}.yaml"
+        file.write_text(yaml.safe_dump(tree))
+        return file
+
+    return write
+
+
+def _record(index: int, category: str, question: str) -> str:
+    return (
+        json.dumps(
+            {
+                "id": f"{category}{index}",
+                "source": "ours",
+                "license": "MIT",
+                "category": category,
+                "turns": [question],
+            }
+        )
+        + "\n"
+    )

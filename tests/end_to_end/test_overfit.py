@@ -1,0 +1,47 @@
+"""One sample learnt by heart: if data, training and drafting are aligned, nearly every guess is accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.cli import main
+
+
+def test_a_head_that_knows_one_answer_drafts_it(
+    write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    prompt = tmp_path / "one.jsonl"
+    prompt.write_text(
+        '{"id": "one", "source": "ours", "license": "MIT", "category": "math", "turns": ["What is 1 plus 2, and why?"]}\n'
+    )
+    reply = {
+        "max_new_tokens": 40,
+        "max_turns": 1,
+        "pii": {"enabled": False},
+        "max_prompt_tokens": 200,
+    }
+    config = write_config(
+        synth={"sources": [{"source": str(prompt)}], **reply},
+        train={
+            "ttt_steps": 5,
+            "epochs": 900,
+            "batch_tokens": 128,
+            "learning_rate": 5e-3,
+            "clip_norm": 1.0,
+            "log_every": 100,
+            "checkpoint_every": 1000,
+        },
+        eval={
+            "prompts": str(prompt),
+            "max_new_tokens": 40,
+            "hf_prompts": 0,
+            "tree": {"top_k": 1, "steps": 5, "nodes": 6},
+        },
+    )
+    # A chain: this target is unsure of everything, so a tree would spend its nodes on breadth.
+    assert main(["run", "-c", str(config)]) == 0
+    report = json.loads((tmp_path / "run/eval/report.json").read_text())
+    assert report["acceptance_length"] >= 4, report["alpha"]
+    assert report["lossless"]["greedy_fp32"] is True
