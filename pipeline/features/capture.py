@@ -14,26 +14,21 @@ from torch import Tensor
 from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.features.packing import into_forwards
-from pipeline.records import Sample, TargetContract, match_contracts
+from pipeline.records import Sample, TargetContract
 from pipeline.store.stage_run import stage_location
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.store.states.encodings import AUX_LAYERS
 from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
-from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.load import LoadedTarget
+from pipeline.target.open import open_target
 
 
 def load_matching_target(config: RunConfig, expected: TargetContract) -> LoadedTarget:
     """The target, ready for packed forwards. Raises ContractMismatch when it is not the one that wrote the samples."""
     torch.set_num_threads(config.run.threads)
-    target = load_target(
-        config.target, attention=register_packed_attention(), device_map=config.features.device_map
-    )
-    match_contracts(
-        target.contract,
-        expected,
-        where=f"{stage_location(config.run.uri, 'synth').uri}/manifest.json",
-    )
-    return target
+    where = f"{stage_location(config.run.uri, 'synth').uri}/manifest.json"
+    target = open_target(config.target, expected=expected, where=where)
+    return target.load(attention=register_packed_attention(), device_map=config.features.device_map)
 
 
 def capture_shard(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,7 @@ from pipeline.console import console, notice, progress_bar
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError, NotLossless
-from pipeline.records import EvalReport, Manifest, Prompt, TargetContract, match_contracts
+from pipeline.records import EvalReport, Manifest, Prompt
 from pipeline.serve_eval.measure import Measured, Workbench
 from pipeline.serve_eval.questions import Question, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
@@ -20,10 +19,9 @@ from pipeline.serve_eval.summary import summarise
 from pipeline.store.fetch import as_directory
 from pipeline.store.location import Location
 from pipeline.store.stage_run import StageRun, open_stage, read_manifest, stage_location
-from pipeline.target.contract import read_contract
-from pipeline.target.load import load_target, pick_device
-from pipeline.target.resolve import resolve
-from pipeline.target.template import ChatTemplate, load_template
+from pipeline.target.load import pick_device
+from pipeline.target.open import Target, open_target
+from pipeline.target.template import ChatTemplate
 
 REPORT, PAGE = "report.json", "report.html"
 
@@ -39,17 +37,12 @@ def run(config: RunConfig) -> Manifest:
         )
         return stage.manifest
     torch.set_num_threads(config.run.threads)
-    resolved = resolve(config.target)
-    contract = read_contract(config.target, resolved)
-    if parent:
-        match_contracts(
-            contract,
-            parent.contract,
-            where=f"{stage_location(config.run.uri, 'train').uri}/manifest.json",
-        )
+    where = f"{stage_location(config.run.uri, 'train').uri}/manifest.json"
+    target = open_target(config.target, expected=parent.contract if parent else None, where=where)
+    contract = target.contract
     with as_directory(_head_location(config), HEAD_FILES) as directory:
         head, card = load_head(directory, expected=contract)
-    report = _evaluate(config, resolved.directory, contract, head, card)
+    report = _evaluate(config, target, head, card)
     _write(stage, report)
     print_table(report)
     console.print(f"report: {_page(stage)}")
@@ -67,18 +60,11 @@ def run(config: RunConfig) -> Manifest:
     )
 
 
-def _evaluate(
-    config: RunConfig, target: Path, contract: TargetContract, head: Eagle3Head, card: HeadCard
-) -> EvalReport:
+def _evaluate(config: RunConfig, target: Target, head: Eagle3Head, card: HeadCard) -> EvalReport:
     """Speed and acceptance in the target's own type, then losslessness in fp32."""
     section, device = config.eval, pick_device(config.target.device)
     prompts = read_prompts(config)
-    template = load_template(
-        target,
-        source=config.target.source,
-        system_prompt=section.system_prompt,
-        kwargs=config.target.chat_template_kwargs,
-    )
+    template = target.template(system_prompt=section.system_prompt)
     length = min(
         head.shape.max_position_embeddings,
         max(_tokens(prompt, config, template) for prompt in prompts),
@@ -86,12 +72,19 @@ def _evaluate(
 
     def workbench(dtype: torch.dtype) -> Workbench:
         return Workbench(
-            config, target, contract, head, template, dtype=dtype, device=device, length=length
+            config,
+            target.directory,
+            target.contract,
+            head,
+            template,
+            dtype=dtype,
+            device=device,
+            length=length,
         )
 
     bench = workbench(getattr(torch, config.target.dtype))
     choice = bench.tune(prompts) if section.tree.auto else None
-    hf = load_target(config.target) if section.hf_prompts else None
+    hf = target.load() if section.hf_prompts else None
     measured: list[Measured] = []
     left_out: list[str] = []
     turns = sum(min(len(prompt.turns), section.max_turns) for prompt in prompts)
@@ -113,7 +106,7 @@ def _evaluate(
     del hf, bench
     identical = _check_lossless(exact, [item.question for item in measured])
     return summarise(
-        config, contract, head, card, measured, identical, left_out, exact.tree, choice
+        config, target.contract, head, card, measured, identical, left_out, exact.tree, choice
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pipeline.config import RunConfig, TreeSection
+from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.decoder.tuning.tune import Choice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
@@ -32,10 +33,10 @@ def summarise(
     """All figures of `report.json`. `identical` holds the losslessness verdict of each question,
     `choice` what `tree: auto` predicted for `tree`."""
     results = tuple(_result(item, identical) for item in measured)
-    parameters = head.count_parameters()
+    parameters, pooled = head.count_parameters(), _acceptance(measured)
     return EvalReport(
-        acceptance_length=_tau(measured),
-        alpha=_alpha(measured),
+        acceptance_length=pooled.tau,
+        alpha=pooled.alpha,
         tokens_per_second={
             mode: _median(item.rates[mode] for item in measured if mode in item.rates)
             for mode in ("speculative", "plain", "hf")
@@ -102,23 +103,8 @@ def _result(item: Measured, identical: Mapping[str, bool]) -> PromptResult:
     )
 
 
-def _tau(measured: Sequence[Measured]) -> float:
-    """τ over all rounds: a long answer counts for more than a short one."""
-    rounds = sum(item.speculative.statistics.rounds for item in measured)
-    return (
-        sum(item.speculative.statistics.round_tokens for item in measured) / rounds
-        if rounds
-        else 0.0
-    )
-
-
-def _alpha(measured: Sequence[Measured]) -> tuple[float, ...]:
-    """α_k = rounds that accepted k drafted tokens or more / rounds that accepted k-1 or more."""
-    reached: defaultdict[int, int] = defaultdict(int)
-    for item in measured:
-        for depth, rounds in enumerate(item.speculative.statistics.reached):
-            reached[depth] += rounds
-    return tuple(reached[depth] / reached[depth - 1] for depth in range(1, len(reached)))
+def _acceptance(measured: Sequence[Measured]) -> Acceptance:
+    return pool_acceptance(item.speculative.statistics for item in measured)
 
 
 def _by_category(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
@@ -128,7 +114,7 @@ def _by_category(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
     return {
         category: {
             "prompts": len(items),
-            "acceptance_length": _tau(items),
+            "acceptance_length": _acceptance(items).tau,
             "tokens_per_second": _median(item.rates["speculative"] for item in items),
             "speedup_plain": _median(
                 item.rates["speculative"] / item.rates["plain"]

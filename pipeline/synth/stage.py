@@ -35,9 +35,8 @@ from pipeline.synth.generate.conversations import Generator, PromptBatch
 from pipeline.synth.receipts import StageCounts, audit_record
 from pipeline.synth.screen import Screen
 from pipeline.synth.select import select_prompts, synth_section
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
-from pipeline.target.template import ChatTemplate, load_template
+from pipeline.target.open import open_target
+from pipeline.target.template import ChatTemplate
 
 if TYPE_CHECKING:
     from pipeline.synth.generate.local import LocalAnswer
@@ -74,14 +73,9 @@ class Job:
 
     def __init__(self, config: RunConfig) -> None:
         section = synth_section(config)
-        target = resolve(config.target)
-        self.contract = read_contract(config.target, target)
-        self.template = load_template(
-            target.directory,
-            source=config.target.source,
-            system_prompt=section.system_prompt,
-            kwargs=config.target.chat_template_kwargs,
-        )
+        target = open_target(config.target)
+        self.contract = target.contract
+        self.template = target.template(system_prompt=section.system_prompt)
         self.selection = select_prompts(config)
         if section.max_turns > 1 and any(
             len(prompt.turns) > 1 for prompt in self.selection.prompts

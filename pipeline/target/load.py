@@ -12,8 +12,6 @@ import torch
 from pipeline.config import TargetSection
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.records import TargetContract
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
 
 
 @dataclass(frozen=True)
@@ -39,40 +37,38 @@ def pick_device(setting: str) -> torch.device:
     return torch.device(setting)
 
 
-def load_target(
-    target: TargetSection,
+def load_model(
+    section: TargetSection,
+    directory: Path,
+    contract: TargetContract,
     *,
     attention: str = "sdpa",
     dtype: str | None = None,
     device_map: str | dict[str, int | str] | None = None,
 ) -> LoadedTarget:
-    """Resolve and load. `attention` is a transformers attention implementation, `dtype` overrides the section's.
+    """The model in `directory`, in eval mode.
 
-    With a `device_map`, layers lie on several devices and `LoadedTarget.device` is that of the embedding.
+    `attention` is a transformers attention implementation, `dtype` overrides the section's. With a
+    `device_map`, layers lie on several devices and `LoadedTarget.device` is that of the embedding.
     Raises MissingPackage when that needs accelerate and it is not installed.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    resolved = resolve(target)
-    device = pick_device(target.device)
+    device = pick_device(section.device)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {
-        "dtype": getattr(torch, dtype or target.dtype),
+        "dtype": getattr(torch, dtype or section.dtype),
         "attn_implementation": attention,
     }
     if device_map is not None:
         _require_accelerate()
         options["device_map"] = device_map
-    model: Any = AutoModelForCausalLM.from_pretrained(resolved.directory, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
     if device_map is None:
         model = model.to(device)
-    return LoadedTarget(
-        model.eval(),
-        read_contract(target, resolved),
-        model.get_input_embeddings().weight.device,
-        resolved.directory,
-    )
+    embedding = model.get_input_embeddings().weight
+    return LoadedTarget(model.eval(), contract, embedding.device, directory)
 
 
 def _require_accelerate() -> None:

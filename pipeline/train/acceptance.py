@@ -10,9 +10,7 @@ of rounds changes, and τ of the same head is the same number every time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from pipeline.config import TrainSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.request import Request, Statistics
+from pipeline.decoder.request import Acceptance, Request, Statistics, pool_acceptance
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract
@@ -29,22 +27,6 @@ from pipeline.train.data.corpus import HeldOut
 
 #: Requests decoded together. Acceptance does not depend on it.
 _SLOTS = 8
-
-
-class Acceptance(NamedTuple):
-    """What one evaluation found."""
-
-    tau: float  # τ: tokens a round over all requests, bonus included, prefill's token excluded
-    alpha: tuple[
-        float, ...
-    ]  # α_k, k = 1…: drafted position k accepted, given that all before it were
-
-    def named(self) -> dict[str, float]:
-        """As it is written to the metrics."""
-        return {
-            "tau": self.tau,
-            **{f"alpha_{k}": value for k, value in enumerate(self.alpha, start=1)},
-        }
 
 
 class Evaluator:
@@ -90,19 +72,7 @@ class Evaluator:
                     fix=completion.error.fix,
                 )
             done.append(completion.statistics)
-        return summarise_rounds(done)
-
-
-def summarise_rounds(done: Sequence[Statistics]) -> Acceptance:
-    """τ and α over all rounds: a long reply counts for more than a short one."""
-    rounds = sum(statistics.rounds for statistics in done)
-    tau = sum(statistics.round_tokens for statistics in done) / rounds if rounds else 0.0
-    depth = max((len(statistics.reached) for statistics in done), default=0)
-    reached = [
-        sum(statistics.reached[k] for statistics in done if k < len(statistics.reached))
-        for k in range(depth)
-    ]
-    return Acceptance(tau, tuple(after / before for before, after in pairwise(reached)))
+        return pool_acceptance(done)
 
 
 def check_settings(section: TrainSection) -> None:

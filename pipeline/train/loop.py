@@ -16,7 +16,8 @@ import torch
 
 from pipeline.config import TrainSection
 from pipeline.console import ProgressBar, progress_bar
-from pipeline.train.acceptance import Acceptance, Evaluator
+from pipeline.decoder.request import Acceptance
+from pipeline.train.acceptance import Evaluator
 from pipeline.train.checkpoints import Best, Checkpoints, Progress, Window
 from pipeline.train.data.batches import ReadAhead
 from pipeline.train.data.corpus import Corpus

@@ -21,13 +21,10 @@ from pipeline.config import RunConfig
 from pipeline.console import console, notice
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.vocabulary import DraftVocabulary
-from pipeline.records import Manifest, TargetContract, digest, match_contracts
+from pipeline.records import Manifest, digest
 from pipeline.store.stage_run import StageRun, open_stage, read_manifest, stage_location
-from pipeline.target.contract import read_contract
 from pipeline.target.load import pick_device
-from pipeline.target.resolve import resolve
-from pipeline.target.template import ChatTemplate, load_template
-from pipeline.target.weights import TargetWeights
+from pipeline.target.open import Target, open_target
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
 from pipeline.train.checkpoints import Checkpoints, Marker, Progress, workspace
@@ -46,15 +43,6 @@ from pipeline.train.start.least_squares import (
 from pipeline.train.start.start import begin, choose_start, draft_vocabulary
 from pipeline.train.trainer import Trainer, in_turn, rank, world
 from pipeline.train.ttt.model import TttModel
-
-
-class Target(NamedTuple):
-    """What the stage reads of the model to accelerate."""
-
-    directory: Path
-    contract: TargetContract
-    template: ChatTemplate
-    weights: TargetWeights
 
 
 class Data(NamedTuple):
@@ -79,7 +67,8 @@ def train(config: RunConfig) -> Manifest:
         notice("train", f"complete: head at {work.location.child(HEAD).uri}")
         return work.manifest
     torch.set_num_threads(config.run.threads or torch.get_num_threads())
-    target = open_target(config, parent)
+    where = f"{stage_location(config.run.uri, 'features').uri}/manifest.json"
+    target = open_target(config.target, expected=parent.contract, where=where)
     start = choose_start(config.train, target.directory, target.contract)
     data = open_data(config, parent, target, start.shape)
     vocabulary = draft_vocabulary(start, data.found.counts)
@@ -108,19 +97,6 @@ def train(config: RunConfig) -> Manifest:
     return read_manifest(config.run.uri, "train")
 
 
-def open_target(config: RunConfig, parent: Manifest) -> Target:
-    """The target, which must be the one that the states were made with. Raises ContractMismatch."""
-    resolved = resolve(config.target)
-    contract = read_contract(config.target, resolved)
-    match_contracts(
-        contract,
-        parent.contract,
-        where=f"{stage_location(config.run.uri, 'features').uri}/manifest.json",
-    )
-    template = load_template(resolved.directory, source=config.target.source, system_prompt=None)
-    return Target(resolved.directory, contract, template, TargetWeights(resolved.directory))
-
-
 def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadShape) -> Data:
     """Verify the states, hold some out, survey and audit the rest."""
     section, location = config.train, stage_location(config.run.uri, "features")
@@ -141,7 +117,8 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadSh
         held_out=held_out,
     )
     audit_mask(found, where=location.uri)
-    show_sample(corpus, found, lambda ids: target.template.text(tuple(ids), special=True))
+    template = target.template()
+    show_sample(corpus, found, lambda ids: template.text(tuple(ids), special=True))
     notice(
         "train",
         f"states: {found.samples:,} samples, {found.tokens:,} tokens, {found.supervised / found.tokens:.1%} supervised",
@@ -296,7 +273,7 @@ def _evaluator(
         shape,
         config.train,
         held_out,
-        stop_ids=target.template.stop_ids,
+        stop_ids=target.template().stop_ids,
         device=engine.device,
     )
 

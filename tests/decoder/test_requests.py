@@ -9,7 +9,7 @@ from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.request import Completion, Request
+from pipeline.decoder.request import Completion, Request, pool_acceptance
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import HeadError
 from tests.decoder.conftest import VOCABULARY
@@ -172,7 +172,7 @@ def test_statistics_tell_rounds_acceptance_and_times(model: DecoderModel, head: 
         assert statistics.round_tokens == len(completion.token_ids) - 1
         assert statistics.reached[0] == statistics.rounds
         assert statistics.reached == sorted(statistics.reached, reverse=True)
-        assert all(0 <= rate <= 1 for rate in statistics.acceptance_rates)
+        assert all(0 <= rate <= 1 for rate in pool_acceptance([statistics]).alpha)
         assert statistics.seconds_per_token > 0
         assert statistics.first_token_seconds > 0
     assert torch.is_grad_enabled(), "the engine's inference mode must not leak"

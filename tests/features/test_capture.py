@@ -25,7 +25,8 @@ from pipeline.target.forward import (
     packed_attention,
     register_packed_attention,
 )
-from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.load import LoadedTarget
+from pipeline.target.open import open_target
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -70,8 +71,7 @@ def save_model(name: str, directory: Path, tiny_target: Path) -> Path:
 
 
 def load(directory: Path, **options: Any) -> LoadedTarget:
-    return load_target(
-        TargetSection(source=str(directory), device="cpu", dtype="float32"),
+    return open_target(TargetSection(source=str(directory), device="cpu", dtype="float32")).load(
         attention=register_packed_attention(),
         **options,
     )

@@ -13,7 +13,8 @@ from pipeline.decoder.kv import PagedPool
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.target.forward import capture_states, register_packed_attention
-from pipeline.target.load import LoadedTarget, load_target
+from pipeline.target.load import LoadedTarget
+from pipeline.target.open import open_target
 from pipeline.target.resolve import resolve
 from pipeline.target.template import ChatTemplate, load_template
 
@@ -37,7 +38,7 @@ def section(tmp_path_factory: pytest.TempPathFactory) -> TargetSection:
 
 @pytest.fixture(scope="module")
 def target(section: TargetSection) -> LoadedTarget:
-    return load_target(section, dtype="float32", attention=register_packed_attention())
+    return open_target(section).load(dtype="float32", attention=register_packed_attention())
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +77,8 @@ def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(
         dtype=torch.float32,
         max_length=128,
     )
-    reference = load_target(
-        TargetSection(source=str(target.directory), device="cpu"), dtype="float32"
+    reference = open_target(TargetSection(source=str(target.directory), device="cpu")).load(
+        dtype="float32"
     )
     for ids, (aux, final) in zip(documents, captured, strict=True):
         output = reference.model(torch.tensor([ids]), output_hidden_states=True)
@@ -106,8 +107,8 @@ def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(
 
 @torch.no_grad()
 def test_plain_decoding_equals_generate(target: LoadedTarget, template: ChatTemplate) -> None:
-    reference = load_target(
-        TargetSection(source=str(target.directory), device="cpu"), dtype="float32"
+    reference = open_target(TargetSection(source=str(target.directory), device="cpu")).load(
+        dtype="float32"
     )
     decoder = DecoderModel.load(
         target.directory,

@@ -62,10 +62,9 @@ def states(target_directory: Path) -> list[StatesSample]:
     """Twelve conversations: random prompts, the target's own greedy continuations, captured states."""
     from pipeline.config import TargetSection
     from pipeline.target.forward import capture_states, register_packed_attention
-    from pipeline.target.load import load_target
+    from pipeline.target.open import open_target
 
-    target = load_target(
-        TargetSection(source=str(target_directory), device="cpu"),
+    target = open_target(TargetSection(source=str(target_directory), device="cpu")).load(
         attention=register_packed_attention(),
     )
     generator = torch.Generator().manual_seed(1)

@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import RunConfig
-from pipeline.decoder.request import Statistics
+from pipeline.decoder.request import Acceptance, Statistics, pool_acceptance
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.errors import ConfigError, UnsupportedModel
 from pipeline.records import Manifest
 from pipeline.store.stage_run import read_manifest, stage_location
-from pipeline.target.load import load_target
+from pipeline.target.open import open_target
 from pipeline.target.resolve import resolve
 from pipeline.train import run
-from pipeline.train.acceptance import Acceptance, Evaluator, summarise_rounds
+from pipeline.train.acceptance import Evaluator
 from pipeline.train.data.corpus import HeldOut, hold_out, survey
 from pipeline.train.data.stored import StoredCorpus
 from pipeline.train.metrics import read_lines
@@ -86,8 +86,8 @@ def test_tau_and_alpha_by_hand() -> None:
     for emitted in (1, 3, 2):
         one.count_round(emitted, emitted)
     two.count_round(4, 2)  # ended by a stop token
-    assert summarise_rounds([one, two, idle]) == Acceptance(8 / 4, (3 / 4, 2 / 3, 1 / 2))
-    assert summarise_rounds([idle]) == Acceptance(0.0, ())
+    assert pool_acceptance([one, two, idle]) == Acceptance(8 / 4, (3 / 4, 2 / 3, 1 / 2))
+    assert pool_acceptance([idle]) == Acceptance(0.0, ())
     assert Acceptance(1.5, (0.5, 0.25)).named() == {"tau": 1.5, "alpha_1": 0.5, "alpha_2": 0.25}
 
 
@@ -154,7 +154,7 @@ def test_rounds_account_for_the_targets_own_reply(
     head, _ = load_head(Path(config.run.uri) / "train" / "head")
     _, held_out = drawn(config, parent, 1)
     (item,) = held_out
-    target = load_target(config.target)
+    target = open_target(config.target).load()
     ids = torch.tensor([item.prompt_ids])
     reply = target.model.generate(
         ids,

@@ -1,0 +1,79 @@
+"""The one way to a target: resolved, its contract read and matched, its parts on demand.
+
+target = open_target(config.target, expected=parent.contract, where="…/manifest.json")
+target.contract, target.template(), target.weights, target.load()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.config import TargetSection
+from pipeline.records import TargetContract, match_contracts
+from pipeline.target.contract import read_contract
+from pipeline.target.load import LoadedTarget, load_model
+from pipeline.target.resolve import ResolvedTarget, resolve
+from pipeline.target.template import ChatTemplate, load_template
+from pipeline.target.weights import TargetWeights
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target on this machine's disk. Nothing heavy is read until it is asked for."""
+
+    section: TargetSection
+    resolved: ResolvedTarget
+    contract: TargetContract
+
+    @property
+    def directory(self) -> Path:
+        """Where config, tokenizer and safetensors lie."""
+        return self.resolved.directory
+
+    def template(self, *, system_prompt: str | None = None) -> ChatTemplate:
+        """Tokenizer, chat template and stop ids. Raises TargetError, TemplateError."""
+        return load_template(
+            self.directory,
+            source=self.section.source,
+            system_prompt=system_prompt,
+            kwargs=self.section.chat_template_kwargs,
+        )
+
+    @cached_property
+    def weights(self) -> TargetWeights:
+        """Single tensors, memory-mapped. Raises TargetError."""
+        return TargetWeights(self.directory)
+
+    def load(
+        self,
+        *,
+        attention: str = "sdpa",
+        dtype: str | None = None,
+        device_map: str | dict[str, int | str] | None = None,
+    ) -> LoadedTarget:
+        """The whole model; see `load_model`."""
+        return load_model(
+            self.section,
+            self.directory,
+            self.contract,
+            attention=attention,
+            dtype=dtype,
+            device_map=device_map,
+        )
+
+
+def open_target(
+    section: TargetSection, *, expected: TargetContract | None = None, where: str = ""
+) -> Target:
+    """Resolve a target and read what it is.
+
+    Raises TargetError, and ContractMismatch when it is not the target that the artefact at `where`
+    was made for, whose contract is `expected`.
+    """
+    resolved = resolve(section)
+    contract = read_contract(section, resolved)
+    if expected is not None:
+        match_contracts(contract, expected, where=where)
+    return Target(section, resolved, contract)
