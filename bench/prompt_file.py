@@ -1,7 +1,7 @@
 """A whole file of prompts through everything of synth but generation, in a process of its own.
 
-load ─► licences, duplicates, near duplicates, languages, repetition, decontamination ─► personal data
-       └──────────────────────── filters ───────────────────────────────────────────┘  └── policy ──┘
+load ─► licences, duplicates, near duplicates, languages, repetition, decontamination ─► screen
+        └──────────────────────────────── filters ────────────────────────────────┘      policy
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ QUALITY = {"near_duplicates": 0.8, "languages": ["en"], "max_prompt_repetition":
 
 def prompt_file(file: Path, excluded: Sequence[Path], threads: int) -> dict[str, float]:
     """Prompts before and after, seconds, and the peak memory of the process."""
-    command = [
-        sys.executable,
-        "-m",
-        "bench.prompt_file",
-        str(threads),
-        *(str(path.absolute()) for path in (file, *excluded)),
-    ]
+    paths = [str(path.absolute()) for path in (file, *excluded)]
+    command = [sys.executable, "-m", "bench.prompt_file", str(threads), *paths]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures
@@ -45,13 +40,8 @@ def main() -> None:
         "exclude": [{"source": path, "license": "CC0-1.0"} for path in excluded],
         "quality": QUALITY,
     }
-    config = parse(
-        {
-            "run": {"uri": "runs/none", "threads": int(threads)},
-            "target": {"source": "none"},
-            "synth": synth,
-        }
-    )
+    run = {"uri": "runs/none", "threads": int(threads)}
+    config = parse({"run": run, "target": {"source": "none"}, "synth": synth})
     started = time.perf_counter()
     selection = select_prompts(config)
     selected = time.perf_counter()

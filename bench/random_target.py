@@ -1,4 +1,4 @@
-"""A target of a published shape with random weights: its speed is that of the real one."""
+"""Targets and heads with random weights: their speed is that of real ones of the same shape."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops import pick_ops
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.init import random_init, shape_for
 
 #: Published configuration of Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json).
 LLAMA_8B: dict[str, Any] = {
@@ -70,3 +76,51 @@ class RandomWeights:
     def _matrix(self, rows: int, columns: int) -> Tensor:
         drawn = torch.empty(rows, columns, device=self._device, dtype=self._dtype)
         return drawn.normal_(0, self._scale, generator=self._generator)
+
+
+def random_model(
+    config: Any,
+    capture_layers: tuple[int, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_length: int,
+    scale: float = 0.02,
+    ops: TorchOps | None = None,
+) -> DecoderModel:
+    """A target of this configuration; the same weights for every `ops`."""
+    return DecoderModel(
+        config,
+        RandomWeights(config, device=device, dtype=dtype, scale=scale),
+        capture_layers,
+        device=device,
+        dtype=dtype,
+        max_length=max_length,
+        ops=ops or pick_ops(device, dtype),
+    )
+
+
+def random_head(
+    config: Any,
+    target_ids: Tensor,
+    *,
+    intermediate_size: int | None = None,
+    heads: int | None = None,
+    seed: int = 0,
+    scale: float = 1.0,
+) -> Eagle3Head:
+    """A head for such a target that proposes `target_ids`; its matrices are scaled."""
+    shape = shape_for(
+        config,
+        draft_vocab_size=len(target_ids),
+        intermediate_size=intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    )
+    head = Eagle3Head(shape)
+    random_init(head, seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.mul_(scale if parameter.dim() > 1 else 1)
+    head.set_vocabulary(target_ids)
+    return head

@@ -33,24 +33,24 @@ def turns(
     return [{name: case() for name, case in cases.items()} for _ in range(warm_up + runs)][warm_up:]
 
 
-def medians(seen: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def medians(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of each case over all turns."""
-    return {name: statistics.median(turn[name] for turn in seen) for name in seen[0]}
+    return {name: statistics.median(turn[name] for turn in measured) for name in measured[0]}
 
 
-def median_ratio(seen: Sequence[Mapping[str, float]], case: str, rival: str) -> float:
-    """Median of the turns' own ratios: what is slow for a minute is so for both, and cancels out."""
-    return statistics.median(turn[case] / turn[rival] for turn in seen)
+def median_ratio(measured: Sequence[Mapping[str, float]], case: str, rival: str) -> float:
+    """Median of the turns' own ratios: a slow minute is one for both, and cancels out."""
+    return statistics.median(turn[case] / turn[rival] for turn in measured)
 
 
 def peak_gigabytes() -> float:
-    """Most memory that this process has had so far. Not ru_maxrss: a child starts with its parent's there."""
+    """Peak memory of this process so far. Not ru_maxrss: a child starts with its parent's there."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024 / 1e9
 
 
 def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
-    """Bytes per second of a plain sequential read (CPU) or of a copy, both directions counted (CUDA)."""
+    """Bytes per second of a sequential read (CPU) or of a copy, both directions counted (CUDA)."""
     source = torch.ones(megabytes * 2**20 // 4, device=device)
     target = torch.empty_like(source)
     moved = source.numel() * 4 * (1 if device.type == "cpu" else 2)
@@ -92,13 +92,14 @@ def machine(device: torch.device) -> str:
     """One line that tells what a figure was measured on."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")),
-        platform.processor(),
+    lines = _cpuinfo()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    bf16 = " ".join(name for name in ("avx512_bf16", "amx_bf16") if name in flags)
+    model, threads = next(names, platform.processor()), torch.get_num_threads()
+    return (
+        f"{model}, {threads} threads, {bf16 or 'no bf16 instructions'}, torch {torch.__version__}"
     )
-    flags = next((set(line.split()) for line in _cpuinfo() if line.startswith("flags")), set())
-    known = [name for name in ("avx512_bf16", "amx_bf16") if name in flags]
-    return f"{model}, {torch.get_num_threads()} threads, {' '.join(known) or 'no bf16 instructions'}, torch {torch.__version__}"
 
 
 def publish(
@@ -117,9 +118,16 @@ def publish(
     print(json.dumps(record))
 
 
-def rounded(figures: Mapping[str, float], digits: int = 4) -> dict[str, float]:
-    """Figures to so many significant digits."""
-    return {name: float(f"{value:.{digits}g}") for name, value in figures.items()}
+def rounded(figures: Mapping[str, Any], digits: int = 4) -> dict[str, Any]:
+    """Figures to so many significant digits, in groups as well; what is no number stays."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return rounded(value, digits)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(f"{value:.{digits}g}") if number else value
+
+    return {name: short(value) for name, value in figures.items()}
 
 
 def _cpuinfo() -> list[str]:
@@ -128,16 +136,13 @@ def _cpuinfo() -> list[str]:
 
 
 def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    changed = subprocess.run(
-        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if found.returncode:
+    commit, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
+    if commit.returncode:
         return os.environ.get("EAGLE3_COMMIT", "unknown")
-    return found.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
+    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )

@@ -1,11 +1,12 @@
 """`make bench-synth`: how fast synth generates and filters on this CPU, as one JSON line.
 
-python -m bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--slots N] [--tokens N] [--only GROUP …] [--file FILE]
+python -m bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--slots N] [--tokens N]
+                      [--only GROUP …] [--file FILE]
 
-Generation is whole: prompts of `builtin:instructions`, SmolLM2-135M-Instruct in bf16, greedy, replies
-end where the target ends them. Hugging Face's `generate` gets the same prompts in batches of as many
-rows as the decoder has slots, sorted by length so that it pads little; only tokens up to the end of a
-reply count, for both.
+Generation is whole: prompts of `builtin:instructions`, SmolLM2-135M-Instruct in bf16, greedy,
+replies end where the target ends them. Hugging Face's `generate` gets the same prompts in batches
+of as many rows as the decoder has slots, sorted by length so that it pads little; only tokens up to
+the end of a reply count, for both.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.prompts import load_prompts
 from pipeline.records import Prompt
-from pipeline.synth.generate.conversations import Generator
-from pipeline.synth.generate.local import LocalAnswer
+from pipeline.synth.generate.conversations import ConversationRunner
+from pipeline.synth.generate.local import LocalBackend
+from pipeline.synth.generate.scheduler import ConversationScheduler
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
@@ -42,48 +44,32 @@ GROUPS = ("generation", "filters", "file")
 FILTERED = ("builtin:instructions", "package:evals", "package:chitchat_dataset")
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--head", type=Path, help="directory of a trained head of SmolLM2 to draft with"
-    )
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads"
-    )
-    parser.add_argument("--runs", type=int, default=3, help="interleaved runs behind every median")
-    parser.add_argument(
-        "--prompts",
-        type=int,
-        default=192,
-        help="prompts of one run of generation; as many again go through the filters",
-    )
-    parser.add_argument(
-        "--slots",
-        type=int,
-        default=32,
-        help="requests that are answered side by side; rows of a batch of Hugging Face's",
-    )
-    parser.add_argument("--tokens", type=int, default=128, help="length limit of a reply")
-    parser.add_argument(
-        "--only", choices=GROUPS, nargs="+", help="what to measure; all of it unless given"
-    )
-    parser.add_argument(
-        "--file",
-        type=Path,
-        help="prompts that go through everything but generation, e.g. all of a training set",
-    )
-    parser.add_argument(
-        "--exclude",
-        type=Path,
-        nargs="*",
-        default=(),
-        help="evaluation sets that --file is decontaminated against",
-    )
-    parser.add_argument("--out", type=Path, help="folder of the JSON file, default runs/bench")
+    option, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    option("--head", type=Path, help="directory of a trained head of SmolLM2 to draft with")
+    option("--threads", type=int, default=cores, help="CPU threads")
+    option("--runs", type=int, default=3, help="interleaved runs behind every median")
+    prompts = "prompts of one run of generation; as many again go through the filters"
+    option("--prompts", type=int, default=192, help=prompts)
+    slots = "requests in flight at once; rows of a batch of Hugging Face's"
+    option("--slots", type=int, default=32, help=slots)
+    option("--tokens", type=int, default=128, help="length limit of a reply")
+    option("--only", choices=GROUPS, nargs="+", help="what to measure; all of it unless given")
+    file = "prompts that go through everything but generation, e.g. all of a training set"
+    option("--file", type=Path, help=file)
+    exclude = "evaluation sets that --file is decontaminated against"
+    option("--exclude", type=Path, nargs="*", default=(), help=exclude)
+    option("--out", type=Path, help="folder of the JSON file, default runs/bench")
     options = parser.parse_args()
-    chosen = options.only or [name for name in GROUPS if name != "file" or options.file]
-    if "file" in chosen and not options.file:
+    if "file" in (options.only or ()) and not options.file:
         parser.error("--only file needs --file FILE")
+    return options
+
+
+def main() -> None:
+    options = _options()
+    chosen = options.only or [name for name in GROUPS if name != "file" or options.file]
     torch.set_num_threads(options.threads)
     figures: dict[str, float] = {}
     groups: dict[str, Callable[[], dict[str, float]]] = {
@@ -121,9 +107,8 @@ def generation(
         "by_shard": lambda: ours(across=False),
     }
     if head is not None:
-        drafter = Eagle3Drafter(
-            load_head(head, expected=hf.contract)[0], model, TreeSection(top_k=1, steps=2, nodes=3)
-        )
+        draft_head, _ = load_head(head, expected=hf.contract)
+        drafter = Eagle3Drafter(draft_head, model, TreeSection(top_k=1, steps=2, nodes=3))
         drafting = Engine(model, drafter=drafter, slots=slots)
         cases["with_head"] = lambda: _our_rate(drafting, template, asked, limit, across=True)
     rates = interleaved(cases, runs=runs)
@@ -137,14 +122,14 @@ def generation(
 
 
 def filters(prompts: int, runs: int) -> dict[str, float]:
-    """Prompts a second through the personal-data filter: patterns and secrets alone, and with names and places."""
+    """Prompts a second through the personal-data filter: patterns and secrets, then also names."""
     asked = [turn for prompt in read_prompts(FILTERED, prompts) for turn in prompt.turns]
     patterns = PiiFilter(PiiSection())
     names = PiiFilter(PiiSection(entities=(*PiiSection().entities, "PERSON", "LOCATION")))
 
-    def rate(found: PiiFilter) -> float:
+    def rate(pii_filter: PiiFilter) -> float:
         started = time.perf_counter()
-        found.find_all(asked)
+        pii_filter.find_all(asked)
         return prompts / (time.perf_counter() - started)
 
     rates = interleaved({"patterns": lambda: rate(patterns), "ner": lambda: rate(names)}, runs=runs)
@@ -156,8 +141,8 @@ def filters(prompts: int, runs: int) -> dict[str, float]:
 
 def read_prompts(sources: Sequence[str], count: int) -> list[Prompt]:
     """So many prompts, drawn evenly."""
-    share = -(-count // len(sources))
-    specs = [SourceSpec(source=source, limit=share) for source in sources]
+    limit = -(-count // len(sources))
+    specs = [SourceSpec(source=source, limit=limit) for source in sources]
     return load_prompts(specs, seed=0)[:count]
 
 
@@ -171,19 +156,12 @@ def _our_rate(
         max_new_tokens=limit,
         max_prompt_tokens=LONGEST_PROMPT,
     )
-    generator = Generator(section, template, LocalAnswer(engine), seed=0, name="bench")
+    runner = ConversationRunner(section, template, seed=0, name="bench")
+    scheduler = ConversationScheduler(runner, _shards(prompts), across_shards=across)
     started = time.perf_counter()
-    batches = list(generator.converse(_shards(prompts), across=across))
+    samples = [sample for batch in scheduler.run(LocalBackend(engine)) for sample in batch.samples]
     seconds = time.perf_counter() - started
-    return (
-        sum(
-            span.end - span.start
-            for batch in batches
-            for sample in batch.samples
-            for span in sample.supervised
-        )
-        / seconds
-    )
+    return sum(span.end - span.start for sample in samples for span in sample.supervised) / seconds
 
 
 def _shards(prompts: Sequence[Prompt]) -> Iterator[tuple[str, Sequence[Prompt]]]:
@@ -206,12 +184,9 @@ def _hf_batch(
     model: Any, contexts: Sequence[Sequence[int]], stops: Sequence[int], limit: int
 ) -> int:
     longest, pad = max(map(len, contexts)), stops[0]
-    ids = torch.tensor(
-        [[pad] * (longest - len(context)) + list(context) for context in contexts]
-    )  # [B, N]
-    mask = torch.tensor(
-        [[0] * (longest - len(context)) + [1] * len(context) for context in contexts]
-    )  # [B, N]
+    padded = [([pad] * (longest - len(context)), list(context)) for context in contexts]
+    ids = torch.tensor([left + context for left, context in padded])  # [B, N]
+    mask = torch.tensor([[0] * len(left) + [1] * len(context) for left, context in padded])
     output = model.generate(
         ids,
         attention_mask=mask,
@@ -221,10 +196,11 @@ def _hf_batch(
         pad_token_id=pad,
     )
     replies = output[:, longest:].tolist()
-    return sum(
-        next((place + 1 for place, id in enumerate(reply) if id in stops), len(reply))
+    lengths = [
+        next((position + 1 for position, id in enumerate(reply) if id in stops), len(reply))
         for reply in replies
-    )
+    ]
+    return sum(lengths)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What a states encoding costs in τ: heads trained alike on states that differ in nothing but their encoding.
+"""What a states encoding costs in τ: heads trained alike on states that differ in it alone.
 
     synth ──► features bf16 ──► train ──► τ        the samples, the order and the held-out prompts
           ├─► features int8 ──► train ──► τ        are the same in every branch
           └─► features fp8  ──► train ──► τ
 
-The run is that of configs/demo.yaml; τ is decoded after the last step on prompts that were not trained on.
+The run is that of configs/demo.yaml; τ is decoded after the last step on prompts that were not
+trained on.
 """
 
 from __future__ import annotations
@@ -29,31 +30,21 @@ def tau_cost(encodings: Sequence[str], default: str, threads: int) -> dict[str, 
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
         samples = Path(folder) / "samples"
         _stage("synth", samples, threads)
-        found = {}
+        tau = {}
         for encoding in encodings:
             run = Path(folder) / encoding
             shutil.copytree(samples, run)
             for stage in ("features", "train"):
                 _stage(stage, run, threads, f"features.encoding={encoding}", *EVALUATION)
-            found[encoding] = _last_tau(run / "train" / "metrics.jsonl")
-    return {f"tau_{encoding}": tau for encoding, tau in found.items()} | {
-        "tau_cost": found["bf16"] - found[default]
-    }
+            tau[encoding] = _last_tau(run / "train" / "metrics.jsonl")
+    by_encoding = {f"tau_{encoding}": value for encoding, value in tau.items()}
+    return by_encoding | {"tau_cost": tau["bf16"] - tau[default]}
 
 
 def _stage(name: str, run: Path, threads: int, *settings: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline.cli",
-        name,
-        "-c",
-        str(CONFIG),
-        f"run.uri={run}",
-        f"run.threads={threads}",
-        *settings,
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "pipeline.cli", name, "-c", str(CONFIG)]
+    settings = (f"run.uri={run}", f"run.threads={threads}", *settings)
+    subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def _last_tau(metrics: Path) -> float:

@@ -26,7 +26,7 @@ from bench.report import ROOT, interleaved, matmul_rate, publish, rounded
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import random_init
 from pipeline.train.data.batches import TrainBatch
-from pipeline.train.ttt.model import TttModel
+from pipeline.train.ttt.model import Objective, TttModel
 from tests.train.dense import dense_loss
 
 VOCABULARY, DRAFT, STEPS, DECAY = 49152, 8192, 7, 0.8
@@ -56,25 +56,26 @@ def main() -> None:
         _run_for_peak(kind, int(tokens), int(documents))
         return
     figures: dict[str, Any] = {}
-    for group in (
+    groups = (
         lambda: speed(options.runs),
         lambda: against_dense(options.runs),
         lambda: memory(options.longest),
-    ):
-        found = group()
-        for name, value in found.items():
+    )
+    for group in groups:
+        measured = group()
+        for name, value in measured.items():
             print(f"{name:28s} {value}", flush=True)
-        figures |= found
+        figures |= measured
     publish("train", figures, device=torch.device("cpu"), folder=options.out)
 
 
 def speed(runs: int) -> dict[str, float]:
     """Whole optimiser steps through DeepSpeed, rows of 512 tokens."""
     step, batch, parameters = optimiser_step(*ROW)
-    wall = interleaved({"step": lambda: _timed(step, time.perf_counter)}, runs=runs, warm_up=3)[
-        "step"
-    ]
-    busy = interleaved({"step": lambda: _timed(step, time.process_time)}, runs=runs)["step"]
+    by_wall = {"step": lambda: _timed(step, time.perf_counter)}
+    by_cpu = {"step": lambda: _timed(step, time.process_time)}
+    wall = interleaved(by_wall, runs=runs, warm_up=3)["step"]
+    busy = interleaved(by_cpu, runs=runs)["step"]
     rate = matmul_rate(torch.device("cpu"), size=2048)
     floor = 6 * parameters * STEPS * batch.tokens / rate  # seconds
     return rounded(
@@ -90,15 +91,16 @@ def speed(runs: int) -> dict[str, float]:
 
 
 def against_dense(runs: int) -> dict[str, float]:
-    """Forward and backward at 2,048 tokens a batch, against one dense mask and every logit; ratios above 1 are in our favour."""
+    """Forward and backward at 2,048 tokens a batch, against one dense mask and every logit.
+
+    Ratios above 1 are in our favour.
+    """
     ours, dense = (forward_backward(kind, *DENSE_ROW) for kind in ("ours", "dense"))
-    seconds = interleaved(
-        {
-            "ours": lambda: _timed(ours, time.perf_counter),
-            "dense": lambda: _timed(dense, time.perf_counter),
-        },
-        runs=max(3, runs // 2),
-    )
+    cases = {
+        "ours": lambda: _timed(ours, time.perf_counter),
+        "dense": lambda: _timed(dense, time.perf_counter),
+    }
+    seconds = interleaved(cases, runs=max(3, runs // 2))
     peaks = {kind: _peak(kind, *DENSE_ROW) for kind in ("ours", "dense")}
     return rounded(
         {
@@ -112,43 +114,37 @@ def against_dense(runs: int) -> dict[str, float]:
 
 def memory(longest: int) -> dict[str, Any]:
     """Peak memory of one sequence of each length."""
-    curve = {
-        str(tokens): round(_peak("ours", tokens, 1), 3) for tokens in CURVE if tokens <= longest
-    }
-    return {"peak_gb_by_tokens": curve}
+    lengths = [tokens for tokens in CURVE if tokens <= longest]
+    return {"peak_gb_by_tokens": {str(n): round(_peak("ours", n, 1), 3) for n in lengths}}
 
 
 def optimiser_step(tokens: int, documents: int) -> tuple[Callable[[], None], TrainBatch, int]:
-    """One step of the trainer's own engine, its batch, and the head's parameters."""
+    """One step of the trainer, its batch, and the head's parameters."""
     from pipeline.config import TrainSection
     from pipeline.train.trainer import Trainer
 
     model, batch = random_model(tokens // documents), random_batch(tokens, documents)
-    engine = Trainer(model, TrainSection(dtype="bfloat16"), torch.device("cpu"))
-    return (
-        lambda: [None for _ in engine.step([batch], 1e-4)].clear(),
-        batch,
-        model.head.count_parameters(),
-    )
+    trainer = Trainer(model, TrainSection(dtype="bfloat16"), torch.device("cpu"))
+
+    def step() -> None:
+        for _ in trainer.step([batch], 1e-4):
+            pass
+
+    return step, batch, model.head.count_parameters()
 
 
 def forward_backward(kind: str, tokens: int, documents: int) -> Callable[[], None]:
     """Loss and gradients of the same head, by the trainer ("ours") or by the dense reference."""
-    model, batch = (
-        random_model(tokens // documents).to(torch.bfloat16),
-        random_batch(tokens, documents),
-    )
+    model = random_model(tokens // documents).to(torch.bfloat16)
+    batch = random_batch(tokens, documents)
+
+    def by_dense_mask() -> Tensor:
+        rows = model.target_output_rows
+        return dense_loss(model.head, model.embedding, rows, batch, steps=STEPS, decay=DECAY)
 
     def run() -> None:
         model.zero_grad()
-        loss = (
-            model(batch).loss
-            if kind == "ours"
-            else dense_loss(
-                model.head, model.embedding, model.teacher, batch, steps=STEPS, decay=DECAY
-            )
-        )
-        torch.autograd.backward(loss)
+        torch.autograd.backward(model(batch).loss if kind == "ours" else by_dense_mask())
 
     return run
 
@@ -170,18 +166,10 @@ def random_model(longest: int) -> TttModel:
     head = Eagle3Head(shape)
     random_init(head, 0)
     head.set_vocabulary(torch.arange(DRAFT))
-    embedding = torch.randn(
-        VOCABULARY, 576, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16
-    )
-    return TttModel(
-        head,
-        embedding,
-        embedding,
-        steps=STEPS,
-        decay=DECAY,
-        max_length=longest,
-        dtype=torch.bfloat16,
-    )
+    generator = torch.Generator().manual_seed(1)
+    embedding = torch.randn(VOCABULARY, 576, generator=generator, dtype=torch.bfloat16)
+    objective = Objective(STEPS, DECAY)
+    return TttModel(head, embedding, embedding, objective, max_length=longest, dtype=torch.bfloat16)
 
 
 def random_batch(tokens: int, documents: int) -> TrainBatch:
@@ -215,27 +203,17 @@ def _timed(case: Callable[[], None], clock: Callable[[], float]) -> float:
 
 def _peak(kind: str, tokens: int, documents: int) -> float:
     """Gigabytes that a process of its own reached."""
-    command = [
-        sys.executable,
-        "-m",
-        "bench.train",
-        "--threads",
-        str(torch.get_num_threads()),
-        "--peak",
-        kind,
-        str(tokens),
-        str(documents),
-    ]
+    case = f"--threads {torch.get_num_threads()} --peak {kind} {tokens} {documents}"
+    command = [sys.executable, "-m", "bench.train", *case.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])
 
 
 def _run_for_peak(kind: str, tokens: int, documents: int) -> None:
-    run = (
-        optimiser_step(tokens, documents)[0]
-        if kind == "step"
-        else forward_backward(kind, tokens, documents)
-    )
+    if kind == "step":
+        run, *_ = optimiser_step(tokens, documents)
+    else:
+        run = forward_backward(kind, tokens, documents)
     for _ in range(2 if tokens <= DENSE_ROW[0] else 1):
         run()
     # Not ru_maxrss: a child starts with its parent's there.

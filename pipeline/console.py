@@ -1,10 +1,12 @@
-"""What a person sees: one console, one progress bar, one style of notice and of error, one way to write sizes and times."""
+"""What a person sees: one console, one progress bar, one style of notice, error, size and time."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +22,9 @@ from rich.text import Text
 
 #: Standard output; machine-readable lines are printed with `print`, never with this.
 console = Console(highlight=False, soft_wrap=True)
+
+#: Tokens shown of one part of a sample.
+_SHOWN_TOKENS = 160
 
 
 class ProgressBar:
@@ -73,14 +78,26 @@ def notice(stage: str, text: str) -> None:
     console.print(f"[bold cyan]{stage:>8}[/] {text}")
 
 
-def show_mask(parts: Iterable[tuple[str, bool]], *, supervised: int, total: int) -> None:
-    """One sample as text, part by part: supervised ones green, all others dim. The counts are of tokens."""
+def show_supervised(
+    token_ids: Sequence[int], mask: Sequence[bool], decode: Callable[[Sequence[int]], str]
+) -> None:
+    """One sample as text: supervised tokens green, others dim, long parts without their middle."""
     text = Text()
-    for part, is_supervised in parts:
-        text.append(part, style="green" if is_supervised else "dim")
-    console.rule(f"a sample: {supervised} of {total} tokens are supervised (green)", style="dim")
+    for supervised, pairs in groupby(zip(mask, token_ids, strict=True), key=itemgetter(0)):
+        part = _shortened([token for _, token in pairs], decode)
+        text.append(part, style="green" if supervised else "dim")
+    count = f"{sum(mask)} of {len(token_ids)} tokens are supervised (green)"
+    console.rule(f"a sample: {count}", style="dim")
     console.print(text)
     console.rule(style="dim")
+
+
+def _shortened(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+    if len(token_ids) <= _SHOWN_TOKENS:
+        return decode(token_ids)
+    half = _SHOWN_TOKENS // 2
+    left_out = len(token_ids) - 2 * half
+    return f"{decode(token_ids[:half])} … {left_out} tokens … {decode(token_ids[-half:])}"
 
 
 def fail(message: str, code: int) -> int:

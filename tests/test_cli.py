@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from pipeline import __version__, cli
+from pipeline.cli import commands
 from pipeline.config import RunConfig
 from pipeline.errors import NotLossless
 from pipeline.records import STAGES, Plan
@@ -138,7 +139,7 @@ def test_value_with_line_breaks_stays_one_line(
 
 
 class _Rooms:
-    """Stands in for the stages: what is tested here is which of them the command line calls, and with what."""
+    """Stands in for the stages: tested is which of them the command line calls, and with what."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, bool]] = []
@@ -176,8 +177,8 @@ class _Rooms:
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rooms]:
     rooms = _Rooms()
-    monkeypatch.setattr(cli, "_run_of", rooms.run_of)
-    monkeypatch.setattr(cli, "_plan_of", rooms.plan_of)
+    monkeypatch.setattr(commands, "run_of", rooms.run_of)
+    monkeypatch.setattr(commands, "plan_of", rooms.plan_of)
     yield rooms
 
 
@@ -228,10 +229,10 @@ def test_plan_prints_a_table_and_runs_nothing(
 
 
 def test_every_stage_has_a_door_and_a_plan() -> None:
-    assert set(cli.ROOMS) == set(STAGES)
+    assert set(commands.ROOMS) == set(STAGES)
     for stage in STAGES:
-        assert callable(cli._run_of(stage))
-        assert callable(cli._plan_of(stage))
+        assert callable(commands.run_of(stage))
+        assert callable(commands.plan_of(stage))
 
 
 def test_version() -> None:
@@ -246,7 +247,7 @@ def test_version() -> None:
 
 
 def test_ctrl_c_is_one_line_and_code_130(tmp_path: Path) -> None:
-    """A real SIGINT: the command waits for its config to come out of a pipe when the signal arrives."""
+    """A real SIGINT: the command waits for its config out of a pipe when the signal arrives."""
     pipe = tmp_path / "run.yaml"
     os.mkfifo(pipe)
     command = [sys.executable, "-m", "pipeline.cli", "show", "-c", str(pipe)]
@@ -260,7 +261,8 @@ def test_ctrl_c_is_one_line_and_code_130(tmp_path: Path) -> None:
         _, error = process.communicate(timeout=60)
     assert process.returncode == 130
     assert error.splitlines() == [
-        "error: interrupted (fix: run the same command again; it continues after the last committed work)"
+        "error: interrupted (fix: run the same command again; "
+        "it continues after the last committed work)"
     ]
 
 

@@ -30,7 +30,8 @@ def with_value(dotted: str, value: Any) -> dict[str, Any]:
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "# a comment\ntarget:\n  source: some/model\nsynth:\n  sources:\n    - source: prompts.jsonl\n",
+        "# a comment\ntarget:\n  source: some/model\n"
+        "synth:\n  sources:\n    - source: prompts.jsonl\n",
         encoding="utf-8",
     )
     return path
@@ -105,7 +106,8 @@ def test_wrong_value_says_what_is_right(dotted: str, value: Any, problem: str) -
     described = RunConfig.model_fields[section].annotation
     model = _section_in(described)
     assert model is not None
-    assert caught.value.fix == model.model_fields[key].description
+    described_as = str(model.model_fields[key].description)
+    assert caught.value.fix == " ".join(described_as.split())
 
 
 def test_missing_value_is_named() -> None:
@@ -250,7 +252,9 @@ def test_stage_hash_follows_its_own_section_only() -> None:
         ("run.uri", "elsewhere"),
         ("run.threads", 1),
         ("run.force", True),
-        ("target.cache_dir", "/tmp/x"),
+        ("run.cache_dir", "/tmp/x"),
+        ("run.cpu_kernels", False),
+        ("run.store_retry_seconds", 9.0),
     ],
 )
 def test_stage_hash_ignores_where_and_how_fast(change: tuple[str, Any]) -> None:

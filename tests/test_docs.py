@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import cli
+from pipeline.cli.commands import ROOMS
+from pipeline.cli.parser import parse_arguments
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs/fleet.md").read_text(encoding="utf-8")
 
@@ -36,8 +37,8 @@ def test_manifests_run_stages_that_exist() -> None:
         ours = (
             command[1:] if command[0] == "eagle3" else command[command.index("pipeline.cli") + 1 :]
         )
-        parsed = cli.parse_arguments(ours)
-        assert parsed.command in cli.ROOMS and parsed.overrides == ["run.uri=gs://bucket/heads/x"]
+        parsed = parse_arguments(ours)
+        assert parsed.command in ROOMS and parsed.overrides == ["run.uri=gs://bucket/heads/x"]
 
 
 def test_the_job_gives_up_where_another_attempt_would_not_help() -> None:

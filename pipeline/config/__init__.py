@@ -4,15 +4,16 @@
 
 `load` reads the YAML, applies `section.key=value` overrides, rejects unknown keys with the nearest
 known one, and returns a frozen `RunConfig`. "auto" values that depend only on the machine are
-resolved here; those that depend on the target are resolved by the stage and written to its manifest.
+resolved here; those that depend on the target by the stage, which writes them to its manifest.
+Each key is documented below its declaration; `eagle3 schema` prints the same text.
 """
 
 from __future__ import annotations
 
-from pipeline.config.places import cache_directory
+from pipeline.config.process import cache_directory, prepare_process
 from pipeline.config.reading import load, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
-from pipeline.config.section import Section
+from pipeline.config.section import Section, TreeSection
 from pipeline.config.synth import (
     DlpSection,
     GeneratorSection,
@@ -23,7 +24,6 @@ from pipeline.config.synth import (
     SynthSection,
 )
 from pipeline.config.train import HeadSection, TrainSection
-from pipeline.config.tree import TreeSection
 
 __all__ = [
     "DlpSection",
@@ -45,4 +45,5 @@ __all__ = [
     "cache_directory",
     "load",
     "parse",
+    "prepare_process",
 ]

@@ -1,4 +1,4 @@
-"""From YAML and overrides to a frozen RunConfig; every mistake becomes one line that names the key and the fix."""
+"""From YAML and overrides to a frozen RunConfig; a mistake is one line that names key and fix."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def _section_in(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     for argument in get_args(annotation):
-        found = _section_in(argument)
-        if found is not None:
-            return found
+        section = _section_in(argument)
+        if section is not None:
+            return section
     return None
 
 
@@ -148,5 +148,5 @@ def _describe(location: list[str]) -> str:
     for depth in range(len(location), 0, -1):
         field = _fields_at(location[: depth - 1]).get(location[depth - 1])
         if field is not None:
-            return str(field.description)
+            return " ".join(str(field.description).split())
     return "see configs/demo.yaml"

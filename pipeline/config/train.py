@@ -6,51 +6,40 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.config.section import Section
-from pipeline.config.tree import TreeSection
+from pipeline.config.section import Section, TreeSection
 
 
 class HeadSection(Section):
     """Shape of the draft head."""
 
-    draft_vocab_size: int = Field(
-        4096,
-        gt=0,
-        description="Target tokens the head can propose, the most frequent supervised ones.",
-    )
-    intermediate_size: int | None = Field(
-        None, gt=0, description="Width of the head's MLP; None takes the target's."
-    )
-    num_attention_heads: int | None = Field(
-        None, gt=0, description="Query heads; None takes the target's."
-    )
-    num_key_value_heads: int | None = Field(
-        None, gt=0, description="Key/value heads; None takes the target's."
-    )
-    init_layer: Literal["least_squares", "target_last", "random"] = Field(
-        "least_squares",
-        description="Start from the target's last layer where shapes fit; least_squares then solves fc, values and MLP output on the first batches.",
-    )
-    init_tokens: int = Field(
-        131_072, gt=0, description="Tokens of the first batches that least_squares is solved on."
-    )
-    init_lm_head: Literal["target", "random"] = Field(
-        "target", description="Start lm_head from the target's rows of the draft vocabulary."
-    )
-    fc_norm: bool = Field(False, description="RMS norm of each aux state before fc (EAGLE-3.1).")
-    norm_output: bool = Field(
-        False,
-        description="The next step reads the normed output instead of the un-normed one (EAGLE-3.1).",
-    )
-    max_share_of_target: float = Field(
-        0.05, gt=0, description="Refuse heads with more than this share of the target's parameters."
-    )
+    draft_vocab_size: int = Field(4096, gt=0)
+    """Target tokens the head can propose, the most frequent supervised ones."""
+    intermediate_size: int | None = Field(None, gt=0)
+    """Width of the head's MLP; None takes the target's."""
+    num_attention_heads: int | None = Field(None, gt=0)
+    """Query heads; None takes the target's."""
+    num_key_value_heads: int | None = Field(None, gt=0)
+    """Key/value heads; None takes the target's."""
+    init_layer: Literal["least_squares", "target_last", "random"] = "least_squares"
+    """Start from the target's last layer where shapes fit; least_squares then solves fc, values and
+    MLP output on the first batches."""
+    init_tokens: int = Field(131_072, gt=0)
+    """Tokens of the first batches that least_squares is solved on."""
+    init_lm_head: Literal["target", "random"] = "target"
+    """Start lm_head from the target's rows of the draft vocabulary."""
+    fc_norm: bool = False
+    """RMS norm of each aux state before fc (EAGLE-3.1)."""
+    norm_output: bool = False
+    """The next step reads the normed output instead of the un-normed one (EAGLE-3.1)."""
+    max_share_of_target: float = Field(0.05, gt=0)
+    """Refuse heads with more than this share of the target's parameters."""
 
     @model_validator(mode="after")
     def _solves_for_the_targets_output(self) -> HeadSection:
         if self.init_layer == "least_squares" and self.init_lm_head == "random":
             raise ValueError(
-                "init_layer=least_squares solves for the target's lm_head; set init_lm_head to target, or init_layer to target_last"
+                "init_layer=least_squares solves for the target's lm_head; "
+                "set init_lm_head to target, or init_layer to target_last"
             )
         return self
 
@@ -58,74 +47,67 @@ class HeadSection(Section):
 class TrainSection(Section):
     """Training of the head."""
 
-    head: HeadSection = Field(HeadSection(), description="Shape and initialisation of the head.")
-    ttt_steps: int = Field(
-        5, gt=0, description="Training-time-test steps K: the head is unrolled k = 0…K-1."
-    )
-    step_decay: float = Field(
-        0.8, gt=0, le=1, description="Loss weight of step k is step_decay**k."
-    )
-    start_from: str | None = Field(
-        None, description="Head directory to fine-tune; its draft vocabulary and shape are kept."
-    )
-    loss: Literal["cross_entropy", "kl", "tv", "lk"] = Field(
-        "cross_entropy",
-        description="Soft cross-entropy, KL divergence, total variation, or the negative log of the acceptance probability.",
-    )
-    normalise: Literal["supervised", "all"] = Field(
-        "supervised",
-        description="The loss of a batch is divided by its supervised tokens, or by all of them.",
-    )
-    train_lm_head: bool = Field(True, description="False keeps lm_head as it started.")
-    epochs: int = Field(3, gt=0, description="Passes over the states.")
-    max_steps: int | None = Field(None, gt=0, description="Stop after this many optimiser steps.")
-    batch_tokens: int = Field(1024, gt=0, description="Token budget of one packed micro-batch.")
-    long_samples: Literal["split", "drop"] = Field(
-        "split",
-        description="Samples above batch_tokens: cut with their context kept, or dropped and counted.",
-    )
-    accumulate: int = Field(1, gt=0, description="Micro-batches per optimiser step and process.")
-    learning_rate: float = Field(1e-3, gt=0, description="Peak rate of AdamW.")
-    warmup_share: float = Field(
-        0.05,
-        ge=0,
-        lt=1,
-        description="Share of the steps with linear warm-up; the rest follows a cosine to 5 % of the peak.",
-    )
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay.")
-    clip_norm: float = Field(0.5, gt=0, description="Gradient norm limit.")
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Compute type; bfloat16 keeps fp32 masters in DeepSpeed."
-    )
-    zero_stage: Literal[0, 1, 2, 3] = Field(0, description="DeepSpeed ZeRO stage.")
-    activation_checkpointing: bool = Field(
-        False,
-        description="Recompute a step's activations in the backward pass: less memory, more time.",
-    )
-    compile: bool = Field(
-        False, description="torch.compile the head's layer; needs a compiler on CPU."
-    )
-    evaluate_every: int | None = Field(
-        None,
-        gt=0,
-        description="Optimiser steps between decoded evaluations; the best checkpoint by τ is exported. None: the last.",
-    )
-    evaluate_prompts: int = Field(
-        16, gt=0, description="Held-out samples that are decoded; they are not trained on."
-    )
-    evaluate_tokens: int = Field(48, gt=1, description="Length limit of a decoded reply.")
-    evaluate_tree: TreeSection = Field(
-        TreeSection(top_k=1, steps=4, nodes=5),
-        description="Draft tree of the evaluation; a shape, not auto.",
-    )
-    early_stop: int | None = Field(
-        None, gt=0, description="Stop after so many evaluations without a better τ."
-    )
-    checkpoint_every: int = Field(100, gt=0, description="Optimiser steps between checkpoints.")
-    keep_checkpoints: int = Field(2, gt=0, description="Older checkpoints are deleted.")
-    log_every: int = Field(10, gt=0, description="Optimiser steps between lines of metrics.jsonl.")
-    wandb: Literal["offline", "online", "disabled"] = Field(
-        "offline", description="Weights & Biases mode."
-    )
-    wandb_project: str = Field("eagle3", description="Weights & Biases project.")
+    head: HeadSection = HeadSection()
+    """Shape and initialisation of the head."""
+    ttt_steps: int = Field(5, gt=0)
+    """Training-time-test steps K: the head is unrolled k = 0…K-1."""
+    step_decay: float = Field(0.8, gt=0, le=1)
+    """Loss weight of step k is step_decay**k."""
+    start_from: str | None = None
+    """Head directory to fine-tune; its draft vocabulary and shape are kept."""
+    loss: Literal["cross_entropy", "kl", "tv", "lk"] = "cross_entropy"
+    """Soft cross-entropy, KL divergence, total variation, or the negative log of the acceptance
+    probability."""
+    normalise: Literal["supervised", "all"] = "supervised"
+    """The loss of a batch is divided by its supervised tokens, or by all of them."""
+    train_lm_head: bool = True
+    """False keeps lm_head as it started."""
+    epochs: int = Field(3, gt=0)
+    """Passes over the states."""
+    max_steps: int | None = Field(None, gt=0)
+    """Stop after this many optimiser steps."""
+    batch_tokens: int = Field(1024, gt=0)
+    """Token budget of one packed micro-batch."""
+    long_samples: Literal["split", "drop"] = "split"
+    """Samples above batch_tokens: cut with their context kept, or dropped and counted."""
+    accumulate: int = Field(1, gt=0)
+    """Micro-batches per optimiser step and process."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """Peak rate of AdamW."""
+    warmup_share: float = Field(0.05, ge=0, lt=1)
+    """Share of the steps with linear warm-up; the rest follows a cosine to 5 % of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decays."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled decay."""
+    clip_norm: float = Field(0.5, gt=0)
+    """Gradient norm limit."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute type; bfloat16 keeps fp32 masters in DeepSpeed."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed ZeRO stage."""
+    activation_checkpointing: bool = False
+    """Recompute a step's activations in the backward pass: less memory, more time."""
+    compile: bool = False
+    """torch.compile the head's layer; needs a compiler on CPU."""
+    evaluate_every: int | None = Field(None, gt=0)
+    """Optimiser steps between decoded evaluations; the best checkpoint by τ is exported. None: the
+    last."""
+    evaluate_prompts: int = Field(16, gt=0)
+    """Held-out samples that are decoded; they are not trained on."""
+    evaluate_tokens: int = Field(48, gt=1)
+    """Length limit of a decoded reply."""
+    evaluate_tree: TreeSection = TreeSection(top_k=1, steps=4, nodes=5)
+    """Draft tree of the evaluation; a shape, not auto."""
+    early_stop: int | None = Field(None, gt=0)
+    """Stop after so many evaluations without a better τ."""
+    checkpoint_every: int = Field(100, gt=0)
+    """Optimiser steps between checkpoints."""
+    keep_checkpoints: int = Field(2, gt=0)
+    """Older checkpoints are deleted."""
+    log_every: int = Field(10, gt=0)
+    """Optimiser steps between lines of metrics.jsonl."""
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    """Weights & Biases mode."""
+    wandb_project: str = "eagle3"
+    """Weights & Biases project."""

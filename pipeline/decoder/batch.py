@@ -1,7 +1,7 @@
 """Static buffers of a batch: what a round reads and writes, at addresses that never change.
 
-Row r belongs to the r-th active request; active rows are always the first ones. A row that nobody
-holds is *inert*: its page table names page 0 only, it starts at 0 and never advances, and whatever
+Row r belongs to the r-th running request; active rows are always the first ones. A row that nobody
+holds is *inert*: its block table names page 0 only, its length is 0 and never grows, and whatever
 else a former request left in it has no effect on anyone.
 """
 
@@ -20,14 +20,14 @@ class DecodeBatch:
     """S rows. Views of the first rows, or of one row, are batches too."""
 
     roots: Tensor  # [S] last token: certain, not yet in the target's cache
-    starts: Tensor  # [S] committed entries, which is also the root's position
-    active: Tensor  # [S] 1 where a request lives, else 0
-    table: Tensor  # [S, P] page ids
+    seq_lens: Tensor  # [S] committed cache entries, which is also the root's position
+    active: Tensor  # [S] 1 where a request holds the row, else 0
+    block_table: Tensor  # [S, P] page ids
     temperature: Tensor  # [S] float32; 0 is greedy
     top_p: Tensor  # [S] float32
     top_k: Tensor  # [S]
     seeds: Tensor  # [S]
-    memory: Tensor  # [S, M] what the drafter keeps of each row from round to round
+    drafter_state: Tensor  # [S, M] what the drafter keeps of each row from round to round
     emitted: Tensor  # [S, E] tokens of the last round
     counts: Tensor  # [S] how many of them
 
@@ -37,26 +37,26 @@ class DecodeBatch:
         rows: int,
         *,
         pages: int,
-        memory: int,
+        state_size: int,
         emitted: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> DecodeBatch:
-        """Inert rows with room for `pages` pages, `memory` drafter values and `emitted` tokens a round."""
+        """Inert rows of `pages` pages, `state_size` drafter values, `emitted` tokens a round."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
         return cls(
             roots=zeros(),
-            starts=zeros(),
+            seq_lens=zeros(),
             active=zeros(),
-            table=zeros(pages),
+            block_table=zeros(pages),
             temperature=zeros(dtype=torch.float32),
             top_p=zeros(dtype=torch.float32),
             top_k=zeros(),
             seeds=zeros(),
-            memory=zeros(memory, dtype=dtype),
+            drafter_state=zeros(state_size, dtype=dtype),
             emitted=zeros(emitted),
             counts=zeros(),
         )
@@ -80,28 +80,30 @@ class DecodeBatch:
             getattr(self, field.name)[row] = getattr(other, field.name)[source]
 
     def open_row(
-        self, row: int, pages: list[int], *, temperature: float, top_p: float, top_k: int, seed: int
+        self,
+        row: int,
+        pages: list[int],
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
     ) -> None:
-        """Give a row to a request that has nothing cached yet."""
-        self.table[row] = torch.tensor(
-            pages + [0] * (self.table.shape[1] - len(pages)), device=self.table.device
-        )
-        self.starts[row], self.active[row] = 0, 1
-        self.temperature[row], self.top_p[row], self.top_k[row], self.seeds[row] = (
-            temperature,
-            top_p,
-            top_k,
-            seed,
-        )
+        """Give a row to a request that has nothing cached yet; greedy by default."""
+        self.clear_row(row)
+        self.active[row] = 1
+        self.block_table[row, : len(pages)] = torch.tensor(pages, device=self.block_table.device)
+        self.temperature[row], self.top_p[row] = temperature, top_p
+        self.top_k[row], self.seeds[row] = top_k, seed
 
     def clear_row(self, row: int) -> None:
         """Make a row inert."""
-        self.table[row], self.starts[row], self.active[row] = 0, 0, 0
+        self.block_table[row], self.seq_lens[row], self.active[row] = 0, 0, 0
 
     def advance(self, accepted: VerifyOutput) -> None:
         """Commit what a round emitted; inert rows stay where they are."""
         last = accepted.tokens.gather(1, accepted.counts[:, None] - 1)[:, 0]
         self.roots.copy_(last.clamp(min=0))  # -1 marks NaN logits; the engine ends such a request
-        self.starts.add_(accepted.counts * self.active)
+        self.seq_lens.add_(accepted.counts * self.active)
         self.counts.copy_(accepted.counts)
         self.emitted[:, : accepted.tokens.shape[1]].copy_(accepted.tokens)

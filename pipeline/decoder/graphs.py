@@ -1,8 +1,9 @@
 """How a round is launched, and how its tokens leave.
 
-On a CPU a round runs eagerly on exactly the active rows. On CUDA every batch-size bucket has one graph
-that holds a whole round; a batch of 5 replays the graph of 8, whose other rows are inert. The host
-never waits inside a round: it launches the next one, and reads the tokens of the last from pinned memory.
+On a CPU a round runs eagerly on exactly the active rows. On CUDA every batch-size bucket has one
+graph that holds a whole round; a batch of 5 replays the graph of 8, whose other rows are inert. The
+host never waits inside a round: it launches the next one, and reads the tokens of the last from
+pinned memory.
 
     GPU    round 1 ─────── round 2 ─────── round 3 ───────
     copy             └ 1 ┘           └ 2 ┘
@@ -12,7 +13,9 @@ never waits inside a round: it launches the next one, and reads the tokens of th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +23,13 @@ from torch import Tensor
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.round import Judge, decode_round
+from pipeline.decoder.round import Verify, decode_round
 
 
 def default_buckets(slots: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8th size: padding never wastes more than seven rows."""
-    return tuple(
-        sorted({size for size in (1, 2, 4, *range(8, slots, 8)) if size < slots} | {slots})
-    )
+    smaller = {size for size in (1, 2, 4, *range(8, slots, 8)) if size < slots}
+    return tuple(sorted(smaller | {slots}))
 
 
 class RoundRunner:
@@ -41,14 +43,14 @@ class RoundRunner:
         batch: DecodeBatch,
         *,
         buckets: Sequence[int] | None,
-        judge: Judge | None = None,
+        verify: Verify | None = None,
     ) -> None:
-        """`buckets` are the batch sizes that rounds run at, ascending; None runs exactly the active rows.
+        """`buckets` are the batch sizes of rounds, ascending; None runs exactly the active rows.
 
         On CUDA the graphs are captured here, while every row is still inert.
         """
         self._model, self._plane, self._drafter, self._batch = model, plane, drafter, batch
-        self._buckets, self._judge = buckets, judge
+        self._buckets, self._verify = buckets, verify
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if model.device.type == "cuda":
             self._capture()
@@ -63,33 +65,33 @@ class RoundRunner:
             self._round(size, sampling=sampling)
 
     def _round(self, size: int, *, sampling: bool) -> None:
+        rows = self._batch.rows(0, size)
         decode_round(
-            self._model,
-            self._plane,
-            self._drafter,
-            self._batch.rows(0, size),
-            sampling=sampling,
-            judge=self._judge,
+            self._model, self._plane, self._drafter, rows, sampling=sampling, verify=self._verify
         )
 
     def _capture(self) -> None:
         assert self._buckets is not None
         pool = torch.cuda.graph_pool_handle()
-        for size in sorted(
-            self._buckets, reverse=True
-        ):  # the largest first, so that the others fit into its memory
+        for size in sorted(self._buckets, reverse=True):  # smaller ones fit into its memory
             for sampling in (False, True):
-                # Kernels compile and libraries choose their algorithms outside the capture.
-                warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                warm.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(warm):
-                    for _ in range(2):
-                        self._round(size, sampling=sampling)
-                torch.cuda.current_stream().wait_stream(warm)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._round(size, sampling=sampling)
-                self._graphs[size, sampling] = graph
+                launch = partial(self._round, size, sampling=sampling)
+                self._graphs[size, sampling] = captured(launch, pool)
+
+
+def captured(launch: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """Its kernels as a CUDA graph, with memory from `pool` or of its own."""
+    # Kernels compile and libraries choose their algorithms outside the capture.
+    warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
+        for _ in range(2):
+            launch()
+    torch.cuda.current_stream().wait_stream(warm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        launch()
+    return graph
 
 
 class PendingTokens:
@@ -98,17 +100,15 @@ class PendingTokens:
     def __init__(self, emitted: Tensor, counts: Tensor, arrived: torch.cuda.Event | None) -> None:
         self._emitted, self._counts, self._arrived = emitted, counts, arrived
 
-    def open(self) -> list[list[int]]:
+    def wait(self) -> list[list[int]]:
         """Tokens of each row; waits for the copy, not for later rounds."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return [
-            row[:count]
-            for row, count in zip(self._emitted.tolist(), self._counts.tolist(), strict=True)
-        ]
+        rows = zip(self._emitted.tolist(), self._counts.tolist(), strict=True)
+        return [tokens[:count] for tokens, count in rows]
 
 
-def send(batch: DecodeBatch) -> PendingTokens:
+def copy_to_host(batch: DecodeBatch) -> PendingTokens:
     """Start copying what the last launch emitted; the batch may be used again at once."""
     if batch.roots.device.type != "cuda":
         return PendingTokens(batch.emitted.clone(), batch.counts.clone(), None)

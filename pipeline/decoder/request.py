@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
@@ -32,33 +32,25 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = (
-        0  # not negative; the same seed draws the same tokens in any batch and with any drafter
-    )
+    seed: int = 0  # not negative; draws the same tokens in any batch and with any drafter
 
     def problem(self, *, vocabulary: int, max_length: int) -> Problem | None:
         """Why this request cannot be run; None when it can."""
+        length = len(self.prompt_ids) + self.max_new_tokens
+        outside = next((token for token in self.prompt_ids if not 0 <= token < vocabulary), None)
         if not self.prompt_ids:
             return Problem("prompt_ids is empty", "send at least one token")
         if self.max_new_tokens < 1:
             return Problem(f"max_new_tokens is {self.max_new_tokens}", "ask for at least 1")
-        outside = next((token for token in self.prompt_ids if not 0 <= token < vocabulary), None)
         if outside is not None:
-            return Problem(
-                f"prompt_ids has token {outside}, the vocabulary has {vocabulary}",
-                "encode with the target's own tokenizer",
-            )
-        length = len(self.prompt_ids) + self.max_new_tokens
+            what = f"prompt_ids has token {outside}, the vocabulary has {vocabulary}"
+            return Problem(what, "encode with the target's own tokenizer")
         if length > max_length:
-            return Problem(
-                f"prompt_ids + max_new_tokens are {length} tokens, the engine holds {max_length} a request",
-                "shorten one of them",
-            )
+            what = f"prompt_ids + max_new_tokens are {length} tokens, the engine holds {max_length}"
+            return Problem(f"{what} a request", "shorten one of them")
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.seed < 0:
-            return Problem(
-                "temperature, top_k or seed is negative, or top_p is not in (0, 1]",
-                "correct the sampling parameters",
-            )
+            what = "temperature, top_k or seed is negative, or top_p is not in (0, 1]"
+            return Problem(what, "correct the sampling parameters")
         return None
 
 
@@ -69,9 +61,8 @@ class Statistics:
     simulated: bool = False  # acceptance was imposed: the speed means something, the tokens do not
     rounds: int = 0
     round_tokens: int = 0  # emitted by rounds, bonus included
-    reached: list[int] = field(
-        default_factory=list
-    )  # [k]: rounds in which k drafted tokens were accepted, or more
+    #: Entry k: rounds in which k drafted tokens were accepted, or more.
+    reached: list[int] = field(default_factory=list)
     queued_seconds: float = 0.0  # submitted to admitted
     first_token_seconds: float = 0.0  # admitted to first token
     decode_seconds: float = 0.0  # first token to last
@@ -136,7 +127,7 @@ class Emission:
 
 
 @dataclass
-class Slot:
+class RunningRequest:
     """A request on its way through the engine."""
 
     request: Request
@@ -145,41 +136,38 @@ class Slot:
     prefilled: int = 0  # prompt tokens in the cache
     tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)
-    reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None
     error: Problem | None = None
 
-    def take(self, tokens: Iterable[int], now: float) -> tuple[int, ...]:
-        """Append what a round (or prefill) emitted, up to a stop token or the limit; returns what was taken."""
-        emitted, first = list(tokens), not self.tokens
-        taken = []
+    def take(self, emitted: Sequence[int], now: float) -> Emission:
+        """Append what a round (or prefill) emitted, up to a stop token or the limit."""
+        first, taken = not self.tokens, []
         for token in emitted:
             if token < 0:
-                self.reason = "error"
-                self.error = Problem(
-                    f"the target's logits were NaN after {len(self.tokens)} generated tokens",
-                    "check the target's weights and target.dtype",
-                )
+                what = f"the target's logits were NaN after {len(self.tokens)} generated tokens"
+                self.error = Problem(what, "check the target's weights and target.dtype")
+                self.finish_reason = "error"
                 break
             taken.append(token)
             self.tokens.append(token)
             if token in self.request.stop_ids:
-                self.reason = "stop"
+                self.finish_reason = "stop"
             elif len(self.tokens) == self.request.max_new_tokens:
-                self.reason = "length"
-            if self.reason:
+                self.finish_reason = "length"
+            if self.finish_reason:
                 break
+        since = now - self.admitted
         if first:
-            self.statistics.first_token_seconds = now - self.admitted
+            self.statistics.first_token_seconds = since
         else:
             self.statistics.count_round(len(emitted), len(taken))
-            self.statistics.decode_seconds = (
-                now - self.admitted - self.statistics.first_token_seconds
-            )
-        return tuple(taken)
+            self.statistics.decode_seconds = since - self.statistics.first_token_seconds
+        return Emission(self.request.request_id, tuple(taken), self._completion())
 
-    def completion(self) -> Completion:
-        """The finished request."""
-        assert self.reason is not None
+    def _completion(self) -> Completion | None:
+        reason, error = self.finish_reason, self.error
+        if reason is None:
+            return None
         return Completion(
-            self.request.request_id, tuple(self.tokens), self.reason, self.statistics, self.error
+            self.request.request_id, tuple(self.tokens), reason, self.statistics, error
         )

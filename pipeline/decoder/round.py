@@ -1,4 +1,4 @@
-"""One round: draft a tree, verify it, accept a branch, keep its keys, let the drafter read what was learnt.
+"""One round: draft a tree, verify it, accept a branch, keep its keys, extend the drafter's cache.
 
 tree     root ─ a ─ c      entries   … | r a b c      verified together behind the prefix
 accepted root ─ a ─ c                … | r a c        compacted: the prefix grows by three
@@ -21,7 +21,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.tree import Tree, VerifyOutput, root_only
 
 #: (tree, the target's choices [B, N], deepest draft) → what is accepted.
-Judge = Callable[[Tree, Tensor, int], VerifyOutput]
+Verify = Callable[[Tree, Tensor, int], VerifyOutput]
 
 
 def decode_round(
@@ -31,12 +31,12 @@ def decode_round(
     batch: DecodeBatch,
     *,
     sampling: bool,
-    judge: Judge | None = None,
+    verify: Verify | None = None,
 ) -> None:
-    """Advance every active row by at least one token, leaving them in `batch.emitted` and `batch.counts`.
+    """Advance every active row by at least one token, left in `batch.emitted` and `batch.counts`.
 
-    `plane` holds the target's keys and values; `sampling` says that some row may have a temperature;
-    `judge` replaces honest verification in simulations.
+    `plane` holds the target's keys and values; `sampling` says that some row may have a
+    temperature; `verify` replaces honest verification in simulations.
     """
     if drafter is None:
         tree, depth = root_only(batch.roots), 0
@@ -44,13 +44,11 @@ def decode_round(
         shape = drafter.shape_for(len(batch))
         tree, depth = drafter.draft(batch, shape), shape.steps
     aux, predicted = read_tree(model, plane, batch, tree, depth, sampling=sampling)
-    accepted = (judge or model.ops.verify)(tree, predicted, depth)
+    accepted = (verify or model.ops.verify)(tree, predicted, depth)
     if drafter is not None:
-        model.ops.compact(plane, batch.table, batch.starts, accepted.path)
-        branch = aux.gather(
-            1, accepted.path[:, :, None].expand(-1, -1, aux.shape[-1])
-        )  # [B, D + 1, 3H]
-        drafter.extend(batch, accepted.tokens, branch, accepted.counts)
+        model.ops.compact(plane, batch.block_table, batch.seq_lens, accepted.path)
+        nodes = accepted.path[:, :, None].expand(-1, -1, aux.shape[-1])
+        drafter.extend(batch, accepted.tokens, aux.gather(1, nodes), accepted.counts)
     batch.advance(accepted)
 
 
@@ -63,9 +61,11 @@ def read_tree(
     *,
     sampling: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One forward over all nodes: their aux states [B, N, 3H], and what the target chooses after each [B, N]."""
-    positions = batch.starts[:, None] + tree.depth  # [B, N]
-    output = model.forward(tree.tokens, positions, batch.table, batch.starts, tree.ancestors, plane)
+    """One forward over all nodes: aux states [B, N, 3H], the target's choice after each [B, N]."""
+    positions = batch.seq_lens[:, None] + tree.depth  # [B, N]
+    output = model.forward(
+        tree.tokens, positions, batch.block_table, batch.seq_lens, tree.ancestors, plane
+    )
     logits = model.logits(output.final.flatten(0, 1)).view(*tree.tokens.shape, -1)  # [B, N, V]
     if sampling:
         return output.aux, model.ops.sample(logits, tree, batch.sampling, positions + 1, depth)
@@ -82,24 +82,20 @@ def prefill_chunk(
 ) -> None:
     """Read `tokens` [1, n] of one row's prompt behind what is cached already.
 
-    `following` [1] is the prompt's token behind the chunk. Without it the chunk is the last one, and
-    the row's first token is drawn: it becomes the root, and is left in `batch.emitted`.
+    `following` [1] is the prompt's token behind the chunk. Without it the chunk is the last one,
+    and the row's first token is drawn: it becomes the root, and is left in `batch.emitted`.
     """
-    ops, count = model.ops, tokens.shape[1]
-    positions = batch.starts[:, None] + torch.arange(count, device=tokens.device)  # [1, n]
-    output = model.forward(tokens, positions, batch.table, batch.starts, None, plane)
-    first = following is None
+    count, last = tokens.shape[1], following is None
+    positions = batch.seq_lens[:, None] + torch.arange(count, device=tokens.device)  # [1, n]
+    output = model.forward(tokens, positions, batch.block_table, batch.seq_lens, None, plane)
     if following is None:
-        following = ops.draw(
-            model.logits(output.final[:, -1]), batch.sampling, positions[:, -1] + 1
-        )  # [1]
+        logits = model.logits(output.final[:, -1])
+        following = model.ops.draw(logits, batch.sampling, positions[:, -1] + 1)  # [1]
     if drafter is not None:
-        counts = torch.full_like(batch.starts, count)
-        drafter.extend(
-            batch, torch.cat((tokens[:, 1:], following[:, None]), dim=1), output.aux, counts
-        )
-    batch.starts.add_(count)
-    if first:
+        shifted = torch.cat((tokens[:, 1:], following[:, None]), dim=1)
+        drafter.extend(batch, shifted, output.aux, torch.full_like(batch.seq_lens, count))
+    batch.seq_lens.add_(count)
+    if last:
         batch.roots.copy_(following.clamp(min=0))
         batch.emitted[:, 0].copy_(following)
         batch.counts.fill_(1)

@@ -1,10 +1,8 @@
-"""The EAGLE-3 draft head: module, vocabulary map, initialisation, and its directory on disk.
+"""The EAGLE-3 draft head: module, draft vocabulary, initialisation, and its directory on disk.
 
-layers.py      RMSNorm and rotary embedding, shared with the decoder
-frugal.py      norm and SwiGLU that keep only their inputs for the backward pass
-head.py        Eagle3Head: the maths, without an opinion on attention
-vocab.py       draft vocabulary ↔ target vocabulary
-init.py        starting weights taken from the target
+layers.py      RMSNorm, SwiGLU (both with a backward pass that keeps inputs only), rotary positions
+head.py        HeadShape and Eagle3Head: the maths, with attention passed in
+init.py        a new head's shape, draft vocabulary, and weights taken from the target
 checkpoint.py  head directory: SGLang's config.json and model.safetensors, plus eagle3.json
 formats/       the dialects of SGLang and of speculators, written and read
 """

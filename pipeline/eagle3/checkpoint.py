@@ -27,7 +27,7 @@ from torch import Tensor
 from pipeline.eagle3.formats.fields import shape_of
 from pipeline.eagle3.formats.foreign import read_json
 from pipeline.eagle3.formats.sglang import sglang_config
-from pipeline.eagle3.formats.speculators import MARK, speculators_config, speculators_tensors
+from pipeline.eagle3.formats.speculators import MODEL_TYPE, speculators_config, speculators_tensors
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import HeadError, StoreError
 from pipeline.records import TargetContract, match_contracts
@@ -61,7 +61,7 @@ def export_speculators(
 ) -> None:
     """Write `head` as speculators and vLLM read it, with its card beside it.
 
-    embedding [V, H] is the target's; verifier, architectures and speculative_tokens: see `speculators_config`.
+    embedding [V, H] is the target's; for the rest see `speculators_config`.
     """
     config = speculators_config(
         head.shape,
@@ -76,86 +76,75 @@ def export_speculators(
 def load_head(
     directory: Path, *, expected: TargetContract | None = None
 ) -> tuple[Eagle3Head, HeadCard]:
-    """Read a head directory in float32. Raises HeadError, or ContractMismatch when it is for another target."""
-    for name in (CONFIG, WEIGHTS, CARD):
+    """Read a head directory in float32.
+
+    Raises HeadError, or ContractMismatch when it is for another target than `expected`.
+    """
+    where = f"head {directory}"
+    for name in HEAD_FILES:
         if not (directory / name).is_file():
-            raise HeadError(
-                f"has no {name}",
-                where=f"head {directory}",
-                fix="pass a head directory that `eagle3 train` wrote",
-            )
+            fix = "pass a head directory that `eagle3 train` wrote"
+            raise HeadError(f"has no {name}", where=where, fix=fix)
     card = read_card(directory / CARD)
     if expected is not None:
-        match_contracts(expected, card.contract, where=f"head {directory}")
+        match_contracts(expected, card.contract, where=where)
     head = Eagle3Head(read_shape(directory))
     try:
-        tensors = load_file(directory / WEIGHTS)
-        head.load_state_dict(tensors)
+        head.load_state_dict(load_file(directory / WEIGHTS))
     except (SafetensorError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
-        raise HeadError(
-            f"{WEIGHTS} does not fit {CONFIG}: {reason}",
-            where=f"head {directory}",
-            fix="export the head again",
-        ) from error
+        problem = f"{WEIGHTS} does not fit {CONFIG}: {reason}"
+        raise HeadError(problem, where=where, fix="export the head again") from error
     return head.float(), card
+
+
+def read_shape(directory: Path) -> HeadShape:
+    """The shape in a head directory's config.json. Raises HeadError, also for the other dialect."""
+    body = read_json(directory / CONFIG)
+    where = f"head {directory}: {CONFIG}"
+    if MODEL_TYPE in body:
+        fix = f"eagle3 import {directory} --target SOURCE --out HEAD"
+        raise HeadError("is in the dialect of speculators", where=where, fix=fix)
+    return shape_of({name: body[name] for name in HeadShape.model_fields if name in body}, where)
 
 
 def read_card(path: Path) -> HeadCard:
     """The card in an `eagle3.json`. Raises HeadError."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        return HeadCard(
-            TargetContract.model_validate(body["contract"]), body["provenance"], body["metrics"]
-        )
+        contract = TargetContract.model_validate(body["contract"])
+        return HeadCard(contract, body["provenance"], body["metrics"])
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise HeadError(
-            f"{CARD} cannot be read: {str(error).splitlines()[0]}",
-            where=f"head {path.parent}",
-            fix="export the head again",
-        ) from error
+        problem = f"{CARD} cannot be read: {str(error).splitlines()[0]}"
+        where = f"head {path.parent}"
+        raise HeadError(problem, where=where, fix="export the head again") from error
 
 
 def _write(
     directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], card: HeadCard
 ) -> None:
     partial = directory.with_name(f".{directory.name}.partial")
+    stored = {name: _stored(tensor) for name, tensor in tensors.items()}
+    body = {
+        "contract": card.contract.model_dump(mode="json"),
+        "provenance": card.provenance,
+        "metrics": card.metrics,
+    }
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        save_file(
-            {name: _stored(tensor) for name, tensor in tensors.items()},
-            partial / WEIGHTS,
-            metadata={"format": "pt"},
-        )
+        save_file(stored, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        body = {
-            "contract": card.contract.model_dump(mode="json"),
-            "provenance": card.provenance,
-            "metrics": card.metrics,
-        }
         (partial / CARD).write_text(json.dumps(body, indent=2) + "\n")
         if directory.exists():
             shutil.rmtree(directory)
         os.rename(partial, directory)
     except OSError as error:
-        raise StoreError(
-            f"cannot write the head: {error.strerror}",
-            where=str(directory),
-            fix="free some space or choose a writable directory",
-        ) from error
+        problem = f"cannot write the head: {error.strerror}"
+        fix = "free some space or choose a writable directory"
+        raise StoreError(problem, where=str(directory), fix=fix) from error
 
 
 def _stored(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-
-
-def read_shape(directory: Path) -> HeadShape:
-    """The shape in a head directory's config.json. Raises HeadError, also for a head of the other dialect."""
-    body = read_json(directory / CONFIG)
-    where = f"head {directory}: {CONFIG}"
-    if MARK in body:
-        fix = f"eagle3 import {directory} --target SOURCE --out HEAD"
-        raise HeadError("is in the dialect of speculators", where=where, fix=fix)
-    return shape_of({name: body[name] for name in HeadShape.model_fields if name in body}, where)

@@ -11,7 +11,7 @@
 
 EAGLE-3.1 (arXiv:2605.09992) adds two switches, each off by default:
 
-    fc_norm        each of the three aux states passes a norm of its own before fc: fc_norm.0, .1, .2
+    fc_norm        each of the three aux states passes its own norm before fc: fc_norm.0, .1, .2
     norm_output    the next step's hidden is taken behind `norm` instead of before it:
                    layer ─► norm ─┬─► next step's hidden
                                   └─► lm_head ─► logits
@@ -31,9 +31,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from pipeline.eagle3.frugal import norm, swiglu
+from pipeline.eagle3.layers import rms_norm, swiglu
 
-#: (q [.., Q, d], k [.., G, d], v [.., G, d]), before rotary embedding → mixed values [.., Q, d]
+#: (q [.., Q, d], k [.., G, d], v [.., G, d]), before rotary embedding → attention output [.., Q, d]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -72,23 +72,21 @@ class _Attention(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        query, key = (
-            shape.num_attention_heads * shape.head_dim,
-            shape.num_key_value_heads * shape.head_dim,
-        )
+        query = shape.num_attention_heads * shape.head_dim
+        key = shape.num_key_value_heads * shape.head_dim
         self.q_proj = nn.Linear(2 * shape.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
 
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [.., 2H] → query [.., Q, d], key and value [.., G, d]."""
         split = (*x.shape[:-1], -1, self.head_dim)
         return self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split)
 
-    def write(self, mixed: Tensor) -> Tensor:
-        """Mixed values [.., Q, d] → [.., H]."""
-        return torch.as_tensor(self.o_proj(mixed.flatten(-2)))
+    def project_output(self, attention_output: Tensor) -> Tensor:
+        """[.., Q, d] → [.., H]."""
+        return torch.as_tensor(self.o_proj(attention_output.flatten(-2)))
 
 
 class _Mlp(nn.Module):
@@ -112,7 +110,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class _DraftLayer(nn.Module):
@@ -124,16 +122,14 @@ class _DraftLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = _Mlp(shape)
 
-    def read(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All before attention: embedding, hidden [.., H] → query [.., Q, d], key and value [.., G, d]."""
-        joined = torch.cat(
-            (self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1
-        )  # [.., 2H]
-        return self.self_attn.read(joined)
+    def project_qkv(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All before attention: [.., H] each → query [.., Q, d], key and value [.., G, d]."""
+        normed = (self.input_layernorm(embedding), self.hidden_norm(hidden))
+        return self.self_attn.project_qkv(torch.cat(normed, dim=-1))  # [.., 2H]
 
-    def write(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """All after it: hidden [.., H], mixed values [.., Q, d] → un-normed output [.., H]."""
-        hidden = hidden + self.self_attn.write(mixed)
+    def after_attention(self, hidden: Tensor, attention_output: Tensor) -> Tensor:
+        """All after it: hidden [.., H], attention output [.., Q, d] → un-normed output [.., H]."""
+        hidden = hidden + self.self_attn.project_output(attention_output)
         return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
@@ -166,9 +162,8 @@ class Eagle3Head(nn.Module):
         if not self.shape.fc_norm:
             return aux_states
         states = aux_states.chunk(3, dim=-1)  # low, middle, high, each [.., H]
-        return torch.cat(
-            [own(state) for own, state in zip(self.fc_norm, states, strict=True)], dim=-1
-        )
+        pairs = zip(self.fc_norm, states, strict=True)
+        return torch.cat([norm(state) for norm, state in pairs], dim=-1)
 
     def project(self, aux_states: Tensor) -> Tensor:
         """Aux states [.., 3H] → g [.., H], the hidden input of step 0."""
@@ -176,20 +171,21 @@ class Eagle3Head(nn.Module):
 
     def step(self, embedding: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass of the decoder layer: → output [.., H], the hidden input of the next step."""
-        return self.finish(hidden, attend(*self.midlayer.read(embedding, hidden)))
+        attention_output = attend(*self.midlayer.project_qkv(embedding, hidden))
+        return self.after_attention(hidden, attention_output)
 
-    def finish(self, hidden: Tensor, mixed: Tensor) -> Tensor:
-        """The part of `step` behind attention: hidden [.., H], mixed values [.., Q, d] → output [.., H]."""
-        output = self.midlayer.write(hidden, mixed)
+    def after_attention(self, hidden: Tensor, attention_output: Tensor) -> Tensor:
+        """The rest of `step`: hidden [.., H], attention output [.., Q, d] → output [.., H]."""
+        output = self.midlayer.after_attention(hidden, attention_output)
         return torch.as_tensor(self.norm(output)) if self.shape.norm_output else output
 
-    def readout(self, output: Tensor) -> Tensor:
+    def normed_output(self, output: Tensor) -> Tensor:
         """What `lm_head` reads, for an output of `step` [.., H]: normed once, here or there."""
         return output if self.shape.norm_output else torch.as_tensor(self.norm(output))
 
     def logits(self, output: Tensor) -> Tensor:
         """Output of `step` [.., H] → logits over the draft vocabulary [.., Vd]."""
-        return torch.as_tensor(self.lm_head(self.readout(output)))
+        return torch.as_tensor(self.lm_head(self.normed_output(output)))
 
     def target_ids(self) -> Tensor:
         """Target token of each draft row [Vd], ascending."""
@@ -203,5 +199,5 @@ class Eagle3Head(nn.Module):
         self.t2d[target_ids] = True
 
     def count_parameters(self) -> int:
-        """Trained parameters; the borrowed embedding is not one of them."""
+        """Trained parameters; the target's embedding is not one of them."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -1,4 +1,4 @@
-"""Starting weights of the head, borrowed from the target where the shapes allow it.
+"""How a head begins: its shape, its draft vocabulary, and its weights, copied from the target.
 
 A head whose layer starts as the target's last layer, reading the hidden half of its 2H-wide input,
 begins with weights that know this residual stream. docs/log.md compares the starts of `fc`.
@@ -7,6 +7,7 @@ begins with weights that know this residual stream. docs/log.md compares the sta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,73 +16,7 @@ from torch import Tensor
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 
 #: Standard deviation of randomly started matrices, as in the Llama family.
-INIT_STD = 0.02
-
-
-def random_init(head: Eagle3Head, seed: int) -> None:
-    """Normal(0, 0.02) matrices, unit norms; the same weights for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(
-                    torch.empty(parameter.shape).normal_(0, INIT_STD, generator=generator)
-                )
-            else:
-                parameter.fill_(1.0)
-
-
-def start_fc_from_high_layer(head: Eagle3Head) -> None:
-    """fc starts as (near) identity on the high aux state, the one closest to the target's output."""
-    size = head.shape.hidden_size
-    with torch.no_grad():
-        head.fc.weight.mul_(0.1)
-        head.fc.weight[:, 2 * size :] += torch.eye(size)
-
-
-def start_lm_head(head: Eagle3Head, target_lm_head: Tensor, target_final_norm: Tensor) -> None:
-    """lm_head rows and final norm are the target's own, for the tokens of the draft vocabulary.
-
-    target_lm_head [V, H], target_final_norm [H].
-    """
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target_lm_head[head.target_ids()])
-        head.norm.weight.copy_(target_final_norm)
-
-
-def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
-    """Copy a target layer's weights (names relative to the layer) into the head's; returns what was copied.
-
-    Projections that read [embedding ; hidden] take the target's matrix for the hidden half and keep
-    a small random embedding half. A narrower MLP takes the neurons with the largest output norm.
-    """
-    copied = []
-    own = head.midlayer
-    size = head.shape.hidden_size
-    with torch.no_grad():
-        for name in ("q_proj", "k_proj", "v_proj"):
-            source, target = layer[f"self_attn.{name}.weight"], getattr(own.self_attn, name).weight
-            if source.shape[0] == target.shape[0]:
-                target[:, size:].copy_(source)
-                copied.append(name)
-        if layer["self_attn.o_proj.weight"].shape == own.self_attn.o_proj.weight.shape:
-            own.self_attn.o_proj.weight.copy_(layer["self_attn.o_proj.weight"])
-            copied.append("o_proj")
-        down = layer["mlp.down_proj.weight"]  # [H, I]
-        width = head.shape.intermediate_size
-        if down.shape[1] >= width:
-            strength = down.float().norm(dim=0) * layer["mlp.up_proj.weight"].float().norm(
-                dim=1
-            )  # [I]
-            kept = strength.topk(width).indices.sort().values
-            own.mlp.gate_proj.weight.copy_(layer["mlp.gate_proj.weight"][kept])
-            own.mlp.up_proj.weight.copy_(layer["mlp.up_proj.weight"][kept])
-            own.mlp.down_proj.weight.copy_(down[:, kept])
-            copied.append(f"mlp[{width} of {down.shape[1]} neurons]")
-        own.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
-        own.post_attention_layernorm.weight.copy_(layer["post_attention_layernorm.weight"])
-        copied.append("norms")
-    return copied
+_INIT_STD = 0.02
 
 
 def shape_for(
@@ -112,3 +47,88 @@ def shape_for(
         fc_norm=fc_norm,
         norm_output=norm_output,
     )
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The most frequent supervised tokens of the training data."""
+
+    target_ids: Tensor  # [Vd] int64, ascending
+    coverage: float  # share of supervised tokens that it contains
+
+    @property
+    def size(self) -> int:
+        return len(self.target_ids)
+
+
+def choose_vocabulary(counts: Tensor, size: int) -> DraftVocabulary:
+    """The `size` most frequent tokens of `counts` [V]; ties go to the lower id.
+
+    When fewer distinct tokens were seen, the lowest unseen ids fill up.
+    """
+    size = min(size, len(counts))
+    by_frequency = torch.sort(counts, descending=True, stable=True).indices
+    chosen = by_frequency[:size].sort().values
+    total = int(counts.sum())
+    return DraftVocabulary(chosen, float(counts[chosen].sum()) / total if total else 0.0)
+
+
+def random_init(head: Eagle3Head, seed: int) -> None:
+    """Normal(0, 0.02) matrices, unit norms; the same weights for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                start = torch.empty(parameter.shape)
+                parameter.copy_(start.normal_(0, _INIT_STD, generator=generator))
+            else:
+                parameter.fill_(1.0)
+
+
+def start_fc_from_high_layer(head: Eagle3Head) -> None:
+    """fc starts near the identity on the high aux state, the closest to the target's output."""
+    size = head.shape.hidden_size
+    with torch.no_grad():
+        head.fc.weight.mul_(0.1)
+        head.fc.weight[:, 2 * size :] += torch.eye(size)
+
+
+def start_lm_head(head: Eagle3Head, target_lm_head: Tensor, target_final_norm: Tensor) -> None:
+    """lm_head rows and final norm are the target's own, for the tokens of the draft vocabulary.
+
+    target_lm_head [V, H], target_final_norm [H].
+    """
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target_lm_head[head.target_ids()])
+        head.norm.weight.copy_(target_final_norm)
+
+
+def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
+    """Copy a target layer's weights, named relative to it, into the head's; returns what it copied.
+
+    Projections that read [embedding ; hidden] take the target's matrix for the hidden half and keep
+    a small random embedding half. A narrower MLP takes the neurons with the largest output norm.
+    """
+    copied = []
+    own, size, width = head.midlayer, head.shape.hidden_size, head.shape.intermediate_size
+    down, up = layer["mlp.down_proj.weight"], layer["mlp.up_proj.weight"]  # [H, I] and [I, H]
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            source, weight = layer[f"self_attn.{name}.weight"], getattr(own.self_attn, name).weight
+            if source.shape[0] == weight.shape[0]:
+                weight[:, size:].copy_(source)
+                copied.append(name)
+        if layer["self_attn.o_proj.weight"].shape == own.self_attn.o_proj.weight.shape:
+            own.self_attn.o_proj.weight.copy_(layer["self_attn.o_proj.weight"])
+            copied.append("o_proj")
+        if down.shape[1] >= width:
+            output_norm = down.float().norm(dim=0) * up.float().norm(dim=1)  # [I]
+            kept = output_norm.topk(width).indices.sort().values
+            own.mlp.gate_proj.weight.copy_(layer["mlp.gate_proj.weight"][kept])
+            own.mlp.up_proj.weight.copy_(up[kept])
+            own.mlp.down_proj.weight.copy_(down[:, kept])
+            copied.append(f"mlp[{width} of {down.shape[1]} neurons]")
+        own.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
+        own.post_attention_layernorm.weight.copy_(layer["post_attention_layernorm.weight"])
+        copied.append("norms")
+    return copied

@@ -1,4 +1,10 @@
-"""Normalisation and rotary positions, written once for training and decoding."""
+"""RMSNorm, SwiGLU and rotary positions, written once for training and decoding.
+
+The backward passes of RMSNorm and SwiGLU keep their inputs and nothing else. Autograd by itself
+keeps three float32 tensors of a norm's size in bfloat16 training, and the activated gate of
+SwiGLU. Both are cheaper to compute again than to hold for every step of an unroll.
+Values are those of the plain operations, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +16,61 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in x's type."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in the type of x [.., H]."""
+    if not torch.is_grad_enabled():
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return torch.as_tensor(_RmsNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up (Shazeer 2020, arXiv:2002.05202), both [.., I]."""
+    if not torch.is_grad_enabled():
+        return F.silu(gate) * up
+    return torch.as_tensor(_SwiGlu.apply(gate, up))  # type: ignore[no-untyped-call]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With r = 1/sqrt(mean(x²) + eps), n = x·r and u = dy·weight:
+
+    dx = r·(u - n·mean(u·n))    dweight = Σ dy·n
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        size, exact = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+        dy = grads[0].to(exact).reshape(-1, size)  # [rows, H]
+        wide = x.to(exact).reshape(-1, size)
+        inverse = torch.linalg.vecdot(wide, wide).div(size).add(ctx.eps).rsqrt()[:, None]  # r
+        normed = wide * inverse  # n
+        dweight = torch.linalg.vecdot(dy, normed, dim=0) if ctx.needs_input_grad[1] else None
+        u = dy * weight.to(exact)
+        mean = torch.linalg.vecdot(u, normed).div(size)[:, None]  # [rows, 1]
+        dx = torch.addcmul(u, normed, mean, value=-1).mul_(inverse)
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+        return dx.to(x.dtype).view_as(x), dweight, None
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
 
 
 class RotaryTable:
-    """cos and sin of every position, from transformers' own initialisers (default, llama3, yarn, linear, …).
+    """cos and sin of every position, from transformers' initialisers (default, llama3, yarn, …).
 
     `config` is any transformers configuration with `rope_parameters`, head size and
     `max_position_embeddings`.

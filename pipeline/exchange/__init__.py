@@ -1,8 +1,7 @@
-"""Heads travel: export to other systems, import from other trainers, and a look inside.
+"""Heads in and out: export for other systems, import from other trainers, and a look inside.
 
 export.py    our head directory → SGLang's or speculators' dialect
-imports.py   a foreign directory → our head directory, with a contract made from the target
-publish.py   an empty place to write a head to, local or remote
+imports.py   a head of another trainer → our head directory, with a contract made from the target
 inspect.py   contract, size, tensors, vocabulary, provenance and metrics of a head
 
 Not a stage: nothing here belongs to a run, and no manifest is written.

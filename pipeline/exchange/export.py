@@ -1,24 +1,28 @@
-"""Our head directory in the dialect of another system."""
+"""Our head directory in the dialect of another system, and where a head is written."""
 
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 from pipeline.config import TargetSection
 from pipeline.console import notice
 from pipeline.eagle3.checkpoint import (
+    CARD,
     HEAD_FILES,
     HeadCard,
     export_speculators,
     load_head,
     save_head,
 )
-from pipeline.exchange.publish import publishing
-from pipeline.store.fetch import as_directory
-from pipeline.store.location import Location
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.errors import StoreError
+from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target, open_target
-from pipeline.target.resolve import ResolvedTarget
 
 Format = Literal["sglang", "speculators"]
 
@@ -34,24 +38,39 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
     """
     with as_directory(Location(head_uri), HEAD_FILES) as directory:
         head, card = load_head(directory)
-    with publishing(out) as folder:
+    with output_directory(out) as folder:
         if format == "sglang":
             save_head(folder, head, card)
         else:
-            target_now = _target_of(card, target, where=f"head {head_uri}")
-            export_speculators(
-                folder,
-                head,
-                card,
-                embedding=target_now.weights.embedding(),
-                verifier=_loadable_name(target_now.resolved),
-                architectures=json.loads(
-                    (target_now.directory / "config.json").read_text(encoding="utf-8")
-                ).get("architectures")
-                or [],
-                speculative_tokens=_unrolled(card),
-            )
+            opened = _target_of(card, target, where=f"head {head_uri}")
+            _export_speculators(folder, head, card, opened)
     notice("export", f"{format}: {out}")
+
+
+@contextmanager
+def output_directory(out: str) -> Iterator[Path]:
+    """A local directory to write a head to.
+
+    A remote `out` receives its files when the block ends without an error.
+    Raises StoreError when `out` holds anything: it may be the head itself, or somebody's home.
+    """
+    location = Location(out)
+    if location.is_local and location.local_path(".").is_file():
+        raise StoreError("is a file", where=f"--out {out}", fix="choose another directory")
+    if location.names() or location.subdirectories():
+        fix = "choose another directory, or delete this one first"
+        raise StoreError("is not empty", where=f"--out {out}", fix=fix)
+    if location.is_local:
+        # Absolute: a head is first written beside its directory, and `.` has no name to add to.
+        yield location.local_path(".").absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as temporary:
+        folder = Path(temporary) / "head"
+        yield folder
+        # The card is what makes a directory a head of ours, so it goes last.
+        names = sorted(file.name for file in folder.iterdir() if file.name != CARD)
+        for name in (*names, CARD):
+            location.put_file(name, folder / name)
 
 
 def _target_of(card: HeadCard, source: str | None, *, where: str) -> Target:
@@ -69,13 +88,27 @@ def _target_of(card: HeadCard, source: str | None, *, where: str) -> Target:
     return open_target(section, expected=contract, where=where)
 
 
-def _loadable_name(target: ResolvedTarget) -> str:
-    """What transformers can load: the hub id, or the directory for what came from a disk or a package."""
-    on_hub = target.revision != "local" and not target.source.startswith("package:")
-    return target.source if on_hub else str(target.directory.resolve())
+def _export_speculators(folder: Path, head: Eagle3Head, card: HeadCard, target: Target) -> None:
+    config = json.loads((target.directory / "config.json").read_text(encoding="utf-8"))
+    export_speculators(
+        folder,
+        head,
+        card,
+        embedding=target.weights.embedding(),
+        verifier=_loadable_name(target),
+        architectures=config.get("architectures") or [],
+        speculative_tokens=_speculative_tokens(card),
+    )
 
 
-def _unrolled(card: HeadCard) -> int:
+def _loadable_name(target: Target) -> str:
+    """What transformers can load: the hub id, else the directory (from a disk or a package)."""
+    resolved = target.resolved
+    on_hub = resolved.revision != "local" and not resolved.source.startswith("package:")
+    return resolved.source if on_hub else str(resolved.directory.resolve())
+
+
+def _speculative_tokens(card: HeadCard) -> int:
     """Tokens to draft a round: as many steps as the head was unrolled for."""
     steps = card.provenance.get("config", {}).get("train", {}).get("ttt_steps")
     return steps if isinstance(steps, int) and steps > 0 else _SPECULATIVE_TOKENS

@@ -12,16 +12,16 @@ from pipeline.console import notice
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HeadCard, read_card, save_head
 from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign
 from pipeline.errors import HeadError
-from pipeline.exchange.publish import publishing
+from pipeline.exchange.export import output_directory
 from pipeline.records import TargetContract, match_contracts
-from pipeline.store.fetch import as_directory
-from pipeline.store.location import Location
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import ResolvedTarget, resolve
-from pipeline.target.weights import TargetWeights
+from pipeline.store.location import Location, as_directory
+from pipeline.target.open import Target, open_target
 
-#: Embeddings closer than bfloat16 can tell apart are the same; trainers store them in float32, float16 or bfloat16.
-_SAME_EMBEDDING = 2.0**-7
+#: Embeddings closer than bfloat16 can tell apart are the same; trainers store them in float32,
+#: float16 or bfloat16.
+_EMBEDDING_TOLERANCE = 2.0**-7
+
+_PASS_ITS_TARGET = "pass the target that the head was trained for with --target"
 
 
 def import_head(
@@ -33,86 +33,80 @@ def import_head(
 ) -> None:
     """Read the head at `source` (directory or fsspec URI, either dialect) and write ours to `out`.
 
-    The contract is made from `target`; a head that another export of ours wrote keeps its
-    provenance and metrics, a foreign one says only where it was imported from. Raises HeadError,
+    The contract is made from `target`. A head that our own export wrote has a card, and keeps its
+    provenance and metrics; any other one says only where it was imported from. Raises HeadError,
     TargetError or ContractMismatch.
     """
-    location = Location(source)
-    if CONFIG not in location.names():
-        raise HeadError(
-            f"has no {CONFIG}", where=f"head {source}", fix="pass the directory of an EAGLE-3 head"
-        )
-    with as_directory(
-        location, [name for name in location.names() if name.endswith((".json", ".safetensors"))]
-    ) as directory:
-        foreign = read_foreign(directory)
-        own = read_card(directory / CARD) if (directory / CARD).is_file() else None
-    section = TargetSection(
-        source=target,
-        dtype=dtype,
-        chat_template_kwargs=own.contract.chat_template_kwargs if own else {},
-    )
-    resolved = resolve(section)
-    contract = _contract(foreign, section, resolved, where=f"{source}/{CONFIG}")
-    _check_embedding(foreign, resolved, where=source)
-    if own is not None:
-        match_contracts(contract, own.contract, where=f"head {source}")
-    with publishing(out) as folder:
-        save_head(folder, foreign.head, _card(contract, own, foreign, source))
+    foreign, card = _read(source)
+    # The automatic capture layers are what every loader takes for a head that names none.
+    kwargs = card.contract.chat_template_kwargs if card else {}
+    section = TargetSection(source=target, dtype=dtype, chat_template_kwargs=kwargs)
+    opened = open_target(section)
+    contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
+    _check_embedding(foreign, opened, where=source)
+    if card is not None:
+        match_contracts(contract, card.contract, where=f"head {source}")
+    with output_directory(out) as folder:
+        save_head(folder, foreign.head, _imported_card(contract, card, foreign, source))
     layers = "its own" if foreign.capture_layers else "the loaders' default"
-    notice(
-        "import",
-        f"{foreign.dialect} head at {out}, aux layers {list(contract.capture_layers)} ({layers})",
-    )
+    aux_layers = f"aux layers {list(contract.capture_layers)} ({layers})"
+    notice("import", f"{foreign.dialect} head at {out}, {aux_layers}")
 
 
-def _contract(
-    foreign: ForeignHead, section: TargetSection, resolved: ResolvedTarget, *, where: str
-) -> TargetContract:
-    """The target's contract with the head's aux layers. Raises HeadError when head and target do not fit."""
-    # The automatic layers are what every loader takes for a head that names none.
-    contract = read_contract(section, resolved)
+def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
+    """The head at `source`, and its card when our own export wrote one. Raises HeadError."""
+    location = Location(source)
+    names = [name for name in location.names() if name.endswith((".json", ".safetensors"))]
+    if CONFIG not in names:
+        fix = "pass the directory of an EAGLE-3 head"
+        raise HeadError(f"has no {CONFIG}", where=f"head {source}", fix=fix)
+    with as_directory(location, names) as directory:
+        card = directory / CARD
+        return read_foreign(directory), read_card(card) if card.is_file() else None
+
+
+def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> TargetContract:
+    """The target's `contract` with the head's aux layers. Raises HeadError when the two do not fit."""
     for name in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(contract, name), getattr(foreign.head.shape, name)
-        if ours != theirs:
-            raise HeadError(
-                f"{name} is {theirs}, the target's {ours}",
-                where=where,
-                fix="pass the target that the head was trained for with --target",
-            )
+        of_target, of_head = getattr(contract, name), getattr(foreign.head.shape, name)
+        if of_target != of_head:
+            problem = f"{name} is {of_head}, the target's {of_target}"
+            raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)
     layers = foreign.capture_layers or contract.capture_layers
     if max(layers) >= contract.num_layers:
-        problem = f"eagle_aux_hidden_state_layer_ids reach output index {max(layers)}, the target has {contract.num_layers} layers"
-        raise HeadError(
-            problem, where=where, fix="pass the target that the head was trained for with --target"
-        )
+        reached = f"eagle_aux_hidden_state_layer_ids reach output index {max(layers)}"
+        problem = f"{reached}, the target has {contract.num_layers} layers"
+        raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)
     return contract.model_copy(update={"capture_layers": layers})
 
 
-def _check_embedding(foreign: ForeignHead, resolved: ResolvedTarget, *, where: str) -> None:
-    """SGLang puts the target's embedding over a head's own; in the other dialect the head's own is used, so it must be the target's."""
+def _check_embedding(foreign: ForeignHead, target: Target, *, where: str) -> None:
+    """Raise HeadError when the head ships an embedding that is used and is not the target's.
+
+    SGLang puts the target's over the head's; speculators and vLLM use the head's own.
+    """
     if foreign.embedding is None or foreign.dialect == "sglang":
         return
-    ours = TargetWeights(resolved.directory).embedding().float()
-    theirs = foreign.embedding.float()
-    if theirs.shape != ours.shape or not torch.allclose(
-        theirs, ours, rtol=_SAME_EMBEDDING, atol=1e-6
-    ):
-        problem = "embed_tokens.weight is not the target's: the head was trained with an embedding of its own, which our head does not have"
-        raise HeadError(
-            problem,
-            where=where,
-            fix="pass the target that the head was trained for with --target, or a head trained with its embedding frozen",
-        )
+    of_target, of_head = target.weights.embedding().float(), foreign.embedding.float()
+    same_shape = of_head.shape == of_target.shape
+    if same_shape and torch.allclose(of_head, of_target, rtol=_EMBEDDING_TOLERANCE, atol=1e-6):
+        return
+    problem = (
+        "embed_tokens.weight is not the target's: the head was trained with an embedding of its "
+        "own, which our head does not have"
+    )
+    fix = f"{_PASS_ITS_TARGET}, or a head trained with its embedding frozen"
+    raise HeadError(problem, where=where, fix=fix)
 
 
-def _card(
-    contract: TargetContract, own: HeadCard | None, foreign: ForeignHead, source: str
+def _imported_card(
+    contract: TargetContract, card: HeadCard | None, foreign: ForeignHead, source: str
 ) -> HeadCard:
+    """The card of the new head: what the old one said, if there was one, and where it came from."""
     origin: dict[str, Any] = {
         "imported from": source if "://" in source else str(Path(source).resolve()),
         "format": foreign.dialect,
     }
-    return HeadCard(
-        contract, {**(own.provenance if own else {}), **origin}, own.metrics if own else {}
-    )
+    if card is None:
+        return HeadCard(contract, origin)
+    return HeadCard(contract, {**card.provenance, **origin}, card.metrics)

@@ -13,15 +13,16 @@ import torch
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HEAD_FILES, WEIGHTS, read_card, read_shape
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import HeadError
-from pipeline.store.fetch import as_directory
-from pipeline.store.location import Location
+from pipeline.store.location import Location, as_directory
 
 _MAPS = ("d2t", "t2d")
+#: Fields of the shape that one row of the table shows together.
+_VOCABULARIES = ("draft_vocab_size", "vocab_size")
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor of model.safetensors."""
+class TensorEntry:
+    """One tensor in the header of model.safetensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,10 +39,8 @@ class Inspection:
     contract: dict[str, Any]
     parameters: int  # trained; the vocabulary map is not one
     share_of_target: float
-    tensors: tuple[Tensor, ...]
-    draft_vocabulary: dict[
-        str, Any
-    ]  # size, of, share, coverage of the training data's supervised tokens
+    tensors: tuple[TensorEntry, ...]
+    draft_vocabulary: dict[str, Any]  # size, of, share, coverage of the supervised tokens
     provenance: dict[str, Any]
     metrics: dict[str, Any]
 
@@ -50,23 +49,29 @@ class Inspection:
 
 
 def inspect_head(uri: str) -> Inspection:
-    """Read the head at `uri` (directory or fsspec URI). Raises HeadError for what is no head or has other tensors than its shape."""
+    """Read the head at `uri` (directory or fsspec URI).
+
+    Raises HeadError for what is no head, or has other tensors than its shape asks for.
+    """
     location = Location(uri)
     sizes = location.sizes()
     missing = [name for name in HEAD_FILES if name not in sizes]
     if missing:
-        foreign = CONFIG in sizes and WEIGHTS in sizes
-        fix = (
-            f"eagle3 import {uri} --target SOURCE --out HEAD"
-            if foreign
-            else "pass a head directory that `eagle3 train` or `eagle3 import` wrote"
-        )
+        fix = "pass a head directory that `eagle3 train` or `eagle3 import` wrote"
+        if CONFIG in sizes and WEIGHTS in sizes:  # a head of another trainer
+            fix = f"eagle3 import {uri} --target SOURCE --out HEAD"
         raise HeadError(f"has no {', '.join(missing)}", where=f"head {uri}", fix=fix)
     with as_directory(location, [CONFIG, CARD]) as directory:
         shape, card = read_shape(directory), read_card(directory / CARD)
-    tensors = _tensors(location, sizes[WEIGHTS])
+    tensors = _read_header(location, sizes[WEIGHTS])
     _check(tensors, shape, where=f"head {uri}: {WEIGHTS}")
     parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.name not in _MAPS)
+    draft_vocabulary = {
+        "size": shape.draft_vocab_size,
+        "of": shape.vocab_size,
+        "share": shape.draft_vocab_size / shape.vocab_size,
+        "coverage": card.metrics.get("coverage"),
+    }
     return Inspection(
         head=uri,
         shape=shape.model_dump(mode="json"),
@@ -74,21 +79,16 @@ def inspect_head(uri: str) -> Inspection:
         parameters=parameters,
         share_of_target=parameters / card.contract.parameters,
         tensors=tensors,
-        draft_vocabulary={
-            "size": shape.draft_vocab_size,
-            "of": shape.vocab_size,
-            "share": shape.draft_vocab_size / shape.vocab_size,
-            "coverage": card.metrics.get("coverage"),
-        },
+        draft_vocabulary=draft_vocabulary,
         provenance=card.provenance,
         metrics=card.metrics,
     )
 
 
-def _tensors(location: Location, size: int) -> tuple[Tensor, ...]:
-    """The header of model.safetensors: 8 bytes of length, then JSON."""
-    where = location.where(WEIGHTS)
-    broken = HeadError("is no safetensors file", where=where, fix="export the head again")
+def _read_header(location: Location, size: int) -> tuple[TensorEntry, ...]:
+    """The header of model.safetensors, a file of `size` bytes: 8 bytes of length, then JSON."""
+    where, fix = location.where(WEIGHTS), "export the head again"
+    broken = HeadError("is no safetensors file", where=where, fix=fix)
     if size < 8:
         raise broken
     (length,) = struct.unpack("<Q", location.read_range(WEIGHTS, 0, 8))
@@ -96,74 +96,61 @@ def _tensors(location: Location, size: int) -> tuple[Tensor, ...]:
         raise broken
     try:
         header = json.loads(location.read_range(WEIGHTS, 8, 8 + length))
-        found = [
-            Tensor(
-                name,
-                tuple(entry["shape"]),
-                entry["dtype"],
-                entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-        end = max(
-            (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-            default=0,
-        )
+        entries, end = [], 0
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            end = max(end, stop)
+            shape = tuple(entry["shape"])
+            entries.append(TensorEntry(name, shape, entry["dtype"], stop - start))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise broken from None
-    if end + 8 + length != size:
-        raise HeadError(
-            f"has {size:,} bytes where its header asks for {end + 8 + length:,}",
-            where=where,
-            fix="copy or export the head again",
-        )
-    return tuple(sorted(found, key=lambda tensor: tensor.name))
+    expected = 8 + length + end
+    if expected != size:
+        problem = f"has {size:,} bytes where its header asks for {expected:,}"
+        raise HeadError(problem, where=where, fix="copy or export the head again")
+    return tuple(sorted(entries, key=lambda entry: entry.name))
 
 
-def _check(tensors: tuple[Tensor, ...], shape: HeadShape, *, where: str) -> None:
+def _check(tensors: tuple[TensorEntry, ...], shape: HeadShape, *, where: str) -> None:
     with torch.device("meta"):
-        expected = {
-            name: tuple(tensor.shape) for name, tensor in Eagle3Head(shape).state_dict().items()
-        }
-    found = {tensor.name: tensor.shape for tensor in tensors}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            have, want = found.get(name, "missing"), expected.get(name, "no such tensor")
-            raise HeadError(
-                f"{name} is {have} where {CONFIG} asks for {want}",
-                where=where,
-                fix="export the head again",
-            )
+        parts = Eagle3Head(shape).state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in parts.items()}
+    stored = {tensor.name: tensor.shape for tensor in tensors}
+    for name in sorted(expected.keys() | stored.keys()):
+        if expected.get(name) != stored.get(name):
+            have, want = stored.get(name, "missing"), expected.get(name, "no such tensor")
+            problem = f"{name} is {have} where {CONFIG} asks for {want}"
+            raise HeadError(problem, where=where, fix="export the head again")
 
 
-def print_inspection(found: Inspection) -> None:
+def print_inspection(inspection: Inspection) -> None:
     """The same, for people."""
     from pipeline.console import console
 
-    draft = found.draft_vocabulary
-    covered = (
-        f", {draft['coverage']:.2%} of the supervised tokens of its training"
-        if isinstance(draft["coverage"], float)
-        else ""
-    )
-    head = {
-        "parameters": f"{found.parameters:,}, {found.share_of_target:.2%} of the target's {found.contract['parameters']:,}",
-        "draft vocabulary": f"{draft['size']:,} of {draft['of']:,} tokens ({draft['share']:.1%}){covered}",
-        **{
-            name: value
-            for name, value in found.shape.items()
-            if name not in ("draft_vocab_size", "vocab_size")
-        },
+    tables = {
+        f"head {inspection.head}": _head_rows(inspection),
+        "contract": inspection.contract,
+        "provenance": inspection.provenance,
+        "metrics": inspection.metrics,
     }
-    for title, rows in (
-        ("head", head),
-        ("contract", found.contract),
-        ("provenance", found.provenance),
-        ("metrics", found.metrics),
-    ):
-        console.print(_table(f"{title} {found.head}" if title == "head" else title, rows))
-    console.print(_tensor_table(found.tensors))
+    for title, rows in tables.items():
+        console.print(_table(title, rows))
+    console.print(_tensor_table(inspection.tensors))
+
+
+def _head_rows(inspection: Inspection) -> dict[str, Any]:
+    draft, share = inspection.draft_vocabulary, inspection.share_of_target
+    of_target = f"{share:.2%} of the target's {inspection.contract['parameters']:,}"
+    vocabulary = f"{draft['size']:,} of {draft['of']:,} tokens ({draft['share']:.1%})"
+    if isinstance(draft["coverage"], float):
+        vocabulary += f", {draft['coverage']:.2%} of the supervised tokens of its training"
+    return {
+        "parameters": f"{inspection.parameters:,}, {of_target}",
+        "draft vocabulary": vocabulary,
+        **{name: value for name, value in inspection.shape.items() if name not in _VOCABULARIES},
+    }
 
 
 def _table(title: str, rows: dict[str, Any]) -> Any:
@@ -180,30 +167,25 @@ def _table(title: str, rows: dict[str, Any]) -> Any:
     return table
 
 
-def _tensor_table(tensors: tuple[Tensor, ...]) -> Any:
+def _tensor_table(tensors: tuple[TensorEntry, ...]) -> Any:
     from rich.table import Table
 
-    table = Table(
-        "tensor", "shape", "dtype", title="tensors", title_justify="left", title_style="bold"
-    )
+    table = Table(title="tensors", title_justify="left", title_style="bold")
+    for column in ("tensor", "shape", "dtype"):
+        table.add_column(column)
     table.add_column("bytes", justify="right")
     for tensor in tensors:
-        table.add_row(
-            tensor.name,
-            " × ".join(f"{extent:,}" for extent in tensor.shape),
-            tensor.dtype,
-            f"{tensor.bytes:,}",
-        )
+        shape = " × ".join(f"{extent:,}" for extent in tensor.shape)
+        table.add_row(tensor.name, shape, tensor.dtype, f"{tensor.bytes:,}")
     return table
 
 
 def _shown(value: Any) -> str:
     """Mappings one entry a line, down to two levels; the rest as JSON."""
     if isinstance(value, dict) and value:
-        return "\n".join(
-            f"{name}: {json.dumps(inner, ensure_ascii=False) if isinstance(inner, dict | list) else inner}"
-            for name, inner in value.items()
-        )
-    if isinstance(value, float):
-        return f"{value:.6g}"
+        return "\n".join(f"{name}: {_inline(inner)}" for name, inner in value.items())
+    return f"{value:.6g}" if isinstance(value, float) else _inline(value)
+
+
+def _inline(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)

@@ -1,4 +1,4 @@
-"""Samples in, target states out. The door of the room; torch loads only when there is work to do."""
+"""Samples in, target states out. Torch loads only when there is something to compute."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ __all__ = ["run"]
 
 def run(config: RunConfig) -> Manifest:
     """Compute and store the states of the run's samples; returns at once when they are complete."""
-    from pipeline.features.stage import run as run_stage
+    from pipeline.features import stage
 
-    return run_stage(config)
+    return stage.run(config)

@@ -1,4 +1,4 @@
-"""One shard: packed forwards of its samples, what is kept of each, and one sample computed a second time.
+"""One shard: packed forwards of its samples, what is kept of each, one sample computed again.
 
 Shapes: T tokens of a sample, H the target's hidden size.
 """
@@ -15,7 +15,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.features.packing import into_forwards
 from pipeline.records import Sample, TargetContract
-from pipeline.store.stage_run import stage_location
+from pipeline.store.stage_run import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.store.states.encodings import AUX_LAYERS
 from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
@@ -24,9 +24,12 @@ from pipeline.target.open import open_target
 
 
 def load_matching_target(config: RunConfig, expected: TargetContract) -> LoadedTarget:
-    """The target, ready for packed forwards. Raises ContractMismatch when it is not the one that wrote the samples."""
+    """The target, ready for packed forwards.
+
+    Raises ContractMismatch when it is not the one that wrote the samples.
+    """
     torch.set_num_threads(config.run.threads)
-    where = f"{stage_location(config.run.uri, 'synth').uri}/manifest.json"
+    where = manifest_where(config.run.uri, "synth")
     target = open_target(config.target, expected=expected, where=where)
     return target.load(attention=register_packed_attention(), device_map=config.features.device_map)
 
@@ -42,22 +45,24 @@ def capture_shard(
 ) -> list[StatesSample]:
     """The states of `samples`, in their order, bf16 on the target's device.
 
-    One sample, chosen by the shard's `name`, is computed again by itself and compared (see `differences`).
-    `advance` is told how many tokens each forward took in. Raises DataError that names the sample
-    for ids or states that cannot be used, and for states that depend on how samples were batched.
+    One sample, chosen by the shard's `name`, is computed again by itself and compared (see
+    `differences`). `advance` is given how many tokens each forward took in. Raises DataError that
+    names the sample for ids or states that cannot be used, and for states that depend on how
+    samples were batched.
     """
     states: dict[int, StatesSample] = {}
     checked = chosen_for_check(name, len(samples))
     for batch in into_forwards([len(sample.token_ids) for sample in samples], batch_tokens):
-        for number in batch:
-            _check_ids(samples[number], target.contract.vocab_size)
-        captured = capture_states(target, [samples[number].token_ids for number in batch])
-        _check_finite([samples[number] for number in batch], captured)
-        for number, (aux, final) in zip(batch, captured, strict=True):
+        documents = [samples[number] for number in batch]
+        for sample in documents:
+            _check_ids(sample, target.contract.vocab_size)
+        captured = capture_states(target, [sample.token_ids for sample in documents])
+        _check_finite(documents, captured)
+        for number, sample, (aux, final) in zip(batch, documents, captured, strict=True):
             if number == checked and tolerance:
-                _check_alone(target, samples[number], aux, final, tolerance)
-            states[number] = _keep(samples[number], aux, final)
-        advance(sum(len(samples[number].token_ids) for number in batch))
+                _check_alone(target, sample, aux, final, tolerance)
+            states[number] = _keep(sample, aux, final)
+        advance(sum(len(sample.token_ids) for sample in documents))
     return [states[number] for number in range(len(samples))]
 
 
@@ -75,15 +80,16 @@ def chosen_for_check(name: str, count: int) -> int:
 
 
 def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> list[float]:
-    """Largest relative difference of a token, ‖packed - alone‖ / ‖alone‖, in each aux layer and the final state.
+    """Largest relative difference of a token, ‖packed - alone‖ / ‖alone‖, in each layer.
 
-    Both are (aux [T, 3H], final [T, H]).
+    Both are (aux [T, 3H], final [T, H]): three aux layers and the final state.
     """
-    found = []
+    largest = []
     for ours, reference in zip(_layers(*packed), _layers(*alone), strict=True):
         distance = (ours.float() - reference.float()).norm(dim=1)  # [T]
-        found.append(float((distance / reference.float().norm(dim=1).clamp_min(1e-30)).max()))
-    return found
+        relative = distance / reference.float().norm(dim=1).clamp_min(1e-30)
+        largest.append(float(relative.max()))
+    return largest
 
 
 def _layers(aux: Tensor, final: Tensor) -> list[Tensor]:
@@ -102,13 +108,18 @@ def _check_alone(
     """
     allowed = tolerance * torch.finfo(aux.dtype).eps
     names = [f"layer {layer}" for layer in target.contract.capture_layers] + ["the final state"]
-    for name, difference in zip(
-        names, differences((aux, final), capture_alone(target, sample.token_ids)), strict=True
-    ):
+    measured = differences((aux, final), capture_alone(target, sample.token_ids))
+    for name, difference in zip(names, measured, strict=True):
         if not difference <= allowed:
-            problem = f"{name} differs by {difference:.3g} between a packed forward and the sample alone, where {allowed:.3g} is allowed in {aux.dtype}"
-            fix = "set features.batch_tokens=1 so that each sample goes alone, and report the target; features.self_check_tolerance sets the limit"
-            raise DataError(problem, where=f"sample {sample.prompt_id} of {sample.source}", fix=fix)
+            problem = (
+                f"{name} differs by {difference:.3g} between a packed forward and the sample "
+                f"alone, where {allowed:.3g} is allowed in {aux.dtype}"
+            )
+            fix = (
+                "set features.batch_tokens=1 so that each sample goes alone, and report the "
+                "target; features.self_check_tolerance sets the limit"
+            )
+            raise DataError(problem, where=_where(sample), fix=fix)
 
 
 def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -118,12 +129,9 @@ def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Te
     for sample, pair in zip(samples, captured, strict=True):
         for name, states in zip(("aux states", "final states"), pair, strict=True):
             if not torch.isfinite(states).all():
+                problem = f"the target's {name} hold NaN or infinity"
                 fix = "check the target's weights, or try target.dtype=float32"
-                raise DataError(
-                    f"the target's {name} hold NaN or infinity",
-                    where=f"sample {sample.prompt_id} of {sample.source}",
-                    fix=fix,
-                )
+                raise DataError(problem, where=_where(sample), fix=fix)
 
 
 def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
@@ -143,15 +151,15 @@ def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
 
 def _check_ids(sample: Sample, vocab_size: int) -> None:
     """An id outside the embedding would be a crash without a name, or on a GPU a dead process."""
-    where = f"sample {sample.prompt_id} of {sample.source}"
+    ids = sample.token_ids
     fix = "make the samples again with this target: `eagle3 synth --force`"
-    if not sample.token_ids or min(sample.token_ids) < 0 or max(sample.token_ids) >= vocab_size:
-        raise DataError(
-            f"needs one or more ids in [0, {vocab_size})", where=f"{where}: token_ids", fix=fix
-        )
-    if any(not 0 <= span.start < span.end <= len(sample.token_ids) for span in sample.supervised):
-        raise DataError(
-            f"has a span outside its {len(sample.token_ids)} tokens",
-            where=f"{where}: supervised",
-            fix=fix,
-        )
+    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+        problem = f"needs one or more ids in [0, {vocab_size})"
+        raise DataError(problem, where=f"{_where(sample)}: token_ids", fix=fix)
+    if any(not 0 <= span.start < span.end <= len(ids) for span in sample.supervised):
+        problem = f"has a span outside its {len(ids)} tokens"
+        raise DataError(problem, where=f"{_where(sample)}: supervised", fix=fix)
+
+
+def _where(sample: Sample) -> str:
+    return f"sample {sample.prompt_id} of {sample.source}"

@@ -1,8 +1,8 @@
-"""Which samples share a shard, and which share a forward. Depends on nothing but their order and lengths.
+"""Which samples share a shard, and which share a forward: depends on their order and lengths alone.
 
 samples   ▢▢▢ ▢▢ ▢▢▢▢ ▢ ▢▢▢▢▢ ▢▢
 shards   [▢▢▢ ▢▢ ▢▢▢▢][▢ ▢▢▢▢▢ ▢▢]     closed by the sample that reaches shard_tokens
-forwards [▢▢▢▢][▢▢▢ ▢▢] [▢▢▢▢▢][▢▢ ▢]  the longest first; never above batch_tokens, except for one longer sample alone
+forwards [▢▢▢▢][▢▢▢ ▢▢] [▢▢▢▢▢][▢▢ ▢]  the longest first; at most batch_tokens, or one longer sample
 
 Inside a shard samples of like length are computed together and put back into their order. The most
 memory is needed by the first forward of a shard, not by some later one.
@@ -16,7 +16,7 @@ from pipeline.records import Sample
 
 
 def into_shards(samples: Iterable[Sample], shard_tokens: int) -> Iterator[list[Sample]]:
-    """Consecutive samples; a list is closed once it holds `shard_tokens`. The last may hold fewer."""
+    """Consecutive samples; a list is closed once it holds `shard_tokens`, the last with fewer."""
     shard: list[Sample] = []
     held = 0
     for sample in samples:
@@ -30,7 +30,7 @@ def into_shards(samples: Iterable[Sample], shard_tokens: int) -> Iterator[list[S
 
 
 def into_forwards(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Numbers of samples of like length, at most `batch_tokens` together; a longer one goes alone."""
+    """Numbers of samples of like length, `batch_tokens` together; a longer one goes alone."""
     batch: list[int] = []
     held = 0
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):

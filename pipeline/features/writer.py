@@ -29,33 +29,31 @@ WAITING = 1
 def capture_shards(
     config: RunConfig,
     contract: TargetContract,
-    work: StageRun,
+    stage_run: StageRun,
     shards: Iterable[tuple[str, list[Sample]]],
     advance: Callable[[int], None],
 ) -> None:
-    """Compute and commit the states of each (name, samples). Raises ContractMismatch, DataError and what storing raises."""
-    settings = config.features
+    """Compute and commit the states of each (name, samples).
+
+    Raises ContractMismatch, DataError and what storing raises.
+    """
+    section = config.features
+    budget, tolerance = section.batch_tokens, section.self_check_tolerance
     target = load_matching_target(config, contract)
-    with ShardWriter(work, settings.encoding) as writer:
+    with ShardWriter(stage_run, section.encoding) as writer:
         for name, samples in shards:
-            writer.put(
-                name,
-                capture_shard(
-                    target,
-                    samples,
-                    settings.batch_tokens,
-                    advance,
-                    name=name,
-                    tolerance=settings.self_check_tolerance,
-                ),
-            )
+            states = capture_shard(target, samples, budget, advance, name=name, tolerance=tolerance)
+            writer.put(name, states)
 
 
 class ShardWriter:
-    """A block in which `put` hands over shards; what writing raises comes out of a later `put` or of the end of the block."""
+    """A block in which `put` hands over shards.
 
-    def __init__(self, work: StageRun, encoding: Encoding) -> None:
-        self._work, self._encoding, self._failed = work, encoding, False
+    What writing raises comes out of a later `put` or of the end of the block.
+    """
+
+    def __init__(self, stage_run: StageRun, encoding: Encoding) -> None:
+        self._stage_run, self._encoding, self._failed = stage_run, encoding, False
         self._threads = torch.get_num_threads()
         # More threads than cores slow each other down; the capture keeps its own number.
         self._pool = ThreadPoolExecutor(
@@ -67,7 +65,7 @@ class ShardWriter:
         return self
 
     def put(self, name: str, samples: list[StatesSample]) -> None:
-        """Encode and commit `samples` as shard `name`, after those before it; waits while too many are held."""
+        """Encode and commit `samples` as shard `name`, in turn; waits while too many are held."""
         self._pending.append(self._pool.submit(self._write, name, samples))
         while len(self._pending) > WAITING + 1:
             self._pending.popleft().result()
@@ -80,9 +78,8 @@ class ShardWriter:
     ) -> None:
         """Wait for what is being written; after an error the shards that only wait are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=kind is not None)
-        torch.set_num_threads(
-            self._threads
-        )  # torch's default for new threads is that of the latest call
+        # torch's default for new threads is that of the latest call.
+        torch.set_num_threads(self._threads)
         if kind is None:
             for future in self._pending:
                 future.result()
@@ -92,12 +89,8 @@ class ShardWriter:
             return
         try:
             data = encode_states(samples, self._encoding)
-            self._work.commit(
-                name,
-                data,
-                rows=len(samples),
-                tokens=sum(len(sample.token_ids) for sample in samples),
-            )
+            tokens = sum(len(sample.token_ids) for sample in samples)
+            self._stage_run.commit(name, data, rows=len(samples), tokens=tokens)
         except BaseException:
             self._failed = True
             raise

@@ -4,10 +4,10 @@
     files.py     JSONL and Parquet
     hub.py       Hugging Face data sets
     builtin.py   requests written for this project
-    packages/    one small reader for each supported pip package
-    record.py    one raw record → Prompt
+    packages/    one reader for each supported pip package
+    records.py   one raw record → Prompt
 
-Only user turns are taken; a response found in a source is never used.
+Only user turns are taken; a reply in a source is never used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`builtin:instructions`: everyday requests, written for this project and combined by rule (Apache-2.0).
+"""`builtin:instructions`: everyday requests, written for this project (Apache-2.0).
 
-Data packages lean towards puzzles and small talk; a head trained on those alone is weak where people
-use a model most: explaining, writing, planning, coding. A template is combined with every subject
-that fits it, so the same source can give a dozen prompts or several thousand.
+Data packages lean towards puzzles and small talk; a head trained on those alone is weak where
+people use a model most: explaining, writing, planning, coding. A template is combined with every
+subject that fits it, so the same source can give a dozen prompts or several thousand.
 """
 
 from __future__ import annotations
@@ -17,37 +17,51 @@ NAME = "instructions"
 
 _SUBJECTS = {
     "idea": (
-        "compound interest|natural selection|the water cycle|supply and demand|plate tectonics|the immune system|recycling|photosynthesis in desert plants|"
-        "version control|the greenhouse effect|public libraries|the printing press|vaccination|renewable energy|the scientific method|meditation|budgeting|"
-        "machine translation|beekeeping|crop rotation|electric motors|the stock market|open source software|sleep|solar eclipses|fermentation|"
-        "urban planning|volunteering|the metric system|music theory|antibiotics|the Silk Road|gravity|batteries|migration of birds|city parks|"
-        "encryption|DNA replication|the periodic table|lighthouses|tides|road safety|composting|the Renaissance|inflation|satellites|glaciers|bridges|"
-        "friction|radio waves|coral reefs|the French Revolution|democracy|probability|black holes|earthquakes|nutrition|cloud computing|ancient Rome"
+        "compound interest|natural selection|the water cycle|supply and demand|plate tectonics|"
+        "the immune system|recycling|photosynthesis in desert plants|version control|"
+        "the greenhouse effect|public libraries|the printing press|vaccination|renewable energy|"
+        "the scientific method|meditation|budgeting|machine translation|beekeeping|crop rotation|"
+        "electric motors|the stock market|open source software|sleep|solar eclipses|fermentation|"
+        "urban planning|volunteering|the metric system|music theory|antibiotics|the Silk Road|"
+        "gravity|batteries|migration of birds|city parks|encryption|DNA replication|"
+        "the periodic table|lighthouses|tides|road safety|composting|the Renaissance|inflation|"
+        "satellites|glaciers|bridges|friction|radio waves|coral reefs|the French Revolution|"
+        "democracy|probability|black holes|earthquakes|nutrition|cloud computing|ancient Rome"
     ),
     "scene": (
-        "a rainy market|an old clockmaker|a lost letter|the first day at a new school|a night train|two rival bakers|a lighthouse keeper|a robot gardener|"
-        "a mountain village in winter|a forgotten song|a boat without oars|a talking map|an unexpected guest|a garden on a roof|a library at midnight|"
-        "a stolen bicycle|the last summer of childhood|a postman and a dog|an island that moves|a chess game in a park|a painter who cannot see red"
+        "a rainy market|an old clockmaker|a lost letter|the first day at a new school|"
+        "a night train|two rival bakers|a lighthouse keeper|a robot gardener|"
+        "a mountain village in winter|a forgotten song|a boat without oars|a talking map|"
+        "an unexpected guest|a garden on a roof|a library at midnight|a stolen bicycle|"
+        "the last summer of childhood|a postman and a dog|an island that moves|"
+        "a chess game in a park|a painter who cannot see red"
     ),
     "event": (
-        "a team meeting that was moved|a delayed delivery|a farewell party|a new coffee machine|a workshop on writing|a neighbourhood clean-up|"
-        "a broken heater|a job interview|a product launch|a school trip|a charity run|a missed deadline|a customer complaint|a promotion|a book club"
+        "a team meeting that was moved|a delayed delivery|a farewell party|a new coffee machine|"
+        "a workshop on writing|a neighbourhood clean-up|a broken heater|a job interview|"
+        "a product launch|a school trip|a charity run|a missed deadline|a customer complaint|"
+        "a promotion|a book club"
     ),
     "role": (
-        "travel guide|history teacher|gardener|nutrition coach|software engineer|astronaut|chef|librarian|museum curator|job coach|detective|"
-        "weather presenter|physics tutor|carpenter|sports commentator|doctor explaining things to a child"
+        "travel guide|history teacher|gardener|nutrition coach|software engineer|astronaut|chef|"
+        "librarian|museum curator|job coach|detective|weather presenter|physics tutor|carpenter|"
+        "sports commentator|doctor explaining things to a child"
     ),
     "task": (
-        "reverses the words of a sentence|counts the vowels in a string|finds the largest number in a list|checks whether a word is a palindrome|"
-        "merges two sorted lists|converts Celsius to Fahrenheit|removes duplicates from a list|computes the factorial of a number|"
-        "reads a CSV file and sums a column|"
-        "finds all prime numbers below n|groups words by their first letter|validates an e-mail address|computes the median of a list|flattens a nested list|"
-        "counts how often each word occurs in a text|rotates a matrix by ninety degrees|finds the longest common prefix|parses a date"
+        "reverses the words of a sentence|counts the vowels in a string|"
+        "finds the largest number in a list|checks whether a word is a palindrome|"
+        "merges two sorted lists|converts Celsius to Fahrenheit|removes duplicates from a list|"
+        "computes the factorial of a number|reads a CSV file and sums a column|"
+        "finds all prime numbers below n|groups words by their first letter|"
+        "validates an e-mail address|computes the median of a list|flattens a nested list|"
+        "counts how often each word occurs in a text|rotates a matrix by ninety degrees|"
+        "finds the longest common prefix|parses a date"
     ),
     "pair": (
-        "tea and coffee|trains and planes|Python and Java|books and films|cats and dogs|city life and country life|SQL and spreadsheets|solar and wind power|"
-        "online and classroom learning|running and swimming|mammals and reptiles|novels and short stories|cash and cards|"
-        "democracy and monarchy|stars and planets"
+        "tea and coffee|trains and planes|Python and Java|books and films|cats and dogs|"
+        "city life and country life|SQL and spreadsheets|solar and wind power|"
+        "online and classroom learning|running and swimming|mammals and reptiles|"
+        "novels and short stories|cash and cards|democracy and monarchy|stars and planets"
     ),
 }
 
@@ -90,9 +104,8 @@ _TEMPLATES: tuple[tuple[str, str, str], ...] = (
 def read_builtin(name: str) -> Iterator[Prompt]:
     """All prompts of the built-in source `name`; DataError for any other name."""
     if name != NAME:
-        raise DataError(
-            "no such built-in source", where=f"builtin:{name}", fix=f"use builtin:{NAME}"
-        )
+        where, fix = f"builtin:{name}", f"use builtin:{NAME}"
+        raise DataError("no such built-in source", where=where, fix=fix)
     for number, (category, kind, template) in enumerate(_TEMPLATES):
         for index, subject in enumerate(_SUBJECTS[kind].split("|")):
             turns = tuple(template.replace("{}", subject).split("|"))

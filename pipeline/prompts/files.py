@@ -17,17 +17,18 @@ _PARQUET = (".parquet", ".parquet.gz")
 
 
 def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
-    """Prompts of one file; `field` names the field that holds them. Raises DataError naming file, line and field of a broken record."""
+    """Prompts of one file; `field` names the field that holds them.
+
+    Raises DataError naming file, line and field of a broken record.
+    """
     if source.endswith(_JSONL):
-        records = _jsonl(source)
+        records = read_jsonl(source)
     elif source.endswith(_PARQUET):
-        records = _parquet(source)
+        records = _read_parquet(source)
     else:
-        raise DataError(
-            "is not a kind of prompts file that can be read",
-            where=source,
-            fix=f"use {', '.join((*_JSONL, '.parquet'))}, hub:ORG/NAME or package:NAME",
-        )
+        problem = "is not a kind of prompts file that can be read"
+        fix = f"use {', '.join((*_JSONL, '.parquet'))}, hub:ORG/NAME or package:NAME"
+        raise DataError(problem, where=source, fix=fix)
     stem = PurePosixPath(source).name.split(".")[0]
     for number, (where, record) in enumerate(records, start=1):
         yield to_prompt(record, where=where, sample_id=f"{stem}:{number}", source=stem, field=field)
@@ -35,10 +36,6 @@ def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
 
 def read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
     """(file:line, object) of every line that is not blank."""
-    return _jsonl(source)
-
-
-def _jsonl(source: str) -> Iterator[tuple[str, Any]]:
     with _open(source) as file:
         for number, line in enumerate(_lines(file, source), start=1):
             where = f"{source}:{number}"
@@ -50,18 +47,14 @@ def _parse(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"byte {error.start + 1} is not UTF-8", where=where, fix="save the file as UTF-8"
-        ) from None
+        problem = f"byte {error.start + 1} is not UTF-8"
+        raise DataError(problem, where=where, fix="save the file as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"not valid JSON: {error.msg} at column {error.colno}",
-            where=where,
-            fix="correct or remove that line",
-        ) from None
+        problem = f"not valid JSON: {error.msg} at column {error.colno}"
+        raise DataError(problem, where=where, fix="correct or remove that line") from None
 
 
-def _parquet(source: str) -> Iterator[tuple[str, Any]]:
+def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -74,11 +67,8 @@ def _parquet(source: str) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{source}: row {number}", record
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(
-                f"not a readable Parquet file: {str(error).splitlines()[0]}",
-                where=source,
-                fix="write the file again",
-            ) from None
+            problem = f"not a readable Parquet file: {str(error).splitlines()[0]}"
+            raise DataError(problem, where=source, fix="write the file again") from None
 
 
 def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:
@@ -86,24 +76,19 @@ def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:
     try:
         yield from file
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"cannot be read to its end: {error}",
-            where=source,
-            fix="write or download the file again",
-        ) from None
+        problem = f"cannot be read to its end: {error}"
+        raise DataError(problem, where=source, fix="write or download the file again") from None
 
 
 def _open(source: str) -> BinaryIO:
     import fsspec  # type: ignore[import-untyped]
 
+    compression = "gzip" if source.endswith(".gz") else None
     try:
-        opened: BinaryIO = fsspec.open(
-            source, "rb", compression="gzip" if source.endswith(".gz") else None
-        ).open()
-        return opened
+        file: BinaryIO = fsspec.open(source, "rb", compression=compression).open()
+        return file
     except FileNotFoundError:
         raise DataError("no such file", where=source, fix="correct the path in `source`") from None
     except (OSError, ValueError, ImportError) as error:
-        raise DataError(
-            f"cannot be opened: {error}", where=source, fix="pass a readable file"
-        ) from None
+        problem = f"cannot be opened: {error}"
+        raise DataError(problem, where=source, fix="pass a readable file") from None

@@ -1,7 +1,8 @@
 """One raw record of a file or hub data set → Prompt.
 
-The user's turns are taken from the first of these fields that the record has, or from the one that
-the source's `field` names. A field's value, whatever its name, decides how it is read (`instruction` has `input` or `context` put behind it):
+The user's turns are taken from the first of `_FIELDS` that the record has, or from the one that the
+source's `field` names. A field's value, whatever its name, decides how it is read (`instruction`
+has `input` or `context` put after it):
 
     "…"                                   one turn
     ["…", "…"]                            turns
@@ -19,20 +20,14 @@ from typing import Any
 from pipeline.errors import DataError
 from pipeline.records import Prompt
 
-#: In place of the licence of a text that was generated under terms that forbid training other models with it.
+#: In place of the licence of a text whose generator's terms forbid training other models with it.
 FORBIDS_COMPETING_MODELS = "LicenseRef-forbids-competing-models"
 
 _USER_ROLES = frozenset({"user", "human", "prompter"})
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _FIELDS = (
-    "turns",
-    "messages",
-    "conversations",
-    "conversation",
-    "prompt",
-    "instruction",
-    "question",
-    "query",
+    *("turns", "messages", "conversations", "conversation"),
+    *("prompt", "instruction", "question", "query"),
 )
 _SYSTEM_FIELDS = ("system", "system_prompt")
 
@@ -40,28 +35,26 @@ _SYSTEM_FIELDS = ("system", "system_prompt")
 def to_prompt(
     record: Any, *, where: str, sample_id: str, source: str, field: str | None = None
 ) -> Prompt:
-    """A checked Prompt; `id` and `source` serve when the record has none of its own, `field` names the field to read.
+    """A checked Prompt; `field` names the field to read.
 
-    Raises DataError naming `where` and the field.
+    `sample_id` and `source` serve when the record has none of its own. Raises DataError naming
+    `where` and the field.
     """
     if not isinstance(record, Mapping):
-        raise DataError(
-            f"is a {type(record).__name__}, not an object",
-            where=where,
-            fix='write one object a record, for example {"turns": ["…"]}',
-        )
+        problem = f"is a {type(record).__name__}, not an object"
+        fix = 'write one object a record, for example {"turns": ["…"]}'
+        raise DataError(problem, where=where, fix=fix)
     turns, system = _texts(record, where, field)
     for number, turn in enumerate(turns, start=1):
         _check(turn, f"user turn {number}", where)
     if system is not None:
         _check(system, "the system prompt", where)
+    question_id = _text_field(record, "question_id", sample_id, where)
     return Prompt(
-        sample_id=_label(record, "id", _label(record, "question_id", sample_id, where), where),
-        source=_label(record, "source", source, where),
-        license=FORBIDS_COMPETING_MODELS
-        if record.get("forbids_competing_models") is True
-        else _label(record, "license", "unknown", where),
-        category=_label(record, "category", source, where),
+        sample_id=_text_field(record, "id", question_id, where),
+        source=_text_field(record, "source", source, where),
+        license=_license(record, where),
+        category=_text_field(record, "category", source, where),
         turns=tuple(turns),
         system=system,
     )
@@ -70,9 +63,8 @@ def to_prompt(
 def _check(text: Any, name: str, where: str) -> None:
     problem = _problem(text)
     if problem:
-        raise DataError(
-            f"{name} is {problem}", where=where, fix="correct the text, or remove the record"
-        )
+        fix = "correct the text, or remove the record"
+        raise DataError(f"{name} is {problem}", where=where, fix=fix)
 
 
 def _problem(text: Any) -> str | None:
@@ -91,62 +83,50 @@ def _texts(record: Mapping[str, Any], where: str, wanted: str | None) -> tuple[l
     """(user turns, system prompt or None)."""
     field = wanted or next((name for name in _FIELDS if record.get(name) is not None), None)
     if field is None:
-        raise DataError(
-            f"has none of the fields {', '.join(_FIELDS)}",
-            where=where,
-            fix="add `turns`, a list of the user's turns, or set the source's `field`",
-        )
+        fix = "add `turns`, a list of the user's turns, or set the source's `field`"
+        raise DataError(f"has none of the fields {', '.join(_FIELDS)}", where=where, fix=fix)
+    where = f"{where}: {field}"
     value = record.get(field)
-    place = f"{where}: {field}"
     if wanted and value is None:
-        raise DataError(
-            "is missing",
-            where=place,
-            fix=f"correct the source's `field`; the record has {', '.join(map(str, record))}",
-        )
-    if isinstance(value, str):
-        if field == "turns":
-            raise DataError(
-                "is a str, not a list", where=place, fix="write `turns` as a list, or use `prompt`"
-            )
-        turns, system = [_with_input(value, record) if field == "instruction" else value], None
-    elif not isinstance(value, Sequence):
-        raise DataError(
-            f"is a {type(value).__name__}, not a list",
-            where=place,
-            fix=f"write `{field}` as a list",
-        )
-    elif any(isinstance(item, Mapping) for item in value):
-        turns, system = _from_messages(value, place)
-    else:
-        turns, system = list(value), None
+        fix = f"correct the source's `field`; the record has {', '.join(map(str, record))}"
+        raise DataError("is missing", where=where, fix=fix)
+    turns, system = _turns_of(value, field, record, where)
     if not turns:
-        raise DataError("has no user turn", where=place, fix="add one, or remove the record")
+        raise DataError("has no user turn", where=where, fix="add one, or remove the record")
     own = next((record[name] for name in _SYSTEM_FIELDS if record.get(name)), None)
     return turns, own if system is None else system
 
 
+def _turns_of(
+    value: Any, field: str, record: Mapping[str, Any], where: str
+) -> tuple[list[Any], str | None]:
+    """User turns and system prompt in the `value` of the record's `field`."""
+    if isinstance(value, str):
+        if field == "turns":
+            fix = "write `turns` as a list, or use `prompt`"
+            raise DataError("is a str, not a list", where=where, fix=fix)
+        return [_with_input(value, record) if field == "instruction" else value], None
+    if not isinstance(value, Sequence):
+        problem = f"is a {type(value).__name__}, not a list"
+        raise DataError(problem, where=where, fix=f"write `{field}` as a list")
+    if any(isinstance(item, Mapping) for item in value):
+        return _from_messages(value, where)
+    return list(value), None
+
+
 def _with_input(instruction: str, record: Mapping[str, Any]) -> str:
     """Instruction data sets keep the text that the instruction is about in a field of its own."""
-    about = next(
-        (
-            record[name]
-            for name in ("input", "context")
-            if isinstance(record.get(name), str) and record[name].strip()
-        ),
-        None,
-    )
-    return f"{instruction}\n\n{about}" if about else instruction
+    for name in ("input", "context"):
+        if isinstance(record.get(name), str) and record[name].strip():
+            return f"{instruction}\n\n{record[name]}"
+    return instruction
 
 
 def _from_messages(messages: Sequence[Any], where: str) -> tuple[list[str], str | None]:
     """The user's messages, and the system prompt when it stands first."""
     roles = [_role(message, where) for message in messages]
-    turns = [
-        _content(message, where)
-        for message, role in zip(messages, roles, strict=True)
-        if role in _USER_ROLES
-    ]
+    pairs = zip(messages, roles, strict=True)
+    turns = [_content(message, where) for message, role in pairs if role in _USER_ROLES]
     system = _content(messages[0], where) if roles and roles[0] in _SYSTEM_ROLES else None
     return turns, system if system and system.strip() else None
 
@@ -154,40 +134,38 @@ def _from_messages(messages: Sequence[Any], where: str) -> tuple[list[str], str 
 def _role(message: Any, where: str) -> str:
     role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
     if not isinstance(role, str):
-        raise DataError(
-            "has a message without a role", where=where, fix="write messages as {role, content}"
-        )
+        fix = "write messages as {role, content}"
+        raise DataError("has a message without a role", where=where, fix=fix)
     return role.lower()
 
 
 def _content(message: Mapping[str, Any], where: str) -> str:
     content = message.get("content", message.get("value"))
     if isinstance(content, Sequence) and not isinstance(content, str) and content:
-        texts = [
-            part["text"]
-            for part in content
-            if isinstance(part, Mapping)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-        ]
-        content = "\n".join(texts) if len(texts) == len(content) else None
+        all_text = all(_is_text_part(part) for part in content)
+        content = "\n".join(part["text"] for part in content) if all_text else None
     if not isinstance(content, str):
-        raise DataError(
-            "has a user message without text",
-            where=where,
-            fix="write messages as {role, content} with a text as content",
-        )
+        fix = "write messages as {role, content} with a text as content"
+        raise DataError("has a user message without text", where=where, fix=fix)
     return content
 
 
-def _label(record: Mapping[str, Any], field: str, default: str, where: str) -> str:
+def _is_text_part(part: Any) -> bool:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _license(record: Mapping[str, Any], where: str) -> str:
+    if record.get("forbids_competing_models") is True:
+        return FORBIDS_COMPETING_MODELS
+    return _text_field(record, "license", "unknown", where)
+
+
+def _text_field(record: Mapping[str, Any], field: str, default: str, where: str) -> str:
     value = record.get(field)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise DataError(
-            f"is {value!r}, not a text",
-            where=f"{where}: {field}",
-            fix=f"write `{field}` as a non-empty text, or leave it out",
-        )
+        fix = f"write `{field}` as a non-empty text, or leave it out"
+        raise DataError(f"is {value!r}, not a text", where=f"{where}: {field}", fix=fix)
     return str(value)

@@ -24,14 +24,12 @@ def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
     """
     prompts: list[Prompt] = []
     for spec in specs:
-        found = [
-            _labelled(prompt, spec) for prompt in itertools.islice(_read(spec), spec.read_at_most)
-        ]
-        if not found:
-            raise DataError(
-                "holds no prompts", where=spec.source, fix="remove the source or correct its path"
-            )
-        prompts += balanced(found, spec.limit, seed)
+        records = itertools.islice(_read(spec), spec.read_at_most)
+        of_source = [_with_configured_fields(prompt, spec) for prompt in records]
+        if not of_source:
+            fix = "remove the source or correct its path"
+            raise DataError("holds no prompts", where=spec.source, fix=fix)
+        prompts += balanced(of_source, spec.limit, seed)
     return prompts
 
 
@@ -42,17 +40,17 @@ def balanced(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Pr
     """
     if limit is None or len(prompts) <= limit:
         return list(prompts)
-    piles: dict[str, list[int]] = {}
+    by_category: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        piles.setdefault(prompt.category, []).append(index)
-    for category, pile in piles.items():
+        by_category.setdefault(prompt.category, []).append(index)
+    for category, indices in by_category.items():
         # A generator per category: adding a category does not reshuffle the others.
-        random.Random(f"{seed}:{category}").shuffle(pile)
+        random.Random(f"{seed}:{category}").shuffle(indices)
     drawn: list[int] = []
     while len(drawn) < limit:
-        for category in sorted(piles):
-            if piles[category] and len(drawn) < limit:
-                drawn.append(piles[category].pop())
+        for category in sorted(by_category):
+            if by_category[category] and len(drawn) < limit:
+                drawn.append(by_category[category].pop())
     return [prompts[index] for index in sorted(drawn)]
 
 
@@ -67,12 +65,15 @@ def _read(spec: SourceSpec) -> Iterator[Prompt]:
     return read_file(spec.source, field=spec.field)
 
 
-def _labelled(prompt: Prompt, spec: SourceSpec) -> Prompt:
-    """The source's configured licence, category and sampling win over the record's own; forbidding terms win over any licence."""
+def _with_configured_fields(prompt: Prompt, spec: SourceSpec) -> Prompt:
+    """The source's configured licence, category and sampling win over the record's own.
+
+    Forbidding terms win over any licence.
+    """
     forbidden = spec.forbids_competing_models or prompt.license == FORBIDS_COMPETING_MODELS
-    chosen = {
+    configured = {
         "license": FORBIDS_COMPETING_MODELS if forbidden else spec.license,
         "category": spec.category,
         "sampling": spec.sampling,
     }
-    return prompt.model_copy(update={field: value for field, value in chosen.items() if value})
+    return prompt.model_copy(update={field: value for field, value in configured.items() if value})

@@ -80,9 +80,8 @@ def alpha_by_depth(alpha: Sequence[float]) -> str:
 def tau_by_category(tau: Mapping[str, float], overall: float) -> str:
     """τ of each category, best first. Bars start at 1: a round without any accepted token."""
     names = sorted(tau, key=lambda name: tau[name])
-    labels = [
-        f"{name}  {tau[name]:.2f}" for name in names
-    ]  # beside the name, where the line of the mean cannot cross it
+    # The figure stands beside the name, where the line of the mean cannot cross it.
+    labels = [f"{name}  {tau[name]:.2f}" for name in names]
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(max(HEIGHT, 0.36 * len(names) + 1.0))
         axes.barh(
@@ -148,15 +147,14 @@ def _axes(height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, name: str) -> str:
-    """The `<svg>` element alone, free of ids that two figures would share, hidden from screen readers.
+    """The `<svg>` element alone, without ids that two figures would share.
 
-    The page describes each figure in words, and a table beside it holds the numbers.
+    Screen readers skip it: the page describes each figure in words, and a table holds the numbers.
     """
     buffer = io.StringIO()
     empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context(
-        {**_STYLE, "svg.hashsalt": name}
-    ):  # the hashes of marks and clips differ between figures
+    salted = {**_STYLE, "svg.hashsalt": name}  # hashes of marks and clips differ between figures
+    with matplotlib.rc_context(salted):
         figure.savefig(buffer, format="svg", metadata=empty)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]

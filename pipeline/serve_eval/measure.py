@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -23,9 +22,10 @@ from pipeline.decoder.tuning.score import Gaps, greedy_gaps
 from pipeline.decoder.tuning.tune import Choice, tune
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import TargetError
-from pipeline.records import Prompt, TargetContract
+from pipeline.records import Prompt
 from pipeline.serve_eval.questions import Question, first_question, next_question
-from pipeline.target.load import LoadedTarget
+from pipeline.target.load import LoadedTarget, pick_device
+from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
 
 #: Requests that the losslessness check decodes together.
@@ -36,7 +36,10 @@ _TUNING_PROMPTS = 8
 
 @dataclass(frozen=True)
 class Measured:
-    """One question, decoded in every way. Rates in tokens per second; 0 when nothing was decoded after prefill."""
+    """One question, decoded in every way.
+
+    Rates in tokens per second; 0 when nothing was decoded after prefill.
+    """
 
     question: Question
     plain: Completion
@@ -45,40 +48,37 @@ class Measured:
     gaps: Gaps  # of the speculative reply, in the run's own type
 
 
-class Workbench:
+class Comparison:
     """The target with and without a head, at batch 1, ready to decode."""
 
     def __init__(
         self,
         config: RunConfig,
-        directory: Path,
-        contract: TargetContract,
+        target: Target,
         head: Eagle3Head,
         template: ChatTemplate,
         *,
         dtype: torch.dtype,
-        device: torch.device,
-        length: int,
+        max_length: int,
     ) -> None:
-        self._config, self._template = config, template
+        self._section, self._template, self._head = config.eval, template, head
         self.model = DecoderModel.load(
-            directory, contract.capture_layers, device=device, dtype=dtype, max_length=length
+            target.directory,
+            target.contract.capture_layers,
+            device=pick_device(config.target.device),
+            dtype=dtype,
+            max_length=max_length,
         )
-        self._head = head
         self.tree = config.eval.tree
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
-        """Pick the tree for batch 1 by trying the head on some of the prompts; `tree` is that one from then on."""
-        chosen = [
-            prompts[index]
-            for index in sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
-        ]
-        questions = [
-            question
-            for question in (first_question(prompt, self._template) for prompt in chosen)
-            if self._fits(question)
-        ]
-        contexts = [question.context for question in questions]
+        """Pick the tree for batch 1 by trying the head on some of the prompts.
+
+        `tree` is that one from then on.
+        """
+        chosen = sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
+        questions = [first_question(prompts[index], self._template) for index in chosen]
+        contexts = [question.context for question in questions if self._fits(question)]
         notice("eval", f"tree: auto, trying the head on {len(contexts)} prompts")
         choice = tune(
             self.model,
@@ -86,16 +86,12 @@ class Workbench:
             contexts,
             rows=(1,),
             stop_ids=self._template.stop_ids,
-            new_tokens=self._config.eval.max_new_tokens,
+            new_tokens=self._section.max_new_tokens,
         )[1]
-        self.tree = choice.shape
-        shape = (
-            f"top_k {choice.shape.top_k}, steps {choice.shape.steps}, nodes {choice.shape.nodes}"
-        )
-        notice(
-            "eval",
-            f"tree: {shape}; predicted: τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding",
-        )
+        self.tree = tree = choice.shape
+        shape = f"top_k {tree.top_k}, steps {tree.steps}, nodes {tree.nodes}"
+        gain = f"τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding"
+        notice("eval", f"tree: {shape}; predicted: {gain}")
         return choice
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
@@ -114,15 +110,14 @@ class Workbench:
         with_hf = _spread(len(prompts), hf_prompts)
         for index, prompt in enumerate(prompts):
             question, reply = first_question(prompt, self._template), None
-            for turn in range(min(len(prompt.turns), self._config.eval.max_turns)):
+            for turn in range(min(len(prompt.turns), self._section.max_turns)):
                 if reply:
                     question = next_question(question, reply, prompt, turn, self._template)
                 if not self._fits(question):
                     yield question.request_id
                     break
-                measured = self._decode(
-                    question, engines, hf if index in with_hf else None, warm_up=index == turn == 0
-                )
+                rival = hf if index in with_hf else None
+                measured = self._decode(question, engines, rival, warm_up=index == turn == 0)
                 reply = measured.plain
                 yield measured
 
@@ -130,11 +125,9 @@ class Workbench:
         """(question id, identical): speculative against plain greedy decoding, token for token."""
         requests = [self._request(question) for question in questions]
         slots = min(_LOSSLESS_SLOTS, len(requests))
-        plain = {
-            done.request_id: done.token_ids
-            for done in self.engine(speculative=False, slots=slots).generate(requests)
-        }
-        for done in self.engine(speculative=True, slots=slots).generate(requests):
+        engines = [self.engine(speculative=way, slots=slots) for way in (False, True)]
+        plain = {done.request_id: done.token_ids for done in engines[0].generate(requests)}
+        for done in engines[1].generate(requests):
             yield done.request_id, done.token_ids == plain[done.request_id]
 
     def _decode(
@@ -157,23 +150,18 @@ class Workbench:
         return Measured(question, done["plain"], done["speculative"], rates, gaps)
 
     def _request(self, question: Question) -> Request:
-        return Request(
-            question.request_id,
-            question.context,
-            self._config.eval.max_new_tokens,
-            self._template.stop_ids,
-        )
+        limit, stop_ids = self._section.max_new_tokens, self._template.stop_ids
+        return Request(question.request_id, question.context, limit, stop_ids)
 
     def _fits(self, question: Question) -> bool:
-        return len(question.context) + self._config.eval.max_new_tokens <= self.model.max_length
+        return len(question.context) + self._section.max_new_tokens <= self.model.max_length
 
 
 def _complete(engine: Engine, request: Request) -> Completion:
     (completion,) = engine.generate([request])
     if completion.error is not None:
-        raise TargetError(
-            completion.error.what, where=f"prompt {request.request_id}", fix=completion.error.fix
-        )
+        where = f"prompt {request.request_id}"
+        raise TargetError(completion.error.what, where=where, fix=completion.error.fix)
     return completion
 
 
@@ -208,10 +196,6 @@ def _hf_rate(hf: LoadedTarget, request: Request, *, warm_up: bool) -> float:
 
 def _spread(total: int, wanted: int) -> set[int]:
     """`wanted` indices, evenly over range(total)."""
-    return (
-        {index * total // wanted for index in range(wanted)}
-        if 0 < wanted <= total
-        else set(range(total))
-        if wanted
-        else set()
-    )
+    if wanted > total:
+        return set(range(total))
+    return {index * total // wanted for index in range(wanted)}

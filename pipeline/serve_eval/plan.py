@@ -1,4 +1,4 @@
-"""What eval would do, from the configuration and the head's manifest: no torch, nothing is decoded."""
+"""What eval would do, from configuration and the head's manifest: no torch, nothing is decoded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pipeline.config import EvalSection, RunConfig
 from pipeline.records import Manifest, Plan
 from pipeline.store.stage_run import find_manifest
 
-#: Bytes a CPU thread streams per second while decoding at batch 1; measured with SmolLM2-135M in bf16 on two cores.
+#: Bytes a CPU thread streams per second while decoding at batch 1; measured with SmolLM2-135M in
+#: bf16 on two cores.
 _BYTES_PER_THREAD = 5e9
 _INTERPRETER_BYTES = 700 << 20
 _LOADING_SECONDS = 20.0
@@ -20,14 +21,14 @@ def plan(config: RunConfig) -> Plan:
     prompts, limit = _prompts(section)
     replies = prompts * section.max_turns
     tokens = replies * section.max_new_tokens
-    known = (
-        head or find_manifest(config.run.uri, "features") or find_manifest(config.run.uri, "synth")
-    )
+    uri = config.run.uri
+    known = head or find_manifest(uri, "features") or find_manifest(uri, "synth")
     parameters = known.contract.parameters if known else 0
     width = 4 if config.target.dtype == "float32" else 2
-    rate = _BYTES_PER_THREAD * config.run.threads
+    threads = config.run.threads
+    rate = _BYTES_PER_THREAD * threads
     hf_tokens = min(section.hf_prompts, prompts) * section.max_turns * section.max_new_tokens
-    # Plain and speculative in the run's type, Hugging Face on some, and a batched fp32 check of both.
+    # Plain and speculative in the run's type, Hugging Face on some, and a batched fp32 check.
     seconds = parameters * (width * (2 * tokens + 2 * hf_tokens) + 4 * tokens) / rate
     return Plan(
         stage="eval",
@@ -38,8 +39,10 @@ def plan(config: RunConfig) -> Plan:
         seconds=_LOADING_SECONDS + seconds,
         peak_memory_bytes=_INTERPRETER_BYTES + parameters * (2 * width + 4),
         basis=(
-            f"{prompts} prompts ({limit}), up to {section.max_turns} turns of {section.max_new_tokens} tokens",
-            f"time: plain and speculative, in {config.target.dtype} and fp32, at {rate / 1e9:.0f} GB/s of weights ({config.run.threads} CPU threads)",
+            f"{prompts} prompts ({limit}), "
+            f"up to {section.max_turns} turns of {section.max_new_tokens} tokens",
+            f"time: plain and speculative, in {config.target.dtype} and fp32, "
+            f"at {rate / 1e9:.0f} GB/s of weights ({threads} CPU threads)",
             "memory: the interpreter, the target twice (decoder and Hugging Face) and once in fp32",
         ),
     )
@@ -47,10 +50,9 @@ def plan(config: RunConfig) -> Plan:
 
 def _prompts(section: EvalSection) -> tuple[int, str]:
     """How many prompts at most, and what says so. Sources are not read for it."""
-    limits = (
-        [source.limit for source in section.sources if source.limit] if not section.prompts else []
-    )
-    bounded = sum(limits) if limits and len(limits) == len(section.sources) else None
+    sources = () if section.prompts else section.sources
+    limits = [source.limit for source in sources if source.limit]
+    bounded = sum(limits) if limits and len(limits) == len(sources) else None
     if section.max_prompts and (bounded is None or section.max_prompts < bounded):
         return section.max_prompts, "eval.max_prompts"
     return (bounded, "limits of eval.sources") if bounded else (100, "no limit set: 100 assumed")

@@ -22,7 +22,10 @@ class Question:
 
 
 def read_prompts(config: RunConfig) -> list[Prompt]:
-    """`eval.prompts` when set, otherwise `eval.sources`; at most `eval.max_prompts`, even over categories."""
+    """`eval.prompts` when set, otherwise `eval.sources`.
+
+    At most `eval.max_prompts` of them, even over categories. Raises ConfigError without any.
+    """
     section = config.eval
     sources = (SourceSpec(source=section.prompts),) if section.prompts else section.sources
     if not sources:
@@ -31,29 +34,21 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
             where="eval.sources",
             fix="set eval.prompts=FILE.jsonl, or list sources as in configs/demo.yaml",
         )
-    return balanced(
-        load_prompts(sources, seed=config.run.seed), section.max_prompts, config.run.seed
-    )
+    prompts = load_prompts(sources, seed=config.run.seed)
+    return balanced(prompts, section.max_prompts, config.run.seed)
 
 
 def first_question(prompt: Prompt, template: ChatTemplate) -> Question:
     """The prompt's first turn."""
-    return Question(
-        f"{prompt.source}/{prompt.sample_id}",
-        prompt.category,
-        tuple(template.start(prompt.turns[0], system=prompt.system)),
-    )
+    context = tuple(template.start(prompt.turns[0], system=prompt.system))
+    return Question(f"{prompt.source}/{prompt.sample_id}", prompt.category, context)
 
 
 def next_question(
     question: Question, reply: Completion, prompt: Prompt, turn: int, template: ChatTemplate
 ) -> Question:
     """Turn number `turn` (from 1), in the context of the target's own reply to the one before."""
-    followed = template.follow(
-        prompt.turns[turn], closed=reply.finish_reason == "stop", system=prompt.system
-    )
-    return Question(
-        f"{prompt.source}/{prompt.sample_id}#{turn + 1}",
-        prompt.category,
-        (*question.context, *reply.token_ids, *followed),
-    )
+    closed = reply.finish_reason == "stop"
+    followed = template.follow(prompt.turns[turn], closed=closed, system=prompt.system)
+    context = (*question.context, *reply.token_ids, *followed)
+    return Question(f"{prompt.source}/{prompt.sample_id}#{turn + 1}", prompt.category, context)

@@ -12,7 +12,7 @@ Both take everything from the `EvalReport`. Of its open mappings they rely on th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Badge(NamedTuple):
 
 
 def write_html(report: EvalReport) -> str:
-    """The report as one HTML page that loads nothing from elsewhere. All text from the report is escaped."""
+    """The report as one HTML page that loads nothing from elsewhere; all its text is escaped."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
@@ -52,11 +52,8 @@ def write_html(report: EvalReport) -> str:
         "is_hash": _is_hash,
         "every_scalar": _every_scalar,
     }
-    source = (
-        resources.files("pipeline.serve_eval")
-        .joinpath("report.html.j2")
-        .read_text(encoding="utf-8")
-    )
+    template = resources.files("pipeline.serve_eval").joinpath("report.html.j2")
+    source = template.read_text(encoding="utf-8")
     return environment.from_string(source).render(
         report=report,
         contract=report.contract.model_dump(mode="json"),
@@ -78,39 +75,21 @@ def print_table(report: EvalReport) -> None:
     facts.add_column(style="cyan", no_wrap=True)
     facts.add_column()
     head, badge = report.head, _badge(report)
-    facts.add_row(
-        "acceptance length τ", f"[bold]{_fixed(report.acceptance_length)}[/] tokens a round"
-    )
+    rates, speedups = _timed(report.tokens_per_second), _timed(report.speedup)
+    tau = f"[bold]{_fixed(report.acceptance_length)}[/] tokens a round"
+    rate = "  ".join(f"{_mode(mode)} {_rate(rate)}" for mode, rate in rates.items())
+    ratio = "  ".join(f"{_fixed(ratio)}× over {_mode(mode)}" for mode, ratio in speedups.items())
+    colour = {"good": "green", "bad": "bold red"}.get(badge.tone, "")
+    size = f"{_plain(head['parameters'])} parameters"
+    share, coverage = _percent(head["share_of_target"]), _percent(head["coverage"])
+    vocabulary = f"{_plain(head['draft_vocab_size'])} tokens"
+    facts.add_row("acceptance length τ", tau)
     facts.add_row("α by draft position", "  ".join(map(_fixed, report.alpha)))
-    facts.add_row(
-        "tokens/s",
-        Text(
-            "  ".join(
-                f"{_mode(mode)} {_rate(rate)}"
-                for mode, rate in _timed(report.tokens_per_second).items()
-            )
-        ),
-    )
-    facts.add_row(
-        "speedup",
-        Text(
-            "  ".join(
-                f"{_fixed(ratio)}× over {_mode(mode)}"
-                for mode, ratio in _timed(report.speedup).items()
-            )
-        ),
-    )
-    facts.add_row(
-        "lossless", Text(badge.text, style={"good": "green", "bad": "bold red"}.get(badge.tone, ""))
-    )
-    facts.add_row(
-        "head",
-        f"{_plain(head['parameters'])} parameters, {_percent(head['share_of_target'])} of the target",
-    )
-    facts.add_row(
-        "draft vocabulary",
-        f"{_plain(head['draft_vocab_size'])} tokens, covering {_percent(head['coverage'])} of the supervised ones",
-    )
+    facts.add_row("tokens/s", Text(rate))
+    facts.add_row("speedup", Text(ratio))
+    facts.add_row("lossless", Text(badge.text, style=colour))
+    facts.add_row("head", f"{size}, {share} of the target")
+    facts.add_row("draft vocabulary", f"{vocabulary}, covering {coverage} of the supervised ones")
     console.print(facts)
     if report.by_category:
         console.print(_category_table(report))
@@ -132,38 +111,42 @@ def _category_table(report: EvalReport) -> Any:
 
 def _charts(report: EvalReport) -> list[Chart]:
     """The figures that the report has numbers for."""
-    found = []
+    drawn = []
     if report.alpha:
-        first, last = _fixed(report.alpha[0]), _fixed(report.alpha[-1])
-        text = f"The first guess is confirmed with probability {first}, guess number {len(report.alpha)} with {last} if all before it were."
-        found.append(
-            Chart("Acceptance by draft position", charts.alpha_by_depth(report.alpha), text)
-        )
+        title, svg = "Acceptance by draft position", charts.alpha_by_depth(report.alpha)
+        drawn.append(Chart(title, svg, _alpha_caption(report.alpha)))
     tau = {name: row["acceptance_length"] for name, row in report.by_category.items()}
     if tau:
-        best, worst = max(tau, key=lambda name: tau[name]), min(tau, key=lambda name: tau[name])
-        text = (
-            f"Best on {best} ({_fixed(tau[best])}), worst on {worst} ({_fixed(tau[worst])})."
-            if len(tau) > 1
-            else f"All prompts are of the category {best}."
-        )
-        found.append(
-            Chart(
-                "Acceptance length by category",
-                charts.tau_by_category(tau, report.acceptance_length),
-                text,
-            )
-        )
+        svg = charts.tau_by_category(tau, report.acceptance_length)
+        drawn.append(Chart("Acceptance length by category", svg, _tau_caption(tau)))
     rates = _timed(report.tokens_per_second)
     if rates:
-        text = "Plain is the same decoder without a head; HF generate is the transformers library's own, so that a slow baseline cannot flatter."
-        found.append(Chart("Speed by way of decoding", charts.tokens_per_second(rates), text))
+        caption = (
+            "Plain is the same decoder without a head; HF generate is the transformers library's "
+            "own, so that a slow baseline cannot flatter."
+        )
+        drawn.append(Chart("Speed by way of decoding", charts.tokens_per_second(rates), caption))
     points = _speedup_points(report)
     if points:
-        faster = sum(speedup > 1 for _, speedup in points)
-        text = f"Each dot is a prompt; {faster} of {len(points)} are decoded faster with the head than without it."
-        found.append(Chart("What acceptance buys", charts.speedup_by_tau(points), text))
-    return found
+        faster = f"{sum(speedup > 1 for _, speedup in points)} of {len(points)}"
+        caption = (
+            f"Each dot is a prompt; {faster} are decoded faster with the head than without it."
+        )
+        drawn.append(Chart("What acceptance buys", charts.speedup_by_tau(points), caption))
+    return drawn
+
+
+def _alpha_caption(alpha: Sequence[float]) -> str:
+    first, last = _fixed(alpha[0]), _fixed(alpha[-1])
+    later = f"guess number {len(alpha)} with {last} if all before it were"
+    return f"The first guess is confirmed with probability {first}, {later}."
+
+
+def _tau_caption(tau: Mapping[str, float]) -> str:
+    best, worst = (pick(tau, key=lambda name: tau[name]) for pick in (max, min))
+    if len(tau) == 1:
+        return f"All prompts are of the category {best}."
+    return f"Best on {best} ({_fixed(tau[best])}), worst on {worst} ({_fixed(tau[worst])})."
 
 
 def _timed(figures: Mapping[str, float]) -> dict[str, float]:
@@ -187,7 +170,7 @@ def _columns(report: EvalReport) -> list[str]:
 
 
 def _cells(report: EvalReport) -> Callable[[str, Mapping[str, float]], str]:
-    """How a category's value is written: counts as whole numbers, everything else with two decimals in the whole column."""
+    """How a category's value is written: counts whole, everything else with two decimals."""
     rows = report.by_category.values()
     counts = {
         column
@@ -208,15 +191,10 @@ def _badge(report: EvalReport) -> Badge:
     checked = report.lossless["prompts_checked"]
     if not checked:
         return Badge("none", "lossless: not checked")
+    rival, prompts = "plain greedy decoding in fp32", f"{_plain(checked)} prompts checked"
     if report.lossless["greedy_fp32"]:
-        return Badge(
-            "good",
-            f"✓ lossless: token-identical to plain greedy decoding in fp32 on all {_plain(checked)} prompts checked",
-        )
-    return Badge(
-        "bad",
-        f"✗ not lossless: differs from plain greedy decoding in fp32 ({_plain(checked)} prompts checked)",
-    )
+        return Badge("good", f"✓ lossless: token-identical to {rival} on all {prompts}")
+    return Badge("bad", f"✗ not lossless: differs from {rival} ({prompts})")
 
 
 def _fixed(value: float) -> str:
@@ -246,9 +224,8 @@ def _plain(value: Any) -> str:
 
 def _share(key: str, value: Any) -> Any:
     """Shares and coverages as percentages, everything else unchanged."""
-    return (
-        _percent(value) if isinstance(value, float) and re.search("share|coverage", key) else value
-    )
+    is_share = isinstance(value, float) and re.search("share|coverage", key)
+    return _percent(value) if is_share else value
 
 
 def _words(key: str) -> str:

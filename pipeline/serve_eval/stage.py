@@ -1,4 +1,4 @@
-"""Load a head for this target, decode the evaluation prompts, check losslessness, write the report."""
+"""Load a head for this target, decode prompts with it, check losslessness, write the report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import EvalReport, Manifest, Prompt
-from pipeline.serve_eval.measure import Measured, Workbench
+from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
-from pipeline.serve_eval.summary import summarise
-from pipeline.store.fetch import as_directory
-from pipeline.store.location import Location
-from pipeline.store.stage_run import StageRun, open_stage, read_manifest, stage_location
-from pipeline.target.load import pick_device
+from pipeline.serve_eval.summary import Measurements, summarise
+from pipeline.store.location import Location, as_directory
+from pipeline.store.stage_run import (
+    StageRun,
+    manifest_where,
+    open_stage,
+    read_manifest,
+    stage_location,
+)
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
@@ -27,69 +31,60 @@ REPORT, PAGE = "report.json", "report.html"
 
 
 def run(config: RunConfig) -> Manifest:
-    """Evaluate the run's head, or `eval.head`. Raises NotLossless when speculation changes the output."""
+    """Evaluate the run's head, or `eval.head`.
+
+    Raises NotLossless when speculation changes the output.
+    """
     parent = None if config.eval.head else read_manifest(config.run.uri, "train")
-    stage = open_stage(config, "eval", parent)
-    if stage.manifest:
-        notice(
-            "eval",
-            f"complete: {stage.manifest.details['acceptance_length']:.2f} tokens a round; report at {_page(stage)}",
-        )
-        return stage.manifest
+    stage_run = open_stage(config, "eval", parent)
+    if stage_run.manifest:
+        tau = stage_run.manifest.details["acceptance_length"]
+        notice("eval", f"complete: {tau:.2f} tokens a round; report at {_page(stage_run)}")
+        return stage_run.manifest
     torch.set_num_threads(config.run.threads)
-    where = f"{stage_location(config.run.uri, 'train').uri}/manifest.json"
+    where = manifest_where(config.run.uri, "train")
     target = open_target(config.target, expected=parent.contract if parent else None, where=where)
     contract = target.contract
     with as_directory(_head_location(config), HEAD_FILES) as directory:
         head, card = load_head(directory, expected=contract)
     report = _evaluate(config, target, head, card)
-    _write(stage, report)
+    _write(stage_run, report)
     print_table(report)
-    console.print(f"report: {_page(stage)}")
+    console.print(f"report: {_page(stage_run)}")
     if not report.lossless["greedy_fp32"]:
-        raise NotLossless(
-            f"speculative output differs from plain output in fp32 on {len(report.lossless['different'])} prompts, first {report.lossless['different'][0]}",
-            where=str(_page(stage)),
-            fix="do not ship this build of the decoder; report the prompt, the head and the target",
+        different = report.lossless["different"]
+        problem = (
+            f"speculative output differs from plain output in fp32 on {len(different)} prompts"
         )
-    return stage.finish(
+        fix = "do not ship this build of the decoder; report the prompt, the head and the target"
+        raise NotLossless(f"{problem}, first {different[0]}", where=_page(stage_run), fix=fix)
+    return stage_run.finish(
         contract=contract,
         licenses=parent.licenses if parent else card.provenance.get("licenses", {}),
         sources=parent.sources if parent else card.provenance.get("sources", {}),
-        details=_details(stage, report),
+        details=_details(stage_run, report),
     )
 
 
 def _evaluate(config: RunConfig, target: Target, head: Eagle3Head, card: HeadCard) -> EvalReport:
     """Speed and acceptance in the target's own type, then losslessness in fp32."""
-    section, device = config.eval, pick_device(config.target.device)
+    section = config.eval
     prompts = read_prompts(config)
     template = target.template(system_prompt=section.system_prompt)
-    length = min(
-        head.shape.max_position_embeddings,
-        max(_tokens(prompt, config, template) for prompt in prompts),
-    )
+    longest = max(_tokens(prompt, config, template) for prompt in prompts)
+    max_length = min(head.shape.max_position_embeddings, longest)
 
-    def workbench(dtype: torch.dtype) -> Workbench:
-        return Workbench(
-            config,
-            target.directory,
-            target.contract,
-            head,
-            template,
-            dtype=dtype,
-            device=device,
-            length=length,
-        )
+    def comparison(dtype: torch.dtype) -> Comparison:
+        return Comparison(config, target, head, template, dtype=dtype, max_length=max_length)
 
-    bench = workbench(getattr(torch, config.target.dtype))
-    choice = bench.tune(prompts) if section.tree.auto else None
+    own = comparison(getattr(torch, config.target.dtype))
+    choice = own.tune(prompts) if section.tree.auto else None
     hf = target.load() if section.hf_prompts else None
     measured: list[Measured] = []
     left_out: list[str] = []
     turns = sum(min(len(prompt.turns), section.max_turns) for prompt in prompts)
     with progress_bar("eval", unit="turns", total=turns) as bar:
-        for item in bench.measure(prompts, hf, section.hf_prompts):
+        for item in own.measure(prompts, hf, section.hf_prompts):
             if isinstance(item, str):
                 left_out.append(item)
             else:
@@ -101,19 +96,19 @@ def _evaluate(config: RunConfig, target: Target, head: Eagle3Head, card: HeadCar
             where="eval.sources",
             fix="choose shorter prompts or lower eval.max_new_tokens",
         )
-    exact = workbench(torch.float32)
-    exact.tree = bench.tree
-    del hf, bench
+    tree = own.tree
+    del hf, own  # the fp32 copy takes their memory
+    exact = comparison(torch.float32)
+    exact.tree = tree
     identical = _check_lossless(exact, [item.question for item in measured])
-    return summarise(
-        config, target.contract, head, card, measured, identical, left_out, exact.tree, choice
-    )
+    measurements = Measurements(measured, identical, left_out, tree, choice)
+    return summarise(config, target.contract, head, card, measurements)
 
 
-def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bool]:
+def _check_lossless(comparison: Comparison, questions: list[Question]) -> dict[str, bool]:
     verdicts: dict[str, bool] = {}
     with progress_bar("lossless", unit="prompts", total=len(questions)) as bar:
-        for name, same in bench.check_lossless(questions):
+        for name, same in comparison.check_lossless(questions):
             verdicts[name] = same
             bar.advance(1)
     return verdicts
@@ -122,33 +117,30 @@ def _check_lossless(bench: Workbench, questions: list[Question]) -> dict[str, bo
 def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:
     """Tokens of a whole conversation, every reply at its longest."""
     first, *others = prompt.turns[: config.eval.max_turns]
-    asked = len(template.start(first)) + sum(
-        len(template.follow(turn, closed=False)) for turn in others
-    )
+    asked = len(template.start(first))
+    asked += sum(len(template.follow(turn, closed=False)) for turn in others)
     return asked + config.eval.max_new_tokens * (1 + len(others))
 
 
 def _head_location(config: RunConfig) -> Location:
     """`eval.head`, or the run's own head."""
-    return (
-        Location(config.eval.head)
-        if config.eval.head
-        else stage_location(config.run.uri, "train").child("head")
-    )
+    if config.eval.head:
+        return Location(config.eval.head)
+    return stage_location(config.run.uri, "train").child("head")
 
 
-def _write(stage: StageRun, report: EvalReport) -> None:
-    stage.location.write(REPORT, report.model_dump_json(indent=2).encode() + b"\n")
-    stage.location.write(PAGE, write_html(report).encode())
+def _write(stage_run: StageRun, report: EvalReport) -> None:
+    stage_run.location.write(REPORT, report.model_dump_json(indent=2).encode() + b"\n")
+    stage_run.location.write(PAGE, write_html(report).encode())
 
 
-def _page(stage: StageRun) -> str:
-    return f"{stage.location.uri.rstrip('/')}/{PAGE}"
+def _page(stage_run: StageRun) -> str:
+    return f"{stage_run.location.uri.rstrip('/')}/{PAGE}"
 
 
-def _details(stage: StageRun, report: EvalReport) -> dict[str, object]:
+def _details(stage_run: StageRun, report: EvalReport) -> dict[str, object]:
     return {
         "acceptance_length": report.acceptance_length,
         "speedup": report.speedup,
-        "report_sha256": hashlib.sha256(stage.location.read(REPORT)).hexdigest(),
+        "report_sha256": hashlib.sha256(stage_run.location.read(REPORT)).hexdigest(),
     }

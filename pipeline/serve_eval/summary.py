@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -19,19 +19,29 @@ from pipeline.records import EvalReport, PromptResult, TargetContract
 from pipeline.serve_eval.measure import Measured
 
 
+class Measurements(NamedTuple):
+    """What one evaluation measured."""
+
+    measured: Sequence[Measured]
+    identical: Mapping[str, bool]  # the losslessness verdict of each question
+    left_out: Sequence[str]  # questions without room for a reply
+    tree: TreeSection
+    choice: Choice | None  # what `tree: auto` predicted for `tree`
+
+
 def summarise(
     config: RunConfig,
     contract: TargetContract,
     head: Eagle3Head,
     card: HeadCard,
-    measured: Sequence[Measured],
-    identical: Mapping[str, bool],
-    left_out: Sequence[str],
-    tree: TreeSection,
-    choice: Choice | None,
+    measurements: Measurements,
 ) -> EvalReport:
-    """All figures of `report.json`. `identical` holds the losslessness verdict of each question,
-    `choice` what `tree: auto` predicted for `tree`."""
+    """All figures of `report.json`."""
+    measured, identical, left_out, tree, choice = measurements
+    predicted = choice and {
+        "predicted_acceptance_length": choice.acceptance_length,
+        "predicted_speedup": choice.speedup,
+    }
     results = tuple(_result(item, identical) for item in measured)
     parameters, pooled = head.count_parameters(), _acceptance(measured)
     return EvalReport(
@@ -41,14 +51,7 @@ def summarise(
             mode: _median(item.rates[mode] for item in measured if mode in item.rates)
             for mode in ("speculative", "plain", "hf")
         },
-        speedup={
-            rival: _median(
-                item.rates["speculative"] / item.rates[rival]
-                for item in measured
-                if item.rates.get(rival)
-            )
-            for rival in ("plain", "hf")
-        },
+        speedup={rival: _median(_speedups(measured, rival)) for rival in ("plain", "hf")},
         lossless={
             "greedy_fp32": all(identical.values()) and bool(identical),
             "prompts_checked": len(identical),
@@ -56,7 +59,7 @@ def summarise(
             "identical_in_run_dtype": sum(
                 item.plain.token_ids == item.speculative.token_ids for item in measured
             ),
-            # Of the speculative replies in the run's own type, scored by the plain model in one forward.
+            # Of the speculative replies in the run's own type, scored by the plain model.
             "tokens_scored": sum(item.gaps.tokens for item in measured),
             "near_ties": sum(item.gaps.near_ties for item in measured),
             "worst_log_probability_gap": max(item.gaps.worst for item in measured),
@@ -72,12 +75,7 @@ def summarise(
         provenance=card.provenance,
         settings={
             "tree": tree.model_dump(),
-            "tree_auto": {
-                "predicted_acceptance_length": choice.acceptance_length,
-                "predicted_speedup": choice.speedup,
-            }
-            if choice
-            else None,
+            "tree_auto": predicted,
             "dtype": contract.dtype,
             "device": _device_name(),
             "threads": torch.get_num_threads(),
@@ -116,19 +114,21 @@ def _by_category(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
             "prompts": len(items),
             "acceptance_length": _acceptance(items).tau,
             "tokens_per_second": _median(item.rates["speculative"] for item in items),
-            "speedup_plain": _median(
-                item.rates["speculative"] / item.rates["plain"]
-                for item in items
-                if item.rates["plain"]
-            ),
+            "speedup_plain": _median(_speedups(items, "plain")),
         }
         for category, items in sorted(groups.items())
     }
 
 
-def _median(values: Any) -> float:
-    found = list(values)
-    return median(found) if found else 0.0
+def _speedups(measured: Sequence[Measured], rival: str) -> list[float]:
+    """Speculative rate over the rival's, of each question that both decoded."""
+    rates = [item.rates for item in measured if item.rates.get(rival)]
+    return [each["speculative"] / each[rival] for each in rates]
+
+
+def _median(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return median(numbers) if numbers else 0.0
 
 
 def _device_name() -> str:
@@ -136,9 +136,7 @@ def _device_name() -> str:
         return torch.cuda.get_device_name()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [
-                line.partition(":")[2].strip() for line in lines if line.startswith("model name")
-            ]
+            name = next((line for line in lines if line.startswith("model name")), "")
     except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+        name = ""
+    return name.partition(":")[2].strip() or platform.processor() or platform.machine()

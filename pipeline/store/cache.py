@@ -1,12 +1,12 @@
 """Remote shards on the local disk: fetched whole, checked on the way, read from there.
 
-    $XDG_CACHE_HOME/eagle3/shards/<sha256 of the shard>/shards/<name>     looks like a stage's directory
-                                  locks/<first two digits>.lock           one fetch at a time of equal shards
+    $XDG_CACHE_HOME/eagle3/shards/<sha256 of the shard>/shards/<name>   like a stage's directory
+                                  locks/<first two digits>.lock         one fetch of equal shards
 
-A copy is named by the checksum that the manifest gives, so it can never be that of another shard, and
-runs that share shards share copies. Once the copies exceed the limit those unused for longest go.
-Any number of processes may use one cache: a shard is fetched by one of them, and a file that is removed
-while another process has it open stays readable there.
+A copy is named by the checksum that the manifest gives, so it can never be that of another shard,
+and runs that share shards share copies. Once the copies exceed the limit those unused for longest
+go. Any number of processes may use one cache: a shard is fetched by one of them, and a file that is
+removed while another process has it open stays readable there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import BinaryIO, NamedTuple
 
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Shard
-from pipeline.store.checksums import Checksum
+from pipeline.store.backend import Checksum, explain_os_error
 from pipeline.store.disk import is_temporary, replace_file
-from pipeline.store.failures import explain_os_error
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, check_shard, stored_checksum
 
@@ -39,15 +38,16 @@ class _Copy(NamedTuple):
 
 
 class ShardCache:
-    """At most `limit` bytes of shards below `directory`; shards that are being fetched may come on top."""
+    """At most `limit` bytes of shards below `directory`, besides those that are being fetched."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         self.limit, self._directory = limit, directory
 
     def fetch(self, location: Location, shard: Shard) -> Location:
-        """A local directory that holds `shard` as the stage at `location` does, fetched unless it is there.
+        """A local directory that holds `shard` as the stage at `location` does; fetched if need be.
 
-        Raises CorruptShard when the store twice delivers other bytes than were committed, StoreError when there is no room.
+        Raises CorruptShard when the store twice delivers other bytes than were committed,
+        StoreError when the disk is full.
         """
         folder = self.folder(shard)
         path = folder / SHARDS / shard.name
@@ -55,14 +55,14 @@ class ShardCache:
             try:
                 with self._locked(f"{shard.sha256[:2]}.lock"):
                     if not _touch(path, shard):  # another process may have fetched it meanwhile
-                        self._make_room(shard.bytes)
+                        self._evict_for(shard.bytes)
                         download_shard(location, shard, path)
             except OSError as error:
-                raise _no_room(error, path) from error
+                raise _explain_full_cache(error, path) from error
         return Location(str(folder))
 
     def drop(self, shard: Shard) -> None:
-        """Forget the copy of `shard`, if there is one. Waits for whoever is fetching it, into the same folder."""
+        """Remove the copy of `shard`, if there is one, after a fetch that may be under way."""
         with self._locked(f"{shard.sha256[:2]}.lock"), suppress(FileNotFoundError):
             shutil.rmtree(self.folder(shard))
 
@@ -70,7 +70,7 @@ class ShardCache:
         """Where the copy of `shard` is, or would be."""
         return self._directory / "shards" / shard.sha256
 
-    def _make_room(self, needed: int) -> None:
+    def _evict_for(self, needed: int) -> None:
         """Remove the copies unused for longest until `needed` more bytes fit."""
         with self._locked("evict.lock"):
             copies = sorted(self._copies())
@@ -87,11 +87,11 @@ class ShardCache:
             size, used = 0, 0.0
             for path in _children(folder / SHARDS):
                 with suppress(FileNotFoundError):
-                    found = path.stat()
-                    if is_temporary(path.name) and found.st_mtime < time.time() - _ABANDONED:
+                    status = path.stat()
+                    if is_temporary(path.name) and status.st_mtime < time.time() - _ABANDONED:
                         path.unlink()
                         continue
-                    size, used = size + found.st_size, max(used, found.st_mtime)
+                    size, used = size + status.st_size, max(used, status.st_mtime)
             yield _Copy(used, size, folder)
 
     @contextmanager
@@ -105,10 +105,11 @@ class ShardCache:
 
 
 def download_shard(location: Location, shard: Shard, path: Path, *, thorough: bool = False) -> None:
-    """Write the bytes of a remote shard to `path`, which appears once they are those that were committed.
+    """Write the bytes of a remote shard to `path`, which appears once they are the committed ones.
 
-    That is told by the CRC32C that the store reported at the commit, where it did, as it costs next to nothing;
-    else, and when `thorough`, by SHA-256. Other bytes are read once more. Raises CorruptShard when they differ again.
+    They are compared by the CRC32C that the store reported at the commit, where it did, as it costs
+    next to nothing; else, and when `thorough`, by SHA-256. Other bytes are read once more. Raises
+    CorruptShard when they differ again.
     """
     folder, stored = location.child(SHARDS), "" if thorough else stored_checksum(location, shard)
     expected = stored if stored.startswith("crc32c:") else f"sha256:{shard.sha256}"
@@ -141,10 +142,7 @@ def _children(folder: Path) -> list[Path]:
     return []
 
 
-def _no_room(error: OSError, path: Path) -> StoreError:
-    explained = explain_os_error(error, str(path), writing=True)
-    return StoreError(
-        explained.problem,
-        where=explained.where,
-        fix="free some space, lower run.cache_bytes, or set run.cache_dir to another disk",
-    )
+def _explain_full_cache(error: OSError, path: Path) -> StoreError:
+    problem = explain_os_error(error, str(path), writing=True).problem
+    fix = "free some space, lower run.cache_bytes, or set run.cache_dir to another disk"
+    return StoreError(problem, where=str(path), fix=fix)

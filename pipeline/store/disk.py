@@ -1,4 +1,7 @@
-"""A directory of the local filesystem. Files appear under their name with all of their bytes, on the disk, or not at all."""
+"""A directory of the local filesystem.
+
+Files appear under their name with all of their bytes, on the disk, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,13 @@ class Disk:
         return None
 
     def files(self) -> dict[str, FileInfo]:
-        found: dict[str, FileInfo] = {}
+        files: dict[str, FileInfo] = {}
         for path in self._paths():
-            with suppress(
-                FileNotFoundError
-            ):  # a writer may rename or remove its temporary file meanwhile
+            # A writer may rename or remove its temporary file meanwhile.
+            with suppress(FileNotFoundError):
                 if path.is_file():
-                    found[path.name] = _info(path)
-        return found
+                    files[path.name] = _info(path)
+        return files
 
     def directories(self) -> list[str]:
         return sorted(path.name for path in self._paths() if path.is_dir())
@@ -61,10 +63,9 @@ class Disk:
 
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:
         with open(path, "rb") as source:
-            replace_file(
-                self._directory / name, lambda file: shutil.copyfileobj(source, file, BLOCK)
-            )
-        return _info(self._directory / name)
+            copy = self._directory / name
+            replace_file(copy, lambda file: shutil.copyfileobj(source, file, BLOCK))
+        return _info(copy)
 
     def delete(self, name: str) -> None:
         (self._directory / name).unlink()
@@ -84,7 +85,7 @@ def is_temporary(name: str) -> bool:
 
 
 def replace_file(path: Path, fill: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
-    """Write a temporary file beside `path`, flush it to the disk if it must be `durable`, and rename it."""
+    """Write a temporary file beside `path`, flush it to the disk if `durable`, and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -103,8 +104,8 @@ def replace_file(path: Path, fill: Callable[[BinaryIO], object], *, durable: boo
 
 
 def _info(path: Path) -> FileInfo:
-    found = os.stat(path)
-    return FileInfo(found.st_size, "", found.st_mtime)
+    status = os.stat(path)
+    return FileInfo(status.st_size, "", status.st_mtime)
 
 
 def _sync_directory(directory: Path) -> None:

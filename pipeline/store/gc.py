@@ -1,12 +1,12 @@
 """What killed writers leave behind in a run, found and removed by `eagle3 gc`.
 
     temporary files    .NAME.<pid>-<hex>.tmp: a local file that was not finished
-    orphaned shards    shards/NAME without an entry, in a stage that has begun: killed between write and entry
-    strange shards     shards/ of a stage with neither begin.json nor manifest: nobody can tell whose they are
+    orphaned shards    shards/NAME without an entry in a stage that has begun: killed before it
+    unowned shards     shards/ of a stage with neither begin.json nor manifest
 
-Committed data — what a manifest lists, or an entry names — is never touched, nor is anything that may
-belong to a writer at work: a file must have been left alone for a while. Uploads in parts that were
-never completed are invisible in Google Cloud Storage, cost nothing and expire by themselves.
+Committed data — what a manifest lists, or an entry names — is never touched, nor is anything that
+may belong to a running writer: a file must have been left alone for a while. Uploads in parts that
+were never completed are invisible in Google Cloud Storage, cost nothing and expire by themselves.
 """
 
 from __future__ import annotations
@@ -40,29 +40,26 @@ class Orphan(NamedTuple):
         return self.folder.where(self.name)
 
     def is_quiet(self, minutes: float) -> bool:
-        """Whether no writer has touched it for `minutes`. A file of unknown age is quiet only when nothing is asked."""
+        """Whether no writer has touched it for `minutes`; of an unknown age, only for 0 minutes."""
         return minutes <= 0 or (self.age is not None and self.age >= 60 * minutes)
 
 
 def find_orphans(run_uri: str) -> list[Orphan]:
     """All orphans of a run, whatever their age.
 
-    Raises StoreError when `run_uri` holds no stage of a run, and as `find_manifest` does for a manifest that cannot be read.
+    Raises StoreError when `run_uri` holds no stage of a run, and as `find_manifest` does for a
+    manifest that cannot be read.
     """
-    stages = [stage for stage in STAGES if _is_begun(run_uri, stage)]
-    if not stages:
-        raise StoreError(
-            "holds no stage of a run",
-            where=run_uri,
-            fix="pass the run.uri of a run, the directory above synth, features, train and eval",
-        )
-    temporary = (
-        orphan for stage in STAGES for orphan in _temporaries(stage_location(run_uri, stage))
-    )
-    shards = (
-        orphan for stage in STAGES for orphan in _shards(run_uri, stage, begun=stage in stages)
-    )
-    return [*temporary, *shards]
+    begun = [stage for stage in STAGES if _is_begun(run_uri, stage)]
+    if not begun:
+        fix = "pass the run.uri of a run, the directory above synth, features, train and eval"
+        raise StoreError("holds no stage of a run", where=run_uri, fix=fix)
+    orphans: list[Orphan] = []
+    for stage in STAGES:
+        orphans += _temporaries(stage_location(run_uri, stage))
+    for stage in STAGES:
+        orphans += _shards(run_uri, stage, begun=stage in begun)
+    return orphans
 
 
 def remove(orphans: list[Orphan]) -> None:

@@ -3,8 +3,8 @@
     run = Location("gs://bucket/run")      # or "runs/run", "file:///…", "memory://…"
     run.child("synth").write("begin.json", b"{}")
 
-A name becomes visible only with all of its bytes: local files are written beside their final
-name, flushed to the disk and renamed; object stores make an object visible when its one upload ends.
+A name becomes visible only with all of its bytes: local files are written beside their final name,
+flushed to the disk and renamed; object stores make an object visible when its one upload ends.
 Remote operations are repeated while they fail in a way that passes (retry.py).
 """
 
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from pipeline.errors import CorruptShard, Eagle3Error
-from pipeline.store.backend import Backend, FileInfo
+from pipeline.store.backend import Backend, FileInfo, explain_os_error
 from pipeline.store.disk import Disk, is_temporary
-from pipeline.store.failures import explain_os_error, explain_remote_error
-from pipeline.store.remote import Remote
+from pipeline.store.remote import Remote, explain_remote_error
 
 T = TypeVar("T")
 
@@ -56,17 +56,17 @@ class Location:
 
     def info(self, name: str) -> FileInfo:
         """Size, the store's own checksum, and age of the file `name`."""
-        found = self._attempt(lambda: self._backend.info(name), name, writing=False)
-        if found is None:
+        info = self._attempt(lambda: self._backend.info(name), name, writing=False)
+        if info is None:
             raise explain_os_error(FileNotFoundError(), self.where(name), writing=False)
-        return found
+        return info
 
     def size(self, name: str) -> int:
         """Bytes of the file `name`."""
         return self.info(name).size
 
     def files(self) -> dict[str, FileInfo]:
-        """Name → what the store knows of it, for the files directly in this directory, from one listing; no temporary files."""
+        """Those directly in this directory, sorted by name, from one listing; no temporary ones."""
         return {name: info for name, info in self._listing().items() if not is_temporary(name)}
 
     def temporaries(self) -> dict[str, FileInfo]:
@@ -74,11 +74,11 @@ class Location:
         return {name: info for name, info in self._listing().items() if is_temporary(name)}
 
     def sizes(self) -> dict[str, int]:
-        """Name → bytes of the files directly in this directory, from one listing; no temporary files."""
+        """As `files`, with their bytes only."""
         return {name: info.size for name, info in self.files().items()}
 
     def names(self) -> list[str]:
-        """Sorted names of the files directly in this directory."""
+        """As `files`, their names only."""
         return list(self.files())
 
     def read(self, name: str) -> bytes:
@@ -89,16 +89,12 @@ class Location:
         """Bytes [start, stop) of `name`; fewer bytes than that is a CorruptShard."""
         if stop <= start:
             return b""
-        data = self._attempt(
-            lambda: self._backend.read_range(name, start, stop), name, writing=False
-        )
+        read = self._backend.read_range
+        data = self._attempt(lambda: read(name, start, stop), name, writing=False)
         if len(data) != stop - start:
             problem = f"ends after {start + len(data)} bytes where {stop} were expected"
-            raise CorruptShard(
-                problem,
-                where=self.where(name),
-                fix="restore the file, or run the stage that wrote it with --force",
-            )
+            fix = "restore the file, or run the stage that wrote it with --force"
+            raise CorruptShard(problem, where=self.where(name), fix=fix)
         return data
 
     def blocks(self, name: str) -> Iterator[bytes]:
@@ -126,15 +122,13 @@ class Location:
 
     def delete(self, name: str) -> None:
         """Remove the file `name`; absent is fine."""
-        with suppress(FileNotFoundError):
-            self._attempt(
-                lambda: self._backend.delete(name), name, writing=True, absent_is_fine=True
-            )
+        with self._explained(name, writing=True), suppress(FileNotFoundError):
+            self._backend.attempt(lambda: self._backend.delete(name), self.where(name))
 
     def delete_tree(self) -> None:
         """Remove this directory and all below it; absent is fine."""
-        with suppress(FileNotFoundError):
-            self._attempt(self._backend.delete_tree, "", writing=True, absent_is_fine=True)
+        with self._explained("", writing=True), suppress(FileNotFoundError):
+            self._backend.attempt(self._backend.delete_tree, self.uri)
 
     def subdirectories(self) -> list[str]:
         """Sorted names of the directories directly in this one."""
@@ -153,27 +147,38 @@ class Location:
     def _listing(self) -> dict[str, FileInfo]:
         return dict(sorted(self._attempt(self._backend.files, "", writing=False).items()))
 
-    def _attempt(
-        self, call: Callable[[], T], name: str, *, writing: bool, absent_is_fine: bool = False
-    ) -> T:
-        with self._explained(name, writing=writing, absent_is_fine=absent_is_fine):
+    def _attempt(self, call: Callable[[], T], name: str, *, writing: bool) -> T:
+        with self._explained(name, writing=writing):
             return self._backend.attempt(call, self.where(name))
 
     @contextmanager
-    def _explained(
-        self, name: str, *, writing: bool, absent_is_fine: bool = False
-    ) -> Iterator[None]:
+    def _explained(self, name: str, *, writing: bool) -> Iterator[None]:
         """Turn what the storage raises into a StoreError."""
         try:
             yield
         except Eagle3Error:
             raise
         except OSError as error:
-            if absent_is_fine and isinstance(error, FileNotFoundError):
-                raise
             raise explain_os_error(error, self.where(name), writing=writing) from error
         except Exception as error:
-            # Remote filesystems have no common exception class; on a local disk the rest is our own bug.
+            # Remote filesystems have no common exception class; on a disk the rest is our own bug.
             if self.is_local:
                 raise
             raise explain_remote_error(error, self.where(name)) from error
+
+
+@contextmanager
+def as_directory(location: Location, names: Sequence[str]) -> Iterator[Path]:
+    """The named files as a local directory, for libraries that read paths.
+
+    That is the location itself when it is local, otherwise copies for the time of the block.
+    """
+    if location.is_local:
+        yield location.local_path(".")
+        return
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:
+        for name in names:
+            if location.exists(name):
+                with open(Path(folder) / name, "wb") as file:
+                    file.writelines(location.blocks(name))
+        yield Path(folder)

@@ -1,11 +1,12 @@
 """A directory on an object store, or on any other fsspec filesystem.
 
-An object becomes visible when its one upload ends. What the store then reports — size, and CRC32C or
-MD5 where it has one — is compared with what was sent before the write counts as done.
+An object becomes visible when its one upload ends. What the store then reports — size, and CRC32C
+or MD5 where it has one — is compared with what was sent before the write counts as done.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.store.backend import BLOCK, FileInfo
-from pipeline.store.checksums import Checksum
-from pipeline.store.failures import open_filesystem
-from pipeline.store.retry import AlteredUpload, persist, status_of
+from pipeline.errors import MissingPackage, StoreError
+from pipeline.store.backend import BLOCK, Checksum, FileInfo
+from pipeline.store.retry import (
+    RETRY_LATER,
+    AlteredUpload,
+    is_transient,
+    retry,
+    retry_policy,
+    status_of,
+)
 
 T = TypeVar("T")
+
+#: A request may take this many timeouts in all: an upload that the store does not read has no
+#: silence that a client could see.
+_REQUEST_TIMEOUTS = 10
+_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "abfs": "adlfs", "az": "adlfs"}
 
 
 class Remote:
@@ -32,7 +44,7 @@ class Remote:
 
     def attempt(self, call: Callable[[], T], where: str) -> T:
         """Until it succeeds, fails for good, or has been tried for long enough (see retry.py)."""
-        return persist(call, where)
+        return retry(call, where)
 
     def info(self, name: str) -> FileInfo | None:
         self._fs.invalidate_cache()
@@ -41,16 +53,10 @@ class Remote:
         return None
 
     def files(self) -> dict[str, FileInfo]:
-        return {
-            _last(entry["name"]): _info(entry)
-            for entry in self._entries()
-            if entry["type"] == "file"
-        }
+        return {_last(entry["name"]): _info(entry) for entry in self._entries("file")}
 
     def directories(self) -> list[str]:
-        return sorted(
-            _last(entry["name"]) for entry in self._entries() if entry["type"] == "directory"
-        )
+        return sorted(_last(entry["name"]) for entry in self._entries("directory"))
 
     def read(self, name: str) -> bytes:
         return bytes(self._fs.cat_file(self._key(name)))
@@ -60,22 +66,22 @@ class Remote:
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """The next block is on its way while the caller works on this one."""
-        info = self.attempt(lambda: self.info(name), self._where(name))
+        where = f"{self._uri}/{name}"
+        info = self.attempt(lambda: self.info(name), where)
         if info is None:
             raise FileNotFoundError(name)
+        size = info.size
 
         def block(start: int) -> bytes:
-            return self.attempt(
-                lambda: self.read_range(name, start, min(start + BLOCK, info.size)),
-                self._where(name),
-            )
+            stop = min(start + BLOCK, size)
+            return self.attempt(lambda: self.read_range(name, start, stop), where)
 
         with ThreadPoolExecutor(1, thread_name_prefix="block") as pool:
-            coming = pool.submit(block, 0) if info.size else None
-            for following in range(BLOCK, info.size + BLOCK, BLOCK) if coming else ():
+            coming = pool.submit(block, 0) if size else None
+            for following in range(BLOCK, size + BLOCK, BLOCK) if coming else ():
                 assert coming
                 data = coming.result()
-                coming = pool.submit(block, following) if following < info.size else None
+                coming = pool.submit(block, following) if following < size else None
                 yield data
 
     def write(self, name: str, data: bytes) -> FileInfo:
@@ -95,17 +101,18 @@ class Remote:
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _where(self, name: str) -> str:
-        return f"{self._uri}/{name}"
-
-    def _entries(self) -> list[dict[str, Any]]:
+    def _entries(self, kind: str) -> list[dict[str, Any]]:
         self._fs.invalidate_cache()
         with suppress(FileNotFoundError):
-            return list(self._fs.ls(self._root, detail=True))
+            entries = self._fs.ls(self._root, detail=True)
+            return [entry for entry in entries if entry["type"] == kind]
         return []
 
     def _upload(self, call: Callable[[], object]) -> None:
-        """A store that has forgotten an upload in parts calls it not found, or gone; with its bucket there, it is begun anew."""
+        """A store that has forgotten an upload in parts calls it not found, or gone.
+
+        With its bucket there, the upload is begun anew.
+        """
         try:
             call()
         except Exception as error:
@@ -115,25 +122,68 @@ class Remote:
             raise
 
     def _arrived(self, name: str, size: int, sent: Callable[[], Iterable[bytes]]) -> FileInfo:
-        found = self.info(name)
-        if found is None:
+        info = self.info(name)
+        if info is None:
             raise AlteredUpload("is not there after its upload")
-        if found.size != size:
-            raise AlteredUpload(f"arrived with {found.size} bytes, {size} were sent")
-        if found.checksum:
-            own = Checksum(found.checksum.partition(":")[0])
+        if info.size != size:
+            raise AlteredUpload(f"arrived with {info.size} bytes, {size} were sent")
+        if info.checksum:
+            own = Checksum(info.checksum.partition(":")[0])
             for block in sent():
                 own.update(block)
-            if found.checksum != str(own):
-                raise AlteredUpload(f"arrived with {found.checksum}, {own} was sent")
-        return found
+            if info.checksum != str(own):
+                raise AlteredUpload(f"arrived with {info.checksum}, {own} was sent")
+        return info
+
+
+def explain_remote_error(error: Exception, where: str) -> StoreError:
+    """A StoreError for an exception of a remote filesystem that is no OSError."""
+    problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    check = "check credentials, network and bucket, then run the same command again"
+    return StoreError(problem, where=where, fix=RETRY_LATER if is_transient(error) else check)
+
+
+def open_filesystem(uri: str) -> tuple[Any, str]:
+    """fsspec's filesystem of `uri` and the path in it."""
+    import fsspec  # type: ignore[import-untyped]
+
+    protocol, where = uri.split("://", 1)[0], f"run.uri {uri}"
+    try:
+        options = _gcs_options() if protocol in ("gs", "gcs") else {}
+        filesystem, root = fsspec.core.url_to_fs(uri, **options)
+    except ImportError as error:
+        package = _PACKAGES.get(protocol, f"the fsspec package for {protocol}://")
+        problem = f"{protocol}:// needs {package}: {error}"
+        raise MissingPackage(problem, where=where, fix=f"pip install {package}") from error
+    except ValueError as error:
+        fix = "use a local path, file://, gs:// or another fsspec protocol"
+        raise StoreError(str(error), where=where, fix=fix) from error
+    except Exception as error:
+        raise explain_remote_error(error, uri) from error
+    return filesystem, str(root).rstrip("/")
+
+
+def _gcs_options() -> dict[str, Any]:
+    """A connection that has been silent for too long is dropped, and can then be tried again."""
+    if os.environ.get("STORAGE_EMULATOR_HOST"):
+        # gcsfs first asks for the bucket's storage layout over gRPC; an emulator never answers,
+        # and each call waits 60 s.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import aiohttp
+
+    # gcsfs logs each failure with a traceback; they are raised as well, and said here in one line.
+    logger = logging.getLogger("gcsfs")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
+    silence = retry_policy().timeout
+    total = _REQUEST_TIMEOUTS * silence
+    timeout = aiohttp.ClientTimeout(total=total, sock_connect=silence, sock_read=silence)
+    return {"requests_timeout": timeout}
 
 
 def _info(entry: dict[str, Any]) -> FileInfo:
-    reported = (
-        (kind, entry.get(field)) for kind, field in (("crc32c", "crc32c"), ("md5", "md5Hash"))
-    )
-    checksum = next((f"{kind}:{value}" for kind, value in reported if value), "")
+    reported = {"crc32c": entry.get("crc32c"), "md5": entry.get("md5Hash")}
+    checksum = next((f"{kind}:{value}" for kind, value in reported.items() if value), "")
     return FileInfo(int(entry["size"]), checksum, _modified(entry))
 
 

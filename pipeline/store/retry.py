@@ -1,4 +1,4 @@
-"""Which failures of a remote store pass by themselves, and for how long to wait for that.
+"""Which failures of a remote store pass by themselves, and for how long it is tried again.
 
     attempt ─ transient failure ─ wait w ─ attempt ─ … ─ until EAGLE3_STORE_RETRY_SECONDS are over
                                   w = 0.5, 1, 2, … 30 s, each with up to half a second of jitter
@@ -21,8 +21,15 @@ from pipeline.errors import ConfigError
 
 T = TypeVar("T")
 
-_TRANSIENT_STATUS = frozenset({408, 425, 429})
+#: What helps against a transient failure that did not pass in time.
+RETRY_LATER = (
+    "run the same command again when the storage is well, "
+    "or raise EAGLE3_STORE_RETRY_SECONDS to wait longer for it"
+)
 
+#: Seconds; the wait doubles with each failure.
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
+_TRANSIENT_STATUS = frozenset({408, 425, 429})
 #: Exceptions by name, so that no remote package is imported to recognise them.
 _TRANSIENT_CLASSES = frozenset(
     {
@@ -38,47 +45,41 @@ _TRANSIENT_CLASSES = frozenset(
 )
 
 
-class Patience(NamedTuple):
-    """How a remote store is waited for. Seconds."""
-
-    total: float  # of trying one operation
-    silence: float  # without a byte on a connection, before it counts as dropped
-    first: float = 0.5  # wait after the first failure; doubles each time
-    longest: float = 30.0  # wait
-
-
 class AlteredUpload(OSError):
     """The store holds other bytes than were sent, or has forgotten an upload that was under way."""
 
 
-def patience() -> Patience:
-    """Limits from the environment: EAGLE3_STORE_RETRY_SECONDS (300) and EAGLE3_STORE_TIMEOUT_SECONDS (60)."""
-    return Patience(
+class RetryPolicy(NamedTuple):
+    """How long a remote store is tried. Seconds."""
+
+    total: float  # of trying one operation
+    timeout: float  # without a byte on a connection, before it counts as dropped
+
+
+def retry_policy() -> RetryPolicy:
+    """From the environment: EAGLE3_STORE_RETRY_SECONDS (300), EAGLE3_STORE_TIMEOUT_SECONDS (60)."""
+    return RetryPolicy(
         total=_seconds("EAGLE3_STORE_RETRY_SECONDS", 300.0),
-        silence=_seconds("EAGLE3_STORE_TIMEOUT_SECONDS", 60.0),
+        timeout=_seconds("EAGLE3_STORE_TIMEOUT_SECONDS", 60.0),
     )
 
 
-def persist(call: Callable[[], T], where: str) -> T:
-    """The result of `call`, repeated while it fails in a way that passes. Raises its last failure."""
+def retry(call: Callable[[], T], where: str) -> T:
+    """The result of `call`, repeated while its failures are transient. Raises the last one."""
     import tenacity
 
-    limits = patience()
-
-    def tell(state: tenacity.RetryCallState) -> None:
+    def log_retry(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        text = " ".join(str(error).split())[:120]
-        notice(
-            "storage",
-            f"{where}: {type(error).__name__} {text}; attempt {state.attempt_number + 1} follows in {state.upcoming_sleep:.1f} s",
-        )
+        failure = f"{type(error).__name__} {' '.join(str(error).split())[:120]}"
+        following = f"attempt {state.attempt_number + 1} follows in {state.upcoming_sleep:.1f} s"
+        notice("storage", f"{where}: {failure}; {following}")
 
+    backoff = tenacity.wait_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
-        wait=tenacity.wait_exponential(multiplier=limits.first, max=limits.longest)
-        + tenacity.wait_random(0, limits.first),
-        stop=tenacity.stop_after_delay(limits.total),
-        before_sleep=tell,
+        wait=backoff + tenacity.wait_random(0, _FIRST_WAIT),
+        stop=tenacity.stop_after_delay(retry_policy().total),
+        before_sleep=log_retry,
         reraise=True,
     )
     return retrying(call)
@@ -93,18 +94,17 @@ def is_transient(error: BaseException) -> bool:
         return status in _TRANSIENT_STATUS or status >= 500
     if getattr(error, "retryable", False) is True:  # google.auth says so of its own errors
         return True
-    return any(
-        f"{kind.__module__}.{kind.__qualname__}" in _TRANSIENT_CLASSES
-        for kind in type(error).__mro__
-    )
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    return not names.isdisjoint(_TRANSIENT_CLASSES)
 
 
 def status_of(error: Any) -> int | None:
     """The HTTP status that an exception of gcsfs, aiohttp or requests carries."""
+    response = getattr(error, "response", None)
     for value in (
         getattr(error, "code", None),
         getattr(error, "status", None),
-        getattr(getattr(error, "response", None), "status_code", None),
+        getattr(response, "status_code", None),
     ):
         if isinstance(value, int | str) and str(value).isdigit() and 100 <= int(value) <= 599:
             return int(value)
@@ -118,9 +118,7 @@ def _seconds(name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ConfigError(
-            f"{text!r} is not a number of seconds",
-            where=f"environment: {name}",
-            fix=f"set it to a number of at least 0, or unset it for {default:.0f}",
-        )
+        fix = f"set it to a number of at least 0, or unset it for {default:.0f}"
+        problem = f"{text!r} is not a number of seconds"
+        raise ConfigError(problem, where=f"environment: {name}", fix=fix)
     return value

@@ -1,14 +1,14 @@
 """Samples ⇄ Parquet, readable with `datasets.load_dataset("parquet", …)`, pandas and anything else.
 
-prompt_id source license category finish_reason generator   string
-messages       list<struct<role: string, content: string>>
-token_ids      list<int32>                         exactly the ids that the target read and generated
-supervised     list<struct<start: int32, end: int32>>        half-open ranges of generated ids
-sampling       struct<temperature: double, top_p: double, top_k: int32, max_new_tokens: int32>
-seed           int64
+    prompt_id source license category finish_reason generator: string
+    messages     list<struct<role: string, content: string>>
+    token_ids    list<int32>                              exactly the ids read and generated
+    supervised   list<struct<start: int32, end: int32>>   half-open ranges of generated ids
+    sampling     struct<temperature: double, top_p: double, top_k: int32, max_new_tokens: int32>
+    seed         int64
 
-The file's key-value metadata holds under `eagle3` a JSON object of notes: facts about the whole file
-that no row tells, such as why conversations ended. Readers that do not know it skip it.
+The file's key-value metadata holds under `eagle3` a JSON object of notes: facts about the whole
+file that no row has, such as why conversations ended. Readers that do not know it skip it.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.errors import CorruptShard
+from pipeline.errors import CorruptShard, DataError
 from pipeline.records import Sample, Shard, canonical_json
 from pipeline.store.location import Location
-from pipeline.store.shards import read_shard
+from pipeline.store.shards import SHARDS, read_shard
 
 _TEXT_FIELDS = ("prompt_id", "source", "license", "category", "finish_reason", "generator")
-
-
 _NOTES = b"eagle3"
+_FIX = "restore the file, or run `eagle3 synth --force`"
 
 
 def encode_samples(samples: list[Sample], notes: Mapping[str, Any] | None = None) -> bytes:
-    """One Parquet file; equal samples and notes (JSON values) give equal bytes. An empty list is legal."""
+    """One Parquet file, also of no samples; equal samples and notes (JSON) give equal bytes."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-    table = pa.Table.from_pylist(
-        [sample.model_dump(mode="json") for sample in samples], schema=_schema()
-    )
+    rows = [sample.model_dump(mode="json") for sample in samples]
+    table = pa.Table.from_pylist(rows, schema=_schema())
     if notes:
         table = table.replace_schema_metadata({_NOTES: canonical_json(dict(notes)).encode()})
     sink = io.BytesIO()
@@ -51,25 +49,19 @@ def decode_samples(data: bytes, where: str) -> list[Sample]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    fix = "restore the file, or run `eagle3 synth --force`"
     try:
         rows: list[dict[str, Any]] = pq.read_table(io.BytesIO(data)).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise CorruptShard(
-            f"not a readable Parquet file: {' '.join(str(error).split())[:200]}",
-            where=where,
-            fix=fix,
-        ) from None
+        problem = f"not a readable Parquet file: {' '.join(str(error).split())[:200]}"
+        raise CorruptShard(problem, where=where, fix=_FIX) from None
     samples = []
     for index, row in enumerate(rows):
         try:
             samples.append(Sample.model_validate(row))
         except ValidationError as error:
             first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            raise CorruptShard(
-                f"{first['msg']}", where=f"{where}: row {index}, {field}", fix=fix
-            ) from None
+            field = f"row {index}, {'.'.join(str(part) for part in first['loc'])}"
+            raise CorruptShard(first["msg"], where=f"{where}: {field}", fix=_FIX) from None
     return samples
 
 
@@ -83,15 +75,22 @@ def decode_notes(data: bytes, where: str) -> dict[str, Any]:
         notes: dict[str, Any] = json.loads(text)
     except (pa.ArrowException, OSError, ValueError) as error:
         problem = f"its notes cannot be read: {' '.join(str(error).split())[:200]}"
-        raise CorruptShard(
-            problem, where=where, fix="restore the file, or run `eagle3 synth --force`"
-        ) from None
+        raise CorruptShard(problem, where=where, fix=_FIX) from None
     return notes
 
 
 def read_samples(location: Location, shard: Shard) -> list[Sample]:
     """The samples of one shard of the stage at `location`, after checking its bytes."""
-    return decode_samples(read_shard(location, shard), where=f"{location.uri}/shards/{shard.name}")
+    where = location.child(SHARDS).where(shard.name)
+    return decode_samples(read_shard(location, shard), where)
+
+
+def check_supervised(supervised: int, tokens: int, *, where: str, fix: str) -> None:
+    """Raise DataError when no token or every token is supervised: either trains a useless head."""
+    if not 0 < supervised < tokens:
+        extent, percent = ("all", 100) if supervised else ("none", 0)
+        problem = f"{extent} of the {tokens} tokens are supervised ({percent} %)"
+        raise DataError(problem, where=where, fix=fix)
 
 
 def _schema() -> Any:
@@ -99,18 +98,18 @@ def _schema() -> Any:
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     span = pa.struct([("start", pa.int32()), ("end", pa.int32())])
-    sampling = pa.struct(
-        [
-            ("temperature", pa.float64()),
-            ("top_p", pa.float64()),
-            ("top_k", pa.int32()),
-            ("max_new_tokens", pa.int32()),
-        ]
-    )
-    lists = [
-        ("messages", pa.list_(message)),
-        ("token_ids", pa.list_(pa.int32())),
-        ("supervised", pa.list_(span)),
-    ]
-    text = [(name, pa.string()) for name in _TEXT_FIELDS]
-    return pa.schema([*text, *lists, ("sampling", sampling), ("seed", pa.int64())])
+    sampling = {
+        "temperature": pa.float64(),
+        "top_p": pa.float64(),
+        "top_k": pa.int32(),
+        "max_new_tokens": pa.int32(),
+    }
+    fields = {
+        **dict.fromkeys(_TEXT_FIELDS, pa.string()),
+        "messages": pa.list_(message),
+        "token_ids": pa.list_(pa.int32()),
+        "supervised": pa.list_(span),
+        "sampling": pa.struct(sampling),
+        "seed": pa.int64(),
+    }
+    return pa.schema(fields)

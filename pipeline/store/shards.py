@@ -1,7 +1,7 @@
 """One committed file. Data first, then its entry: a file without an entry was never committed.
 
-<stage>/shards/00003.safetensors             the bytes
-<stage>/shards/00003.safetensors.entry.json  the Shard record, the seconds it took, the store's own checksum
+    <stage>/shards/00003.safetensors             the bytes
+    <stage>/shards/00003.safetensors.entry.json  the Shard, its seconds, the store's own checksum
 
 A commit is write → verify → entry; the manifest that lists the shard comes when all are committed:
 
@@ -26,7 +26,8 @@ from pipeline.store.location import Location
 SHARDS = "shards"
 ENTRY = ".entry.json"
 #: Entries that are read at one time; each is one request to a remote store.
-_AT_ONCE = 16
+_CONCURRENT_READS = 16
+_DELETE_ENTRY = "delete it; the shard is then made again"
 
 
 class Entry(NamedTuple):
@@ -42,17 +43,13 @@ def verify_shard(location: Location, shard: Shard) -> None:
 
     Raises CorruptShard with the file and what differs.
     """
-    folder = location.child(SHARDS)
-    if not folder.exists(shard.name):
-        raise _corrupt(location, shard, "the file is missing")
+    folder = _folder_of(location, shard)
     check_shard(location, shard, folder.size(shard.name), f"sha256:{folder.sha256(shard.name)}")
 
 
 def read_shard(location: Location, shard: Shard) -> bytes:
-    """All bytes of one shard of the stage at `location`, verified on the way. Raises CorruptShard."""
-    folder = location.child(SHARDS)
-    if not folder.exists(shard.name):
-        raise _corrupt(location, shard, "the file is missing")
+    """All bytes of one shard of the stage at `location`, verified. Raises CorruptShard."""
+    folder = _folder_of(location, shard)
     data = folder.read(shard.name)
     check_shard(location, shard, len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
     return data
@@ -60,34 +57,28 @@ def read_shard(location: Location, shard: Shard) -> bytes:
 
 def verify_sizes(location: Location, shards: tuple[Shard, ...]) -> None:
     """Check that all shards are there with their sizes, from one listing. Raises CorruptShard."""
-    sizes = location.child(SHARDS).sizes() if shards else {}
+    files = location.child(SHARDS).files() if shards else {}
     for shard in shards:
-        if shard.name not in sizes:
-            raise _corrupt(location, shard, "the file is missing")
-        check_size(location, shard, sizes[shard.name])
+        _check_info(location, shard, files.get(shard.name))
 
 
 def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
-    """As `verify_sizes`, and that the store's own checksums are those that it reported at the commits. Raises CorruptShard."""
+    """As `verify_sizes`, and that the store's own checksums are still those of the commits."""
     folder = location.child(SHARDS)
     files = folder.files() if shards else {}
     for shard in shards:
-        if shard.name not in files:
-            raise _corrupt(location, shard, "the file is missing")
-        check_size(location, shard, files[shard.name].size)
-    recorded = [
-        shard for shard in shards if files[shard.name].checksum and shard.name + ENTRY in files
-    ]
-    for shard, entry in zip(
-        recorded, _read_entries(folder, [shard.name + ENTRY for shard in recorded]), strict=True
-    ):
+        _check_info(location, shard, files.get(shard.name))
+    with_checksum = [shard for shard in shards if files[shard.name].checksum]
+    recorded = [shard for shard in with_checksum if shard.name + ENTRY in files]
+    entries = _read_entries(folder, [shard.name + ENTRY for shard in recorded])
+    for shard, entry in zip(recorded, entries, strict=True):
         now = files[shard.name].checksum
         if entry.shard == shard and entry.stored and entry.stored != now:
             raise _corrupt(location, shard, f"has {now} in the store, {entry.stored} was committed")
 
 
 def stored_checksum(location: Location, shard: Shard) -> str:
-    """What the store reported of this very shard when it was committed; empty where it reported nothing, or the entry is gone."""
+    """What the store reported of this very shard at its commit; empty without report or entry."""
     folder, name = location.child(SHARDS), shard.name + ENTRY
     entry = read_entry(folder, name) if folder.exists(name) else None
     return entry.stored if entry and entry.shard == shard else ""
@@ -104,7 +95,6 @@ def write_shard(
     seconds: float,
 ) -> Shard:
     """Write the file, compare what the store reports of it, then write its entry."""
-    folder = location.child(SHARDS)
     shard = Shard(
         name=name,
         rows=rows,
@@ -113,47 +103,39 @@ def write_shard(
         sha256=hashlib.sha256(data).hexdigest(),
         rejected=dict(sorted(rejected.items())),
     )
+    folder = location.child(SHARDS)
     info = folder.write(name, data)
     check_size(location, shard, info.size)
-    entry = {
-        "shard": shard.model_dump(mode="json"),
-        "seconds": round(seconds, 3),
-        "stored": info.checksum,
-    }
-    folder.write(name + ENTRY, canonical_json(entry).encode())
+    fields = {"shard": shard.model_dump(mode="json"), "seconds": round(seconds, 3)}
+    entry = canonical_json({**fields, "stored": info.checksum})
+    folder.write(name + ENTRY, entry.encode())
     return shard
 
 
-def uncommit(location: Location, name: str) -> None:
+def delete_entry(location: Location, name: str) -> None:
     """Remove the entry of the shard `name`, so that its file may be replaced."""
     location.child(SHARDS).delete(name + ENTRY)
 
 
 def committed(location: Location) -> dict[str, Entry]:
-    """All entries of the stage at `location` whose files match. Raises CorruptShard for one that does not.
+    """All entries of the stage at `location`. Raises CorruptShard for a file that does not match.
 
-    Local files are read and their SHA-256 compared. Where a remote store reports checksums, the one it
-    reports now is compared with the one it reported at the commit, so that resuming reads no shard.
+    Local files are read and their SHA-256 compared. Where a remote store reports checksums, the one
+    it reports now is compared with the one of the commit, so that resuming reads no shard.
     """
     folder = location.child(SHARDS)
     files = folder.files()
     names = [name for name in files if name.endswith(ENTRY)]
     entries = {entry.shard.name: entry for entry in _read_entries(folder, names)}
     for entry in entries.values():
-        _verify_committed(location, entry, files.get(entry.shard.name))
+        info = _check_info(location, entry.shard, files.get(entry.shard.name))
+        if not info.checksum or info.checksum != entry.stored:
+            verify_shard(location, entry.shard)
     return entries
 
 
-def _verify_committed(location: Location, entry: Entry, info: FileInfo | None) -> None:
-    if info is None:
-        raise _corrupt(location, entry.shard, "the file is missing")
-    check_size(location, entry.shard, info.size)
-    if not info.checksum or info.checksum != entry.stored:
-        verify_shard(location, entry.shard)
-
-
 def _read_entries(folder: Location, names: Sequence[str]) -> list[Entry]:
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="entries") as pool:
+    with ThreadPoolExecutor(_CONCURRENT_READS, thread_name_prefix="entries") as pool:
         return list(pool.map(lambda name: read_entry(folder, name), names))
 
 
@@ -161,23 +143,31 @@ def read_entry(folder: Location, name: str) -> Entry:
     """The entry in the file `name` of the shards' directory `folder`. Raises CorruptShard."""
     try:
         fields: dict[str, Any] = json.loads(folder.read(name))
-        entry = Entry(
-            Shard.model_validate(fields["shard"]),
-            float(fields["seconds"]),
-            str(fields.get("stored", "")),
-        )
+        shard, seconds = Shard.model_validate(fields["shard"]), float(fields["seconds"])
+        entry = Entry(shard, seconds, str(fields.get("stored", "")))
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
-        raise CorruptShard(
-            problem, where=folder.where(name), fix="delete it; the shard is then made again"
-        ) from None
-    if entry.shard.name + ENTRY != name:
-        raise CorruptShard(
-            f"is the entry of {entry.shard.name}",
-            where=folder.where(name),
-            fix="delete it; the shard is then made again",
-        )
+        raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY) from None
+    if shard.name + ENTRY != name:
+        problem = f"is the entry of {shard.name}"
+        raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY)
     return entry
+
+
+def _folder_of(location: Location, shard: Shard) -> Location:
+    """The directory of the shards, once `shard` is in it."""
+    folder = location.child(SHARDS)
+    if not folder.exists(shard.name):
+        raise _corrupt(location, shard, "the file is missing")
+    return folder
+
+
+def _check_info(location: Location, shard: Shard, info: FileInfo | None) -> FileInfo:
+    """What a listing knows of `shard`, once it is there with its size."""
+    if info is None:
+        raise _corrupt(location, shard, "the file is missing")
+    check_size(location, shard, info.size)
+    return info
 
 
 def check_size(location: Location, shard: Shard, size: int) -> None:
@@ -189,7 +179,7 @@ def check_size(location: Location, shard: Shard, size: int) -> None:
 def check_shard(
     location: Location, shard: Shard, size: int, checksum: str, expected: str | None = None
 ) -> None:
-    """Compare what was read or stored with what was committed: its SHA-256, or an `expected` checksum. Raises CorruptShard."""
+    """Raises CorruptShard for another size or SHA-256 (or `expected` checksum) than committed."""
     check_size(location, shard, size)
     expected = expected or f"sha256:{shard.sha256}"
     if checksum != expected:
@@ -202,9 +192,6 @@ def _shown(checksum: str) -> str:
 
 
 def _corrupt(location: Location, shard: Shard, problem: str) -> CorruptShard:
-    stage = location.uri.rsplit("/", 1)[-1]
-    return CorruptShard(
-        problem,
-        where=f"{location.uri}/{SHARDS}/{shard.name}",
-        fix=f"restore the file, or make it again with `eagle3 {stage} --force`",
-    )
+    where, stage = f"{location.uri}/{SHARDS}/{shard.name}", location.uri.rsplit("/", 1)[-1]
+    fix = f"restore the file, or make it again with `eagle3 {stage} --force`"
+    return CorruptShard(problem, where=where, fix=fix)

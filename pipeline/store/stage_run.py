@@ -15,7 +15,8 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -27,32 +28,20 @@ from pipeline.records import SCHEMA_VERSION, Manifest, Shard, Stage, TargetContr
 from pipeline.store.location import Location
 from pipeline.store.shards import (
     SHARDS,
-    Entry,
     committed,
-    read_shard,
-    uncommit,
+    delete_entry,
     verify_shard,
     verify_sizes,
     write_shard,
 )
-
-__all__ = [
-    "StageRun",
-    "find_manifest",
-    "open_stage",
-    "read_manifest",
-    "read_shard",
-    "stage_location",
-    "verify_shard",
-]
 
 MANIFEST = "manifest.json"
 BEGIN = "begin.json"
 _SOFTWARE = ("torch", "transformers", "triton", "safetensors", "pyarrow", "numpy", "deepspeed")
 
 
-class Work(NamedTuple):
-    """What decides a stage's output; equal work may be continued, other work never."""
+class StageInputs(NamedTuple):
+    """What decides a stage's output: work on equal inputs is continued, on others never."""
 
     config_hash: str
     parent_hash: str | None
@@ -61,6 +50,11 @@ class Work(NamedTuple):
 def stage_location(run_uri: str, stage: Stage) -> Location:
     """The directory of `stage` in a run."""
     return Location(run_uri).child(stage)
+
+
+def manifest_where(run_uri: str, stage: Stage) -> str:
+    """How messages call the stage's manifest."""
+    return stage_location(run_uri, stage).where(MANIFEST)
 
 
 def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
@@ -75,41 +69,31 @@ def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
     fields = _read_json(location, MANIFEST, stage)
     version = fields.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
-        problem = f"schema_version {version} is newer than the {SCHEMA_VERSION} that eagle3 {__version__} reads"
-        raise StoreError(
-            problem,
-            where=f"{where}: schema_version",
-            fix="upgrade eagle3, or choose another run.uri=…",
-        )
+        readable = f"the {SCHEMA_VERSION} that eagle3 {__version__} reads"
+        problem = f"schema_version {version} is newer than {readable}"
+        fix = "upgrade eagle3, or choose another run.uri=…"
+        raise StoreError(problem, where=f"{where}: schema_version", fix=fix)
     try:
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise CorruptShard(
-            f"not a manifest: {first['msg']}",
-            where=f"{where}: {field}",
-            fix=f"restore the file, or run `eagle3 {stage} --force`",
-        ) from None
+        problem = f"not a manifest: {first['msg']}"
+        raise CorruptShard(problem, where=f"{where}: {field}", fix=_restore(stage)) from None
     if manifest.stage != stage:
-        raise CorruptShard(
-            f"is the manifest of {manifest.stage}",
-            where=f"{where}: stage",
-            fix="restore the run directory as it was written",
-        )
+        problem = f"is the manifest of {manifest.stage}"
+        fix = "restore the run directory as it was written"
+        raise CorruptShard(problem, where=f"{where}: stage", fix=fix)
     return manifest
 
 
 def read_manifest(run_uri: str, stage: Stage) -> Manifest:
-    """The stage's manifest; MissingStage when it is not finished. Raises as `find_manifest` does."""
+    """As `find_manifest`; MissingStage when the stage is not finished."""
     manifest = find_manifest(run_uri, stage)
     if manifest is None:
-        where = stage_location(run_uri, stage).where(MANIFEST)
-        raise MissingStage(
-            f"stage {stage} is not finished",
-            where=where,
-            fix=f"run `eagle3 {stage}` first, with the same run.uri",
-        )
+        problem = f"stage {stage} is not finished"
+        fix = f"run `eagle3 {stage}` first, with the same run.uri"
+        raise MissingStage(problem, where=manifest_where(run_uri, stage), fix=fix)
     return manifest
 
 
@@ -119,15 +103,13 @@ def open_stage(config: RunConfig, stage: Stage, parent: Manifest | None) -> Stag
     Raises StageConflict when the directory holds other work and `run.force` is off, and
     CorruptShard when committed files are not what they were. With `run.force` both are discarded.
     """
-    work = Work(config.section_hash(stage), parent.content_hash if parent else None)
-    location = stage_location(config.run.uri, stage)
     try:
-        return _open(config, stage, work, location, parent)
+        return _open(config, stage, parent)
     except (StageConflict, CorruptShard):
         if not config.run.force:
             raise
-    _discard(location)
-    return _open(config, stage, work, location, parent)
+    _discard(stage_location(config.run.uri, stage))
+    return _open(config, stage, parent)
 
 
 class StageRun:
@@ -137,22 +119,18 @@ class StageRun:
         self,
         location: Location,
         stage: Stage,
-        work: Work,
+        inputs: StageInputs,
         parent_uri: str | None,
-        entries: Mapping[str, Entry],
-        manifest: Manifest | None,
+        *,
+        shards: Iterable[Shard] = (),
+        seconds: float = 0.0,
+        manifest: Manifest | None = None,
     ) -> None:
-        self.location = location
-        self.manifest = manifest
-        self.shards: dict[str, Shard] = {
-            shard.name: shard
-            for shard in (
-                manifest.shards if manifest else (entry.shard for entry in entries.values())
-            )
-        }
-        self._stage, self._work, self._parent_uri = stage, work, parent_uri
-        self._seconds = sum(entry.seconds for entry in entries.values())
-        self._mark = time.monotonic()
+        self.location, self.manifest = location, manifest
+        self.shards = {shard.name: shard for shard in shards}
+        self._stage, self._inputs, self._parent_uri = stage, inputs, parent_uri
+        self._seconds = seconds
+        self._counted_until = time.monotonic()
         self._lock = threading.Lock()
 
     def commit(
@@ -166,22 +144,16 @@ class StageRun:
     ) -> Shard:
         """Store one shard for good: data, size and checksum compared, entry. Zero rows are legal.
 
-        Shards may be committed in any order and from several threads; the manifest lists them by name.
-        A shard that was committed before with other bytes loses its entry first: a kill in between leaves an orphan,
-        not an entry that its file contradicts.
+        Shards may be committed in any order and from several threads; the manifest lists them by
+        name. A shard that was committed before with other bytes loses its entry first: a kill in
+        between leaves an orphan, not an entry that its file contradicts.
         """
         assert self.manifest is None, "the stage is finished"
         if name in self.shards:
-            uncommit(self.location, name)
-        seconds = self._lap()
+            delete_entry(self.location, name)
+        counts, seconds = dict(rejected or {}), self._count_seconds()
         shard = write_shard(
-            self.location,
-            name,
-            data,
-            rows=rows,
-            tokens=tokens,
-            rejected=dict(rejected or {}),
-            seconds=seconds,
+            self.location, name, data, rows=rows, tokens=tokens, rejected=counts, seconds=seconds
         )
         with self._lock:
             self.shards[name] = shard
@@ -196,18 +168,18 @@ class StageRun:
         details: Mapping[str, Any] | None = None,
         rejected_extra: Mapping[str, int] | None = None,
     ) -> Manifest:
-        """Write the manifest. `rejected_extra` counts records that were left out before any shard."""
+        """Write the manifest. `rejected_extra` counts what was left out before any shard."""
         assert self.manifest is None, "the stage is finished"
         shards = tuple(self.shards[name] for name in sorted(self.shards))
         rejected: Counter[str] = Counter(rejected_extra or {})
         for shard in shards:
             rejected.update(shard.rejected)
-        self._lap()
+        self._count_seconds()
         manifest = Manifest(
             stage=self._stage,
-            config_hash=self._work.config_hash,
+            config_hash=self._inputs.config_hash,
             parent_uri=self._parent_uri,
-            parent_hash=self._work.parent_hash,
+            parent_hash=self._inputs.parent_hash,
             contract=contract,
             shards=shards,
             rejected=dict(sorted(rejected.items())),
@@ -217,118 +189,99 @@ class StageRun:
             software=_software(),
             wall_seconds=round(self._seconds, 3),
         )
-        text = json.dumps(
-            manifest.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False
-        )
+        fields = manifest.model_dump(mode="json")
+        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
         self.location.write(MANIFEST, text.encode() + b"\n")
         self.manifest = manifest
         return manifest
 
-    def _lap(self) -> float:
-        """Seconds since the last lap, which are added to the stage's."""
+    def _count_seconds(self) -> float:
+        """Seconds since the last call, which are added to the stage's."""
         with self._lock:
             now = time.monotonic()
-            passed, self._mark = now - self._mark, now
-            self._seconds += passed
-        return passed
+            seconds, self._counted_until = now - self._counted_until, now
+            self._seconds += seconds
+        return seconds
 
 
-def _open(
-    config: RunConfig, stage: Stage, work: Work, location: Location, parent: Manifest | None
-) -> StageRun:
+def _open(config: RunConfig, stage: Stage, parent: Manifest | None) -> StageRun:
+    inputs = StageInputs(config.section_hash(stage), parent.content_hash if parent else None)
+    location = stage_location(config.run.uri, stage)
     parent_uri = stage_location(config.run.uri, parent.stage).uri if parent else None
-    _sweep(location)
-    manifest = find_manifest(config.run.uri, stage)
-    if manifest:
-        _refuse_other_work(
-            location, Work(manifest.config_hash, manifest.parent_hash), work, "finished"
-        )
-        _verify_finished(location, manifest, thorough=config.run.force)
-        return StageRun(location, stage, work, parent_uri, {}, manifest)
-    begun = _read_begin(location, stage)
-    if begun:
-        _refuse_other_work(location, begun, work, "begun")
-        return StageRun(location, stage, work, parent_uri, committed(location), None)
-    # Shards without begin.json are what an interrupted --force left; nobody can tell whose they are.
-    location.child(SHARDS).delete_tree()
-    location.write(
-        BEGIN,
-        canonical_json(
-            {"stage": stage, "schema_version": SCHEMA_VERSION, **work._asdict()}
-        ).encode(),
-    )
-    return StageRun(location, stage, work, parent_uri, {}, None)
-
-
-def _sweep(location: Location) -> None:
     location.sweep()
     location.child(SHARDS).sweep()
-
-
-def _verify_finished(location: Location, manifest: Manifest, *, thorough: bool) -> None:
-    """Sizes are one listing and are checked always; checksums read every byte, when `--force` asks for sound output."""
-    verify_sizes(location, manifest.shards)
-    if thorough:
-        for shard in manifest.shards:
+    manifest = find_manifest(config.run.uri, stage)
+    if manifest:
+        finished = StageInputs(manifest.config_hash, manifest.parent_hash)
+        _refuse_other_inputs(location, finished, inputs, "finished")
+        verify_sizes(location, manifest.shards)  # from one listing
+        for shard in manifest.shards if config.run.force else ():  # reads every byte
             verify_shard(location, shard)
+        shards = manifest.shards
+        return StageRun(location, stage, inputs, parent_uri, shards=shards, manifest=manifest)
+    begun = _read_begin(location, stage)
+    if begun:
+        _refuse_other_inputs(location, begun, inputs, "begun")
+        entries = committed(location).values()
+        kept, seconds = [entry.shard for entry in entries], sum(entry.seconds for entry in entries)
+        return StageRun(location, stage, inputs, parent_uri, shards=kept, seconds=seconds)
+    # Shards without begin.json are left by an interrupted --force; nobody can tell whose they are.
+    location.child(SHARDS).delete_tree()
+    begin = {"stage": stage, "schema_version": SCHEMA_VERSION, **inputs._asdict()}
+    location.write(BEGIN, canonical_json(begin).encode())
+    return StageRun(location, stage, inputs, parent_uri)
 
 
-def _refuse_other_work(location: Location, old: Work, new: Work, state: str) -> None:
-    if old == new:
+def _refuse_other_inputs(
+    location: Location, old: StageInputs, new: StageInputs, state: str
+) -> None:
+    """Raises StageConflict, which names what differs with both hashes."""
+    pairs = zip(("config", "parent"), old, new, strict=True)
+    changes = {name: f"{_short(was)} → {_short(now)}" for name, was, now in pairs if was != now}
+    if not changes:
         return
-    names = {"config_hash": "config", "parent_hash": "parent"}
-    changes = [
-        f"{names[field]} {_short(was)} → {_short(now)}"
-        for field, was, now in zip(Work._fields, old, new, strict=True)
-        if was != now
-    ]
-    problem = f"holds {state} work for another {' and '.join(change.split()[0] for change in changes)}: {', '.join(changes)}"
-    raise StageConflict(
-        problem,
-        where=location.uri,
-        fix="pass --force to discard that work, or keep it and choose another run.uri=…",
-    )
+    hashes = ", ".join(f"{name} {change}" for name, change in changes.items())
+    problem = f"holds {state} work for another {' and '.join(changes)}: {hashes}"
+    fix = "pass --force to discard that work, or keep it and choose another run.uri=…"
+    raise StageConflict(problem, where=location.uri, fix=fix)
 
 
 def _short(value: str | None) -> str:
     return value[:16] if value else "none"
 
 
-def _read_begin(location: Location, stage: Stage) -> Work | None:
+def _read_begin(location: Location, stage: Stage) -> StageInputs | None:
     if not location.exists(BEGIN):
         return None
     fields = _read_json(location, BEGIN, stage)
     try:
-        return Work(str(fields["config_hash"]), fields["parent_hash"])
+        return StageInputs(str(fields["config_hash"]), fields["parent_hash"])
     except KeyError as error:
-        raise CorruptShard(
-            "not a begin record",
-            where=f"{location.where(BEGIN)}: {error.args[0]}",
-            fix=f"run `eagle3 {stage} --force`",
-        ) from None
+        where = f"{location.where(BEGIN)}: {error.args[0]}"
+        fix = f"run `eagle3 {stage} --force`"
+        raise CorruptShard("not a begin record", where=where, fix=fix) from None
 
 
 def _read_json(location: Location, name: str, stage: Stage) -> dict[str, Any]:
+    where = location.where(name)
     try:
         fields = json.loads(location.read(name))
     except ValueError as error:
-        raise CorruptShard(
-            f"not JSON: {error}",
-            where=location.where(name),
-            fix=f"restore the file, or run `eagle3 {stage} --force`",
-        ) from None
+        raise CorruptShard(f"not JSON: {error}", where=where, fix=_restore(stage)) from None
     if not isinstance(fields, dict):
-        raise CorruptShard(
-            "not a JSON object",
-            where=location.where(name),
-            fix=f"restore the file, or run `eagle3 {stage} --force`",
-        )
+        raise CorruptShard("not a JSON object", where=where, fix=_restore(stage))
     return fields
 
 
+def _restore(stage: Stage) -> str:
+    return f"restore the file, or run `eagle3 {stage} --force`"
+
+
 def _discard(location: Location) -> None:
-    """Empty the directory so that a kill in between never looks complete and never mixes two works:
-    the manifest goes first, begin.json — which says whose the rest is — last."""
+    """Empty the directory so that a kill in between never looks complete and never mixes inputs.
+
+    The manifest goes first, begin.json — which says whose the rest is — last.
+    """
     location.delete(MANIFEST)
     for folder in location.subdirectories():
         location.child(folder).delete_tree()
@@ -341,8 +294,6 @@ def _discard(location: Location) -> None:
 def _software() -> dict[str, str]:
     versions = {"eagle3": __version__, "python": platform.python_version()}
     for package in _SOFTWARE:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions

@@ -1,8 +1,9 @@
 """`eagle3 verify`: every byte of a run, and how its stages hang together.
 
-Of each shard: present, size, SHA-256, readable as what it is, with the rows, tokens and width that its
-manifest promises. Of the chain: schema versions, the same contract throughout, and that each stage was
-made from the parent that stands beside it. All problems are collected; none stops the rest.
+Of each shard: present, size, SHA-256, readable as what it is, with the rows, tokens and width that
+its manifest promises. Of the chain: schema versions, the same contract throughout, and that each
+stage was made from the parent that stands beside it. All problems are collected; none stops the
+rest.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from pipeline.store.samples import decode_samples
 from pipeline.store.shards import ENTRY, SHARDS, read_entry, verify_shard
 from pipeline.store.stage_run import BEGIN, MANIFEST, find_manifest, stage_location
 
-PARENTS: dict[Stage, Stage] = {"features": "synth", "train": "features", "eval": "train"}
+_PARENTS: dict[Stage, Stage] = {"features": "synth", "train": "features", "eval": "train"}
 #: Where training puts a copy of its shards for the tools that load heads.
 _HEAD = "head"
 
 
-class Verified(NamedTuple):
-    """What was found. `problems` is empty for a sound run."""
+class RunCheck(NamedTuple):
+    """The outcome for a run. `problems` is empty for a sound one."""
 
     problems: tuple[str, ...]  # one line each, as error messages are
     finished: tuple[Stage, ...]
@@ -38,13 +39,12 @@ class Verified(NamedTuple):
     bytes: int
 
 
-class _Found:
-    """What a stage has on storage, as far as it can be read."""
+class _StageCheck:
+    """A stage as far as it can be read, and its problems so far."""
 
     def __init__(self, run_uri: str, stage: Stage) -> None:
         self.stage, self.location = stage, stage_location(run_uri, stage)
         self.manifest: Manifest | None = None
-        self.shards: tuple[Shard, ...] = ()
         self.problems: list[str] = []
         with self.collecting():
             self.manifest = find_manifest(run_uri, stage)
@@ -68,42 +68,42 @@ class _Found:
                     yield read_entry(folder, name).shard
 
 
-def verify_run(run_uri: str) -> Verified:
+def verify_run(run_uri: str) -> RunCheck:
     """Check all of the run at `run_uri`. Raises MissingStage when there is nothing of a run."""
-    stages = [_Found(run_uri, stage) for stage in STAGES]
-    stages = [found for found in stages if found.manifest or found.is_begun or found.problems]
-    if not stages:
-        raise MissingStage(
-            "holds no stage of a run",
-            where=run_uri,
-            fix="pass the run.uri of a run, the directory above synth, features, train and eval",
-        )
-    size = sum(shard.bytes for found in stages for shard in found.shards)
+    checks = [_StageCheck(run_uri, stage) for stage in STAGES]
+    checks = [check for check in checks if check.manifest or check.is_begun or check.problems]
+    if not checks:
+        fix = "pass the run.uri of a run, the directory above synth, features, train and eval"
+        raise MissingStage("holds no stage of a run", where=run_uri, fix=fix)
+    size = sum(shard.bytes for check in checks for shard in check.shards)
     with progress_bar("verify", unit="bytes", total=size) as bar:
-        for found in stages:
-            _verify_shards(found, bar)
-    _verify_chain({found.stage: found for found in stages})
-    return Verified(
-        problems=tuple(problem for found in stages for problem in found.problems),
-        finished=tuple(found.stage for found in stages if found.manifest),
-        begun=tuple(found.stage for found in stages if found.is_begun),
-        shards=sum(len(found.shards) for found in stages),
+        for check in checks:
+            _verify_shards(check, bar)
+    _verify_chain({check.stage: check for check in checks})
+    return RunCheck(
+        problems=tuple(problem for check in checks for problem in check.problems),
+        finished=tuple(check.stage for check in checks if check.manifest),
+        begun=tuple(check.stage for check in checks if check.is_begun),
+        shards=sum(len(check.shards) for check in checks),
         bytes=size,
     )
 
 
-def _verify_shards(found: _Found, bar: ProgressBar) -> None:
-    for shard in found.shards:
-        with found.collecting(), _held(found.location, shard) as held:
-            _verify_content(found, shard, held)
-            if found.stage == "train" and found.manifest:
-                _verify_head(found.location.child(_HEAD), shard)
-        bar.advance(shard.bytes, note=f"{found.stage}/{shard.name}")
+def _verify_shards(check: _StageCheck, bar: ProgressBar) -> None:
+    for shard in check.shards:
+        with check.collecting(), _local_stage(check.location, shard) as local:
+            _verify_content(check, shard, local)
+            if check.stage == "train" and check.manifest:
+                _verify_head(check.location.child(_HEAD), shard)
+        bar.advance(shard.bytes, note=f"{check.stage}/{shard.name}")
 
 
 @contextmanager
-def _held(location: Location, shard: Shard) -> Iterator[Location]:
-    """A local stage directory that holds the shard's bytes, whose checksum is right. Messages name the shard where it came from."""
+def _local_stage(location: Location, shard: Shard) -> Iterator[Location]:
+    """A local stage directory that holds the shard's bytes, whose checksum is right.
+
+    Messages name the shard where it came from.
+    """
     if location.is_local:
         verify_shard(location, shard)
         yield location
@@ -113,17 +113,16 @@ def _held(location: Location, shard: Shard) -> Iterator[Location]:
         try:
             yield Location(scratch)
         except Eagle3Error as error:
-            raise type(error)(
-                error.problem, where=error.where.replace(scratch, location.uri), fix=error.fix
-            ) from error
+            where = error.where.replace(scratch, location.uri)
+            raise type(error)(error.problem, where=where, fix=error.fix) from error
 
 
-def _verify_content(found: _Found, shard: Shard, held: Location) -> None:
-    """That the file is what its name says, and holds what the manifest says. Raises CorruptShard."""
-    if found.stage == "features":
-        _verify_states(found, shard, held)
+def _verify_content(check: _StageCheck, shard: Shard, local: Location) -> None:
+    """That the file is what its name says, with what the manifest says. Raises CorruptShard."""
+    if check.stage == "features":
+        _verify_states(check, shard, local)
         return
-    path = held.child(SHARDS).local_path(shard.name)
+    path = local.child(SHARDS).local_path(shard.name)
     where = str(path)
     if path.suffix == ".parquet":
         _expect_equal(len(decode_samples(path.read_bytes(), where)), shard.rows, "rows", where)
@@ -136,19 +135,17 @@ def _verify_content(found: _Found, shard: Shard, held: Location) -> None:
             raise _corrupt(f"not JSON: {error}", where) from None
 
 
-def _verify_states(found: _Found, shard: Shard, held: Location) -> None:
+def _verify_states(check: _StageCheck, shard: Shard, local: Location) -> None:
     from pipeline.store.states import StatesReader
 
-    reader = StatesReader(held, shard)
-    where = held.child(SHARDS).where(shard.name)
+    reader = StatesReader(local, shard)
+    where = local.child(SHARDS).where(shard.name)
     _expect_equal(len(reader), shard.rows, "samples", where)
     _expect_equal(sum(reader.lengths), shard.tokens, "tokens", where)
-    expected = found.manifest.contract.hidden_size if found.manifest else reader.hidden_size
+    expected = check.manifest.contract.hidden_size if check.manifest else reader.hidden_size
     if reader.hidden_size != expected:
-        raise _corrupt(
-            f"holds states of hidden_size {reader.hidden_size}, the target of the manifest's contract has {expected}",
-            where,
-        )
+        problem = f"holds states of hidden_size {reader.hidden_size}"
+        raise _corrupt(f"{problem}, the target of the manifest's contract has {expected}", where)
     for index in range(len(reader)):
         reader.sample(index, decode=False)
 
@@ -160,66 +157,53 @@ def _verify_safetensors(path: Path, where: str) -> None:
         with safe_open(path, framework="numpy") as tensors:
             tensors.keys()
     except (SafetensorError, OSError) as error:
-        raise _corrupt(
-            f"not a safetensors file: {' '.join(str(error).split())[:200]}", where
-        ) from None
+        problem = f"not a safetensors file: {' '.join(str(error).split())[:200]}"
+        raise _corrupt(problem, where) from None
 
 
 def _verify_head(folder: Location, shard: Shard) -> None:
     """The head that tools load must be the one that was committed."""
     if not folder.exists(shard.name) or folder.sha256(shard.name) != shard.sha256:
-        raise CorruptShard(
-            "is not the committed file",
-            where=folder.where(shard.name),
-            fix="run `eagle3 train` again; it restores the file",
-        )
+        where, fix = folder.where(shard.name), "run `eagle3 train` again; it restores the file"
+        raise CorruptShard("is not the committed file", where=where, fix=fix)
 
 
-def _verify_chain(stages: dict[Stage, _Found]) -> None:
+def _verify_chain(checks: dict[Stage, _StageCheck]) -> None:
     """One contract throughout, and each finished stage's parent beside it."""
     first: Manifest | None = None
-    for stage, found in stages.items():
-        manifest = found.manifest
+    for stage, check in checks.items():
+        manifest = check.manifest
         if manifest is None:
             continue
-        where = found.location.where(MANIFEST)
-        if (
-            first and manifest.parent_hash
-        ):  # a head of another run, evaluated here, may be of another target
-            with found.collecting():
+        where = check.location.where(MANIFEST)
+        # Without a parent it is a head of another run, evaluated here, maybe of another target.
+        if first and manifest.parent_hash:
+            with check.collecting():
                 match_contracts(first.contract, manifest.contract, where=where)
         first = first or manifest
-        parent = PARENTS.get(stage)
+        parent = _PARENTS.get(stage)
         if parent and manifest.parent_hash:
-            before = stages[parent].manifest if parent in stages else None
-            with found.collecting():
+            before = checks[parent].manifest if parent in checks else None
+            with check.collecting():
                 _verify_parent(manifest.parent_hash, before, parent, where)
 
 
 def _verify_parent(expected: str, before: Manifest | None, parent: Stage, where: str) -> None:
+    where = f"{where}: parent_hash"
     if before is None:
-        raise MissingStage(
-            f"was made from {parent}, which has no readable manifest here",
-            where=f"{where}: parent_hash",
-            fix=f"restore {parent}'s directory",
-        )
+        problem = f"was made from {parent}, which has no readable manifest here"
+        raise MissingStage(problem, where=where, fix=f"restore {parent}'s directory")
     if before.content_hash != expected:
-        problem = (
-            f"was made from {parent} {expected[:16]}…, which is now {before.content_hash[:16]}…"
-        )
-        raise CorruptShard(
-            problem,
-            where=f"{where}: parent_hash",
-            fix=f"restore {parent}'s directory, or run the stage again with --force",
-        )
+        hashes = f"{expected[:16]}…, which is now {before.content_hash[:16]}…"
+        fix = f"restore {parent}'s directory, or run the stage again with --force"
+        raise CorruptShard(f"was made from {parent} {hashes}", where=where, fix=fix)
 
 
-def _expect_equal(found: int, promised: int, what: str, where: str) -> None:
-    if found != promised:
-        raise _corrupt(f"holds {found} {what}, {promised} were committed", where)
+def _expect_equal(actual: int, promised: int, what: str, where: str) -> None:
+    if actual != promised:
+        raise _corrupt(f"holds {actual} {what}, {promised} were committed", where)
 
 
 def _corrupt(problem: str, where: str) -> CorruptShard:
-    return CorruptShard(
-        problem, where=where, fix="restore the file, or run the stage that wrote it with --force"
-    )
+    fix = "restore the file, or run the stage that wrote it with --force"
+    return CorruptShard(problem, where=where, fix=fix)

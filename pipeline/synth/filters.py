@@ -30,8 +30,8 @@ _DISTINCT_WORDS = 5  # alphabetic ones; rows of digits or table borders overlap 
 def license_gate(allowed: Sequence[str]) -> Step:
     """Only licences on the list, and never a source whose terms forbid competing models.
 
-    SPDX ids are compared without regard to case. Of `A OR B` one must be allowed, of `A AND B` both;
-    an expression with brackets is not taken apart, so it must be on the list as it stands.
+    SPDX ids are compared without regard to case. Of `A OR B` one must be allowed, of `A AND B`
+    both; an expression with brackets is not taken apart: it must be on the list as it stands.
     """
     known = {license.lower() for license in allowed}
 
@@ -67,18 +67,17 @@ def first_of_its_kind() -> Step:
 
 
 def decontaminate(excluded: Iterable[Prompt]) -> Step:
-    """Drops prompts one of whose turns equals, contains or overlaps a turn of an excluded prompt."""
-    words = [normalised(turn).split() for prompt in excluded for turn in prompt.turns]
-    whole = {tuple(turn) for turn in words if turn}
-    grams = {gram for turn in words for gram in _telling_grams(turn)}
+    """Drops prompts with a turn that equals, contains or overlaps one of an excluded prompt."""
+    turns = [normalised(turn).split() for prompt in excluded for turn in prompt.turns]
+    whole = {tuple(turn) for turn in turns if turn}
+    grams = {gram for turn in turns for gram in _distinctive_grams(turn)}
     sizes = sorted({len(gram) for gram in grams})
 
     def step(prompt: Prompt) -> str | None:
         for turn in prompt.turns:
-            found = normalised(turn).split()
-            if tuple(found) in whole or any(
-                gram in grams for size in sizes for gram in _windows(found, size)
-            ):
+            words = normalised(turn).split()
+            overlaps = (gram in grams for size in sizes for gram in _windows(words, size))
+            if tuple(words) in whole or any(overlaps):
                 return "contaminated"
         return None
 
@@ -90,7 +89,7 @@ def normalised(text: str) -> str:
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower()))
 
 
-def _telling_grams(turn: list[str]) -> Iterator[tuple[str, ...]]:
+def _distinctive_grams(turn: list[str]) -> Iterator[tuple[str, ...]]:
     """Word sequences whose appearance elsewhere is no coincidence."""
     if len(turn) < _SHORTEST_WHOLE:
         return

@@ -1,7 +1,7 @@
 """Quality, as named steps: each looks at one record and gives a reason to leave it out, or None.
 
-    prompts     short  long  language:<code>  repetition  near_duplicate
-    responses   reply_repetition  refusal
+    prompts   short  long  language:<code>  repetition  near_duplicate
+    replies   reply_repetition  refusal
 
 `synth.quality` switches them; what is not switched on is not built. Every reason is counted.
 """
@@ -17,30 +17,39 @@ from pipeline.config import QualitySection
 from pipeline.errors import MissingPackage
 from pipeline.records import Prompt, Sample
 
-Record = TypeVar("Record", Prompt, Sample)
+PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
 
-_REPEATED_WORDS = (
-    8  # a row of so many words that comes again is a repetition; shorter ones are style
-)
+#: A row of so many words that comes again is a repetition; shorter ones are style.
+_REPEATED_WORDS = 8
 _SHINGLE = 5  # words of one feature for near-duplicates
 _NO_LANGUAGE = "zxx"  # ISO 639's code for text in none, such as a program
 _PERMUTATIONS = 128  # of a MinHash: similarity is estimated to about 1/sqrt(128) = 0.09
 
 #: How replies begin that decline, in the words of today's assistants.
-_REGRET = r"(?:(?:i[\'\u2019]?m|i am) (?:really |very |truly )?sorry|(?:my )?apologies|i apologi[sz]e|unfortunately|as an ai(?: language model| assistant)?)?"
-_CANNOT = r"(?:can(?:no|[\'\u2019])t|can not|am unable to|unable to|not able to|won[\'\u2019]t|will not|do not feel comfortable|must decline|have to decline)"
-_DOING = r"(?:assist|help|provide|fulfil+|comply|engage|continue|create|generate|answer|do that|support|write|share|offer)"
+_REGRET = (
+    r"(?:(?:i[\'\u2019]?m|i am) (?:really |very |truly )?sorry|(?:my )?apologies|i apologi[sz]e"
+    r"|unfortunately|as an ai(?: language model| assistant)?)?"
+)
+_CANNOT = (
+    r"(?:can(?:no|[\'\u2019])t|can not|am unable to|unable to|not able to|won[\'\u2019]t|will not"
+    r"|do not feel comfortable|must decline|have to decline)"
+)
+_DOING = (
+    r"(?:assist|help|provide|fulfil+|comply|engage|continue|create|generate|answer|do that|support"
+    r"|write|share|offer)"
+)
+_SUBJECT = r"(?:but )?(?:that )?(?:i[\'\u2019]?m|i am|i)?"
 _REFUSAL = re.compile(
-    rf"\W*{_REGRET}[\s,.!\-\u2014]*(?:but )?(?:that )?(?:i[\'\u2019]?m|i am|i)?\s*{_CANNOT}\b[^.\n]{{0,40}}?\b{_DOING}",
+    rf"\W*{_REGRET}[\s,.!\-\u2014]*{_SUBJECT}\s*{_CANNOT}\b[^.\n]{{0,40}}?\b{_DOING}",
     re.IGNORECASE,
 )
 
 
 def apply_steps(
-    records: Iterable[Record], steps: Sequence[Callable[[Record], str | None]]
-) -> tuple[list[Record], Counter[str]]:
+    records: Iterable[PromptOrSample], steps: Sequence[Callable[[PromptOrSample], str | None]]
+) -> tuple[list[PromptOrSample], Counter[str]]:
     """Records that pass all steps, and the others counted by the first reason that a step gave."""
-    kept: list[Record] = []
+    kept: list[PromptOrSample] = []
     rejected: Counter[str] = Counter()
     for record in records:
         reason = next((reason for step in steps if (reason := step(record))), None)
@@ -73,6 +82,11 @@ def reply_steps(section: QualitySection) -> list[Callable[[Sample], str | None]]
     return steps
 
 
+def replies(sample: Sample) -> Iterator[str]:
+    """What the target replied, turn by turn."""
+    return (message.content for message in sample.messages if message.role == "assistant")
+
+
 def length(shortest: int, longest: int | None) -> Callable[[Prompt], str | None]:
     """Characters over all turns, blanks at the ends not counted."""
 
@@ -87,23 +101,27 @@ def length(shortest: int, longest: int | None) -> Callable[[Prompt], str | None]
 
 def prompt_repetition(most: float) -> Callable[[Prompt], str | None]:
     """Prompts that say the same over and over."""
-    return lambda prompt: (
-        "repetition" if any(repeated_share(turn) > most for turn in prompt.turns) else None
-    )
+
+    def step(prompt: Prompt) -> str | None:
+        repeats = any(repeated_share(turn) > most for turn in prompt.turns)
+        return "repetition" if repeats else None
+
+    return step
 
 
 def reply_repetition(most: float) -> Callable[[Sample], str | None]:
     """Replies that fell into a loop."""
-    return lambda sample: (
-        "reply_repetition"
-        if any(repeated_share(reply) > most for reply in _replies(sample))
-        else None
-    )
+
+    def step(sample: Sample) -> str | None:
+        repeats = any(repeated_share(reply) > most for reply in replies(sample))
+        return "reply_repetition" if repeats else None
+
+    return step
 
 
 def refusal(sample: Sample) -> str | None:
-    """Replies that decline instead of answering."""
-    return "refusal" if any(_REFUSAL.match(reply) for reply in _replies(sample)) else None
+    """Replies that decline what was asked."""
+    return "refusal" if any(_REFUSAL.match(reply) for reply in replies(sample)) else None
 
 
 def repeated_share(text: str) -> float:
@@ -128,43 +146,36 @@ def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | Non
     try:
         from py3langid import classify  # type: ignore[import-untyped]
     except ImportError:
-        raise MissingPackage(
-            "needs the pip package py3langid",
-            where="synth.quality.languages",
-            fix="pip install py3langid",
-        ) from None
+        raise _missing("py3langid", "synth.quality.languages") from None
     known = {code.lower() for code in kept}
 
     def step(prompt: Prompt) -> str | None:
         text = "\n".join(prompt.turns)
         if len(text) < shortest:
             return None
-        found = str(classify(text)[0])
-        return None if found in known or found == _NO_LANGUAGE else f"language:{found}"
+        code = str(classify(text)[0])
+        return None if code in known or code == _NO_LANGUAGE else f"language:{code}"
 
     return step
 
 
 def near_duplicates(similarity: float) -> Callable[[Prompt], str | None]:
-    """Prompts whose word 5-grams mostly occur in one earlier prompt; MinHash with locality-sensitive hashing (Broder 1997).
+    """Prompts whose word 5-grams mostly occur in one earlier prompt.
 
-    Remembers every prompt that it has passed, about 3 KB each. Raises MissingPackage without datasketch.
+    MinHash with locality-sensitive hashing (Broder 1997). Remembers every prompt that it has
+    passed, about 3 KB each. Raises MissingPackage without datasketch.
     """
     try:
         from datasketch import MinHashLSH  # type: ignore[import-untyped]
     except ImportError:
-        raise MissingPackage(
-            "needs the pip package datasketch",
-            where="synth.quality.near_duplicates",
-            fix="pip install datasketch",
-        ) from None
+        raise _missing("datasketch", "synth.quality.near_duplicates") from None
     index = MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS)
     passed: list[Any] = []
 
     def step(prompt: Prompt) -> str | None:
         sketch = _sketch(prompt)
         # The index proposes; the sketches themselves decide.
-        if any(passed[number].jaccard(sketch) >= similarity for number in index.query(sketch)):
+        if any(passed[key].jaccard(sketch) >= similarity for key in index.query(sketch)):
             return "near_duplicate"
         index.insert(len(passed), sketch)
         passed.append(sketch)
@@ -177,9 +188,8 @@ def _sketch(prompt: Prompt) -> Any:
     from datasketch import LeanMinHash, MinHash
 
     sketch = MinHash(num_perm=_PERMUTATIONS, seed=1)
-    sketch.update_batch(
-        sorted({shingle.encode() for turn in prompt.turns for shingle in _shingles(turn)})
-    )
+    shingles = {shingle.encode() for turn in prompt.turns for shingle in _shingles(turn)}
+    sketch.update_batch(sorted(shingles))
     return LeanMinHash(sketch)
 
 
@@ -189,5 +199,6 @@ def _shingles(text: str) -> Iterator[str]:
         yield " ".join(words[start : start + _SHINGLE])
 
 
-def _replies(sample: Sample) -> Iterator[str]:
-    return (message.content for message in sample.messages if message.role == "assistant")
+def _missing(package: str, where: str) -> MissingPackage:
+    problem, fix = f"needs the pip package {package}", f"pip install {package}"
+    return MissingPackage(problem, where=where, fix=fix)

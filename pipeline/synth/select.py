@@ -21,17 +21,16 @@ class Selection:
     rejected: dict[str, int]  # the others, by reason
 
     def shards(self, size: int) -> dict[str, tuple[Prompt, ...]]:
-        """File name → its prompts. The name carries a digest of them, so a shard made from other prompts is told apart."""
+        """File name → its prompts. The name carries their digest: other prompts, another name."""
         cuts = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
-        return {f"{index:05d}-{_fingerprint(cut)}.parquet": cut for index, cut in enumerate(cuts)}
+        return {f"{index:05d}-{_digest(cut)}.parquet": cut for index, cut in enumerate(cuts)}
 
 
 def synth_section(config: RunConfig) -> SynthSection:
     """The section that this stage needs; ConfigError without one."""
     if config.synth is None:
-        raise ConfigError(
-            "required but not set", where="config: synth", fix="add a synth section with `sources`"
-        )
+        fix = "add a synth section with `sources`"
+        raise ConfigError("required but not set", where="config: synth", fix=fix)
     return config.synth
 
 
@@ -45,27 +44,21 @@ def select_prompts(config: RunConfig) -> Selection:
         rejected["max_prompts"] = len(passed) - len(drawn)
     if not drawn:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
+        problem = f"none of {len(loaded)} prompts is left after the filters ({reasons})"
         fix = "add sources, set their `license`, or widen synth.allowed_licenses"
-        raise DataError(
-            f"none of {len(loaded)} prompts is left after the filters ({reasons})",
-            where="synth.sources",
-            fix=fix,
-        )
+        raise DataError(problem, where="synth.sources", fix=fix)
     assert len(loaded) == len(drawn) + rejected.total()
     return Selection(len(loaded), tuple(drawn), dict(rejected))
 
 
 def _steps(section: SynthSection, seed: int) -> list[Step]:
     """Every filter that needs no model, in the order in which it may claim a prompt."""
-    repeated = [first_of_its_kind()] if section.quality.duplicates else []
+    steps: list[Step] = [license_gate(section.allowed_licenses)]
+    if section.quality.duplicates:
+        steps.append(first_of_its_kind())
     excluded = load_prompts(section.exclude, seed=seed)
-    return [
-        license_gate(section.allowed_licenses),
-        *repeated,
-        *prompt_steps(section.quality),
-        decontaminate(excluded),
-    ]
+    return [*steps, *prompt_steps(section.quality), decontaminate(excluded)]
 
 
-def _fingerprint(prompts: tuple[Prompt, ...]) -> str:
+def _digest(prompts: tuple[Prompt, ...]) -> str:
     return digest([prompt.model_dump(mode="json") for prompt in prompts])[:8]

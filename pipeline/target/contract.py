@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from pipeline.config import TargetSection
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract, digest
 from pipeline.target.resolve import ResolvedTarget, content_fingerprint
+from pipeline.target.weights import TargetWeights
 
 
 def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetContract:
@@ -23,17 +23,15 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
     try:
         config: Any = AutoConfig.from_pretrained(directory).get_text_config()
     except (ValueError, OSError, KeyError) as error:
-        raise TargetError(
-            f"config.json cannot be read: {str(error).splitlines()[0]}",
-            where=where,
-            fix="use a causal language model that transformers knows",
-        ) from error
-    weights = sorted(directory.glob("*.safetensors"))
+        problem = f"config.json cannot be read: {str(error).splitlines()[0]}"
+        fix = "use a causal language model that transformers knows"
+        raise TargetError(problem, where=where, fix=fix) from error
+    files = sorted(directory.glob("*.safetensors"))
     tied = bool(getattr(config, "tie_word_embeddings", False))
     return TargetContract(
         source=resolved.source,
         revision=resolved.revision,
-        fingerprint=digest([[path.name, content_fingerprint(path)] for path in weights]),
+        fingerprint=digest([[path.name, content_fingerprint(path)] for path in files]),
         dtype=target.dtype,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -43,7 +41,7 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         tokenizer_hash=_tokenizer_hash(directory, where),
         chat_template_hash=_template_hash(directory),
         chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
-        parameters=sum(_count(path, skip_head=tied) for path in weights),
+        parameters=TargetWeights(directory).count_parameters(tied=tied),
     )
 
 
@@ -55,11 +53,10 @@ def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, int, in
     chosen = target.capture_layers
     low, middle, high = (1, num_layers // 2 - 1, num_layers - 4) if chosen == "auto" else chosen
     if not 0 <= low < middle < high < num_layers:
-        raise ConfigError(
-            f"{[low, middle, high]} do not name three ascending layers of a target that has {num_layers} (0…{num_layers - 1})",
-            where="target.capture_layers",
-            fix="choose three existing output indices, low to high",
-        )
+        wanted = f"three ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
+        problem = f"{[low, middle, high]} do not name {wanted}"
+        fix = "choose three existing output indices, low to high"
+        raise ConfigError(problem, where="target.capture_layers", fix=fix)
     return low, middle, high
 
 
@@ -68,11 +65,9 @@ def _tokenizer_hash(directory: Path, where: str) -> str:
         path = directory / name
         if path.is_file():
             return hashlib.sha256(path.read_bytes()).hexdigest()
-    raise TargetError(
-        "has no tokenizer.json, tokenizer.model or vocab.json",
-        where=where,
-        fix="save the tokenizer beside the weights with `save_pretrained`",
-    )
+    problem = "has no tokenizer.json, tokenizer.model or vocab.json"
+    fix = "save the tokenizer beside the weights with `save_pretrained`"
+    raise TargetError(problem, where=where, fix=fix)
 
 
 def _template_hash(directory: Path) -> str:
@@ -83,19 +78,3 @@ def _template_hash(directory: Path) -> str:
     settings = directory / "tokenizer_config.json"
     template = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
     return digest(template) if template else "none"
-
-
-def _count(path: Path, *, skip_head: bool) -> int:
-    """Parameters in a safetensors file, from its header alone."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    total = 0
-    for name, tensor in header.items():
-        if name == "__metadata__" or (skip_head and name == "lm_head.weight"):
-            continue
-        elements = 1
-        for extent in tensor["shape"]:
-            elements *= extent
-        total += elements
-    return total

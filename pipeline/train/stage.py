@@ -1,4 +1,4 @@
-"""Training as a paragraph: survey the states, choose the vocabulary, start the head, unroll it, export it.
+"""Survey the states, choose the draft vocabulary, start the head, unroll it, export it.
 
     <run uri>/train/metrics.jsonl      a line every train.log_every steps
                     checkpoints/       what a killed run continues from
@@ -12,6 +12,7 @@ A remote run works in the user's cache and uploads the head and the metrics at t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,240 +20,220 @@ import torch
 
 from pipeline.config import RunConfig
 from pipeline.console import console, notice
+from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head, HeadShape
-from pipeline.eagle3.vocabulary import DraftVocabulary
+from pipeline.eagle3.init import DraftVocabulary
 from pipeline.records import Manifest, digest
-from pipeline.store.stage_run import StageRun, open_stage, read_manifest, stage_location
+from pipeline.store.stage_run import (
+    StageRun,
+    manifest_where,
+    open_stage,
+    read_manifest,
+    stage_location,
+)
 from pipeline.target.load import pick_device
 from pipeline.target.open import Target, open_target
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
-from pipeline.train.checkpoints import Checkpoints, Marker, Progress, workspace
+from pipeline.train.checkpoints import Checkpoints, Marker, workspace
 from pipeline.train.data.corpus import HeldOut, Survey, hold_out, survey
 from pipeline.train.data.schedule import Schedule
 from pipeline.train.data.stored import StoredCorpus, open_corpus
-from pipeline.train.export import HEAD, chosen_head, export, facts_of, place_head
-from pipeline.train.loop import run_loop, total_steps
+from pipeline.train.export import (
+    HEAD,
+    chosen_head,
+    export,
+    measured,
+    place_head,
+    provenance,
+    training_facts,
+)
+from pipeline.train.loop import TrainingLoop, total_steps
 from pipeline.train.metrics import Metrics
+from pipeline.train.progress import Progress
+from pipeline.train.start.initial_head import choose_start, draft_vocabulary, initial_head
 from pipeline.train.start.least_squares import (
     SCALE_BATCHES,
     FirstBatches,
     fc_scale,
     start_by_least_squares,
 )
-from pipeline.train.start.start import begin, choose_start, draft_vocabulary
-from pipeline.train.trainer import Trainer, in_turn, rank, world
-from pipeline.train.ttt.model import TttModel
+from pipeline.train.trainer import Trainer, rank, rank_zero_first, world
+from pipeline.train.ttt.model import Objective, TttModel
 
 
 class Data(NamedTuple):
     """The states, and what is trained and decoded of them."""
 
     corpus: StoredCorpus
-    found: Survey
+    survey: Survey
+    schedule: Schedule
     held_out: tuple[HeldOut, ...]  # empty without train.evaluate_every
 
 
-def train(config: RunConfig) -> Manifest:
+class Trained(NamedTuple):
+    """What training ends with."""
+
+    head: Eagle3Head  # the one to export
+    progress: Progress
+    trainer: Trainer
+
+
+def run(config: RunConfig) -> Manifest:
     """Train and export the head of `config`.
 
-    Raises MissingStage, StageConflict, ContractMismatch, ConfigError (settings that contradict each other, head
-    above its share), HeadError (train.start_from), DataError (mask, non-finite loss), CorruptShard and StoreError.
+    Raises MissingStage, StageConflict, ContractMismatch, ConfigError (settings that contradict each
+    other, head above its share), HeadError (train.start_from), DataError (mask, non-finite loss),
+    CorruptShard and StoreError.
     """
-    console.quiet = rank() > 0  # of several processes one speaks
+    console.quiet = rank() > 0  # of several processes one writes
     check_settings(config.train)
     parent = read_manifest(config.run.uri, "features")
-    work = in_turn(lambda: _open(config, parent), pick_device(config.target.device))
-    if work.manifest:
-        notice("train", f"complete: head at {work.location.child(HEAD).uri}")
-        return work.manifest
+    device = pick_device(config.target.device)
+    stage_run = rank_zero_first(lambda: _open_stage(config, parent), device)
+    head_uri = stage_run.location.child(HEAD).uri
+    if stage_run.manifest:
+        notice("train", f"complete: head at {head_uri}")
+        return stage_run.manifest
     torch.set_num_threads(config.run.threads or torch.get_num_threads())
-    where = f"{stage_location(config.run.uri, 'features').uri}/manifest.json"
+    where = manifest_where(config.run.uri, "features")
     target = open_target(config.target, expected=parent.contract, where=where)
     start = choose_start(config.train, target.directory, target.contract)
     data = open_data(config, parent, target, start.shape)
-    vocabulary = draft_vocabulary(start, data.found.counts)
-    _tell_coverage(data.found, vocabulary)
-    head = begin(
-        start,
-        config.train.head,
-        vocabulary,
-        target.weights,
-        last_layer=target.contract.num_layers - 1,
-        seed=config.run.seed,
-    )
-    progress, trained, engine = fit(config, parent, work, head, target, data)
-    if engine.rank == 0:
-        facts = facts_of(data.found, vocabulary, start.parameters, start.share, progress)
-        export(config, parent, work, trained, target.contract, facts, progress, start.origin)
-        work.finish(
+    vocabulary = draft_vocabulary(start, data.survey.counts)
+    _log_coverage(data.survey, vocabulary)
+    head = initial_head(start, config.train.head, vocabulary, target, seed=config.run.seed)
+    trained = fit(config, parent, stage_run, head, target, data)
+    if trained.trainer.rank == 0:
+        facts = training_facts(start, data.survey, vocabulary, trained.progress)
+        made_from = provenance(config, parent, start.origin)
+        card = HeadCard(target.contract, made_from, {**facts, **measured(trained.progress)})
+        export(stage_run, trained.head, card, tokens=trained.progress.tokens)
+        stage_run.finish(
             contract=target.contract,
             licenses=parent.licenses,
             sources=parent.sources,
             details=facts,
-            rejected_extra=data.found.rejected,
+            rejected_extra=data.survey.rejected,
         )
-        notice("train", f"head at {work.location.child(HEAD).uri}")
-    engine.barrier()
+        notice("train", f"head at {head_uri}")
+    trained.trainer.barrier()
     return read_manifest(config.run.uri, "train")
 
 
 def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadShape) -> Data:
-    """Verify the states, hold some out, survey and audit the rest."""
-    section, location = config.train, stage_location(config.run.uri, "features")
+    """Verify the states, hold some out, survey, audit and schedule the rest."""
+    section, seed = config.train, config.run.seed
     corpus = open_corpus(config, parent)
     if rank() == 0:
         corpus.verify()
-    longest = shape.max_position_embeddings - section.evaluate_tokens
-    held_out = (
-        hold_out(corpus, section.evaluate_prompts, seed=config.run.seed, longest=longest)
-        if section.evaluate_every
-        else ()
-    )
-    found = survey(
+    held_out: tuple[HeldOut, ...] = ()
+    if section.evaluate_every:
+        longest = shape.max_position_embeddings - section.evaluate_tokens
+        held_out = hold_out(corpus, section.evaluate_prompts, seed=seed, longest=longest)
+    surveyed = survey(
         corpus,
         vocab_size=target.contract.vocab_size,
         budget=section.batch_tokens,
         long_samples=section.long_samples,
         held_out=held_out,
     )
-    audit_mask(found, where=location.uri)
+    audit_mask(surveyed, where=stage_location(config.run.uri, "features").uri)
     template = target.template()
-    show_sample(corpus, found, lambda ids: template.text(tuple(ids), special=True))
-    notice(
-        "train",
-        f"states: {found.samples:,} samples, {found.tokens:,} tokens, {found.supervised / found.tokens:.1%} supervised",
+    show_sample(corpus, surveyed, lambda ids: template.text(tuple(ids), special=True))
+    _log_survey(surveyed, section.batch_tokens)
+    schedule = Schedule(
+        surveyed.pieces, budget=section.batch_tokens, seed=seed, epochs=section.epochs
     )
-    if found.split:
-        notice(
-            "train",
-            f"{found.split:,} samples are longer than train.batch_tokens={section.batch_tokens} and were split; no token is lost",
-        )
-    if found.rejected:
-        notice(
-            "train",
-            f"not trained on: {', '.join(f'{reason} {count:,}' for reason, count in found.rejected.items())}",
-        )
-    return Data(corpus, found, held_out)
+    return Data(corpus, surveyed, schedule, held_out)
 
 
 def fit(
     config: RunConfig,
     parent: Manifest,
-    work: StageRun,
+    stage_run: StageRun,
     head: Eagle3Head,
     target: Target,
     data: Data,
-) -> tuple[Progress, Eagle3Head, Trainer]:
-    """Train `head` from the newest checkpoint if there is one; returns what was done, the head to export, and the engine."""
-    section, shape = config.train, head.shape
-    schedule = Schedule(
-        data.found.pieces, budget=section.batch_tokens, seed=config.run.seed, epochs=section.epochs
-    )
+) -> Trained:
+    """Train `head`, from the newest checkpoint if there is one."""
+    section, directory = config.train, workspace(stage_run)
     identity = digest([config.section_hash("train"), parent.content_hash])
-    directory = workspace(work)
     checkpoints = Checkpoints(
-        directory / "checkpoints", work=identity, keep=section.keep_checkpoints
+        directory / "checkpoints", identity=identity, keep=section.keep_checkpoints
     )
-    device = pick_device(config.target.device)
     resumed = checkpoints.newest(world(), sharded=section.zero_stage > 0)
     if section.head.init_layer == "least_squares" and not section.start_from and resumed is None:
-        _solve(config, head, target, data, schedule, device)
-    scale = fc_scale(
-        head, FirstBatches(data.corpus, schedule, section.batch_tokens * SCALE_BATCHES)
-    )
-    engine = Trainer(_model(config, head, target, data.found), section, device, fc_scale=scale)
-    progress = _resume(engine, resumed)
-    steps = total_steps(section, len(schedule), engine.world, before=progress)
-    notice(
-        "train",
-        f"{steps:,} steps of {section.batch_tokens * section.accumulate * engine.world:,} tokens, filled to {schedule.fill:.1%}, {section.dtype}",
-    )
-    first = engine.rank == 0
-    evaluator = (
-        _evaluator(config, target, shape, data.held_out, engine)
-        if first and data.held_out
-        else None
-    )
-    settings = config.model_dump(mode="json", include={"train", "target", "run"})
-    metrics = (
-        Metrics(directory, section, step=progress.step, run_id=f"{identity[:12]}", config=settings)
-        if first
-        else None
-    )
-    try:
-        progress = run_loop(
-            engine,
-            data.corpus,
-            schedule,
-            section,
-            progress=progress,
-            metrics=metrics,
+        _solve(config, head, target, data)
+    trainer = _trainer(config, head, target, data)
+    progress = _resume(trainer, resumed)
+    steps = total_steps(section, len(data.schedule), trainer.world, before=progress)
+    _log_steps(config, trainer, data.schedule, steps)
+    evaluator = _evaluator(config, target, head.shape, data.held_out, trainer)
+    with _metrics(config, trainer, directory, identity, progress) as metrics:
+        loop = TrainingLoop(
+            trainer=trainer,
+            corpus=data.corpus,
+            schedule=data.schedule,
+            section=section,
             checkpoints=checkpoints,
+            metrics=metrics,
             evaluator=evaluator,
+            steps=steps,
+            progress=progress,
         )
-    finally:
-        if metrics:
-            metrics.close()
+        progress = loop.run()
     if progress.step < steps:
-        notice(
-            "train",
-            f"stopped after step {progress.step:,}: {progress.stale} evaluations in a row brought no better τ",
-        )
-    return progress, chosen_head(shape, engine, checkpoints, progress), engine
+        stale = f"{progress.stale} evaluations in a row brought no better τ"
+        notice("train", f"stopped after step {progress.step:,}: {stale}")
+    return Trained(chosen_head(head.shape, trainer, checkpoints, progress), progress, trainer)
 
 
-def _open(config: RunConfig, parent: Manifest) -> StageRun:
-    work = open_stage(config, "train", parent)
-    if work.manifest and rank() == 0:
-        place_head(work)
-    return work
+def _open_stage(config: RunConfig, parent: Manifest) -> StageRun:
+    stage_run = open_stage(config, "train", parent)
+    if stage_run.manifest and rank() == 0:
+        place_head(stage_run)
+    return stage_run
 
 
-def _model(config: RunConfig, head: Eagle3Head, target: Target, found: Survey) -> TttModel:
+def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:
+    """Start `head` by least squares; it stays on the CPU."""
+    device = pick_device(config.target.device)
+    batches = FirstBatches(data.corpus, data.schedule, config.train.head.init_tokens)
+    solved = start_by_least_squares(head.to(device), target.weights.embedding().to(device), batches)
+    head.cpu()
+    linear = f"{solved.explained:.0%} of the target's states explained linearly"
+    rest = f"{solved.explained_by_mlp:.0%} of the rest by the MLP"
+    notice("train", f"head solved by least squares on {solved.rows:,} labels: {linear}, {rest}")
+
+
+def _trainer(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> Trainer:
+    """The unrolled head, ready for its first step."""
     section = config.train
+    first = FirstBatches(data.corpus, data.schedule, section.batch_tokens * SCALE_BATCHES)
+    scale = fc_scale(head, first)
     head.lm_head.weight.requires_grad_(section.train_lm_head)
-    return TttModel(
+    model = TttModel(
         head,
         target.weights.embedding(),
         target.weights.lm_head(),
-        steps=section.ttt_steps,
-        decay=section.step_decay,
-        max_length=max(piece.length for piece in found.pieces),
+        Objective(section.ttt_steps, section.step_decay, section.loss, section.normalise),
+        max_length=max(piece.length for piece in data.survey.pieces),
         dtype=getattr(torch, section.dtype),
-        loss=section.loss,
-        normalise=section.normalise,
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,
     )
+    return Trainer(model, section, pick_device(config.target.device), fc_scale=scale)
 
 
-def _solve(
-    config: RunConfig,
-    head: Eagle3Head,
-    target: Target,
-    data: Data,
-    schedule: Schedule,
-    device: torch.device,
-) -> None:
-    """Start `head` by least squares; it stays on the CPU."""
-    batches = FirstBatches(data.corpus, schedule, config.train.head.init_tokens)
-    solved = start_by_least_squares(head.to(device), target.weights.embedding().to(device), batches)
-    head.cpu()
-    explained = f"{solved.explained:.0%} of the target's states explained linearly, {solved.explained_by_mlp:.0%} of the rest by the MLP"
-    notice("train", f"head solved by least squares on {solved.rows:,} labels: {explained}")
-
-
-def _resume(engine: Trainer, resumed: tuple[Path, Marker] | None) -> Progress:
+def _resume(trainer: Trainer, resumed: tuple[Path, Marker] | None) -> Progress:
     """Take the newest checkpoint's state, if there is one."""
     if resumed is None:
         return Progress()
     path, marker = resumed
-    engine.load(path)
-    notice(
-        "train",
-        f"continuing from checkpoint {path.name} (epoch {marker.epoch}, batch {marker.index})",
-    )
+    trainer.load(path)
+    where = f"epoch {marker.epoch}, batch {marker.index}"
+    notice("train", f"continuing from checkpoint {path.name} ({where})")
     return marker.progress
 
 
@@ -261,31 +242,47 @@ def _evaluator(
     target: Target,
     shape: HeadShape,
     held_out: tuple[HeldOut, ...],
-    engine: Trainer,
-) -> Evaluator:
-    notice(
-        "train",
-        f"every {config.train.evaluate_every:,} steps {len(held_out)} held-out samples are decoded",
-    )
-    return Evaluator(
-        target.directory,
-        target.contract,
-        shape,
-        config.train,
-        held_out,
-        stop_ids=target.template().stop_ids,
-        device=engine.device,
-    )
+    trainer: Trainer,
+) -> Evaluator | None:
+    """On the first process, when samples are held out."""
+    if trainer.rank > 0 or not held_out:
+        return None
+    every = f"every {config.train.evaluate_every:,} steps"
+    notice("train", f"{every} {len(held_out)} held-out samples are decoded")
+    return Evaluator(target, shape, config.train, held_out, trainer.device)
 
 
-def _tell_coverage(found: Survey, vocabulary: DraftVocabulary) -> None:
-    notice(
-        "train",
-        f"draft vocabulary: {vocabulary.size:,} tokens cover {vocabulary.coverage:.2%} of {found.supervised:,} supervised tokens",
-    )
-    by_source = coverage_by_source(found.counts, vocabulary.target_ids)
+def _metrics(
+    config: RunConfig, trainer: Trainer, directory: Path, identity: str, progress: Progress
+) -> AbstractContextManager[Metrics | None]:
+    """On the first process; the others write none."""
+    if trainer.rank > 0:
+        return nullcontext()
+    return closing(Metrics(directory, config, step=progress.step, run_id=identity[:12]))
+
+
+def _log_survey(survey: Survey, batch_tokens: int) -> None:
+    share = f"{survey.supervised / survey.tokens:.1%} supervised"
+    notice("train", f"states: {survey.samples:,} samples, {survey.tokens:,} tokens, {share}")
+    if survey.split:
+        longer = f"{survey.split:,} samples are longer than train.batch_tokens={batch_tokens}"
+        notice("train", f"{longer} and were split; no token is lost")
+    if survey.rejected:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in survey.rejected.items())
+        notice("train", f"not trained on: {reasons}")
+
+
+def _log_coverage(survey: Survey, vocabulary: DraftVocabulary) -> None:
+    covered = f"{vocabulary.coverage:.2%} of {survey.supervised:,} supervised tokens"
+    notice("train", f"draft vocabulary: {vocabulary.size:,} tokens cover {covered}")
+    by_source = coverage_by_source(survey.counts, vocabulary.target_ids)
     if len(by_source) > 1:
-        notice(
-            "train",
-            f"by source: {', '.join(f'{source} {share:.2%}' for source, share in by_source.items())}",
-        )
+        shares = ", ".join(f"{source} {share:.2%}" for source, share in by_source.items())
+        notice("train", f"by source: {shares}")
+
+
+def _log_steps(config: RunConfig, trainer: Trainer, schedule: Schedule, steps: int) -> None:
+    section = config.train
+    tokens = section.batch_tokens * section.accumulate * trainer.world
+    filled = f"filled to {schedule.fill:.1%}, {section.dtype}"
+    notice("train", f"{steps:,} steps of {tokens:,} tokens, {filled}")

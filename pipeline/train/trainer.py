@@ -38,7 +38,7 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def in_turn(action: Callable[[], Value], device: torch.device) -> Value:
+def rank_zero_first(action: Callable[[], Value], device: torch.device) -> Value:
     """Do `action` on the first process and, when it is done there, on all others.
 
     Joins the launcher's group for it; a process without a launcher just does it.
@@ -60,7 +60,9 @@ class Trainer:
     def __init__(
         self, model: TttModel, section: TrainSection, device: torch.device, *, fc_scale: float = 1.0
     ) -> None:
-        """Join or make the process group and hand the model over. Parameters that require no gradient stay as they are.
+        """Join or make the process group and hand the model over.
+
+        Parameters that require no gradient stay as they are.
 
         fc_scale multiplies the learning rate of `fc`. Raises MissingPackage without deepspeed.
         """
@@ -95,9 +97,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["scale"]
         for batch in batches:
-            with (
-                _quiet() if self._sharded_weights else nullcontext()
-            ):  # it gathers weights on the way
+            with _quiet() if self._sharded_weights else nullcontext():  # it gathers weights
                 result: StepResult = self._engine(batch.to(self.device, self.dtype))
             if not bool(torch.isfinite(result.loss)):
                 raise _not_finite("loss", float(result.loss.detach()), batch)
@@ -107,7 +107,7 @@ class Trainer:
                 self._engine.step()
             if self._engine.skipped_steps != skipped:
                 raise _not_finite("gradient norm", float("nan"), batch)
-            yield batch, StepResult(result.loss.detach(), result.hits, result.rows)
+            yield batch, StepResult(result.loss.detach(), result.hits, result.labels)
 
     def weights(self) -> dict[str, Tensor]:
         """The head's tensors, whole and on the CPU, by name; every process takes part."""
@@ -117,15 +117,15 @@ class Trainer:
                 for name, tensor in self.model.head.state_dict().items()
             }
 
-    def from_first(self, value: Value) -> Value:
+    def broadcast(self, value: Value) -> Value:
         """What the first process passes, on all of them."""
         if self.world == 1:
             return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0, device=self.device)
-        return box[0]
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Sum of `values` over all processes."""
         if self.world == 1:
             return values
@@ -136,9 +136,8 @@ class Trainer:
     def save(self, directory: Path) -> None:
         """Write weights, masters and optimiser state; every process takes part."""
         with _quiet():
-            self._engine.save_checkpoint(
-                str(directory.parent), tag=directory.name, save_latest=False
-            )
+            parent, tag = str(directory.parent), directory.name
+            self._engine.save_checkpoint(parent, tag=tag, save_latest=False)
 
     def load(self, directory: Path) -> None:
         """Take all of `save`'s state back."""
@@ -161,20 +160,16 @@ class Trainer:
         """While it is open, parameters that ZeRO 3 has split are there in full."""
         if not self._sharded_weights:
             return nullcontext()
-        gathered: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(
-            list(self.model.head.parameters())
-        )
+        parameters = list(self.model.head.parameters())
+        gathered: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(parameters)
         return gathered
 
 
 def _groups(model: TttModel, fc_scale: float) -> list[dict[str, Any]]:
     """What is trained, in groups of one learning rate each."""
     fc = model.head.fc.weight
-    others = [
-        parameter
-        for parameter in model.parameters()
-        if parameter.requires_grad and parameter is not fc
-    ]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    others = [parameter for parameter in trained if parameter is not fc]
     return [{"params": others, "scale": 1.0}, {"params": [fc], "scale": fc_scale}]
 
 
@@ -192,11 +187,9 @@ def _settings(section: TrainSection) -> dict[str, Any]:
 
 def _not_finite(what: str, value: float, batch: TrainBatch) -> DataError:
     samples = ", ".join(batch.sample_ids[:8]) + (" …" if len(batch.sample_ids) > 8 else "")
-    return DataError(
-        f"the {what} is {value}",
-        where=f"batch of samples {samples}",
-        fix="look at these samples' states; if they are sound, lower train.learning_rate or train.clip_norm",
-    )
+    lower = "lower train.learning_rate or train.clip_norm"
+    fix = f"look at these samples' states; if they are sound, {lower}"
+    return DataError(f"the {what} is {value}", where=f"batch of samples {samples}", fix=fix)
 
 
 def _deepspeed() -> Any:
@@ -210,33 +203,30 @@ def _deepspeed() -> Any:
             import deepspeed  # type: ignore[import-untyped]
             from deepspeed.ops.op_builder import cpu  # type: ignore[import-untyped]
     except ImportError as error:
-        raise MissingPackage(
-            f"training needs deepspeed: {error}", where="train", fix="pip install 'eagle3[train]'"
-        ) from error
-    # Its shared-memory collective is compiled with g++ when the group is made, on a machine that may have none; gloo is enough.
+        problem, fix = f"training needs deepspeed: {error}", "pip install 'eagle3[train]'"
+        raise MissingPackage(problem, where="train", fix=fix) from error
+    # Its shared-memory collective is compiled with g++ when the group is made, on a machine that
+    # may have none; gloo is enough.
     deepspeed.ops.__compatible_ops__[cpu.ShareMemCommBuilder.NAME] = False
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
 
 def _join_group(deepspeed: Any, device: torch.device) -> None:
-    """The launcher's group when there is one; else a group of one, kept in memory: it opens no port."""
+    """The launcher's group when there is one.
+
+    Else a group of one, kept in memory: it opens no port.
+    """
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(_local_rank())
     if "RANK" not in os.environ and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(
-            backend,
-            store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
-            rank=0,
-            world_size=1,
-        )
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     if not deepspeed.comm.is_initialized():
         with _quiet():
-            deepspeed.init_distributed(
-                dist_backend=backend, auto_mpi_discovery=False, verbose=False
-            )
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 
 def _local_rank() -> int:
@@ -245,7 +235,7 @@ def _local_rank() -> int:
 
 @contextmanager
 def _silent_descriptors() -> Iterator[None]:
-    """Nothing reaches the terminal: on import DeepSpeed tries out the compiler, which complains by itself."""
+    """Nothing reaches the terminal: DeepSpeed's import tries the compiler, which complains."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = os.dup(1), os.dup(2)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.random_target import random_head
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, shape_for
 
 CAPTURE = (1, 3, 4)
 VOCABULARY = 101
@@ -30,6 +30,7 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.3,  # large enough that greedy choices are not near-ties
 }
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -51,19 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": _LLAMA3,
     },
-    "llama-yarn": {
-        "model_type": "llama",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "llama-linear": {
-        "model_type": "llama",
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    },
+    "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
+    "llama-linear": {"model_type": "llama", "rope_parameters": _LINEAR},
     "llama-wide-heads": {"model_type": "llama", "head_dim": 16},
     "llama-biased": {"model_type": "llama", "attention_bias": True},
     "mistral": {"model_type": "mistral", "sliding_window": None},
@@ -75,28 +65,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Threads that wait for each other after every small operation are slower than one, and far slower on a busy machine."""
+    """Threads that wait for each other after every small operation are slower than one."""
     torch.set_num_threads(1)
 
 
 def poisoned_plane(model: DecoderModel, pages: int) -> Tensor:
     """Key/value memory of a model in which whatever is read before it was written shows."""
-    return model.plane(PagedPool(pages, device=model.device)).fill_(float("nan"))
+    return model.plane(PageAllocator(pages, device=model.device)).fill_(float("nan"))
 
 
 def open_rows(
-    model: DecoderModel, rows: int, *, pages: int, memory: int = 0, emitted: int = 8
+    model: DecoderModel, rows: int, *, pages: int, state_size: int = 0, emitted: int = 8
 ) -> DecodeBatch:
     """A batch of greedy requests with `pages` pages each, none of them in order."""
     batch = DecodeBatch.empty(
-        rows, pages=pages, memory=memory, emitted=emitted, dtype=model.dtype, device=model.device
+        rows,
+        pages=pages,
+        state_size=state_size,
+        emitted=emitted,
+        dtype=model.dtype,
+        device=model.device,
     )
-    order = (1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))).view(
-        rows, pages
-    )
-    for row in range(rows):
-        batch.open_row(row, order[row].tolist(), temperature=0.0, top_p=1.0, top_k=0, seed=0)
+    order = 1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))
+    for row, held in enumerate(order.view(rows, pages).tolist()):
+        batch.open_row(row, held)
     return batch
+
+
+def random_tokens(length: int, seed: int) -> Tensor:
+    """Token ids [length]."""
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(scope="session")
@@ -113,9 +111,8 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name.endswith("bias") or "norm" in name:
-                        parameter.add_(
-                            torch.randn_like(parameter) * 0.2
-                        )  # zeros and ones would hide a missing term
+                        # Zeros and ones would hide a missing term.
+                        parameter.add_(torch.randn_like(parameter) * 0.2)
             made[family] = tmp_path_factory.mktemp(family)
             model.save_pretrained(made[family])
         return made[family]
@@ -137,21 +134,6 @@ def model(make_target: Callable[[str], Path]) -> DecoderModel:
 @pytest.fixture
 def head(model: DecoderModel) -> Eagle3Head:
     """A random head: its guesses are bad, which losslessness must survive."""
-    shape = shape_for(
-        model.config,
-        draft_vocab_size=60,
-        intermediate_size=64,
-        num_attention_heads=None,
-        num_key_value_heads=None,
-    )
-    head = Eagle3Head(shape)
-    random_init(head, seed=3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.mul_(
-                12 if parameter.dim() > 1 else 1
-            )  # so that attention and positions weigh something
-    head.set_vocabulary(
-        torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60].sort().values
-    )
-    return head
+    chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
+    # Scaled, so that attention and positions weigh something.
+    return random_head(model.config, chosen.sort().values, intermediate_size=64, seed=3, scale=12)

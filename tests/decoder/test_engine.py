@@ -16,7 +16,7 @@ from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Completion, Request
@@ -30,10 +30,8 @@ def _requests(count: int, stop_ids: tuple[int, ...] = ()) -> list[Request]:
     """Prompts of 3 to 40 tokens, limits of 1 to 36."""
     generator = torch.Generator().manual_seed(7)
     lengths = [3 + (11 * index) % 38 for index in range(count)]
-    prompts = [
-        tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist())
-        for length in lengths
-    ]
+    drawn = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+    prompts = [tuple(prompt.tolist()) for prompt in drawn]
     return [
         Request(str(index), prompt, 1 + (17 * index) % 36, stop_ids)
         for index, prompt in enumerate(prompts)
@@ -44,17 +42,21 @@ def _run(engine: Engine, requests: list[Request]) -> dict[str, Completion]:
     return {done.request_id: done for done in engine.generate(requests)}
 
 
-class OracleDrafter:
-    """Knows the answers: proposes the true continuation among distractors, right up to a depth that varies."""
+def _replies(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
+    return {name: done.token_ids for name, done in _run(engine, requests).items()}
 
-    depth, nodes, lookahead, memory = 4, 13, 0, 1
+
+class OracleDrafter:
+    """Knows the replies: proposes the true tokens, down to depth `right`, among distractors."""
+
+    depth, nodes, lookahead, state_size = 4, 13, 0, 1
     _shape = TreeSection(top_k=3, steps=4, nodes=13)
 
-    def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], right: int) -> None:
-        self._whole = [(*prompt, *reply)[1:] for prompt, reply in answers.items()]
+    def __init__(self, replies: dict[tuple[int, ...], tuple[int, ...]], right: int) -> None:
+        self._whole = [(*prompt, *reply)[1:] for prompt, reply in replies.items()]
         self._right = right
 
-    def allocate(self, pool: PagedPool) -> None:
+    def make_plane(self, allocator: PageAllocator) -> None:
         self._seen: dict[int, list[int]] = {}  # by the request's first page: rows may move
 
     def shape_for(self, rows: int) -> TreeSection:
@@ -62,34 +64,27 @@ class OracleDrafter:
 
     def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
         for row, count in enumerate(counts.tolist()):
-            seen = self._seen.setdefault(int(batch.table[row, 0]), [])
-            del seen[int(batch.starts[row]) :]  # whoever held the page before
+            seen = self._seen.setdefault(int(batch.block_table[row, 0]), [])
+            del seen[int(batch.seq_lens[row]) :]  # whoever held the page before
             seen += tokens[row, :count].tolist()
 
     def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
         tokens = []
         for row, root in enumerate(batch.roots.tolist()):
-            seen = self._seen[int(batch.table[row, 0])]
+            seen = self._seen[int(batch.block_table[row, 0])]
             assert seen[-1] == root
-            future = self._future(seen)
-            guesses = [
-                future[depth] if depth < self._right else (future[depth] + 1) % VOCABULARY
-                for depth in range(4)
-            ]
-            tokens.append(
-                [
-                    token
-                    for guess in guesses
-                    for token in ((guess + 2) % VOCABULARY, guess, (guess + 3) % VOCABULARY)
-                ]
-            )
-        parents = torch.tensor([-1] * 3 + [1] * 3 + [4] * 3 + [7] * 3).expand(len(batch), -1)
-        scores = -torch.tensor([1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3).expand(len(batch), -1)
+            future = enumerate(self._future(seen))
+            guesses = [token + (depth >= self._right) for depth, token in future]
+            siblings = [token + other for token in guesses for other in (2, 0, 3)]
+            tokens.append([token % VOCABULARY for token in siblings])
+        depths = torch.arange(4).repeat_interleave(3)  # three candidates each
+        parents = (3 * depths - 2).clamp(min=-1).expand(len(batch), -1)
+        scores = -(depths + 1.0).expand(len(batch), -1)
         return TorchOps().grow_tree(batch.roots, torch.tensor(tokens), parents, scores, self.nodes)
 
     def _future(self, seen: list[int]) -> list[int]:
-        (answer,) = [whole for whole in self._whole if whole[: len(seen)] == tuple(seen)]
-        return [*answer[len(seen) :], 0, 0, 0, 0][:4]
+        (whole,) = [whole for whole in self._whole if whole[: len(seen)] == tuple(seen)]
+        return [*whole[len(seen) :], 0, 0, 0, 0][:4]
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
@@ -105,13 +100,8 @@ def test_speculation_with_a_bad_head_changes_nothing(
     model: DecoderModel, head: Eagle3Head, slots: int, tree: TreeSection
 ) -> None:
     requests = _requests(11)
-    plain = _run(Engine(model), requests)
-    speculative = _run(
-        Engine(model, drafter=Eagle3Drafter(head, model, tree), slots=slots), requests
-    )
-    assert {name: done.token_ids for name, done in speculative.items()} == {
-        name: done.token_ids for name, done in plain.items()
-    }
+    engine = Engine(model, drafter=Eagle3Drafter(head, model, tree), slots=slots)
+    assert _replies(engine, requests) == _replies(Engine(model), requests)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
@@ -120,17 +110,15 @@ def test_speculation_with_a_good_drafter_changes_nothing_but_the_rounds(
     model: DecoderModel, slots: int, right: int
 ) -> None:
     requests = _requests(11)
-    plain = _run(Engine(model), requests)
-    answers = {request.prompt_ids: plain[request.request_id].token_ids for request in requests}
-    speculative = _run(Engine(model, drafter=OracleDrafter(answers, right), slots=slots), requests)
-    assert {name: done.token_ids for name, done in speculative.items()} == {
-        name: done.token_ids for name, done in plain.items()
-    }
-    for request in requests:
-        after_prefill = len(plain[request.request_id].token_ids) - 1
-        # The oracle proposes zeros beyond the end of the answer, so only the last round may fall short.
-        assert speculative[request.request_id].statistics.rounds == -(-after_prefill // (right + 1))
-        assert speculative[request.request_id].statistics.round_tokens == after_prefill
+    plain = _replies(Engine(model), requests)
+    replies = {request.prompt_ids: plain[request.request_id] for request in requests}
+    speculative = _run(Engine(model, drafter=OracleDrafter(replies, right), slots=slots), requests)
+    assert {name: done.token_ids for name, done in speculative.items()} == plain
+    for name, done in speculative.items():
+        after_prefill = len(plain[name]) - 1
+        # The oracle proposes zeros behind the end of the reply: only the last round may fall short.
+        assert done.statistics.rounds == -(-after_prefill // (right + 1))
+        assert done.statistics.round_tokens == after_prefill
 
 
 def test_plain_decoding_equals_hugging_face(
@@ -183,31 +171,24 @@ def test_a_seed_draws_the_same_tokens_with_and_without_a_drafter(
         for index, request in enumerate(_requests(7))
     ]
     drafter = Eagle3Drafter(head, model, TreeSection(top_k=3, steps=4, nodes=12))
-    speculative = _run(
-        Engine(model, drafter=drafter, slots=slots),
-        [*requests, replace(requests[2], request_id="greedy", temperature=0.0)],
-    )
+    greedy = replace(requests[2], request_id="greedy", temperature=0.0)
+    speculative = _replies(Engine(model, drafter=drafter, slots=slots), [*requests, greedy])
     for request in requests:
-        # Not compared token by token: a number at the very edge between two tokens may be rounded to either side.
-        assert draw_gap(model, request, speculative[request.request_id].token_ids) < 1e-4
-        assert (
-            draw_gap(model, replace(request, seed=50), speculative[request.request_id].token_ids)
-            > 1e-2
-        ), "other numbers draw other tokens"
-    assert speculative["greedy"].token_ids == _run(Engine(model), _requests(7))["2"].token_ids
+        # Not compared token by token: a number at the very edge between two tokens may be rounded
+        # to either side.
+        reply, other = speculative[request.request_id], replace(request, seed=50)
+        assert draw_gap(model, request, reply) < 1e-4
+        assert draw_gap(model, other, reply) > 1e-2, "other numbers draw other tokens"
+    assert speculative["greedy"] == _replies(Engine(model), _requests(7))["2"]
 
 
 def test_prompts_read_in_chunks_change_nothing(model: DecoderModel, head: Eagle3Head) -> None:
     requests = _requests(11)
-    whole = _run(Engine(model), requests)
+    whole = _replies(Engine(model), requests)
     for prefill_tokens in (1, 7):
         drafter = Eagle3Drafter(head, model, TreeSection(top_k=2, steps=3, nodes=6))
-        chunked = _run(
-            Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens), requests
-        )
-        assert {name: done.token_ids for name, done in chunked.items()} == {
-            name: done.token_ids for name, done in whole.items()
-        }
+        engine = Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens)
+        assert _replies(engine, requests) == whole
 
 
 def test_a_tree_shape_for_each_batch_size(model: DecoderModel, head: Eagle3Head) -> None:
@@ -219,7 +200,5 @@ def test_a_tree_shape_for_each_batch_size(model: DecoderModel, head: Eagle3Head)
     drafter = Eagle3Drafter(head, model, shapes)
     assert [drafter.shape_for(rows).steps for rows in (1, 2, 3, 4, 5, 8)] == [4, 4, 2, 2, 1, 1]
     requests = _requests(11)
-    done = _run(Engine(model, drafter=drafter, slots=6), requests)
-    assert {name: each.token_ids for name, each in done.items()} == {
-        name: each.token_ids for name, each in _run(Engine(model), requests).items()
-    }
+    engine = Engine(model, drafter=drafter, slots=6)
+    assert _replies(engine, requests) == _replies(Engine(model), requests)

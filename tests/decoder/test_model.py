@@ -17,7 +17,7 @@ from transformers import (
 
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import UnsupportedModel
-from tests.decoder.conftest import CAPTURE, FAMILIES, VOCABULARY, open_rows, poisoned_plane
+from tests.decoder.conftest import CAPTURE, FAMILIES, open_rows, poisoned_plane, random_tokens
 
 CPU = torch.device("cpu")
 
@@ -26,24 +26,17 @@ CPU = torch.device("cpu")
 def _both(
     directory: Path, chunks: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-    """Decoder's (logits, aux, final) over a prompt read in chunks, and HF's (hidden states, logits)."""
-    ids = torch.randint(0, VOCABULARY, (1, sum(chunks)), generator=torch.Generator().manual_seed(1))
+    """Decoder's (logits, aux, final) over a prompt in chunks, and HF's (hidden states, logits)."""
+    ids = random_tokens(sum(chunks), seed=1)[None]
     model = DecoderModel.load(directory, CAPTURE, device=CPU, dtype=torch.float32, max_length=128)
     plane, batch = poisoned_plane(model, 3), open_rows(model, 1, pages=2)
-    outputs, start = [], 0
-    for count in chunks:
-        positions = torch.arange(start, start + count)[None]
+    outputs = []
+    for chunk in torch.split(ids, chunks, dim=1):
+        positions = batch.seq_lens[:, None] + torch.arange(chunk.shape[1])
         outputs.append(
-            model.forward(
-                ids[:, start : start + count],
-                positions,
-                batch.table,
-                torch.tensor([start]),
-                None,
-                plane,
-            )
+            model.forward(chunk, positions, batch.block_table, batch.seq_lens, None, plane)
         )
-        start += count
+        batch.seq_lens.add_(chunk.shape[1])
     reference = AutoModelForCausalLM.from_pretrained(directory)(ids, output_hidden_states=True)
     final = torch.cat([output.final for output in outputs], 1)
     return (

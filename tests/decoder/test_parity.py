@@ -1,4 +1,4 @@
-"""What the trainer teaches is what the decoder drafts: TTT logits against draft logits, for the same prefix.
+"""What the trainer teaches is what the decoder drafts: TTT against draft logits of one prefix.
 
 The trainer unrolls over a whole sequence at once, the decoder drafts from caches; a shift of one in
 the tokens, the positions or the layers would train a head for inputs that it never meets.
@@ -7,6 +7,7 @@ the tokens, the positions or the layers would train a head for inputs that it ne
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.unroll import step_logits
-from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_plane
+from tests.decoder.conftest import open_rows, poisoned_plane, random_tokens
 
 STEPS = 5
 PREFIX = 17
@@ -31,9 +32,8 @@ PREFIX = 17
 def _states(model: DecoderModel, tokens: Tensor) -> Tensor:
     """Aux states [T, 3H] of a sequence."""
     positions, batch = torch.arange(len(tokens))[None], open_rows(model, 1, pages=2)
-    return model.forward(
-        tokens[None], positions, batch.table, batch.starts, None, poisoned_plane(model, 3)
-    ).aux[0]
+    table, lengths, plane = batch.block_table, batch.seq_lens, poisoned_plane(model, 3)
+    return model.forward(tokens[None], positions, table, lengths, None, plane).aux[0]
 
 
 def _drafter(
@@ -41,29 +41,25 @@ def _drafter(
 ) -> tuple[Eagle3Drafter, DecodeBatch]:
     """A drafter over its own pages, and a batch of empty rows."""
     drafter = Eagle3Drafter(head, model, tree)
-    drafter.allocate(PagedPool(2 * rows + 1, device=model.device))
-    return drafter, open_rows(model, rows, pages=2, memory=drafter.memory)
+    drafter.make_plane(PageAllocator(2 * rows + 1, device=model.device))
+    return drafter, open_rows(model, rows, pages=2, state_size=drafter.state_size)
 
 
 def _read(
     drafter: Eagle3Drafter, batch: DecodeBatch, tokens: Tensor, aux: Tensor, count: int
 ) -> None:
-    """Hand the drafter tokens [E] and states [E, 3H], of which `count` are valid, and commit them."""
+    """Give the drafter tokens [E] and states [E, 3H], `count` of them valid, and commit them."""
     drafter.extend(batch, tokens[None], aux[None], torch.tensor([count]))
-    batch.starts.add_(count)
+    batch.seq_lens.add_(count)
 
 
 def _trained_on(head: Eagle3Head, model: DecoderModel, tokens: Tensor, aux: Tensor) -> list[Tensor]:
-    """The trainer's logits [T, Vd] of every step over one sequence; the last positions have no aux state yet and no say."""
+    """The trainer's logits [T, Vd] of every step over a sequence whose end has no aux states."""
     none = torch.zeros(0, dtype=torch.int64)
     padded = torch.cat((aux, torch.full((len(tokens) - len(aux), aux.shape[1]), 1e3)))
     batch = TrainBatch(("x",), (len(tokens),), tokens, padded, none, none, aux[:0])
-    rotary = RotaryTable(
-        head.shape.rope_config(),
-        len(tokens) + STEPS,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    config, length = head.shape.rope_config(), len(tokens) + STEPS
+    rotary = RotaryTable(config, length, device=torch.device("cpu"), dtype=torch.float32)
     return step_logits(head, model.embedding, batch, rotary, steps=STEPS)
 
 
@@ -79,9 +75,7 @@ def _worst(
     The drafter reads PREFIX - extended tokens as a prompt and the rest as a round's emission, then
     drafts a chain; the trainer sees the prefix followed by that chain.
     """
-    tokens = torch.randint(
-        0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5)
-    )  # the last one is the root
+    tokens = random_tokens(PREFIX + 1, seed=5)  # the last one is the root
     aux = _states(model, tokens[:-1])
     shape = TreeSection(top_k=1, steps=STEPS, nodes=STEPS + 1)
     drafter, batch = _drafter(head, model, shape, 1)
@@ -122,11 +116,10 @@ def test_a_head_with_the_norms_of_eagle_31_drafts_as_it_was_trained(
     changed = Eagle3Head(head.shape.model_copy(update=flags))
     generator = torch.Generator().manual_seed(6)
     for name, parameter in changed.named_parameters():
-        parameter.copy_(
-            torch.rand(parameter.shape, generator=generator) + 0.5
-            if "norm" in name
-            else head.get_parameter(name)
-        )
+        if "norm" in name:
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+        else:
+            parameter.copy_(head.get_parameter(name))
     changed.set_vocabulary(head.target_ids())
     assert _worst(model, changed, extended=4) <= 1e-4
 
@@ -135,7 +128,7 @@ def test_a_head_with_the_norms_of_eagle_31_drafts_as_it_was_trained(
 def test_every_beam_of_a_tree_equals_training_on_its_own_chain(
     model: DecoderModel, head: Eagle3Head
 ) -> None:
-    tokens = torch.randint(0, VOCABULARY, (PREFIX + 1,), generator=torch.Generator().manual_seed(5))
+    tokens = random_tokens(PREFIX + 1, seed=5)
     aux = _states(model, tokens[:-1])
     shape = TreeSection(top_k=3, steps=3, nodes=16)
     drafter, batch = _drafter(head, model, shape, 2)
@@ -149,18 +142,13 @@ def test_every_beam_of_a_tree_equals_training_on_its_own_chain(
     second_scores, second = drafter.trace[1][0].log_softmax(-1).topk(3)  # [3, 3]
     best = (scores[:, None] + second_scores).flatten().topk(3).indices
     for beam in range(3):
-        trained = _trained_on(
-            head, model, torch.cat((tokens, ids[first[beam]][None], tokens[:3])), aux
-        )
-        torch.testing.assert_close(
-            drafter.trace[1][0, beam], trained[1][PREFIX - 1], atol=1e-4, rtol=0
-        )
         parent = int(best[beam]) // 3
-        chain = torch.stack((ids[first[parent]], ids[second.flatten()[best[beam]]]))
-        trained = _trained_on(head, model, torch.cat((tokens, chain, tokens[:2])), aux)
-        torch.testing.assert_close(
-            drafter.trace[2][0, beam], trained[2][PREFIX - 1], atol=1e-4, rtol=0
-        )
+        first_chain = ids[first[beam]][None]
+        second_chain = torch.stack((ids[first[parent]], ids[second.flatten()[best[beam]]]))
+        for step, chain in ((1, first_chain), (2, second_chain)):
+            whole = torch.cat((tokens, chain, tokens[: STEPS - 1 - step]))
+            trained = _trained_on(head, model, whole, aux)[step][PREFIX - 1]
+            torch.testing.assert_close(drafter.trace[step][0, beam], trained, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -175,16 +163,15 @@ def test_a_planted_off_by_one_in_the_rotary_position_is_seen(
     original = Eagle3Drafter._step
 
     def late(
-        self: Eagle3Drafter,
+        drafter: Eagle3Drafter,
         batch: DecodeBatch,
         tokens: Tensor,
         hidden: Tensor,
         positions: Tensor,
-        slots: Tensor,
-        visible: Tensor | None,
+        *rest: Any,
     ) -> Tensor:
-        drafting = visible is not None  # later draft steps, not the prompt
-        return original(self, batch, tokens, hidden, positions + drafting, slots, visible)
+        drafting = rest[-1] is not None  # later draft steps, not the prompt
+        return original(drafter, batch, tokens, hidden, positions + drafting, *rest)
 
     monkeypatch.setattr(Eagle3Drafter, "_step", late)
     assert _worst(model, head, extended=0) > 1e-3

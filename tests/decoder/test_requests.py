@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 
@@ -66,14 +68,10 @@ def test_nan_logits_end_one_request_only(
     drafting: bool,
     overlap: bool,
 ) -> None:
-    # A poisoned embedding row reaches whoever reads that token: in its prompt, or as its own output.
-    poisoned = next(
-        token
-        for token in range(VOCABULARY)
-        if not any(
-            token in (*request.prompt_ids, *expected[request.request_id]) for request in GOOD
-        )
-    )
+    # A poisoned embedding row reaches whoever reads that token: in its prompt, or as its own
+    # output.
+    used = {token for request in GOOD for token in request.prompt_ids}.union(*expected.values())
+    poisoned = min(set(range(VOCABULARY)) - used)
     drafter = Eagle3Drafter(head, model, TREE) if drafting else None
     model.embedding = model.embedding.clone()
     model.embedding[poisoned] = float("nan")
@@ -93,13 +91,12 @@ def test_nan_logits_end_one_request_only(
 def test_requests_wait_for_pages_and_none_is_lost(
     model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]], overlap: bool
 ) -> None:
-    engine = Engine(
-        model, drafter=Eagle3Drafter(head, model, TREE), slots=6, pages=4, overlap=overlap
-    )  # three to hand out
+    drafter = Eagle3Drafter(head, model, TREE)
+    engine = Engine(model, drafter=drafter, slots=6, pages=4, overlap=overlap)  # page 0 is not free
     for _ in range(3):
         done = _run(engine, GOOD)
         assert {name: each.token_ids for name, each in done.items()} == expected
-        assert engine.pool.free == engine.pool.capacity == 3
+        assert engine.allocator.free_pages == engine.allocator.capacity == 3
         assert max(each.statistics.queued_seconds for each in done.values()) > 0
 
 
@@ -113,18 +110,16 @@ def test_streaming_gives_the_same_tokens_piece_by_piece(
     model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]]
 ) -> None:
     pieces: dict[str, list[tuple[int, ...]]] = {}
-    open_requests = 0
-    most = 0
-    for emission in Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=3).stream(GOOD):
+    open_requests = most = 0
+    engine = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=3)
+    for emission in engine.stream(GOOD):
         open_requests += emission.request_id not in pieces
         most = max(most, open_requests)
         pieces.setdefault(emission.request_id, []).append(emission.token_ids)
         if emission.completion:
             open_requests -= 1
             assert emission.completion.token_ids == expected[emission.request_id]
-    assert {
-        name: tuple(token for piece in parts for token in piece) for name, parts in pieces.items()
-    } == expected
+    assert {name: tuple(chain(*parts)) for name, parts in pieces.items()} == expected
     assert min(len(parts) for parts in pieces.values()) > 3
     assert most == 3
 
@@ -152,7 +147,7 @@ def test_a_caller_that_stops_listening_leaves_a_clean_engine(
         for _ in range(stop_after):
             next(stream)
         stream.close()  # type: ignore[attr-defined]
-        assert engine.pool.free == engine.pool.capacity
+        assert engine.allocator.free_pages == engine.allocator.capacity
     assert {done.request_id: done.token_ids for done in engine.generate(GOOD)} == expected
 
 

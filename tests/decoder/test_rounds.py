@@ -10,12 +10,12 @@ from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import default_buckets
-from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import decode_round, prefill_chunk
 from pipeline.eagle3.head import Eagle3Head
-from tests.decoder.conftest import VOCABULARY, open_rows
+from tests.decoder.conftest import VOCABULARY, open_rows, random_tokens
 
 TREE = TreeSection(top_k=3, steps=4, nodes=10)
 
@@ -23,13 +23,9 @@ TREE = TreeSection(top_k=3, steps=4, nodes=10)
 def _spoil(batch: DecodeBatch, plane: torch.Tensor, rows: slice) -> None:
     """Leave in inert rows what a former request might have left, and worse."""
     batch.roots[rows] = torch.randint(0, VOCABULARY, batch.roots[rows].shape)
-    batch.memory[rows] = float("nan")
-    batch.temperature[rows], batch.top_p[rows], batch.top_k[rows], batch.seeds[rows] = (
-        0.7,
-        0.3,
-        2,
-        12345,
-    )
+    batch.drafter_state[rows] = float("nan")
+    batch.temperature[rows], batch.top_p[rows] = 0.7, 0.3
+    batch.top_k[rows], batch.seeds[rows] = 2, 12345
     batch.emitted[rows], batch.counts[rows] = 77, 3
     plane[:, :, 0] = float("nan")  # the page that inert rows write to
 
@@ -42,33 +38,24 @@ def test_stale_garbage_in_padded_rows_has_no_effect(
 ) -> None:
     drafter = Eagle3Drafter(head, model, TREE) if drafting else None
 
-    def emitted(padding: int) -> list[list[int]]:
-        pool = PagedPool(7, device=model.device)
-        plane = model.plane(pool)
+    def emitted(padding: int) -> list[list[list[int]]]:
+        allocator = PageAllocator(7, device=model.device)
+        plane = model.plane(allocator)
         if drafter:
-            drafter.allocate(pool)
-        memory = drafter.memory if drafter else 0
+            drafter.make_plane(allocator)
         batch = DecodeBatch.empty(
             3 + padding,
             pages=2,
-            memory=memory,
+            state_size=drafter.state_size if drafter else 0,
             emitted=TREE.steps + 1,
             dtype=model.dtype,
             device=model.device,
         )
-        held = open_rows(model, 3, pages=2, memory=memory)
+        pages = open_rows(model, 3, pages=2).block_table.tolist()
         for row in range(3):
-            batch.open_row(
-                row,
-                held.table[row].tolist(),
-                temperature=0.9 * (sampling and row != 1),
-                top_p=0.8,
-                top_k=0,
-                seed=row,
-            )
-            prompt = torch.randint(
-                0, VOCABULARY, (1, 20 + 30 * row), generator=torch.Generator().manual_seed(row)
-            )
+            temperature = 0.9 * (sampling and row != 1)
+            batch.open_row(row, pages[row], temperature=temperature, top_p=0.8, seed=row)
+            prompt = random_tokens(20 + 30 * row, seed=row)[None]
             prefill_chunk(model, plane, drafter, batch.rows(row, row + 1), prompt, None)
         seen = []
         for _ in range(6):
@@ -76,8 +63,8 @@ def test_stale_garbage_in_padded_rows_has_no_effect(
                 _spoil(batch, plane, slice(3, None))
             decode_round(model, plane, drafter, batch, sampling=sampling)
             seen.append([batch.emitted[row, : batch.counts[row]].tolist() for row in range(3)])
-            assert (batch.starts[3:] == 0).all(), "padding must not advance"
-        return seen  # type: ignore[return-value]
+            assert (batch.seq_lens[3:] == 0).all(), "padding must not advance"
+        return seen
 
     assert emitted(padding=5) == emitted(padding=0)
 
@@ -86,21 +73,9 @@ def test_stale_garbage_in_padded_rows_has_no_effect(
 def test_buckets_and_overlap_change_no_token(
     model: DecoderModel, head: Eagle3Head, overlap: bool
 ) -> None:
-    prompts = [
-        tuple(
-            torch.randint(
-                0, VOCABULARY, (3 + 13 * index,), generator=torch.Generator().manual_seed(index)
-            ).tolist()
-        )
-        for index in range(9)
-    ]
-    free = {
-        done.request_id: done.token_ids
-        for done in Engine(model).generate(
-            [Request(str(index), prompt, 20, ()) for index, prompt in enumerate(prompts)]
-        )
-    }
-    stop = free["4"][6]
+    prompts = [tuple(random_tokens(3 + 13 * index, seed=index).tolist()) for index in range(9)]
+    free = [Request(str(index), prompt, 20, ()) for index, prompt in enumerate(prompts)]
+    (stop,) = (done.token_ids[6] for done in Engine(model).generate(free[4:5]))
     requests = [
         Request(str(index), prompt, 1 + 4 * (index % 5), (stop,))
         for index, prompt in enumerate(prompts)
@@ -116,7 +91,7 @@ def test_buckets_and_overlap_change_no_token(
     for _ in range(2):
         done = {each.request_id: each for each in engine.generate(requests)}
         assert {name: each.token_ids for name, each in done.items()} == plain
-        assert engine.pool.free == engine.pool.capacity
+        assert engine.allocator.free_pages == engine.allocator.capacity
     for each in done.values():
         assert each.statistics.round_tokens == len(each.token_ids) - 1
 

@@ -21,8 +21,7 @@ from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.exchange.export import Format, export_head
 from pipeline.exchange.imports import import_head
 from pipeline.records import TargetContract
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
+from pipeline.target.open import open_target
 from pipeline.target.weights import TargetWeights
 
 VD = 96
@@ -43,8 +42,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def contract(tiny_target: Path) -> TargetContract:
-    section = TargetSection(source=str(tiny_target))
-    return read_contract(section, resolve(section))
+    return open_target(TargetSection(source=str(tiny_target))).contract
 
 
 @pytest.fixture(scope="session")
@@ -65,16 +63,12 @@ def shape(tiny_target: Path) -> HeadShape:
         num_attention_heads=None,
         num_key_value_heads=None,
     )
-    return plain.model_copy(
-        update={
-            "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
-            "rms_norm_eps": 1e-5,
-        }
-    )
+    rope = {"rope_type": "default", "rope_theta": 700.0}
+    return plain.model_copy(update={"rope_parameters": rope, "rms_norm_eps": 1e-5})
 
 
 def make_head(shape: HeadShape) -> Eagle3Head:
-    """Weights that bfloat16 holds exactly, every norm off one, every third target token from the fifth on."""
+    """Weights that bfloat16 holds exactly, norms off one, every third target token from the fifth on."""
     head = Eagle3Head(shape)
     random_init(head, seed=3)
     generator = torch.Generator().manual_seed(4)
@@ -123,21 +117,18 @@ def logits_of(
             keys.append(rotate(key, cos, sin))
             values.append(value)
             group = query.shape[1] // key.shape[1]
-            seen = torch.cat(
-                [torch.ones(length, length).tril(), *(torch.eye(length) for _ in range(k))], dim=1
-            ).bool()  # [T-1, (k+1)(T-1)]
+            masks = [torch.ones(length, length).tril(), *(torch.eye(length) for _ in range(k))]
+            mask = torch.cat(masks, dim=1).bool()  # [T-1, (k+1)(T-1)]
             all_keys, all_values = (
                 torch.cat(parts).repeat_interleave(group, dim=1).transpose(0, 1)
                 for parts in (keys, values)
             )
-            mixed = F.scaled_dot_product_attention(
-                rotate(query, cos, sin).transpose(0, 1), all_keys, all_values, attn_mask=seen
-            )
-            return mixed.transpose(0, 1)
+            rotated = rotate(query, cos, sin).transpose(0, 1)
+            output = F.scaled_dot_product_attention(rotated, all_keys, all_values, attn_mask=mask)
+            return output.transpose(0, 1)
 
-        tokens = torch.cat(
-            (token_ids[k + 1 :], token_ids.new_zeros(k))
-        )  # [T-1]; the padding is read by positions that are dropped below
+        # [T-1]; the padding is read by positions that are dropped below
+        tokens = torch.cat((token_ids[k + 1 :], token_ids.new_zeros(k)))
         hidden = head.step(embedding.float()[tokens], hidden, attend)
         logits.append(head.logits(hidden)[: length - k])
     return logits
@@ -153,9 +144,8 @@ def sequence(shape: HeadShape, length: int = 24) -> tuple[Tensor, Tensor]:
 def edit(directory: Path, **change: Any) -> None:
     """Change fields of config.json in place; `...` takes a field away."""
     body = {**json.loads((directory / CONFIG).read_text()), **change}
-    (directory / CONFIG).write_text(
-        json.dumps({name: value for name, value in body.items() if value is not ...})
-    )
+    kept = {name: value for name, value in body.items() if value is not ...}
+    (directory / CONFIG).write_text(json.dumps(kept))
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -175,11 +165,11 @@ def exported(own: Path, tmp_path: Path) -> Callable[[Format], Path]:
 
 
 @pytest.fixture
-def bring(tiny_target: Path, tmp_path: Path) -> Callable[[Path], tuple[Eagle3Head, HeadCard]]:
+def import_back(tiny_target: Path, tmp_path: Path) -> Callable[[Path], tuple[Eagle3Head, HeadCard]]:
     """Import a directory for the tiny target."""
 
-    def bring(directory: Path) -> tuple[Eagle3Head, HeadCard]:
+    def import_back(directory: Path) -> tuple[Eagle3Head, HeadCard]:
         import_head(str(directory), target=str(tiny_target), out=str(tmp_path / "back"))
         return load_head(tmp_path / "back")
 
-    return bring
+    return import_back

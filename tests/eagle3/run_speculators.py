@@ -4,7 +4,8 @@
 
 EXPORTED   our export in their dialect: loaded with their class, run, and written to FOLDER/resaved
 OWN        our head directory, in SGLang's dialect: written to FOLDER/converted by their converter
-INPUTS     token_ids [T] and aux_states [T, 3H]; FOLDER/logits.safetensors receives step_0, … [T-1, Vd]
+INPUTS     token_ids [T] and aux_states [T, 3H]
+FOLDER     logits.safetensors receives step_0, … [T-1, Vd]
 
 The last line of the output is JSON about what was loaded.
 """
@@ -24,12 +25,11 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
 
     torch.set_num_threads(1)
     config = Eagle3SpeculatorConfig.from_pretrained(exported)
-    config.transformer_layer_config._attn_implementation = (
-        "eager"  # the default, flex attention, wants a GPU
-    )
+    # The default, flex attention, wants a GPU.
+    config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel.from_pretrained(exported, config=config, dtype=torch.float32).eval()
-    seen: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
     given = load_file(inputs)
     with torch.no_grad():
         # Their position i pairs token i + 1 with the states of token i, as ours does.
@@ -39,10 +39,8 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
             document_ids=torch.zeros(1, len(given["token_ids"]) - 1, dtype=torch.long),
             ttt_steps=int(steps),
         )
-    save_file(
-        {f"step_{step}": tensor.contiguous() for step, tensor in enumerate(seen)},
-        f"{folder}/logits.safetensors",
-    )
+    steps_logits = {f"step_{step}": tensor.contiguous() for step, tensor in enumerate(logits)}
+    save_file(steps_logits, f"{folder}/logits.safetensors")
     model.to(torch.bfloat16).save_pretrained(f"{folder}/resaved")
     Eagle3Converter().convert(own, f"{folder}/converted", target, validate=False)
     shipped = load_file(f"{exported}/model.safetensors").keys()

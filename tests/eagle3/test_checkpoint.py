@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.eagle3.checkpoint import HeadCard, load_head, save_head
 from pipeline.eagle3.head import Eagle3Head, HeadShape
-from pipeline.eagle3.init import random_init
-from pipeline.eagle3.vocabulary import choose_vocabulary
+from pipeline.eagle3.init import choose_vocabulary, random_init
 from pipeline.errors import ContractMismatch, HeadError
 from pipeline.records import TargetContract
 
@@ -55,9 +54,8 @@ def head() -> Eagle3Head:
 
 @pytest.fixture
 def directory(head: Eagle3Head, tmp_path: Path) -> Path:
-    save_head(
-        tmp_path / "head", head, HeadCard(CONTRACT, {"licenses": {"MIT": 3}}, {"coverage": 0.9})
-    )
+    card = HeadCard(CONTRACT, {"licenses": {"MIT": 3}}, {"coverage": 0.9})
+    save_head(tmp_path / "head", head, card)
     return tmp_path / "head"
 
 
@@ -81,42 +79,30 @@ def test_names_shapes_and_types_are_those_of_sglang(directory: Path) -> None:
         "t2d": (V,),
     }
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
-    assert {tensor.dtype for name, tensor in tensors.items() if name not in ("d2t", "t2d")} == {
-        torch.bfloat16
-    }
-    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
-    assert tensors["d2t"].tolist() == [3 + index for index in range(VD)], "an offset, not an id"
-    assert tensors["t2d"].nonzero().flatten().tolist() == list(range(3, 3 + 2 * VD, 2))
+    d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
+    assert d2t.tolist() == [3 + index for index in range(VD)], "an offset, not an id"
+    assert t2d.nonzero().flatten().tolist() == list(range(3, 3 + 2 * VD, 2))
 
 
 def test_the_config_says_what_loaders_read(directory: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
-    assert (
-        config["architectures"] == ["LlamaForCausalLMEagle3"]
-        and config["draft_vocab_size"] == VD
-        and config["num_hidden_layers"] == 1
-    )
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == VD and config["num_hidden_layers"] == 1
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
-    assert (
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
-        and config["torch_dtype"] == "bfloat16"
-    )
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert config["torch_dtype"] == "bfloat16"
     assert "norm_output" not in config
 
 
 def test_round_trip(head: Eagle3Head, directory: Path) -> None:
     loaded, card = load_head(directory, expected=CONTRACT)
-    assert (
-        card.provenance == {"licenses": {"MIT": 3}}
-        and card.metrics == {"coverage": 0.9}
-        and card.contract == CONTRACT
-    )
+    assert card == HeadCard(CONTRACT, {"licenses": {"MIT": 3}}, {"coverage": 0.9})
     assert loaded.target_ids().tolist() == head.target_ids().tolist()
     for name, tensor in head.state_dict().items():
-        torch.testing.assert_close(
-            loaded.state_dict()[name],
-            tensor.bfloat16().float() if tensor.is_floating_point() else tensor,
-        )
+        expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
+        torch.testing.assert_close(loaded.state_dict()[name], expected)
     save_head(directory, loaded, card)
     assert load_head(directory)[1] == card and not list(directory.parent.glob(".*"))
 
@@ -126,9 +112,8 @@ def test_refusals_name_the_file(directory: Path) -> None:
         load_head(directory, expected=CONTRACT.model_copy(update={"capture_layers": (2, 3, 4)}))
     tensors = load_file(directory / "model.safetensors")
     save_file({**tensors, "fc.weight": torch.zeros(H, H)}, directory / "model.safetensors")
-    with pytest.raises(
-        HeadError, match=r"model\.safetensors does not fit config\.json: .*fc\.weight"
-    ):
+    message = r"model\.safetensors does not fit config\.json: .*fc\.weight"
+    with pytest.raises(HeadError, match=message):
         load_head(directory)
     (directory / "model.safetensors").write_bytes(b"not a file")
     with pytest.raises(HeadError, match=r"model\.safetensors"):
@@ -145,6 +130,5 @@ def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
     counts = torch.tensor([0, 5, 3, 3, 0, 9])
     chosen = choose_vocabulary(counts, 3)
     assert chosen.target_ids.tolist() == [1, 2, 5] and chosen.coverage == pytest.approx(17 / 20)
-    assert choose_vocabulary(counts, 5).target_ids.tolist() == [0, 1, 2, 3, 5], (
-        "unseen tokens fill up, lowest first"
-    )
+    filled = choose_vocabulary(counts, 5).target_ids.tolist()
+    assert filled == [0, 1, 2, 3, 5], "unseen tokens fill up, lowest first"

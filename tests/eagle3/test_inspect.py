@@ -29,16 +29,13 @@ def test_json_for_machines(
     own: Path, head: Eagle3Head, contract: TargetContract, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["inspect", str(own), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (
-        found["contract"] == contract.model_dump(mode="json")
-        and found["provenance"] == PROVENANCE
-        and found["metrics"] == METRICS
-    )
-    assert found["parameters"] == head.count_parameters() and found[
-        "share_of_target"
-    ] == pytest.approx(head.count_parameters() / contract.parameters)
-    assert found["draft_vocabulary"] == {
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["contract"] == contract.model_dump(mode="json")
+    assert printed["provenance"] == PROVENANCE and printed["metrics"] == METRICS
+    parameters = head.count_parameters()
+    assert printed["parameters"] == parameters
+    assert printed["share_of_target"] == pytest.approx(parameters / contract.parameters)
+    assert printed["draft_vocabulary"] == {
         "size": VD,
         "of": contract.vocab_size,
         "share": pytest.approx(VD / contract.vocab_size),
@@ -46,7 +43,7 @@ def test_json_for_machines(
     }
     described = {
         tensor["name"]: (tensor["shape"], tensor["dtype"], tensor["bytes"])
-        for tensor in found["tensors"]
+        for tensor in printed["tensors"]
     }
     stored = load_file(own / "model.safetensors")
     assert described.keys() == stored.keys()
@@ -72,14 +69,12 @@ def test_tables_for_people(
         contract.fingerprint,
         "a.jsonl: 3",
         "MIT: 3",
+        'synth: {"pii": 1}',
+        "midlayer.self_attn.q_proj.weight",
+        "32 × 64",
+        "accuracy_0",
     ):
         assert part in text, part
-    assert (
-        'synth: {"pii": 1}' in text
-        and "midlayer.self_attn.q_proj.weight" in text
-        and "32 × 64" in text
-        and "accuracy_0" in text
-    )
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
@@ -96,52 +91,38 @@ def test_uris(where: str, own: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_what_is_no_head_is_said_in_one_line(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "has no config.json, model.safetensors, eagle3.json" in error_of(
-        capsys, "inspect", str(tmp_path / "nowhere")
-    )
-    assert "has no config.json" in error_of(capsys, "inspect", "memory://inspect/nowhere")
+    def error(head: Path | str) -> str:
+        return error_of(capsys, "inspect", str(head))
+
+    missing = error(tmp_path / "nowhere")
+    assert "has no config.json, model.safetensors, eagle3.json" in missing
+    assert "has no config.json" in error("memory://inspect/nowhere")
     cut = tmp_path / "cut"
     shutil.copytree(own, cut)
-    weights = (cut / "model.safetensors").read_bytes()
-    (cut / "model.safetensors").write_bytes(weights[:-10])
-    assert "bytes where its header asks for" in error_of(capsys, "inspect", str(cut))
-    for broken in (
-        b"",
-        b"\xff" * 64,
-        (5).to_bytes(8, "little") + b"{...}",
-        (2).to_bytes(8, "little") + b"[]",
-    ):
-        (cut / "model.safetensors").write_bytes(broken)
-        assert "is no safetensors file" in error_of(capsys, "inspect", str(cut))
-    save_file(
-        {
-            name: tensor
-            for name, tensor in load_file(own / "model.safetensors").items()
-            if name != "norm.weight"
-        },
-        cut / "model.safetensors",
-    )
-    assert "norm.weight is missing where config.json asks for (32,)" in error_of(
-        capsys, "inspect", str(cut)
-    )
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "bytes where its header asks for" in error(cut)
+    no_json, no_object = (5).to_bytes(8, "little") + b"{...}", (2).to_bytes(8, "little") + b"[]"
+    for broken in (b"", b"\xff" * 64, no_json, no_object):
+        weights.write_bytes(broken)
+        assert "is no safetensors file" in error(cut)
+    tensors = load_file(own / "model.safetensors")
+    del tensors["norm.weight"]
+    save_file(tensors, weights)
+    assert "norm.weight is missing where config.json asks for (32,)" in error(cut)
     (cut / "eagle3.json").write_text("{}")
-    assert "eagle3.json cannot be read" in error_of(capsys, "inspect", str(cut))
+    assert "eagle3.json cannot be read" in error(cut)
     (cut / "eagle3.json").unlink()
-    assert (
-        "has no eagle3.json" in (line := error_of(capsys, "inspect", str(cut)))
-        and "eagle3 import" in line
-    )
+    line = error(cut)
+    assert "has no eagle3.json" in line and "eagle3 import" in line
 
 
 def test_out_may_be_here(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert cli.main(["export", str(own), "--format", "sglang", "--out", "."]) == 0
-    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
-        "config.json",
-        "eagle3.json",
-        "model.safetensors",
-    ]
+    written = sorted(path.name for path in (tmp_path / "here").iterdir())
+    assert written == ["config.json", "eagle3.json", "model.safetensors"]
 
 
 def test_there_and_back(
@@ -151,33 +132,17 @@ def test_there_and_back(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    target, there, back = str(tiny_target), str(tmp_path / "there"), str(tmp_path / "back")
     assert cli.main(["export", str(own), "--format", "speculators", "--out", there]) == 0
-    assert cli.main(["import", there, "--target", str(tiny_target), "--out", back]) == 0
+    assert cli.main(["import", there, "--target", target, "--out", back]) == 0
     assert load_head(Path(back))[0].shape == head.shape
     capsys.readouterr()
-    assert "is not empty" in error_of(
-        capsys, "import", there, "--target", str(tiny_target), "--out", back
-    )
-    assert "no such directory" in error_of(
-        capsys, "import", there, "--target", "./nowhere", "--out", str(tmp_path / "new")
-    )
-    assert "has no config.json" in error_of(
-        capsys,
-        "import",
-        str(tmp_path / "nowhere"),
-        "--target",
-        str(tiny_target),
-        "--out",
-        str(tmp_path / "new"),
-    )
-    assert "has no config.json" in error_of(
-        capsys,
-        "export",
-        str(tmp_path / "nowhere"),
-        "--format",
-        "sglang",
-        "--out",
-        str(tmp_path / "new"),
-    )
+    nowhere, new = str(tmp_path / "nowhere"), str(tmp_path / "new")
+    for problem, argv in (
+        ("is not empty", ("import", there, "--target", target, "--out", back)),
+        ("no such directory", ("import", there, "--target", "./nowhere", "--out", new)),
+        ("has no config.json", ("import", nowhere, "--target", target, "--out", new)),
+        ("has no config.json", ("export", nowhere, "--format", "sglang", "--out", new)),
+    ):
+        assert problem in error_of(capsys, *argv)
     assert not (tmp_path / "new").exists()

@@ -17,6 +17,9 @@ from pipeline.errors import ContractMismatch, HeadError, StoreError
 from pipeline.exchange.export import Format, export_head
 from tests.eagle3.conftest import CARD, CONFIG, VD, WEIGHTS, edit, rewrite
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+OTHER_TOKENS = "do not name the same distinct target tokens"
+
 
 @pytest.mark.parametrize(
     ("format", "change", "message"),
@@ -34,12 +37,8 @@ from tests.eagle3.conftest import CARD, CONFIG, VD, WEIGHTS, edit, rewrite
             {"intermediate_size": 41},
             r"gate_proj\.weight is \[40, 32\] where config\.json asks for \[41, 32\]",
         ),
-        ("sglang", {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "name different layers"),
-        (
-            "sglang",
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}},
-            "reads three aux states",
-        ),
+        ("sglang", {LAYERS: [1, 3, 4]}, "name different layers"),
+        ("sglang", {"eagle_config": {LAYERS: [1, 3]}}, "reads three aux states"),
         (
             "sglang",
             {"eagle_config": {"use_aux_hidden_state": False}},
@@ -60,12 +59,8 @@ from tests.eagle3.conftest import CARD, CONFIG, VD, WEIGHTS, edit, rewrite
         ("speculators", {"norm_before_residual": None}, "vLLM takes that for true"),
         ("speculators", {"norm_before_fc": True}, "norm_before_fc is True"),
         ("speculators", {"transformer_layer_config": None}, "lacks transformer_layer_config"),
-        ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 4, 5]}, "no ascending layers"),
-        (
-            "speculators",
-            {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
-            "reach output index 8, the target has 8 layers",
-        ),
+        ("speculators", {LAYERS: [0, 4, 5]}, "no ascending layers"),
+        ("speculators", {LAYERS: [2, 4, 9]}, "reach output index 8, the target has 8 layers"),
         (
             "speculators",
             {"draft_vocab_size": 90},
@@ -78,12 +73,12 @@ def test_config_fields_that_do_not_fit_are_named(
     change: dict[str, Any],
     message: str,
     exported: Callable[[Format], Path],
-    bring: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]],
 ) -> None:
     directory = exported(format)
     edit(directory, **change)
     with pytest.raises(HeadError, match=message) as raised:
-        bring(directory)
+        import_back(directory)
     assert str(directory) in str(raised.value) and "(fix: " in str(raised.value)
 
 
@@ -101,18 +96,9 @@ def _drop(name: str) -> Callable[[dict[str, Tensor]], None]:
             lambda tensors: tensors["d2t"].add_(torch.arange(VD)),
             "d2t holds target ids where offsets belong",
         ),
-        (
-            lambda tensors: tensors["d2t"][3:4].fill_(10**6),
-            "do not name the same distinct target tokens",
-        ),
-        (
-            lambda tensors: tensors["d2t"][1:2].sub_(3),
-            "do not name the same distinct target tokens",
-        ),
-        (
-            lambda tensors: tensors["t2d"].logical_not_(),
-            "do not name the same distinct target tokens",
-        ),
+        (lambda tensors: tensors["d2t"][3:4].fill_(10**6), OTHER_TOKENS),
+        (lambda tensors: tensors["d2t"][1:2].sub_(3), OTHER_TOKENS),
+        (lambda tensors: tensors["t2d"].logical_not_(), OTHER_TOKENS),
         (
             lambda tensors: tensors["embed_tokens.weight"].mul_(1.1),
             r"embed_tokens\.weight is not the target's",
@@ -123,48 +109,46 @@ def test_tensors_that_do_not_fit_are_named(
     change: Callable[[dict[str, Tensor]], object],
     message: str,
     exported: Callable[[Format], Path],
-    bring: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]],
 ) -> None:
     directory = exported("speculators")
     rewrite(directory, change)
     with pytest.raises(HeadError, match=message):
-        bring(directory)
+        import_back(directory)
 
 
 def test_files_that_cannot_be_read_are_named(
-    own: Path, bring: Callable[[Path], tuple[Eagle3Head, HeadCard]], tmp_path: Path
+    own: Path, import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]], tmp_path: Path
 ) -> None:
     (own / WEIGHTS).write_bytes(b"not a file")
     with pytest.raises(HeadError, match=r"model\.safetensors: cannot be read"):
-        bring(own)
+        import_back(own)
     (own / WEIGHTS).rename(own / "pytorch_model.bin")
-    with pytest.raises(
-        HeadError, match=r"has no \*\.safetensors \(a pytorch_model\.bin is a pickle"
-    ):
-        bring(own)
+    message = r"has no \*\.safetensors \(a pytorch_model\.bin is a pickle"
+    with pytest.raises(HeadError, match=message):
+        import_back(own)
     (own / CONFIG).write_text("[]")
     with pytest.raises(HeadError, match="is no JSON object"):
-        bring(own)
+        import_back(own)
     with pytest.raises(HeadError, match=r"has no config\.json"):
-        bring(tmp_path / "nowhere")
+        import_back(tmp_path / "nowhere")
 
 
 def test_a_head_of_another_target_is_refused(
     own: Path,
     tiny_target: Path,
-    bring: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]],
     tmp_path: Path,
 ) -> None:
     card = json.loads((own / CARD).read_text())
     card["contract"]["fingerprint"] = "another"
     (own / CARD).write_text(json.dumps(card))
     with pytest.raises(ContractMismatch, match="fingerprint"):
-        bring(own)
+        import_back(own)
+    out = tmp_path / "out"
     with pytest.raises(ContractMismatch, match="fingerprint"):
-        export_head(
-            str(own), format="speculators", out=str(tmp_path / "out"), target=str(tiny_target)
-        )
-    assert not (tmp_path / "out").exists() and not (tmp_path / "back").exists()
+        export_head(str(own), format="speculators", out=str(out), target=str(tiny_target))
+    assert not out.exists() and not (tmp_path / "back").exists()
 
 
 def test_nothing_is_written_over(own: Path, tmp_path: Path) -> None:

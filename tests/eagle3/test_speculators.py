@@ -1,8 +1,8 @@
-"""Our export, loaded and run by speculators' own class. It needs an interpreter that has the package:
+"""Our export, loaded and run by speculators' own class, by an interpreter that has the package:
 
-    EAGLE3_SPECULATORS_PYTHON=/path/to/venv/bin/python make test ARGS=tests/eagle3/test_speculators.py
+    EAGLE3_SPECULATORS_PYTHON=venv/bin/python make test ARGS=tests/eagle3/test_speculators.py
 
-The package lives in an environment of its own because its dependencies exclude ours.
+The package has an environment of its own because its dependencies exclude ours.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_theirs(
+def run_speculators(
     exported: Path, own: Path, target: Path, inputs: dict[str, Tensor], folder: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and the logits of every step; `folder` then also holds what they saved and what they converted."""
+    """Facts and the logits of every step; `folder` then also holds what they saved and converted."""
     save_file(inputs, folder / "inputs.safetensors")
     arguments = [exported, own, target, folder / "inputs.safetensors", folder, STEPS]
     command = [
@@ -71,45 +71,36 @@ def test_speculators_computes_our_logits(
     tmp_path: Path,
 ) -> None:
     head = make_head(shape.model_copy(update=switches))
-    save_head(tmp_path / "own", head, HeadCard(contract))
-    export_head(str(tmp_path / "own"), format="speculators", out=str(tmp_path / "theirs"))
+    own, exported = tmp_path / "own", tmp_path / "exported"
+    save_head(own, head, HeadCard(contract))
+    export_head(str(own), format="speculators", out=str(exported))
     tokens, aux = sequence(head.shape)
-    facts, logits = run_theirs(
-        tmp_path / "theirs",
-        tmp_path / "own",
-        tiny_target,
-        {"token_ids": tokens, "aux_states": aux},
-        tmp_path,
-    )
+    inputs = {"token_ids": tokens, "aux_states": aux}
+    facts, logits = run_speculators(exported, own, tiny_target, inputs, tmp_path)
     print(facts)
-    assert (
-        facts["layers"] == [layer + 1 for layer in contract.capture_layers]
-        and facts["rope_theta"] == 700.0
-    )
-    assert facts["missing"] == ["verifier_lm_head.weight", "verifier_norm.weight"], (
-        "which they take from the target"
-    )
-    assert facts["surplus"] == []
-    for step, mine in enumerate(logits_of(head, embedding.bfloat16(), tokens, aux, steps=STEPS)):
-        theirs = logits[f"step_{step}"][: len(mine)]  # later positions have no token to read
-        print(
-            f"step {step}: largest difference {(mine - theirs).abs().max().item():.1e}, logits up to {mine.abs().max().item():.1f}"
-        )
-        torch.testing.assert_close(theirs, mine, rtol=1e-5, atol=1e-5)
+    assert facts["layers"] == [layer + 1 for layer in contract.capture_layers]
+    assert facts["rope_theta"] == 700.0
+    from_target = ["verifier_lm_head.weight", "verifier_norm.weight"]
+    assert facts["missing"] == from_target and facts["surplus"] == []
+    for step, expected in enumerate(
+        logits_of(head, embedding.bfloat16(), tokens, aux, steps=STEPS)
+    ):
+        computed = logits[f"step_{step}"][: len(expected)]  # later positions have no token to read
+        difference, largest = (expected - computed).abs().max(), expected.abs().max()
+        print(f"step {step}: largest difference {difference:.1e}, logits up to {largest:.1f}")
+        torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
     # What they save comes home unchanged, and so does what they convert from SGLang's dialect.
-    check_back(tmp_path / "resaved", tiny_target, contract, head)
+    check_import(tmp_path / "resaved", tiny_target, contract, head)
     if not switches:
-        check_back(tmp_path / "converted", tiny_target, contract, head)
+        check_import(tmp_path / "converted", tiny_target, contract, head)
         return
-    with pytest.raises(
-        HeadError, match=r"has no tensor fc_norm\.0\.weight"
-    ):  # their converter drops these three without a word
-        import_head(
-            str(tmp_path / "converted"), target=str(tiny_target), out=str(tmp_path / "back")
-        )
+    # Their converter drops the three tensors of fc_norm without a word.
+    converted, back = str(tmp_path / "converted"), str(tmp_path / "back")
+    with pytest.raises(HeadError, match=r"has no tensor fc_norm\.0\.weight"):
+        import_head(converted, target=str(tiny_target), out=back)
 
 
-def check_back(written: Path, target: Path, contract: TargetContract, head: Eagle3Head) -> None:
+def check_import(written: Path, target: Path, contract: TargetContract, head: Eagle3Head) -> None:
     """Import what they wrote and find our head again."""
     import_head(str(written), target=str(target), out=str(written.with_name("back")))
     back, _ = load_head(written.with_name("back"), expected=contract)

@@ -19,19 +19,17 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
 
     def write(uri: str = "run", **sections: dict[str, Any]) -> Path:
         prompts = tmp_path / "prompts.jsonl"
+        held_out = tmp_path / "held-out.jsonl"
         if not prompts.exists():
-            prompts.write_text(
-                "".join(
-                    _record(index, "math", question) for index, question in enumerate(QUESTIONS)
-                )
-            )
-            (tmp_path / "held-out.jsonl").write_text(
-                "".join(
-                    _record(index, category, f"How many {category} words are {index}?")
-                    for index in range(3)
-                    for category in ("math", "chat")
-                )
-            )
+            records = [_record(index, "math", text) for index, text in enumerate(QUESTIONS)]
+            prompts.write_text("".join(records))
+            records = [
+                _record(index, category, f"How many {category} words are {index}?")
+                for index in range(3)
+                for category in ("math", "chat")
+            ]
+            held_out.write_text("".join(records))
+        head = {"draft_vocab_size": 200, "intermediate_size": 32, "max_share_of_target": 5.0}
         tree: dict[str, dict[str, Any]] = {
             "run": {"uri": str(tmp_path / uri), "threads": 1},
             "target": {"source": str(tiny_target), "dtype": "float32", "device": "cpu"},
@@ -46,11 +44,7 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
             },
             "features": {"batch_tokens": 256, "shard_tokens": 300},
             "train": {
-                "head": {
-                    "draft_vocab_size": 200,
-                    "intermediate_size": 32,
-                    "max_share_of_target": 5.0,
-                },
+                "head": head,
                 "ttt_steps": 3,
                 "epochs": 12,
                 "learning_rate": 3e-3,
@@ -61,7 +55,7 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
                 "wandb": "disabled",
             },
             "eval": {
-                "sources": [{"source": str(tmp_path / "held-out.jsonl")}],
+                "sources": [{"source": str(held_out)}],
                 "max_new_tokens": 16,
                 "hf_prompts": 2,
                 "tree": {"top_k": 2, "steps": 3, "nodes": 6},
@@ -77,15 +71,11 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def _record(index: int, category: str, question: str) -> str:
-    return (
-        json.dumps(
-            {
-                "id": f"{category}{index}",
-                "source": "ours",
-                "license": "MIT",
-                "category": category,
-                "turns": [question],
-            }
-        )
-        + "\n"
-    )
+    record = {
+        "id": f"{category}{index}",
+        "source": "ours",
+        "license": "MIT",
+        "category": category,
+        "turns": [question],
+    }
+    return json.dumps(record) + "\n"

@@ -1,4 +1,4 @@
-"""Every mistake of a user: one line with file, field and fix, exit code 2, and nothing that looks complete."""
+"""Every mistake of a user: one line with file, field and fix, exit code 2, nothing committed."""
 
 from __future__ import annotations
 
@@ -31,39 +31,28 @@ def fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Fails:
 
 
 def test_unknown_key(write_config: Write, fails: Fails) -> None:
-    assert "synth.max_promts: unknown key 'max_promts' (fix: did you mean 'max_prompts'?)" in fails(
-        "synth", write_config(), "synth.max_promts=3"
-    )
+    line = fails("synth", write_config(), "synth.max_promts=3")
+    assert "synth.max_promts: unknown key 'max_promts' (fix: did you mean 'max_prompts'?)" in line
 
 
 def test_missing_files(write_config: Write, fails: Fails, tmp_path: Path) -> None:
     assert "no-such.yaml: no such file" in fails("synth", tmp_path / "no-such.yaml")
-    missing = tmp_path / "no-such.jsonl"
-    assert str(missing) in fails(
-        "synth", write_config(synth={"sources": [{"source": str(missing)}]})
-    )
-    assert "target.source" in fails(
-        "synth", write_config(), f"target.source={tmp_path / 'nowhere/model'}"
-    )
+    missing = str(tmp_path / "no-such.jsonl")
+    assert missing in fails("synth", write_config(synth={"sources": [{"source": missing}]}))
+    target = f"target.source={tmp_path / 'nowhere/model'}"
+    assert "target.source" in fails("synth", write_config(), target)
 
 
 def test_a_broken_line_in_a_prompts_file(write_config: Write, fails: Fails, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"turns": ["fine"], "license": "MIT"}\n{"turns": ["cut off\n')
-    assert f"{broken}:2" in fails(
-        "synth", write_config(synth={"sources": [{"source": str(broken)}]})
-    )
+    synth = {"sources": [{"source": str(broken)}]}
+    assert f"{broken}:2" in fails("synth", write_config(synth=synth))
     config = write_config()
     assert main(["run", "-c", str(config)]) == 0
-    head = tmp_path / "run/train/head"
-    assert f"{broken}:2" in fails(
-        "eval",
-        config,
-        f"run.uri={tmp_path / 'e'}",
-        f"eval.head={head}",
-        f"eval.prompts={broken}",
-        uri="e",
-    )
+    head = f"eval.head={tmp_path / 'run/train/head'}"
+    overrides = [f"run.uri={tmp_path / 'e'}", head, f"eval.prompts={broken}"]
+    assert f"{broken}:2" in fails("eval", config, *overrides, uri="e")
 
 
 def test_a_target_without_a_chat_template(
@@ -72,16 +61,14 @@ def test_a_target_without_a_chat_template(
     base = tmp_path / "base-model"
     shutil.copytree(tiny_target, base)
     (base / "chat_template.jinja").unlink()
-    assert f"target.source={base}: the target's tokenizer has no chat template" in fails(
-        "synth", write_config(), f"target.source={base}"
-    )
+    line = fails("synth", write_config(), f"target.source={base}")
+    assert f"target.source={base}: the target's tokenizer has no chat template" in line
 
 
 @pytest.mark.parametrize("layers", ["[1, 3, 8]", "[4, 3, 1]", "[-1, 2, 3]"])
 def test_capture_layers_that_do_not_exist(write_config: Write, fails: Fails, layers: str) -> None:
-    assert f"target.capture_layers: {layers} do not name three ascending layers" in fails(
-        "synth", write_config(), f"target.capture_layers={layers}"
-    )
+    line = fails("synth", write_config(), f"target.capture_layers={layers}")
+    assert f"target.capture_layers: {layers} do not name three ascending layers" in line
 
 
 def test_a_head_or_data_of_another_target(
@@ -92,15 +79,13 @@ def test_a_head_or_data_of_another_target(
     other = ["target.capture_layers=[1,2,5]", f"run.uri={tmp_path / 'other'}"]
     head = tmp_path / "run/train/head"
     line = fails("eval", config, *other, f"eval.head={head}", uri="other")
-    assert (
-        f"head {head}: contract.capture_layers: made for a target with capture_layers [1,3,4], this one has [1,2,5]"
-        in line
-    )
+    where = f"head {head}: contract.capture_layers"
+    problem = "made for a target with capture_layers [1,3,4], this one has [1,2,5]"
+    assert f"{where}: {problem}" in line
     shutil.copytree(tmp_path / "run/synth", tmp_path / "other/synth")
     shutil.rmtree(tmp_path / "other/eval", ignore_errors=True)
-    assert "contract.capture_layers: made for a target with" in fails(
-        "features", config, *other, uri="other"
-    )
+    line = fails("features", config, *other, uri="other")
+    assert "contract.capture_layers: made for a target with" in line
 
 
 def test_no_head(write_config: Write, fails: Fails, tmp_path: Path) -> None:
@@ -112,34 +97,21 @@ def test_settings_of_training_that_contradict_each_other(
     write_config: Write, fails: Fails, tmp_path: Path
 ) -> None:
     config = write_config()
-    assert "train.early_stop: needs train.evaluate_every" in fails(
-        "train", config, "train.early_stop=2"
-    )
-    assert "train.evaluate_tree: cannot be auto" in fails(
-        "train", config, "train.evaluate_tree=auto"
-    )
+    line = fails("train", config, "train.early_stop=2")
+    assert "train.early_stop: needs train.evaluate_every" in line
+    line = fails("train", config, "train.evaluate_tree=auto")
+    assert "train.evaluate_tree: cannot be auto" in line
     assert main(["run", "-c", str(config)]) == 0
     head = tmp_path / "run/train/head"
     shutil.copytree(tmp_path / "run/features", tmp_path / "other/features")
-    other = [
-        f"run.uri={tmp_path / 'other'}",
-        f"train.start_from={head}",
-        "train.head.draft_vocab_size=100",
-    ]
-    line = fails("train", config, *other, uri="other")
-    assert (
-        f"train.head.draft_vocab_size: 100 is asked for, but the head that training starts from has 200 ({head})"
-        in line
-    )
-    assert "train.evaluate_prompts: 99 samples cannot be held out" in fails(
-        "train",
-        config,
-        other[0],
-        "train.evaluate_every=2",
-        "train.evaluate_prompts=99",
-        "--force",
-        uri="other",
-    )
+    other = f"run.uri={tmp_path / 'other'}"
+    smaller = [f"train.start_from={head}", "train.head.draft_vocab_size=100"]
+    line = fails("train", config, other, *smaller, uri="other")
+    problem = "100 is asked for, but the head that training starts from has 200"
+    assert f"train.head.draft_vocab_size: {problem} ({head})" in line
+    held_out = ["train.evaluate_every=2", "train.evaluate_prompts=99", "--force"]
+    line = fails("train", config, other, *held_out, uri="other")
+    assert "train.evaluate_prompts: 99 samples cannot be held out" in line
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
@@ -149,21 +121,16 @@ def test_damaged_shards(write_config: Write, fails: Fails, tmp_path: Path, damag
     assert main(["features", "-c", str(config)]) == 0
     for stage, parent in (("train", "features"), ("features", "synth")):
         shutil.rmtree(tmp_path / "run" / stage, ignore_errors=True)
-        shard = sorted(
-            path
-            for path in (tmp_path / "run" / parent / "shards").iterdir()
-            if not path.name.endswith(".json")
-        )[1]
+        files = sorted((tmp_path / "run" / parent / "shards").iterdir())
+        shard = [path for path in files if path.suffix != ".json"][1]
         data = shard.read_bytes()
         middle = len(data) // 2
         if damage == "missing":
             shard.unlink()
+        elif damage == "truncated":
+            shard.write_bytes(data[:middle])
         else:
-            shard.write_bytes(
-                data[:middle]
-                if damage == "truncated"
-                else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-            )
+            shard.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
         assert shard.name in fails(stage, config)
         shard.write_bytes(data)
 
@@ -177,9 +144,9 @@ def test_a_read_only_run_directory(
 def test_a_full_run_directory(
     write_config: Write, fails: Fails, mount: Callable[[str], Path]
 ) -> None:
-    place = mount("size=16k")
-    assert "no space left" in fails("synth", write_config(), f"run.uri={place}/run").lower()
-    assert not list(place.rglob("manifest.json"))
+    disk = mount("size=16k")
+    assert "no space left" in fails("synth", write_config(), f"run.uri={disk}/run").lower()
+    assert not list(disk.rglob("manifest.json"))
 
 
 def test_a_parent_that_changed(write_config: Write, fails: Fails, tmp_path: Path) -> None:
@@ -187,8 +154,7 @@ def test_a_parent_that_changed(write_config: Write, fails: Fails, tmp_path: Path
     assert main(["synth", "-c", str(config)]) == 0
     assert main(["features", "-c", str(config)]) == 0
     assert main(["synth", "-c", str(config), "synth.max_prompts=8", "--force"]) == 0
-    body = json.loads((tmp_path / "run/features/manifest.json").read_text())
+    manifest = tmp_path / "run/features/manifest.json"
+    before = json.loads(manifest.read_text())
     assert main(["features", "-c", str(config)]) == 2
-    assert json.loads((tmp_path / "run/features/manifest.json").read_text()) == body, (
-        "the old stage is left as it was"
-    )
+    assert json.loads(manifest.read_text()) == before, "the old stage is left as it was"

@@ -43,15 +43,10 @@ def test_the_whole_line_and_once_more(
 
     report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
     assert report.lossless["greedy_fp32"] is True and report.lossless["prompts_checked"] == 6
-    assert (
-        report.acceptance_length >= 1
-        and 0 < len(report.alpha) <= 3
-        and all(0 < value <= 1 for value in report.alpha)
-    )
-    assert (
-        set(report.tokens_per_second) == {"speculative", "plain", "hf"}
-        and min(report.tokens_per_second.values()) > 0
-    )
+    assert report.acceptance_length >= 1 and 0 < len(report.alpha) <= 3
+    assert all(0 < value <= 1 for value in report.alpha)
+    assert set(report.tokens_per_second) == {"speculative", "plain", "hf"}
+    assert min(report.tokens_per_second.values()) > 0
     assert set(report.speedup) == {"plain", "hf"} and set(report.by_category) == {"math", "chat"}
     assert report.provenance["licenses"] == {"MIT": 24} and report.head["draft_vocab_size"] == 200
     assert sum("hf" in prompt.tokens_per_second for prompt in report.prompts) == 2
@@ -59,10 +54,8 @@ def test_the_whole_line_and_once_more(
 
     manifests = _manifests(tmp_path / "run")
     for before, after in pairwise(STAGES):
-        assert (
-            manifests[after].parent_hash == manifests[before].content_hash
-            and manifests[after].contract == manifests["synth"].contract
-        )
+        assert manifests[after].parent_hash == manifests[before].content_hash
+        assert manifests[after].contract == manifests["synth"].contract
 
     before_again = _times(tmp_path / "run")
     assert main(["run", "-c", str(config)]) == 0
@@ -74,12 +67,8 @@ def test_the_whole_line_and_once_more(
         assert "complete" in capsys.readouterr().out
     assert main(["features", "-c", str(config), "features.shard_tokens=200"]) == 2
     message = capsys.readouterr().err
-    assert (
-        manifests["features"].config_hash[:16] in message
-        and "--force" in message
-        and "run.uri" in message
-        and "→" in message
-    )
+    facts = (manifests["features"].config_hash[:16], "--force", "run.uri", "→")
+    assert all(fact in message for fact in facts), message
 
 
 def test_eval_takes_any_head_and_any_prompts(write_config: Write, tmp_path: Path) -> None:
@@ -87,16 +76,9 @@ def test_eval_takes_any_head_and_any_prompts(write_config: Write, tmp_path: Path
     assert main(["run", "-c", config]) == 0
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"turns": ["What is mine?", "And yours?"]}\n')
-    other = [
-        "eval",
-        "-c",
-        config,
-        f"run.uri={tmp_path / 'other'}",
-        f"eval.head={tmp_path / 'run/train/head'}",
-        f"eval.prompts={mine}",
-        "eval.max_turns=2",
-    ]
-    assert main([*other, "target.dtype=float32"]) == 0
+    head = f"eval.head={tmp_path / 'run/train/head'}"
+    other = [f"run.uri={tmp_path / 'other'}", head, f"eval.prompts={mine}", "eval.max_turns=2"]
+    assert main(["eval", "-c", config, *other, "target.dtype=float32"]) == 0
     report = json.loads((tmp_path / "other/eval/report.json").read_text())
     first, second = (prompt["id"] for prompt in report["prompts"])
     assert second == f"{first}#2"
@@ -123,18 +105,15 @@ def test_the_best_head_by_acceptance_is_the_one_that_eval_reads(
     details = manifests["train"].details
     assert manifests["train"].rejected["held_out"] == 4
     card = json.loads((tmp_path / "run/train/head/eagle3.json").read_text())["metrics"]
-    lines = [
-        json.loads(line) for line in (tmp_path / "run/train/metrics.jsonl").read_text().splitlines()
-    ]
+    metrics = (tmp_path / "run/train/metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in metrics]
     taus = {line["step"]: line["tau"] for line in lines if "tau" in line}
-    assert (
-        details["tau"] == card["tau"] == max(taus.values())
-        and taus[details["exported_step"]] == details["tau"]
-    )
+    assert details["tau"] == card["tau"] == max(taus.values())
+    assert taus[details["exported_step"]] == details["tau"]
     assert manifests["eval"].parent_hash == manifests["train"].content_hash
 
 
-#: What must exist before the kill: something of the stage is on disk, but the stage is not finished.
+#: What must exist before the kill: something of the stage is on disk, but it is not finished.
 _MOMENTS = [
     "synth/shards/*.entry.json",
     "features/shards/*.entry.json",
@@ -159,9 +138,8 @@ def test_killed_in_every_stage_the_line_ends_with_the_same_bytes(
         os.kill(process.pid, signal.SIGKILL)
         _, errors = process.communicate()
         assert process.returncode == -signal.SIGKILL, errors
-        assert not (run / moment.partition("/")[0] / "manifest.json").exists(), (
-            f"killed too late to prove anything: {moment}"
-        )
+        manifest = run / moment.partition("/")[0] / "manifest.json"
+        assert not manifest.exists(), f"killed too late to prove anything: {moment}"
     assert main(["run", "-c", str(config)]) == 0
     whole, cut = _manifests(tmp_path / "whole"), _manifests(run)
     for stage in ("synth", "features", "train"):
@@ -175,30 +153,25 @@ def test_a_decoder_that_changes_the_output_fails_the_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Planted: now and then a drafted token is taken although the target chose another."""
+    """Planted: now and then a drafted token is accepted although the target chose another."""
     config = str(write_config())
     assert main(["run", "-c", config]) == 0
 
-    honest = TorchOps.verify
+    verify = TorchOps.verify
 
-    def generous(self: TorchOps, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
+    def verify_wrongly(self: TorchOps, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
         wrong = predicted.clone()
         if depth:
             wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])
-        return honest(self, tree, wrong, depth)
+        return verify(self, tree, wrong, depth)
 
-    monkeypatch.setattr(TorchOps, "verify", generous)
+    monkeypatch.setattr(TorchOps, "verify", verify_wrongly)
     shutil.rmtree(tmp_path / "run/eval")
     capsys.readouterr()
     assert main(["eval", "-c", config]) == 1
     error = capsys.readouterr().err
-    assert (
-        error.startswith("error: ")
-        and "differs from plain output in fp32" in error
-        and len(error.splitlines()) == 1
-    )
-    assert (
-        json.loads((tmp_path / "run/eval/report.json").read_text())["lossless"]["greedy_fp32"]
-        is False
-    )
+    assert error.startswith("error: ") and len(error.splitlines()) == 1
+    assert "differs from plain output in fp32" in error
+    report = json.loads((tmp_path / "run/eval/report.json").read_text())
+    assert report["lossless"]["greedy_fp32"] is False
     assert not (tmp_path / "run/eval/manifest.json").exists()

@@ -1,4 +1,4 @@
-"""One sample learnt by heart: if data, training and drafting are aligned, nearly every guess is accepted."""
+"""One sample overfitted: with data, training and drafting aligned, nearly all drafts pass."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ def test_a_head_that_knows_one_answer_drafts_it(
     write_config: Callable[..., Path], tmp_path: Path
 ) -> None:
     prompt = tmp_path / "one.jsonl"
-    prompt.write_text(
-        '{"id": "one", "source": "ours", "license": "MIT", "category": "math", "turns": ["What is 1 plus 2, and why?"]}\n'
-    )
-    reply = {
-        "max_new_tokens": 40,
-        "max_turns": 1,
-        "pii": {"enabled": False},
-        "max_prompt_tokens": 200,
-    }
+    labels = {"id": "one", "source": "ours", "license": "MIT", "category": "math"}
+    prompt.write_text(json.dumps({**labels, "turns": ["What is 1 plus 2, and why?"]}) + "\n")
     config = write_config(
-        synth={"sources": [{"source": str(prompt)}], **reply},
+        synth={
+            "sources": [{"source": str(prompt)}],
+            "max_new_tokens": 40,
+            "max_turns": 1,
+            "pii": {"enabled": False},
+            "max_prompt_tokens": 200,
+        },
         train={
             "ttt_steps": 5,
             "epochs": 900,
@@ -37,10 +36,10 @@ def test_a_head_that_knows_one_answer_drafts_it(
             "prompts": str(prompt),
             "max_new_tokens": 40,
             "hf_prompts": 0,
+            # A chain: this target's distributions are flat, so a tree would spend nodes on breadth.
             "tree": {"top_k": 1, "steps": 5, "nodes": 6},
         },
     )
-    # A chain: this target is unsure of everything, so a tree would spend its nodes on breadth.
     assert main(["run", "-c", str(config)]) == 0
     report = json.loads((tmp_path / "run/eval/report.json").read_text())
     assert report["acceptance_length"] >= 4, report["alpha"]

@@ -31,23 +31,18 @@ def test_synth_drafts_with_an_earlier_head_and_eval_picks_its_tree(
     shown = capsys.readouterr().out
     assert "tree: auto, trying the head on 6 prompts" in shown
     settings = json.loads((tmp_path / "run/eval/report.json").read_text())["settings"]
-    assert (
-        settings["tree"]["auto"] is False
-        and settings["tree_auto"]["predicted_acceptance_length"] >= 1
-    )
+    assert settings["tree"]["auto"] is False
+    assert settings["tree_auto"]["predicted_acceptance_length"] >= 1
 
-    head = str(tmp_path / "run/train/head")
-    again = write_config(
-        "again", synth={"head": head, "tree": {"top_k": 2, "steps": 3, "nodes": 6}}
-    )
-    assert main(["synth", "-c", str(again)]) == 0
-    assert _replies(tmp_path / "again") == _replies(tmp_path / "run"), (
-        "drafting must not change what the target says"
-    )
-    assert (
-        read_manifest(str(tmp_path / "again"), "synth").tokens
-        == read_manifest(str(tmp_path / "run"), "synth").tokens
-    )
+    synth = {
+        "head": str(tmp_path / "run/train/head"),
+        "tree": {"top_k": 2, "steps": 3, "nodes": 6},
+    }
+    assert main(["synth", "-c", str(write_config("again", synth=synth))]) == 0
+    drafted, plain = tmp_path / "again", tmp_path / "run"
+    assert _replies(drafted) == _replies(plain), "drafting must not change what the target says"
+    tokens = [read_manifest(str(run), "synth").tokens for run in (drafted, plain)]
+    assert tokens[0] == tokens[1]
 
 
 def test_synth_refuses_a_tree_that_depends_on_timings(

@@ -1,4 +1,4 @@
-"""Capture: any decoder, any packing, layers on several devices, and a check that finds what packing breaks."""
+"""Capture: any decoder, any packing, layers on several devices, a check that sees bad packing."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ def test_a_document_that_sees_its_neighbour_is_found(
     try:
         with pytest.raises(
             DataError,
-            match=rf"sample {sample.prompt_id} of unit: layer 1 differs by .* where 7.63e-06 is allowed in torch.float32",
+            match=rf"sample {sample.prompt_id} of unit: layer 1 differs by .* "
+            "where 7.63e-06 is allowed in torch.float32",
         ):
             capture(name=name, tolerance=64)
         assert len(capture(name=name, tolerance=0)) == len(samples)

@@ -1,4 +1,4 @@
-"""The features stage on a real tiny model: right tensors, right order, resumable, and clear when it cannot go on."""
+"""The features stage on a tiny model: right tensors, right order, resumable, clear errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from pipeline.errors import (
 from pipeline.features import run
 from pipeline.features.plan import plan
 from pipeline.records import Manifest, Sample
-from pipeline.store.stage_run import read_manifest, stage_location, verify_shard
+from pipeline.store.shards import verify_shard
+from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.store.states import FORMAT, StatesReader, StatesSample
 
 Configs = Callable[..., RunConfig]
@@ -46,7 +47,10 @@ def test_states_are_those_of_hugging_face(
     samples: list[Sample],
     tiny_target: Path,
 ) -> None:
-    """Output index i is `hidden_states[i + 1]`, whose entry 0 is the embedding; final states stand one before what they teach."""
+    """Output index i is `hidden_states[i + 1]`, whose entry 0 is the embedding.
+
+    Final states stand one before what they teach.
+    """
     from transformers import LlamaForCausalLM
 
     config = make_config(tmp_path)
@@ -145,7 +149,12 @@ def test_killed_runs_end_with_the_same_checksums(
     )
     for config in (whole, killed):
         finish_synth(config)
-    script = "import sys; from pipeline.config import RunConfig; from pipeline.features import run; run(RunConfig.model_validate_json(sys.argv[1]))"
+    script = """
+import sys
+from pipeline.config import RunConfig
+from pipeline.features import run
+run(RunConfig.model_validate_json(sys.argv[1]))
+"""
     process = subprocess.Popen(
         [sys.executable, "-c", script, killed.model_dump_json()], stdout=subprocess.DEVNULL
     )
@@ -347,7 +356,8 @@ def test_a_full_disk_is_told_before_the_target_is_loaded(
     for attempt in (plan, run):
         with pytest.raises(
             StoreError,
-            match=r"the states need .* GB more, .* GB are free \(fix: free some space, set features.encoding=int8, or",
+            match=r"the states need .* GB more, .* GB are free "
+            r"\(fix: free some space, set features.encoding=int8, or",
         ):
             attempt(config)
     assert not list((tmp_path / "mount0/run/features").glob("shards/*"))
@@ -368,5 +378,5 @@ def test_the_rate_is_that_of_committed_shards(
 
 
 def test_the_configuration_names_the_format_that_is_written() -> None:
-    """States of an older format then belong to another configuration, and `--force` replaces them."""
+    """States of an older format belong to another configuration, and `--force` replaces them."""
     assert FeaturesSection().format == FORMAT

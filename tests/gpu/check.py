@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.random_target import RandomWeights
+from bench.random_target import random_head, random_model
 from bench.report import ROOT, machine
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
@@ -34,28 +34,25 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.decoder.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, shape_for
 
 VOCABULARY = 512
 KERNEL_TESTS = [
     str(path.relative_to(ROOT))
     for path in sorted((ROOT / "tests/decoder/ops").glob("test_triton*.py"))
 ]
+
+
+def shape_of(queries: int, groups: int, hidden: int, **more: int) -> dict[str, Any]:
+    """A configuration's keys."""
+    heads = {"num_attention_heads": queries, "num_key_value_heads": groups}
+    return {**heads, "hidden_size": hidden, **more}
+
+
 SHAPES = {
-    "llama": {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512},
-    "one group, d 128": {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 512},
-    "d 80": {
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "hidden_size": 480,
-        "head_dim": 80,
-    },
-    "d 96, ratio 8": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "hidden_size": 256,
-        "head_dim": 96,
-    },
+    "llama": shape_of(8, 2, 512),
+    "one group, d 128": shape_of(4, 4, 512),
+    "d 80": shape_of(6, 2, 480, head_dim=80),
+    "d 96, ratio 8": shape_of(8, 1, 256, head_dim=96),
 }
 TREES = {
     "chain": TreeSection(top_k=1, steps=4, nodes=5),
@@ -84,29 +81,15 @@ def model_of(
         tie_word_embeddings=False,
         **shape,
     )
-    weights = RandomWeights(config, device=device, dtype=dtype, scale=0.08)
-    return DecoderModel(
-        config, weights, (1, 2, 4), device=device, dtype=dtype, max_length=1024, ops=ops
+    layers = (1, 2, 4)
+    return random_model(
+        config, layers, device=device, dtype=dtype, max_length=1024, scale=0.08, ops=ops
     )
 
 
 def head_of(model: DecoderModel) -> Eagle3Head:
     """A random head: it drafts badly, which losslessness must survive."""
-    head = Eagle3Head(
-        shape_for(
-            model.config,
-            draft_vocab_size=256,
-            intermediate_size=None,
-            num_attention_heads=None,
-            num_key_value_heads=None,
-        )
-    )
-    random_init(head, 0)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.mul_(6 if parameter.dim() > 1 else 1)
-    head.set_vocabulary(torch.arange(0, VOCABULARY, 2))
-    return head
+    return random_head(model.config, torch.arange(0, VOCABULARY, 2), scale=6)
 
 
 def requests(temperature: float = 0.0) -> list[Request]:
@@ -141,19 +124,17 @@ def logits_agree(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def greedy_is_lossless(
     shape: dict[str, Any], tree: TreeSection, device: torch.device
 ) -> dict[str, Any]:
-    """fp32: with a drafter, in batches of 1, 3 and 8, every token is the plain one; rows are graphs on CUDA."""
+    """fp32: with a drafter, in batches of 1, 3 and 8, every token is the plain one."""
     model = model_of(shape, device, torch.float32, pick_ops(device, torch.float32))
     plain = decode(Engine(model), requests())
     for slots in (1, 3, 8):
-        drafter = Eagle3Drafter(head_of(model), model, tree)
-        assert decode(Engine(model, drafter=drafter, slots=slots), requests()) == plain, (
-            f"batch {slots} differs"
-        )
+        engine = Engine(model, drafter=Eagle3Drafter(head_of(model), model, tree), slots=slots)
+        assert decode(engine, requests()) == plain, f"batch {slots} differs"
     return {"tokens": 3 * sum(map(len, plain.values()))}
 
 
 def sampling_is_lossless(device: torch.device) -> dict[str, Any]:
-    """fp32: with a drafter, every token is the one that its request's seed draws from the plain model's distribution."""
+    """fp32: with a drafter, every token is the one that its seed draws from the plain model."""
     model = model_of(SHAPES["llama"], device, torch.float32, pick_ops(device, torch.float32))
     drafter = Eagle3Drafter(head_of(model), model, TREES["tree"])
     done = decode(Engine(model, drafter=drafter, slots=4), requests(0.8))
@@ -163,13 +144,12 @@ def sampling_is_lossless(device: torch.device) -> dict[str, Any]:
 
 
 def near_ties(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """bf16: no token of the speculative output is much less likely to the plain model than its best one."""
+    """bf16: no speculative token is much less likely to the plain model than its best one."""
     model = model_of(shape, device, torch.bfloat16, pick_ops(device, torch.bfloat16))
     drafter = Eagle3Drafter(head_of(model), model, TREES["tree"])
     done = decode(Engine(model, drafter=drafter, slots=4), requests())
-    gaps = [
-        greedy_gaps(model, request.prompt_ids, done[request.request_id]) for request in requests()
-    ]
+    replies = [(request.prompt_ids, done[request.request_id]) for request in requests()]
+    gaps = [greedy_gaps(model, *reply) for reply in replies]
     worst = max(gap.worst for gap in gaps)
     assert worst <= NEAR_TIE, f"a token is {worst} below the best one"
     return {
@@ -180,7 +160,7 @@ def near_ties(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """Every Triton kernel against its definition, by the tests of the suite, which compile for a GPU where there is one."""
+    """Every Triton kernel against its definition: the suite's own tests, on this GPU."""
     if importlib.util.find_spec("pytest") is None:
         return {"skipped": "pytest is not installed; the other checks ran the same kernels"}
     done = subprocess.run(
@@ -212,13 +192,12 @@ def run(device: torch.device) -> dict[str, Any]:
         started = time.perf_counter()
         try:
             results[name] = {"passed": True, **check()}
-        except Exception as error:  # whatever breaks on a new GPU is a result, and the other checks still tell something
+        except Exception as error:  # whatever breaks on a new GPU is a result, too
             traceback.print_exc()
             results[name] = {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
         results[name]["seconds"] = round(time.perf_counter() - started, 2)
-        print(
-            f"{'pass' if results[name]['passed'] else 'FAIL'}  {name}  {results[name]}", flush=True
-        )
+        verdict = "pass" if results[name]["passed"] else "FAIL"
+        print(f"{verdict}  {name}  {results[name]}", flush=True)
     return results
 
 

@@ -1,4 +1,4 @@
-"""The GPU check's own checks, run with the CPU's operations: they pass on a sound decoder and fail on a broken one."""
+"""The GPU check on the CPU's operations: passes with a sound decoder, fails with a broken one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        check,
-        "SHAPES",
-        {"llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}},
-    )
+    monkeypatch.setattr(check, "SHAPES", {"llama": check.shape_of(4, 2, 128)})
     monkeypatch.setattr(check, "TREES", {"tree": check.TREES["tree"]})
 
 

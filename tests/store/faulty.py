@@ -13,18 +13,18 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-#: What the proxy does with a request: None passes it on, a number is the status it answers with.
+#: What the proxy does with a request: None passes it on, a number is the status of the answer.
 Fault = int | str | None
-DROP, HANG, FLIP, CUT = (
-    "drop the upload half-way",
-    "never answer",
-    "flip a byte of the body",
-    "end the answer half-way",
-)
+DROP, HANG = "drop the upload half-way", "never answer"
+FLIP, CUT = "flip a byte of the body", "end the answer half-way"
+
+#: Headers of requests and of answers.
+_NOT_SENT_ON = ("host", "connection", "accept-encoding")
+_PASSED_BACK = ("content-type", "content-range", "location", "range", "x-goog-hash")
 
 
 class FaultyProxy(ThreadingHTTPServer):
-    """Passes requests on to `upstream` unless `fault(method, path, body)` says otherwise; counts what it did."""
+    """Passes requests on to `upstream`, unless `fault(method, path)` is one; records them all."""
 
     daemon_threads = True
 
@@ -73,11 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.released.wait()
             self._hang_up()
         elif isinstance(fault, int):
-            self._answer(
-                fault,
-                {"Content-Type": "application/json"},
-                json.dumps({"error": {"code": fault, "message": "injected"}}).encode(),
-            )
+            error = json.dumps({"error": {"code": fault, "message": "injected"}})
+            self._answer(fault, {"Content-Type": "application/json"}, error.encode())
         else:
             self._forward(_flipped(body) if fault == FLIP else body, cut=fault == CUT)
 
@@ -87,21 +84,15 @@ class _Handler(BaseHTTPRequestHandler):
         target = urlsplit(self.server.upstream)
         connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=30)
         try:
-            headers = {
-                name: value
-                for name, value in self.headers.items()
-                if name.lower() not in ("host", "connection", "accept-encoding")
-            }
+            sent = self.headers.items()
+            headers = {name: value for name, value in sent if name.lower() not in _NOT_SENT_ON}
             connection.request(self.command, self.path, body=body or None, headers=headers)
             answer = connection.getresponse()
-            data, kept = (
-                answer.read(),
-                ("content-type", "content-range", "location", "range", "x-goog-hash"),
-            )
+            data = answer.read()
             passed = {
                 name: value.replace(self.server.upstream, self.server.url)
                 for name, value in answer.getheaders()
-                if name.lower() in kept
+                if name.lower() in _PASSED_BACK
             }
         except (OSError, http.client.HTTPException):
             self._hang_up()

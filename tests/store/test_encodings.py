@@ -14,7 +14,10 @@ H = 48
 
 
 def outlier_states(tokens: int = 400) -> Tensor:
-    """bf16 [T, 3H] as real residual streams are: a few channels far above the rest, and a first token far above all."""
+    """bf16 [T, 3H] as real residual streams are.
+
+    A few channels are far above the rest, and the first token is far above all.
+    """
     states = torch.randn(tokens, 3, H, generator=torch.Generator().manual_seed(3))
     states[:, :, 5] *= 60
     states[:, :, 17] *= 200
@@ -63,7 +66,7 @@ def test_a_first_token_far_above_all_others_costs_them_nothing() -> None:
 
 @pytest.mark.parametrize(("encoding", "steps"), [("int8", 127.0), ("fp8", 448.0)])
 def test_the_scale_is_the_smallest_that_clips_nothing(encoding: Encoding, steps: float) -> None:
-    """value · 2^(code/4) · channel: the largest value of a layer uses more than 5/6 of the range, and no more than all."""
+    """value · 2^(code/4) · channel: a layer's largest value uses 5/6 of the range to all of it."""
     states = outlier_states()
     codec = calibrate(encoding, states, states[:, :H])
     rows = codec.encode_aux(states)
@@ -106,7 +109,8 @@ def test_what_has_no_scale_code_is_refused_with_its_sample() -> None:
     samples[1].aux_states[2, 5] = 1e30
     with pytest.raises(
         DataError,
-        match=r"sample b of unit: has states that are too large for int8 \(fix: set features.encoding=bf16\)",
+        match=r"sample b of unit: has states that are too large for int8 "
+        r"\(fix: set features.encoding=bf16\)",
     ):
         encode_states(samples, "int8")
     encode_states(samples, "bf16")

@@ -1,4 +1,7 @@
-"""An object store that fails for a while, in every way that one does: nothing is lost, nothing is twice, all bytes are the same."""
+"""An object store that fails for a while, in every way that one does.
+
+Nothing is lost, nothing is twice, all bytes are the same.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from pipeline.errors import ConfigError, StoreError
 from pipeline.records import Manifest, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.retry import is_transient
-from pipeline.store.stage_run import open_stage, stage_location, verify_shard
+from pipeline.store.shards import verify_shard
+from pipeline.store.stage_run import open_stage, stage_location
 from tests.gcs_server import GcsServer
 from tests.store.faulty import CUT, DROP, FLIP, HANG, Fault, FaultyProxy
 
@@ -47,7 +51,7 @@ def proxy(server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is silent for two seconds counts as gone."""
     monkeypatch.setenv("EAGLE3_STORE_TIMEOUT_SECONDS", "2")
 
@@ -56,13 +60,14 @@ def run(
     config: RunConfig, contract: TargetContract, before: Callable[[int], None] = lambda index: None
 ) -> Manifest:
     """A stage of a few shards; `before` is told each shard's number."""
-    work = open_stage(config, "synth", None)
+    stage_run = open_stage(config, "synth", None)
     for index in range(SHARDS):
         before(index)
         name = f"{index:05d}.bin"
-        if name not in work.shards:
-            work.commit(name, bytes([index, 255 - index]) * 100_000, rows=index, tokens=10 * index)
-    return work.finish(contract=contract, licenses={"MIT": 3}, sources={"unit": 3})
+        if name not in stage_run.shards:
+            data = bytes([index, 255 - index]) * 100_000
+            stage_run.commit(name, data, rows=index, tokens=10 * index)
+    return stage_run.finish(contract=contract, licenses={"MIT": 3}, sources={"unit": 3})
 
 
 def assert_same_as_local(
@@ -92,8 +97,8 @@ def once(kind: Fault, *, method: str, part: str, times: int = 1) -> Callable[[st
     """The fault at the first requests of `method` whose path holds `part`."""
     left = [kind] * times
 
-    def fault(found: str, path: str) -> Fault:
-        return left.pop() if left and found == method and part in path else None
+    def fault(verb: str, path: str) -> Fault:
+        return left.pop() if left and verb == method and part in path else None
 
     return fault
 
@@ -139,12 +144,12 @@ def test_a_server_that_refuses_for_a_while(
     assert_same_as_local(uri, manifest, tmp_path, make_config, contract)
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeout")
 @pytest.mark.parametrize("kind", [DROP, FLIP, HANG])
 def test_an_upload_that_goes_wrong(
     kind: str, proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract
 ) -> None:
-    """Dropped half-way, altered on the way, or never answered: it is sent again, and the store's checksum tells."""
+    """Dropped half-way, altered on the way (its checksum tells), or never answered: sent again."""
     uri = f"gs://faulty/{tmp_path.name}"
 
     def begin(index: int) -> None:
@@ -158,15 +163,12 @@ def test_an_upload_that_goes_wrong(
 
 def test_an_upload_in_parts_whose_connection_drops(proxy: FaultyProxy, tmp_path: Path) -> None:
     location = Location(f"gs://faulty/{tmp_path.name}")
-    (tmp_path / "large").write_bytes(
-        bytes(range(256)) * 24_000
-    )  # above 5 MB gcsfs uploads in parts
+    # Above 5 MB gcsfs uploads in parts.
+    (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)
     proxy.fault = once(DROP, method="POST", part="upload_id=")
     location.put_file("large.bin", tmp_path / "large")
-    assert (
-        proxy.injected() == [DROP]
-        and location.read("large.bin") == (tmp_path / "large").read_bytes()
-    )
+    assert proxy.injected() == [DROP]
+    assert location.read("large.bin") == (tmp_path / "large").read_bytes()
 
 
 @pytest.mark.parametrize("status", [404, 410])
@@ -178,23 +180,21 @@ def test_a_store_that_forgets_an_upload_in_parts(
     (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)
     proxy.fault = once(status, method="POST", part="upload_id=")
     location.put_file("large.bin", tmp_path / "large")
-    begun = [
-        path for method, path, _ in proxy.requests if method == "POST" and "upload_id" not in path
-    ]
+    posts = [path for method, path, _ in proxy.requests if method == "POST"]
+    begun = [path for path in posts if "upload_id" not in path]
     assert proxy.injected() == [status] and len(begun) == 2
     assert location.read("large.bin") == (tmp_path / "large").read_bytes()
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_timeout")
 @pytest.mark.parametrize("kind", [CUT, HANG, 503])
 def test_a_read_that_goes_wrong(kind: Fault, proxy: FaultyProxy, tmp_path: Path) -> None:
     location = Location(f"gs://faulty/{tmp_path.name}")
     data = bytes(range(256)) * 1000
     location.write("a.bin", data)
     proxy.fault = once(kind, method="GET", part="alt=media")
-    assert location.read_range("a.bin", 100, 200_000) == data[100:200_000] and proxy.injected() == [
-        kind
-    ]
+    assert location.read_range("a.bin", 100, 200_000) == data[100:200_000]
+    assert proxy.injected() == [kind]
 
 
 @pytest.mark.parametrize(
@@ -243,21 +243,17 @@ def test_filesystems_that_never_repeat_are_repeated(
     Location("flaky://run").write("a.bin", b"1")
     assert Location("flaky://run").read("a.bin") == b"1" and not flaky.failures
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "flaky://run/a.bin: ConnectionResetError reset; attempt 2 follows in" in said
-        and "attempt 3" in said
-    )
+    assert "flaky://run/a.bin: ConnectionResetError reset; attempt 2 follows in" in said
+    assert "attempt 3" in said
 
 
-def test_patience_ends_with_the_last_failure_and_what_to_do(
+def test_retrying_ends_with_the_last_failure_and_what_to_do(
     flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "1")
     flaky.failures += [ConnectionResetError(f"reset {number}") for number in range(50)]
-    with pytest.raises(
-        StoreError,
-        match=r"a\.bin: writing failed: ConnectionResetError: reset .*fix: .*EAGLE3_STORE_RETRY_SECONDS",
-    ):
+    failed = r"a\.bin: writing failed: ConnectionResetError: reset "
+    with pytest.raises(StoreError, match=f"{failed}.*fix: .*EAGLE3_STORE_RETRY_SECONDS"):
         Location("flaky://run").write("a.bin", b"1")
     assert 40 < len(flaky.failures) < 49, "few attempts: the waits grow"
 
@@ -266,22 +262,12 @@ def test_a_limit_that_is_no_number_is_named(
     flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "soon")
-    with pytest.raises(
-        ConfigError,
-        match=r"environment: EAGLE3_STORE_RETRY_SECONDS: 'soon' is not a number of seconds \(fix: ",
-    ):
+    message = "environment: EAGLE3_STORE_RETRY_SECONDS: 'soon' is not a number of seconds"
+    with pytest.raises(ConfigError, match=rf"{message} \(fix: "):
         Location("flaky://run").write("a.bin", b"1")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError(),
-        PermissionError(),
-        ValueError("no"),
-        OSError(28, "no space"),
-        OSError("Forbidden: x"),
-    ],
-)
-def test_what_does_not_pass_is_not_waited_for(error: Exception) -> None:
-    assert not is_transient(error)
+def test_what_does_not_pass_is_not_waited_for() -> None:
+    refused = FileNotFoundError(), PermissionError(), ValueError("no")
+    for error in (*refused, OSError(28, "no space"), OSError("Forbidden: x")):
+        assert not is_transient(error)

@@ -1,4 +1,4 @@
-"""kill -9 at fifty random instants of write and commit; the same command again ends with the same bytes.
+"""kill -9 at fifty random instants of write and commit; the next run ends with the same bytes.
 
 One warmed interpreter forks a process for each attempt, so that an attempt costs no imports.
 """
@@ -30,18 +30,22 @@ from pipeline.config import parse
 from pipeline.records import TargetContract
 from pipeline.store.stage_run import open_stage
 
-contract = TargetContract(source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8, vocab_size=9, rope={},
-                          capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c", parameters=1)
+contract = TargetContract(
+    source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8,
+    vocab_size=9, rope={}, capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c",
+    parameters=1)
 
 def run(uri):
-    config = parse({"run": {"uri": uri}, "target": {"source": "dir"}, "synth": {"sources": [{"source": "x"}]}})
-    work = open_stage(config, "synth", None)
-    if work.manifest is None:
+    synth = {"sources": [{"source": "x"}]}
+    config = parse({"run": {"uri": uri}, "target": {"source": "dir"}, "synth": synth})
+    stage_run = open_stage(config, "synth", None)
+    if stage_run.manifest is None:
         for index in reversed(range(24)):  # not in the order of their names
             name = f"{index:05d}.bin"
-            if name not in work.shards:
-                work.commit(name, bytes([index]) * 20_000, rows=1, tokens=index, rejected={"too_short": 1})
-        work.finish(contract=contract, licenses={}, sources={}, details={})
+            if name not in stage_run.shards:
+                data, rejected = bytes([index]) * 20_000, {"too_short": 1}
+                stage_run.commit(name, data, rows=1, tokens=index, rejected=rejected)
+        stage_run.finish(contract=contract, licenses={}, sources={}, details={})
 
 for line in sys.stdin:
     child = os.fork()
@@ -105,15 +109,15 @@ def test_fifty_kills_and_the_same_bytes(tmp_path: Path, forking: Forking) -> Non
             kills += not done
             manifest = find_manifest(str(uri), "synth")
             assert manifest is None or manifest.shards == expected.shards, "a manifest is whole"
-            committed(
-                stage_location(str(uri), "synth")
-            )  # raises for an entry whose file is not what it says
+            # Raises for an entry whose file is not what it says.
+            committed(stage_location(str(uri), "synth"))
         runs += 1
 
     for uri in sorted(tmp_path.glob("killed*")):
         assert forking.run(uri)
-        found = read_manifest(str(uri), "synth")
-        assert found.shards == expected.shards and found.content_hash == expected.content_hash
+        manifest = read_manifest(str(uri), "synth")
+        assert manifest.shards == expected.shards
+        assert manifest.content_hash == expected.content_hash
         assert find_orphans(str(uri)) == []
         names = sorted(path.name for path in (uri / "synth/shards").iterdir())
         assert names == sorted(path.name for path in (tmp_path / "whole/synth/shards").iterdir())

@@ -31,29 +31,22 @@ def test_pandas_and_datasets_read_the_file(make_sample: Samples, tmp_path: Path)
     path.write_bytes(encode_samples(samples))
 
     frame = pandas.read_parquet(path)
-    assert list(frame["prompt_id"]) == ["p0", "p1"] and list(frame["token_ids"][1]) == list(
-        samples[1].token_ids
-    )
-    rows = datasets.load_dataset(
-        "parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
-    )
+    assert list(frame["prompt_id"]) == ["p0", "p1"]
+    assert list(frame["token_ids"][1]) == list(samples[1].token_ids)
+    cache = str(tmp_path / "cache")
+    rows = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=cache)
     assert rows.column_names == frame.columns.tolist()
-    assert (
-        rows[1]["supervised"] == [{"start": 3, "end": 9}]
-        and rows[0]["sampling"]["temperature"] == 0.7
-    )
-    assert (
-        rows[0]["messages"][0] == {"role": "user", "content": "Grüße 👋"}
-        and rows[1]["seed"] == 2**40 + 1
-    )
+    assert rows[1]["supervised"] == [{"start": 3, "end": 9}]
+    assert rows[0]["sampling"]["temperature"] == 0.7
+    assert rows[0]["messages"][0] == {"role": "user", "content": "Grüße 👋"}
+    assert rows[1]["seed"] == 2**40 + 1
 
 
 def test_unreadable_files_and_rows_are_named(make_sample: Samples) -> None:
     data = encode_samples([make_sample()])
+    message = r"synth/shards/0\.parquet: not a readable Parquet file"
     for broken in (b"", data[:-20], b"PAR1" + data[4:50]):
-        with pytest.raises(
-            CorruptShard, match=r"synth/shards/0\.parquet: not a readable Parquet file"
-        ):
+        with pytest.raises(CorruptShard, match=message):
             decode_samples(broken, where="synth/shards/0.parquet")
     bad = make_sample(1).model_copy(update={"finish_reason": "whim"})
     data = encode_samples([make_sample(), bad])

@@ -12,31 +12,30 @@ from pipeline.config import RunConfig
 from pipeline.errors import ContractMismatch, CorruptShard, MissingStage, StageConflict, StoreError
 from pipeline.records import Manifest, TargetContract, match_contracts
 from pipeline.store.location import Location
+from pipeline.store.shards import read_shard, verify_shard
 from pipeline.store.stage_run import (
+    StageRun,
     find_manifest,
     open_stage,
     read_manifest,
-    read_shard,
     stage_location,
-    verify_shard,
 )
 
 Configs = Callable[..., RunConfig]
 
 
+def open_synth(config: RunConfig) -> StageRun:
+    return open_stage(config, "synth", None)
+
+
 def finish_synth(config: RunConfig, contract: TargetContract) -> Manifest:
-    work = open_stage(config, "synth", None)
+    stage_run = open_synth(config)
     for index in range(3):
         name = f"{index:05d}.bin"
-        if name not in work.shards:
-            work.commit(
-                name,
-                bytes([index]) * 100,
-                rows=index,
-                tokens=10 * index,
-                rejected={"pii:EMAIL_ADDRESS": index},
-            )
-    return work.finish(
+        if name not in stage_run.shards:
+            data, rejected = bytes([index]) * 100, {"pii:EMAIL_ADDRESS": index}
+            stage_run.commit(name, data, rows=index, tokens=10 * index, rejected=rejected)
+    return stage_run.finish(
         contract=contract,
         licenses={"MIT": 3},
         sources={"unit": 3},
@@ -50,11 +49,7 @@ def test_a_finished_stage_is_recognised_and_read_back(
 ) -> None:
     config = make_config(tmp_path)
     written = finish_synth(config, contract)
-    assert (
-        written
-        == read_manifest(str(tmp_path), "synth")
-        == open_stage(config, "synth", None).manifest
-    )
+    assert written == read_manifest(str(tmp_path), "synth") == open_synth(config).manifest
     assert (written.rows, written.tokens) == (3, 30)
     assert written.rejected == {"license:GPL-3.0": 4, "pii:EMAIL_ADDRESS": 3}
     assert written.parent_hash is None and written.config_hash == config.section_hash("synth")
@@ -76,32 +71,24 @@ def test_the_chain_names_its_parent(
 def test_the_same_work_on_an_object_store_has_the_same_hash(
     tmp_path: Path, bucket: str, make_config: Configs, contract: TargetContract
 ) -> None:
-    here, there = make_config(tmp_path), make_config(f"{bucket}/same")
+    uri = f"{bucket}/same"
+    here, there = make_config(tmp_path), make_config(uri)
     local, remote = finish_synth(here, contract), finish_synth(there, contract)
     assert remote.shards == local.shards and remote.content_hash == local.content_hash
-    assert (
-        find_manifest(f"{bucket}/same", "synth")
-        == remote
-        == open_stage(there, "synth", None).manifest
-    )
+    assert find_manifest(uri, "synth") == remote == open_synth(there).manifest
     for shard in remote.shards:
-        assert read_shard(stage_location(f"{bucket}/same", "synth"), shard) == read_shard(
-            stage_location(str(tmp_path), "synth"), shard
-        )
+        local_bytes = read_shard(stage_location(str(tmp_path), "synth"), shard)
+        assert read_shard(stage_location(uri, "synth"), shard) == local_bytes
     with pytest.raises(StageConflict):
-        open_stage(make_config(f"{bucket}/same", synth={"max_turns": 1}), "synth", None)
-    again = open_stage(
-        make_config(f"{bucket}/same", synth={"max_turns": 1}, force=True), "synth", None
-    )
-    assert again.manifest is None and Location(f"{bucket}/same/synth").names() == ["begin.json"]
+        open_synth(make_config(uri, synth={"max_turns": 1}))
+    again = open_synth(make_config(uri, synth={"max_turns": 1}, force=True))
+    assert again.manifest is None and Location(f"{uri}/synth").names() == ["begin.json"]
 
 
 def test_a_stage_that_was_not_run_is_missing(tmp_path: Path) -> None:
     assert find_manifest(str(tmp_path), "synth") is None
-    with pytest.raises(
-        MissingStage,
-        match=r"synth/manifest\.json: stage synth is not finished \(fix: run `eagle3 synth` first",
-    ):
+    message = r"synth/manifest\.json: stage synth is not finished \(fix: run `eagle3 synth` first"
+    with pytest.raises(MissingStage, match=message):
         read_manifest(str(tmp_path), "synth")
 
 
@@ -109,22 +96,19 @@ def test_interrupted_work_continues_with_what_was_committed(
     tmp_path: Path, make_config: Configs, contract: TargetContract
 ) -> None:
     config = make_config(tmp_path / "killed")
-    first = open_stage(config, "synth", None)
-    kept = first.commit(
-        "00000.bin", bytes(100), rows=0, tokens=0, rejected={"pii:EMAIL_ADDRESS": 0}
-    )
+    first = open_synth(config)
+    rejected = {"pii:EMAIL_ADDRESS": 0}
+    kept = first.commit("00000.bin", bytes(100), rows=0, tokens=0, rejected=rejected)
     folder = first.location.child("shards")
     folder.write("00001.bin", b"data whose entry was never written")
     (tmp_path / "killed/synth/shards/.00002.bin.9-ab.tmp").write_bytes(b"half")
 
-    second = open_stage(config, "synth", None)
+    second = open_synth(config)
     assert second.manifest is None and second.shards == {"00000.bin": kept}
     assert folder.names() == ["00000.bin", "00000.bin.entry.json", "00001.bin"]
     assert not list(tmp_path.rglob("*.tmp"))
-    assert (
-        finish_synth(config, contract).shards
-        == finish_synth(make_config(tmp_path / "whole"), contract).shards
-    )
+    whole = finish_synth(make_config(tmp_path / "whole"), contract)
+    assert finish_synth(config, contract).shards == whole.shards
 
 
 def test_another_config_is_refused_with_both_hashes(
@@ -132,20 +116,14 @@ def test_another_config_is_refused_with_both_hashes(
 ) -> None:
     old, new = make_config(tmp_path), make_config(tmp_path, synth={"max_prompts": 7})
     for state in ("begun", "finished"):
-        open_stage(old, "synth", None) if state == "begun" else finish_synth(old, contract)
-        with pytest.raises(
-            StageConflict, match=f"holds {state} work for another config: "
-        ) as caught:
-            open_stage(new, "synth", None)
+        open_synth(old) if state == "begun" else finish_synth(old, contract)
+        problem = f"holds {state} work for another config: "
+        with pytest.raises(StageConflict, match=problem) as caught:
+            open_synth(new)
         message = str(caught.value)
-        assert (
-            old.section_hash("synth")[:16] in message and new.section_hash("synth")[:16] in message
-        )
-        assert (
-            "--force" in message
-            and "run.uri=" in message
-            and "parent" not in message.split("(fix")[0]
-        )
+        assert all(config.section_hash("synth")[:16] in message for config in (old, new))
+        assert "--force" in message and "run.uri=" in message
+        assert "parent" not in message.split("(fix")[0]
     assert read_manifest(str(tmp_path), "synth").config_hash == old.section_hash("synth")
 
 
@@ -158,23 +136,21 @@ def test_another_parent_is_refused_with_both_hashes(
     open_stage(config, "features", parent)
     with pytest.raises(StageConflict, match="holds begun work for another parent: ") as caught:
         open_stage(config, "features", changed)
-    assert parent.content_hash[:16] in str(caught.value) and changed.content_hash[:16] in str(
-        caught.value
-    )
+    hashes = parent.content_hash[:16], changed.content_hash[:16]
+    assert all(value in str(caught.value) for value in hashes)
 
 
 def test_force_discards_other_work_and_keeps_equal_work(
     tmp_path: Path, make_config: Configs, contract: TargetContract
 ) -> None:
     finish_synth(make_config(tmp_path), contract)
-    assert open_stage(make_config(tmp_path, force=True), "synth", None).manifest is not None
+    assert open_synth(make_config(tmp_path, force=True)).manifest is not None
     (tmp_path / "synth/extra").mkdir()
     (tmp_path / "synth/extra/file").write_text("x")
-    work = open_stage(make_config(tmp_path, force=True, synth={"max_prompts": 7}), "synth", None)
-    assert work.manifest is None and work.shards == {}
-    assert sorted(path.name for path in (tmp_path / "synth").rglob("*") if path.is_file()) == [
-        "begin.json"
-    ]
+    stage_run = open_synth(make_config(tmp_path, force=True, synth={"max_prompts": 7}))
+    assert stage_run.manifest is None and stage_run.shards == {}
+    files = [path.name for path in (tmp_path / "synth").rglob("*") if path.is_file()]
+    assert files == ["begin.json"]
 
 
 @pytest.mark.parametrize("steps", range(4))
@@ -200,27 +176,24 @@ def test_an_interrupted_force_never_looks_complete_or_mixes_works(
         monkeypatch.setattr(Location, name, stopping)
     other = {"synth": {"max_prompts": 7}}
     with pytest.raises(KeyboardInterrupt):
-        open_stage(make_config(tmp_path, force=True, **other), "synth", None)
+        open_synth(make_config(tmp_path, force=True, **other))
     monkeypatch.undo()
 
     manifest = find_manifest(str(tmp_path), "synth")
     for shard in manifest.shards if manifest else ():
         verify_shard(stage_location(str(tmp_path), "synth"), shard)
-    work = open_stage(make_config(tmp_path, force=True, **other), "synth", None)
-    assert work.manifest is None and work.shards == {}
+    stage_run = open_synth(make_config(tmp_path, force=True, **other))
+    assert stage_run.manifest is None and stage_run.shards == {}
 
 
 def test_shards_of_unknown_work_are_never_picked_up(tmp_path: Path, make_config: Configs) -> None:
     """As left by a `--force` that was killed between the manifest and the shards."""
-    work = open_stage(make_config(tmp_path), "synth", None)
-    work.commit("00000.bin", b"of the old config", rows=1, tokens=1)
-    work.location.delete("begin.json")
-    for _ in range(
-        2
-    ):  # the first opening writes a begin.json, which must not adopt them for the second
-        assert (
-            open_stage(make_config(tmp_path, synth={"max_prompts": 7}), "synth", None).shards == {}
-        )
+    stage_run = open_synth(make_config(tmp_path))
+    stage_run.commit("00000.bin", b"of the old config", rows=1, tokens=1)
+    stage_run.location.delete("begin.json")
+    other = make_config(tmp_path, synth={"max_prompts": 7})
+    for _ in range(2):  # the first writes a begin.json, which must not adopt them for the second
+        assert open_synth(other).shards == {}
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -257,9 +230,9 @@ def test_damaged_shards_are_named(
     if not finished:
         location.delete("manifest.json")
     if finished and damage == "flip":
-        return  # recognising a complete stage compares sizes; the next stage checks sums as it reads
+        return  # a complete stage is recognised by sizes; the next one checks sums as it reads
     with pytest.raises(CorruptShard, match=named):
-        open_stage(config, "synth", None)
+        open_synth(config)
 
 
 def test_force_makes_a_damaged_stage_again(
@@ -268,31 +241,30 @@ def test_force_makes_a_damaged_stage_again(
     before = finish_synth(make_config(tmp_path), contract)
     path = tmp_path / "synth/shards/00002.bin"
     path.write_bytes(b"\0" * 100)
-    assert open_stage(make_config(tmp_path), "synth", None).manifest is not None
+    assert open_synth(make_config(tmp_path)).manifest is not None
     after = finish_synth(make_config(tmp_path, force=True), contract)
     assert after.content_hash == before.content_hash and path.read_bytes() == b"\2" * 100
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"shard": {"name": "a"}, "seconds": 1}'])
 def test_a_broken_entry_is_named(tmp_path: Path, make_config: Configs, text: str) -> None:
-    work = open_stage(make_config(tmp_path), "synth", None)
-    work.commit("00000.bin", b"data", rows=1, tokens=1)
+    stage_run = open_synth(make_config(tmp_path))
+    stage_run.commit("00000.bin", b"data", rows=1, tokens=1)
     entry = tmp_path / "synth/shards/00000.bin.entry.json"
     entry.write_text(text)
-    with pytest.raises(
-        CorruptShard, match=r"00000\.bin\.entry\.json: not a shard's entry: .*fix: delete it"
-    ):
-        open_stage(make_config(tmp_path), "synth", None)
+    message = r"00000\.bin\.entry\.json: not a shard's entry: .*fix: delete it"
+    with pytest.raises(CorruptShard, match=message):
+        open_synth(make_config(tmp_path))
     entry.unlink()
-    assert open_stage(make_config(tmp_path), "synth", None).shards == {}
+    assert open_synth(make_config(tmp_path)).shards == {}
 
 
 def test_an_entry_of_another_file_is_named(tmp_path: Path, make_config: Configs) -> None:
-    open_stage(make_config(tmp_path), "synth", None).commit("00000.bin", b"data", rows=1, tokens=1)
+    open_synth(make_config(tmp_path)).commit("00000.bin", b"data", rows=1, tokens=1)
     shards = tmp_path / "synth/shards"
     (shards / "00000.bin.entry.json").rename(shards / "00001.bin.entry.json")
     with pytest.raises(CorruptShard, match=r"00001\.bin\.entry\.json: is the entry of 00000\.bin"):
-        open_stage(make_config(tmp_path), "synth", None)
+        open_synth(make_config(tmp_path))
 
 
 def test_unreadable_manifests_are_named(
@@ -302,50 +274,34 @@ def test_unreadable_manifests_are_named(
     finish_synth(config, contract)
     path = tmp_path / "synth/manifest.json"
     fields = json.loads(path.read_text())
+    newer, surprise, train = (
+        json.dumps({**fields, **change})
+        for change in ({"schema_version": 2}, {"surprise": 1}, {"stage": "train"})
+    )
     cases = [
-        ("{", CorruptShard, r"manifest\.json: not JSON"),
-        ("[]", CorruptShard, r"manifest\.json: not a JSON object"),
-        (
-            json.dumps({**fields, "schema_version": 2}),
-            StoreError,
-            r"manifest\.json: schema_version: schema_version 2 is newer than the 1",
-        ),
-        (
-            json.dumps({**fields, "surprise": 1}),
-            CorruptShard,
-            r"manifest\.json: surprise: not a manifest",
-        ),
-        (
-            json.dumps({**fields, "stage": "train"}),
-            CorruptShard,
-            r"manifest\.json: stage: is the manifest of train",
-        ),
+        ("{", CorruptShard, "not JSON"),
+        ("[]", CorruptShard, "not a JSON object"),
+        (newer, StoreError, "schema_version: schema_version 2 is newer than the 1"),
+        (surprise, CorruptShard, "surprise: not a manifest"),
+        (train, CorruptShard, "stage: is the manifest of train"),
     ]
-    for text, error, message in cases:
+    for text, error, problem in cases:
         path.write_text(text)
-        for call in (
-            lambda: read_manifest(str(tmp_path), "synth"),
-            lambda: open_stage(config, "synth", None),
-        ):
-            with pytest.raises(error, match=message):
+        for call in (lambda: read_manifest(str(tmp_path), "synth"), lambda: open_synth(config)):
+            with pytest.raises(error, match=rf"manifest\.json: {problem}"):
                 call()
     # --force never throws away the work of a newer version.
-    path.write_text(cases[2][0])
+    path.write_text(newer)
     with pytest.raises(StoreError, match="is newer"):
-        open_stage(make_config(tmp_path, force=True), "synth", None)
+        open_synth(make_config(tmp_path, force=True))
 
 
 def test_contracts_differ_by_their_first_field(contract: TargetContract) -> None:
-    match_contracts(
-        contract,
-        contract.model_copy(update={"source": "elsewhere", "revision": "abc"}),
-        where="features",
-    )
+    moved = contract.model_copy(update={"source": "elsewhere", "revision": "abc"})
+    match_contracts(contract, moved, where="features")
     other = contract.model_copy(update={"capture_layers": (2, 4, 5), "parameters": 7})
-    with pytest.raises(
-        ContractMismatch,
-        match=r"features: contract\.capture_layers: .*capture_layers \[2,4,5\], this one has \[1,3,4\]",
-    ):
+    both = r"capture_layers \[2,4,5\], this one has \[1,3,4\]"
+    with pytest.raises(ContractMismatch, match=rf"features: contract\.capture_layers: .*{both}"):
         match_contracts(contract, other, where="features")
 
 
@@ -354,21 +310,17 @@ def test_a_full_disk_leaves_nothing_that_looks_committed(
 ) -> None:
     point = mount("size=256k")
     config = make_config(point / "run")
-    work = open_stage(config, "synth", None)
-    kept = work.commit("00000.bin", bytes(1000), rows=1, tokens=1)
-    with pytest.raises(
-        StoreError,
-        match=r"shards/00001\.bin: no space left \(fix: free some space and run the same command again",
-    ):
-        work.commit("00001.bin", bytes(1 << 20), rows=1, tokens=1)
-    assert (
-        open_stage(config, "synth", None).shards == {"00000.bin": kept}
-        and find_manifest(str(point / "run"), "synth") is None
-    )
+    stage_run = open_synth(config)
+    kept = stage_run.commit("00000.bin", bytes(1000), rows=1, tokens=1)
+    fix = "free some space and run the same command again"
+    with pytest.raises(StoreError, match=rf"shards/00001\.bin: no space left \(fix: {fix}"):
+        stage_run.commit("00001.bin", bytes(1 << 20), rows=1, tokens=1)
+    assert open_synth(config).shards == {"00000.bin": kept}
+    assert find_manifest(str(point / "run"), "synth") is None
 
 
 def test_a_read_only_run_directory_is_refused_at_once(
     mount: Callable[[str], Path], make_config: Configs
 ) -> None:
     with pytest.raises(StoreError, match=r"begin\.json: the file system is read-only"):
-        open_stage(make_config(mount("size=64k,ro") / "run"), "synth", None)
+        open_synth(make_config(mount("size=64k,ro") / "run"))

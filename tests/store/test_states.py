@@ -23,7 +23,7 @@ from pipeline.store.states import (
 )
 from tests.store.states import Configs, H, commit, make_states, three_samples
 
-FIELDS = ("token_ids", "loss_mask", "aux_states", "final_states", "final_positions")
+FIELDS = ("token_ids", "supervised_mask", "aux_states", "final_states", "final_positions")
 ENCODINGS: list[Encoding] = ["bf16", "fp8", "int8"]
 
 
@@ -40,15 +40,11 @@ def assert_equal(found: StatesSample, expected: StatesSample) -> None:
 
 
 def test_teachers_sit_one_before_each_supervised_token() -> None:
-    """position 0 1 2 3 4 5, tokens 2, 3 and 5 generated: the target predicted them at 1, 2 and 4."""
-    assert teacher_positions(torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.uint8)).tolist() == [
-        1,
-        2,
-        4,
-    ]
-    assert teacher_positions(torch.tensor([1, 1], dtype=torch.uint8)).tolist() == [0], (
-        "nothing stands before the first token"
-    )
+    """position 0 1 2 3 4 5, tokens 2, 3 and 5 generated: predicted at positions 1, 2 and 4."""
+    mask = torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.uint8)
+    assert teacher_positions(mask).tolist() == [1, 2, 4]
+    both = torch.tensor([1, 1], dtype=torch.uint8)
+    assert teacher_positions(both).tolist() == [0], "nothing stands before the first token"
 
 
 @pytest.mark.parametrize("kind", ["path", "memory", "gs"])
@@ -82,24 +78,36 @@ def test_encoded_samples_come_back_close_and_can_be_decoded_later(
     location, shard = commit(make_config(tmp_path), encode_states(states, encoding))
     reader = StatesReader(location, shard)
     for index, sample in enumerate(states):
-        found, stored = reader.sample(index), reader.sample(index, decode=False)
-        assert (
-            found.codec is None
-            and stored.codec is reader.codec
-            and stored.aux_states.shape == (len(sample.token_ids), 3 * H + 3)
-        )
-        assert found.aux_states.dtype == torch.bfloat16 and stored.aux_states.element_size() == 1
-        assert_equal(stored.decode("cpu"), found)
+        decoded, stored = reader.sample(index), reader.sample(index, decode=False)
+        assert decoded.codec is None and stored.codec is reader.codec
+        assert stored.aux_states.shape == (len(sample.token_ids), 3 * H + 3)
+        assert decoded.aux_states.dtype == torch.bfloat16 and stored.aux_states.element_size() == 1
+        assert_equal(stored.decode(), decoded)
         for mine, exact in (
-            (found.aux_states.float(), sample.aux_states.float()),
-            (found.final_states.float(), sample.final_states.float()),
+            (decoded.aux_states.float(), sample.aux_states.float()),
+            (decoded.final_states.float(), sample.final_states.float()),
         ):
-            assert (mine - exact).norm() <= 0.04 * exact.norm() and (
-                not len(exact) or not torch.equal(mine, exact)
-            )
-        assert_equal(
-            replace(found, aux_states=sample.aux_states, final_states=sample.final_states), sample
-        )
+            assert (mine - exact).norm() <= 0.04 * exact.norm()
+            assert not len(exact) or not torch.equal(mine, exact)
+        aux, final = sample.aux_states, sample.final_states
+        assert_equal(replace(decoded, aux_states=aux, final_states=final), sample)
+
+
+@pytest.mark.parametrize("kind", ["path", "memory"])
+def test_states_are_read_into_the_rows_given(
+    kind: str, tmp_path: Path, states: list[StatesSample], make_config: Configs
+) -> None:
+    uri = str(tmp_path) if kind == "path" else f"memory://{tmp_path.name}"
+    location, shard = commit(make_config(uri), encode_states(states))
+    reader = StatesReader(location, shard)
+    aux, final = (rows.zero_() for rows in reader.new_rows(20, 10))
+    sample = reader.read_into(2, aux[3:15], final[1:5])
+    assert reader.final_positions(2).tolist() == [1, 2, 3, 4]
+    assert_equal(sample.decode(), states[2])
+    assert sample.aux_states.data_ptr() == aux[3:].data_ptr()
+    assert torch.equal(aux[3:15], states[2].aux_states)
+    assert torch.equal(final[1:5], states[2].final_states)
+    assert not aux[:3].any() and not aux[15:].any() and not final[:1].any() and not final[5:].any()
 
 
 def test_what_a_reader_hands_out_does_not_change_the_file(
@@ -135,7 +143,10 @@ def test_ids_take_two_bytes_when_all_of_them_fit(
 
 
 def test_the_mask_takes_one_bit_a_token(states: list[StatesSample]) -> None:
-    """7 + 1 + 12 tokens; 3 to 6 of the first and 2 to 5 of the third were generated: 00011110 00111100 0000."""
+    """7 + 1 + 12 tokens; 3 to 6 of the first and 2 to 5 of the third were generated.
+
+    00011110 00111100 0000
+    """
     assert load(encode_states(states))["loss_mask"].tolist() == [0b00011110, 0b00111100, 0b00000000]
 
 

@@ -1,4 +1,4 @@
-"""`eagle3 verify` and `eagle3 gc` on a small sound run, and on the same run damaged in every way."""
+"""`eagle3 verify` and `eagle3 gc` on a small sound run, and on that run damaged in every way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from pipeline.cli import main
 from pipeline.config import RunConfig
-from pipeline.records import Manifest, Sample, Shard, TargetContract
+from pipeline.records import Manifest, Sample, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import write_shard
@@ -46,14 +46,17 @@ def states_of(count: int, *, hidden: int = 4, length: int = 20) -> list[StatesSa
 
 def make_run(config: RunConfig, contract: TargetContract, make_sample: Samples) -> Manifest:
     """Synth and features of two shards each."""
-    work = open_stage(config, "synth", None)
+    counts = {"licenses": {"MIT": 2}, "sources": {"unit": 2}}
+    stage_run = open_stage(config, "synth", None)
     for index in range(2):
-        work.commit(f"{index:05d}.parquet", encode_samples([make_sample(index)]), rows=1, tokens=8)
-    parent = work.finish(contract=contract, licenses={"MIT": 2}, sources={"unit": 2})
-    work = open_stage(config, "features", parent)
+        data = encode_samples([make_sample(index)])
+        stage_run.commit(f"{index:05d}.parquet", data, rows=1, tokens=8)
+    parent = stage_run.finish(contract=contract, **counts)
+    stage_run = open_stage(config, "features", parent)
     for index in range(2):
-        work.commit(f"{index:05d}.safetensors", encode_states(states_of(2)), rows=2, tokens=40)
-    return work.finish(contract=contract, licenses={"MIT": 2}, sources={"unit": 2})
+        data = encode_states(states_of(2))
+        stage_run.commit(f"{index:05d}.safetensors", data, rows=2, tokens=40)
+    return stage_run.finish(contract=contract, **counts)
 
 
 @pytest.fixture
@@ -73,15 +76,8 @@ def change(run: Path, **fields: object) -> None:
 def replace_shard(run: Path, data: bytes, *, rows: int = 2, tokens: int = 40) -> None:
     """Another file under the same name, in entry and manifest as if it had been committed there."""
     old = read_manifest(str(run), "features").shards
-    new: Shard = write_shard(
-        Location(f"{run}/features"),
-        old[1].name,
-        data,
-        rows=rows,
-        tokens=tokens,
-        rejected={},
-        seconds=0,
-    )
+    name, features = old[1].name, Location(f"{run}/features")
+    new = write_shard(features, name, data, rows=rows, tokens=tokens, rejected={}, seconds=0)
     change(run, shards=[shard.model_dump() for shard in (old[0], new)])
 
 
@@ -91,19 +87,16 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def verified(uri: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
+def verify(uri: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, list[str]]:
     code = main(["verify", str(uri)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err.splitlines()
 
 
 def test_a_sound_run_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, errors = verified(run, capsys)
-    assert (
-        (code, errors) == (0, [])
-        and out.startswith("sound: synth, features; 4 shards, ")
-        and len(out.splitlines()) == 1
-    )
+    code, out, errors = verify(run, capsys)
+    assert (code, errors) == (0, [])
+    assert out.startswith("sound: synth, features; 4 shards, ") and len(out.splitlines()) == 1
 
 
 def test_a_sound_run_on_an_object_store(
@@ -127,17 +120,14 @@ def test_all_damage_is_named_at_once(run: Path, capsys: pytest.CaptureFixture[st
     path = run / "features/shards/00001.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     (run / "synth/shards/00001.parquet").unlink()
-    code, _, errors = verified(run, capsys)
+    code, _, errors = verify(run, capsys)
     assert code == 2 and len(errors) == 3
-    for line, (name, problem) in zip(
-        errors,
-        [
-            ("synth/shards/00001.parquet", "the file is missing"),
-            ("features/shards/00000.safetensors", "has SHA-256 "),
-            ("features/shards/00001.safetensors", " were committed"),
-        ],
-        strict=True,
-    ):
+    expected = [
+        ("synth/shards/00001.parquet", "the file is missing"),
+        ("features/shards/00000.safetensors", "has SHA-256 "),
+        ("features/shards/00001.safetensors", " were committed"),
+    ]
+    for line, (name, problem) in zip(errors, expected, strict=True):
         assert line.startswith(f"error: {run}/{name}: ") and problem in line and "(fix: " in line
 
 
@@ -150,12 +140,9 @@ def test_a_sample_that_was_wrong_before_it_was_committed(
     start = 8 + int.from_bytes(data[:8], "little") + header["aux_states"]["data_offsets"][1] - 1
     data[start] ^= 1
     replace_shard(run, bytes(data))
-    code, _, errors = verified(run, capsys)
-    assert (
-        code == 2
-        and len(errors) == 1
-        and "features/shards/00001.safetensors: sample p1 of unit has CRC-32" in errors[0]
-    )
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and len(errors) == 1
+    assert "features/shards/00001.safetensors: sample p1 of unit has CRC-32" in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -169,30 +156,23 @@ def test_a_shard_of_another_run(
     hidden: int, count: int, problem: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     replace_shard(run, encode_states(states_of(count, hidden=hidden)))
-    code, _, errors = verified(run, capsys)
-    assert (
-        code == 2
-        and len(errors) == 1
-        and f"features/shards/00001.safetensors: {problem}" in errors[0]
-    )
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and len(errors) == 1
+    assert f"features/shards/00001.safetensors: {problem}" in errors[0]
 
 
 def test_files_that_are_not_what_their_names_say(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    location = Location(f"{run}/synth")
-    shard = write_shard(
-        location, "00001.parquet", b"not parquet", rows=1, tokens=8, rejected={}, seconds=0
-    )
+    location, name, data = Location(f"{run}/synth"), "00001.parquet", b"not parquet"
+    shard = write_shard(location, name, data, rows=1, tokens=8, rejected={}, seconds=0)
     path = run / "synth/manifest.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "shards": [fields["shards"][0], shard.model_dump()]}))
-    code, _, errors = verified(run, capsys)
+    code, _, errors = verify(run, capsys)
     assert code == 2 and "00001.parquet: not a readable Parquet file" in errors[0]
-    assert (
-        "features/manifest.json: parent_hash: was made from synth" in errors[1]
-        and "which is now" in errors[1]
-    )
+    assert "features/manifest.json: parent_hash: was made from synth" in errors[1]
+    assert "which is now" in errors[1]
 
 
 def test_manifests_that_do_not_fit(
@@ -208,16 +188,12 @@ def test_manifests_that_do_not_fit(
     ]
     for fields, problem in cases:
         change(run, **fields)
-        code, _, errors = verified(run, capsys)
-        assert (
-            code == 2
-            and len(errors) == 1
-            and "features/manifest.json: " in errors[0]
-            and problem in errors[0]
-        )
+        code, _, errors = verify(run, capsys)
+        assert code == 2 and len(errors) == 1
+        assert "features/manifest.json: " in errors[0] and problem in errors[0]
         (run / "features/manifest.json").write_text(whole)
     shutil.rmtree(run / "synth")
-    code, _, errors = verified(run, capsys)
+    code, _, errors = verify(run, capsys)
     assert code == 2 and "was made from synth, which has no readable manifest here" in errors[0]
 
 
@@ -225,10 +201,10 @@ def test_an_unfinished_stage_is_checked_as_far_as_it_is(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "features/manifest.json").unlink()
-    code, out, _ = verified(run, capsys)
+    code, out, _ = verify(run, capsys)
     assert code == 0 and "synth; 4 shards" in out and "not finished: features" in out
     flip(run / "features/shards/00001.safetensors")
-    code, _, errors = verified(run, capsys)
+    code, _, errors = verify(run, capsys)
     assert code == 2 and "features/shards/00001.safetensors: has SHA-256" in errors[0]
 
 
@@ -238,9 +214,8 @@ def test_a_directory_that_is_no_run_is_refused(
 ) -> None:
     (tmp_path / "train/shards").mkdir(parents=True)
     (tmp_path / "train/shards/mine.bin").write_bytes(b"not eagle3's")
-    assert (
-        main([command, str(tmp_path), *(["--quiet-minutes", "0"] if command == "gc" else [])]) == 2
-    )
+    options = ["--quiet-minutes", "0"] if command == "gc" else []
+    assert main([command, str(tmp_path), *options]) == 2
     assert "holds no stage of a run (fix: pass the run.uri" in capsys.readouterr().err
     assert (tmp_path / "train/shards/mine.bin").exists()
 
@@ -259,26 +234,20 @@ def test_gc_removes_what_belongs_to_nothing(run: Path, capsys: pytest.CaptureFix
     (run / "features/shards/.mine.tmp").write_bytes(b"of another program")
 
     assert main(["gc", str(run)]) == 0
-    assert (
-        "removed 0 files, 0 B; left alone: 3 written in the last 60 minutes"
-        in capsys.readouterr().out
-    )
+    left_alone = "left alone: 3 written in the last 60 minutes"
+    assert f"removed 0 files, 0 B; {left_alone}" in capsys.readouterr().out
     for path in litter:
         os.utime(path, (time.time() - 7200,) * 2)
     assert main(["gc", str(run), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert all(path.exists() for path in litter) and all(
-        f"would remove {path}: " in out for path in litter
-    )
+    assert all(path.exists() and f"would remove {path}: " in out for path in litter)
     assert out.splitlines()[-1] == "would remove 3 files, 1.5 KiB"
     assert main(["gc", str(run)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "removed 3 files, 1.5 KiB"
-    assert (
-        not any(path.exists() for path in litter) and (run / "features/shards/.mine.tmp").exists()
-    )
-    assert all(
-        path.read_bytes() == data for path, data in before.items() if path.name != "manifest.json"
-    )
+    assert not any(path.exists() for path in litter)
+    assert (run / "features/shards/.mine.tmp").exists()
+    for path, data in before.items():
+        assert path.name == "manifest.json" or path.read_bytes() == data
 
 
 def test_gc_on_an_object_store(
@@ -296,11 +265,8 @@ def test_gc_on_an_object_store(
     shards.write("00002.safetensors", bytes(500))
     assert main(["gc", uri]) == 0 and "left alone: 1" in capsys.readouterr().out
     assert main(["gc", uri, "--quiet-minutes", "0"]) == 0
-    assert (
-        shards.names() == committed
-        and f"removed {uri}/features/shards/00002.safetensors: shard without an entry, 500 B"
-        in capsys.readouterr().out
-    )
+    removed = f"removed {uri}/features/shards/00002.safetensors: shard without an entry, 500 B"
+    assert shards.names() == committed and removed in capsys.readouterr().out
 
 
 def test_gc_touches_nothing_below_a_manifest_it_cannot_read(
@@ -308,8 +274,6 @@ def test_gc_touches_nothing_below_a_manifest_it_cannot_read(
 ) -> None:
     (run / "features/shards/00009.bin").write_bytes(b"x")
     change(run, schema_version=2)
-    assert (
-        main(["gc", str(run), "--quiet-minutes", "0"]) == 2
-        and "is newer" in capsys.readouterr().err
-    )
+    assert main(["gc", str(run), "--quiet-minutes", "0"]) == 2
+    assert "is newer" in capsys.readouterr().err
     assert (run / "features/shards/00009.bin").exists()

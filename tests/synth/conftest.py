@@ -17,14 +17,9 @@ from tests.conftest import CHATML, END, QUESTIONS, save_tiny_llama
 def prompts_file(tmp_path: Path) -> Path:
     """24 prompts of two turns under MIT."""
     path = tmp_path / "prompts.jsonl"
+    shared = {"source": "ours", "license": "MIT", "category": "math"}
     records = [
-        {
-            "id": str(index),
-            "source": "ours",
-            "license": "MIT",
-            "category": "math",
-            "turns": [question, "Say more."],
-        }
+        {"id": str(index), **shared, "turns": [question, "Say more."]}
         for index, question in enumerate(QUESTIONS)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -33,7 +28,7 @@ def prompts_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_config(tiny_target: Path, prompts_file: Path, tmp_path: Path) -> Callable[..., RunConfig]:
-    """A RunConfig over the tiny target and `prompts_file`; keywords replace keys of the synth section."""
+    """A RunConfig over the tiny target and `prompts_file`; keywords are keys of synth."""
 
     def make(uri: str = "run", **synth: Any) -> RunConfig:
         return parse(tree(tiny_target, prompts_file, tmp_path / uri, **synth))
@@ -42,7 +37,7 @@ def make_config(tiny_target: Path, prompts_file: Path, tmp_path: Path) -> Callab
 
 
 def tree(target: Path, prompts: Path, uri: Path, **synth: Any) -> dict[str, Any]:
-    """The configuration as YAML would give it. SamplingParams makes replies end and seeds matter."""
+    """The configuration as YAML would give it. Sampling makes replies end and seeds matter."""
     section = {
         "sources": [{"source": str(prompts)}],
         "pii": {"enabled": False},
@@ -61,21 +56,14 @@ def tree(target: Path, prompts: Path, uri: Path, **synth: Any) -> dict[str, Any]
 
 @pytest.fixture(scope="session")
 def letters_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose tokens are single printable characters: all that it says is text, and spelt in one way only."""
+    """A target whose tokens are single printable characters: a text has one spelling in ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     directory = tmp_path_factory.mktemp("letters_target")
-    characters = ["\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(
-        models.WordLevel(
-            {
-                character: index
-                for index, character in enumerate(["<|im_start|>", END, *characters])
-            },
-            unk_token="?",
-        )
-    )
+    tokens = ["<|im_start|>", END, "\n", *map(chr, range(32, 127))]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<|im_start|>", END])

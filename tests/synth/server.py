@@ -1,4 +1,4 @@
-"""A real HTTP server that answers like vLLM, SGLang or a plain OpenAI-compatible one, with the tiny target's own replies.
+"""A real HTTP server that speaks vLLM's, SGLang's or OpenAI's API, with a target's own replies.
 
 The ids come from the decoder, so a pipeline that asks this server ends with the samples of one that
 decodes by itself. Faults are chosen by the test, request by request.
@@ -27,8 +27,8 @@ from pipeline.target.template import ChatTemplate, load_template
 Fault = Callable[[tuple[int, ...], int], str | None]
 
 
-class Brain:
-    """A target in bfloat16, one request at a time, whoever asks; it remembers what it has said."""
+class ServedTarget:
+    """A target in bfloat16, one request at a time, whoever asks; replies are cached."""
 
     def __init__(self, target: Path) -> None:
         self.template: ChatTemplate = load_template(target, source="tiny", system_prompt=None)
@@ -36,34 +36,36 @@ class Brain:
             target, (1, 3, 4), device=torch.device("cpu"), dtype=torch.bfloat16, max_length=500
         )
         self._engine, self._lock = Engine(self.model), threading.Lock()
-        self._said: dict[Request, Completion] = {}
+        self._cache: dict[Request, Completion] = {}
 
-    def answer(self, request: Request) -> Completion:
+    def reply(self, request: Request) -> Completion:
         with self._lock:
-            if request not in self._said:
-                [self._said[request]] = self._engine.generate([request])
-            completion = self._said[request]
+            if request not in self._cache:
+                [self._cache[request]] = self._engine.generate([request])
+            completion = self._cache[request]
         assert completion.error is None, completion.error
         return completion
 
 
-class _Quiet(ThreadingHTTPServer):
-    """Clients that give up are no news."""
+class _QuietServer(ThreadingHTTPServer):
+    """Clients that give up leave no traceback."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass
 
 
 class TargetServer:
-    """`with TargetServer(brain) as server:` then ask `server.url`."""
+    """`with TargetServer(target) as server:` then ask `server.url`."""
 
-    def __init__(self, brain: Brain, *, kind: str = "vllm", fault: Fault | None = None) -> None:
+    def __init__(
+        self, target: ServedTarget, *, kind: str = "vllm", fault: Fault | None = None
+    ) -> None:
         self.kind, self.fault = kind, fault or (lambda ids, before: None)
         self.asked: Counter[tuple[int, ...]] = Counter()  # by prompt ids
         self.headers: dict[str, str] = {}
         self.payloads: list[dict[str, Any]] = []
         self.dead = threading.Event()  # set: every request is cut off
-        self._brain, self._lock, self._closing = brain, threading.Lock(), threading.Event()
+        self._target, self._lock, self._closing = target, threading.Lock(), threading.Event()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -75,7 +77,7 @@ class TargetServer:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._http = _Quiet(("127.0.0.1", 0), Handler)
+        self._http = _QuietServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(
             target=self._http.serve_forever, kwargs={"poll_interval": 0.01}
         )
@@ -140,8 +142,8 @@ class TargetServer:
                 payload["max_tokens"],
                 payload["seed"],
             )
-        ids = self._brain.template.encode(prompt) if isinstance(prompt, str) else prompt
-        stops = tuple(sampling.get("stop_token_ids", self._brain.template.stop_ids))
+        ids = self._target.template.encode(prompt) if isinstance(prompt, str) else prompt
+        stops = tuple(sampling.get("stop_token_ids", self._target.template.stop_ids))
         top_k = max(0, sampling.get("top_k", 0))
         return Request(
             "r",
@@ -155,9 +157,9 @@ class TargetServer:
         )
 
     def _body(self, request: Request) -> dict[str, Any]:
-        done = self._brain.answer(request)
+        done = self._target.reply(request)
         ended = done.finish_reason == "stop"
-        said = self._brain.template.text(
+        said = self._target.template.text(
             done.token_ids[:-1] if ended else done.token_ids, special=True
         )
         counts = {
@@ -197,7 +199,7 @@ class TargetServer:
         }
 
     def _spoil(self, body: dict[str, Any], fault: str | None) -> dict[str, Any]:
-        """Answers that are JSON, but not what was asked for."""
+        """Bodies that are JSON, but not what was asked for."""
         if fault == "no_choice":
             return {**body, "choices": []}
         if fault == "aborted":

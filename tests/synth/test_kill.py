@@ -1,7 +1,7 @@
 """kill -9 at random instants: the same command again ends with the same bytes.
 
-The runs are children forked from one process that has already imported everything: a kill then costs
-milliseconds, and hits the work rather than the imports.
+The runs are children forked from one process that has already imported everything: a kill then
+costs milliseconds, and hits the stage rather than the imports.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ import os, pathlib, random, signal, sys, time
 import torch
 torch.set_num_threads(1)
 from pipeline.config import RunConfig
-from pipeline.synth.stage import Job, run_stage
+from pipeline.synth.stage import SynthPipeline, run
 import pyarrow.parquet
 
-whole, cut = (RunConfig.model_validate_json(pathlib.Path(path).read_text()) for path in sys.argv[1:3])
-Job(whole)  # loads libraries and kernels once for all children
-run = pathlib.Path(cut.run.uri) / "synth"
+whole, cut = (
+    RunConfig.model_validate_json(pathlib.Path(path).read_text()) for path in sys.argv[1:3]
+)
+SynthPipeline(whole)  # loads libraries and kernels once for all children
+folder = pathlib.Path(cut.run.uri) / "synth"
 
 
 def start(config):
@@ -40,7 +42,7 @@ def start(config):
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     try:
-        run_stage(config)
+        run(config)
     except BaseException:
         import traceback
         traceback.print_exc()
@@ -64,10 +66,10 @@ while killed < int(sys.argv[3]) and attempts < 90:
         killed += 1
     else:
         duration *= 0.7  # it had ended: the first run, whose time this was, found cold caches
-    entries = sorted(run.rglob("*.entry.json"))
-    halfway += 0 < len(entries) and not (run / "manifest.json").exists()
+    entries = sorted(folder.rglob("*.entry.json"))
+    halfway += 0 < len(entries) and not (folder / "manifest.json").exists()
     if len(entries) > 5:  # nearly done: go back, as if what was committed last had not been
-        (run / "manifest.json").unlink(missing_ok=True)
+        (folder / "manifest.json").unlink(missing_ok=True)
         for entry in draw.sample(entries, 5):
             entries.remove(entry)
             entry.unlink()
@@ -88,16 +90,8 @@ def test_killed_thirty_times_it_ends_with_the_same_bytes(
         )
         (tmp_path / f"{name}.json").write_text(config.model_dump_json(), encoding="utf-8")
         configs.append(config)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        PARENT,
-        str(tmp_path / "whole.json"),
-        str(tmp_path / "cut.json"),
-        str(KILLS),
-    ]
+    paths = [str(tmp_path / "whole.json"), str(tmp_path / "cut.json")]
+    command = [sys.executable, "-W", "ignore", "-c", PARENT, *paths, str(KILLS)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -112,9 +106,8 @@ def test_killed_thirty_times_it_ends_with_the_same_bytes(
     whole, cut = (read_manifest(config.run.uri, "synth") for config in configs)
     assert cut.shards == whole.shards and cut.content_hash == whole.content_hash
     for name in ("audit.json", "datasheet.md"):
-        assert (tmp_path / "cut/synth" / name).read_bytes() == (
-            tmp_path / "whole/synth" / name
-        ).read_bytes()
+        one, other = (tmp_path / run / "synth" / name for run in ("cut", "whole"))
+        assert one.read_bytes() == other.read_bytes()
     assert files(tmp_path / "cut") == files(tmp_path / "whole"), "nothing is left over"
     asked = [
         sample.prompt_id

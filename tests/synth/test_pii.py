@@ -1,4 +1,4 @@
-"""Personal data, with the real presidio and the real spaCy pipeline beside this project's own finders."""
+"""Personal data, with the real presidio and spaCy pipeline and this project's own recognisers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError, MissingPackage
 from pipeline.synth.privacy.addresses import find_addresses
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.synth.privacy.finding import Finding, without_overlap
-from pipeline.synth.privacy.names import find_names
+from pipeline.synth.privacy.recognisers import find_names
 from pipeline.synth.privacy.replace import redacted
 
 PLANTED = {
@@ -20,10 +20,8 @@ PLANTED = {
         "Write a reply to anna.schmidt@example.com about the invoice.",
     ),
     "4111 1111 1111 1111": ("CREDIT_CARD", "Charge 4111 1111 1111 1111 tomorrow."),
-    "4131034282458809": (
-        "CREDIT_CARD",
-        "My credit card 4131034282458809 does not work.",
-    ),  # its checksum is wrong
+    # Its checksum is wrong.
+    "4131034282458809": ("CREDIT_CARD", "My credit card 4131034282458809 does not work."),
     "DE89370400440532013000": ("IBAN_CODE", "Send it to DE89370400440532013000 today."),
     "GB00 ABCD 1234 5678 9012 34": (
         "IBAN_CODE",
@@ -69,20 +67,14 @@ def test_planted_values_are_found_and_replaced(pii: PiiFilter, value: str) -> No
 
 
 def test_harmless_text_passes(pii: PiiFilter) -> None:
-    assert [
-        (text, found) for text, found in zip(HARMLESS, pii.find_all(HARMLESS), strict=True) if found
-    ] == []
+    findings = pii.find_all(HARMLESS)
+    assert [pair for pair in zip(HARMLESS, findings, strict=True) if pair[1]] == []
 
 
-def test_the_order_of_texts_is_kept_where_some_are_not_read(pii: PiiFilter) -> None:
+def test_the_order_of_texts_is_kept_where_some_are_not_analysed(pii: PiiFilter) -> None:
     texts = ["nothing", "mail anna@example.com", "", "also nothing", "call me on 212-555-0187"]
-    assert [[finding.entity for finding in found] for found in pii.find_all(texts)] == [
-        [],
-        ["EMAIL_ADDRESS"],
-        [],
-        [],
-        ["PHONE_NUMBER"],
-    ]
+    entities = [[finding.entity for finding in findings] for findings in pii.find_all(texts)]
+    assert entities == [[], ["EMAIL_ADDRESS"], [], [], ["PHONE_NUMBER"]]
 
 
 @pytest.mark.parametrize(
@@ -116,56 +108,37 @@ def test_names_are_looked_for_only_when_wanted(pii: PiiFilter) -> None:
 
 def test_parts_of_an_address_become_one_finding() -> None:
     text = "Ship:\n85 Kirkegade 70\n Apt. 252\n Portland\n OR 97201\nThanks"
-    found = without_overlap(find_addresses(text))
-    assert [(finding.entity, finding.score) for finding in found] == [("ADDRESS", 0.85)]
-    assert text[found[0].start : found[0].end].startswith("85 Kirkegade") and text[
-        found[0].start : found[0].end
-    ].endswith("97201")
+    (address,) = without_overlap(find_addresses(text))
+    assert (address.entity, address.score) == ("ADDRESS", 0.85)
+    characters = text[address.start : address.end]
+    assert characters.startswith("85 Kirkegade") and characters.endswith("97201")
 
 
 def test_thresholds_context_words_and_own_recognisers_are_the_runs() -> None:
     badge = RecognizerSpec(entity="BADGE", regex=r"\bB-\d{5}\b", score=0.4, context=("badge",))
-    pii = PiiFilter(
-        PiiSection(
-            entities=("US_BANK_NUMBER",),
-            recognizers=(badge,),
-            context_words={"US_BANK_NUMBER": ("vault",)},
-        )
-    )
+    words = {"US_BANK_NUMBER": ("vault",)}
+    section = PiiSection(entities=("US_BANK_NUMBER",), recognizers=(badge,), context_words=words)
+    pii = PiiFilter(section)
     assert pii.check("see B-12345") == [] and pii.check("my badge is B-12345") == ["BADGE"]
     assert pii.check("number 945456787654 here") == []
-    assert PiiFilter(
-        PiiSection(entities=(), recognizers=(badge,), thresholds={"BADGE": 0.3})
-    ).check("see B-12345") == ["BADGE"]
-    assert PiiFilter(
-        PiiSection(entities=("EMAIL_ADDRESS",), score_threshold=1.0, thresholds={})
-    ).check("a@example.com") == ["EMAIL_ADDRESS"]
+    low = PiiSection(entities=(), recognizers=(badge,), thresholds={"BADGE": 0.3})
+    assert PiiFilter(low).check("see B-12345") == ["BADGE"]
+    certain = PiiSection(entities=("EMAIL_ADDRESS",), score_threshold=1.0, thresholds={})
+    assert PiiFilter(certain).check("a@example.com") == ["EMAIL_ADDRESS"]
 
 
 def test_context_words_raise_a_score() -> None:
     text = "the vault has 945456787654 in it"
-    assert (
-        PiiFilter(PiiSection(entities=("US_BANK_NUMBER",), score_threshold=0.35)).check(text) == []
-    )
-    assert PiiFilter(
-        PiiSection(
-            entities=("US_BANK_NUMBER",),
-            score_threshold=0.35,
-            context_words={"US_BANK_NUMBER": ("vault",)},
-        )
-    ).check(text) == ["US_BANK_NUMBER"]
+    plain = PiiSection(entities=("US_BANK_NUMBER",), score_threshold=0.35)
+    assert PiiFilter(plain).check(text) == []
+    with_words = plain.model_copy(update={"context_words": {"US_BANK_NUMBER": ("vault",)}})
+    assert PiiFilter(with_words).check(text) == ["US_BANK_NUMBER"]
 
 
-def test_the_surest_of_overlapping_findings_names_all_of_them() -> None:
-    found = [
-        Finding(0, 10, "URL", 0.5),
-        Finding(5, 14, "EMAIL_ADDRESS", 1.0),
-        Finding(20, 22, "PERSON", 0.9),
-    ]
-    assert without_overlap(found) == [
-        Finding(0, 14, "EMAIL_ADDRESS", 1.0),
-        Finding(20, 22, "PERSON", 0.9),
-    ]
+def test_the_best_of_overlapping_findings_names_all_of_them() -> None:
+    url, email = Finding(0, 10, "URL", 0.5), Finding(5, 14, "EMAIL_ADDRESS", 1.0)
+    person = Finding(20, 22, "PERSON", 0.9)
+    assert without_overlap([url, email, person]) == [Finding(0, 14, "EMAIL_ADDRESS", 1.0), person]
 
 
 def test_no_connection_is_opened(monkeypatch: pytest.MonkeyPatch, pii: PiiFilter) -> None:
@@ -178,10 +151,8 @@ def test_no_connection_is_opened(monkeypatch: pytest.MonkeyPatch, pii: PiiFilter
 
 
 def test_missing_models_and_unknown_entities_are_refused() -> None:
-    with pytest.raises(
-        MissingPackage,
-        match=r"synth\.pii\.spacy_model: the pip package en-core-web-none is not installed",
-    ):
+    missing = r"synth\.pii\.spacy_model: the pip package en-core-web-none is not installed"
+    with pytest.raises(MissingPackage, match=missing):
         PiiFilter(PiiSection(spacy_model="en_core_web_none"))
     with pytest.raises(ConfigError, match=r"synth\.pii\.entities: no recogniser finds 'EMAIL'"):
         PiiFilter(PiiSection(entities=("EMAIL",)))

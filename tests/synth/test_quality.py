@@ -28,7 +28,7 @@ def prompt(*turns: str) -> Prompt:
 
 def outcome(given: list[Prompt], **switches: Any) -> tuple[list[tuple[str, ...]], dict[str, int]]:
     kept, rejected = apply_steps(given, prompt_steps(QualitySection.model_validate(switches)))
-    return [found.turns for found in kept], dict(rejected)
+    return [prompt.turns for prompt in kept], dict(rejected)
 
 
 def test_length_is_counted_over_all_turns() -> None:
@@ -37,7 +37,9 @@ def test_length_is_counted_over_all_turns() -> None:
         [("ab",), ("abcdefg",)],
         {"short": 1, "long": 1},
     )
-    assert outcome(given) == ([found.turns for found in given], {}), "nothing is dropped by default"
+    assert outcome(given) == ([prompt.turns for prompt in given], {}), (
+        "nothing is dropped by default"
+    )
 
 
 def test_languages_that_are_not_listed_are_dropped_but_short_texts_stay() -> None:
@@ -98,7 +100,7 @@ def test_repeating_prompts_are_dropped() -> None:
         ("The plan: you can't help your friend by writing it yourself.", False),
     ],
 )
-def test_refusals_are_told_from_answers(reply: str, refuses: bool) -> None:
+def test_refusals_are_told_from_other_replies(reply: str, refuses: bool) -> None:
     assert bool(_REFUSAL.match(reply)) is refuses
 
 

@@ -24,17 +24,16 @@ def labelled(
     return {"text": text, "spans": gold, "meta": meta}
 
 
+ONLY_SSN = {"entity_under_test": "US_SSN"}
 RECORDS = [
     labelled("Mail anna@firm.com now", ("EMAIL_ADDRESS", "anna@firm.com")),
     labelled("Mail bob@firm.com now"),  # found, not labelled: against precision
     labelled("Mail nobody now", ("EMAIL_ADDRESS", "nobody")),  # labelled, not found: against recall
-    labelled(
-        "Pay DE89370400440532013000", ("IBAN", "DE89")
-    ),  # an alias, and one common character suffices
+    # An alias, and one common character suffices.
+    labelled("Pay DE89370400440532013000", ("IBAN", "DE89")),
     labelled("My name is Anna Schmidt", ("PERSON", "Anna Schmidt")),
-    labelled(
-        "carl@firm.com 219-09-9999", ("US_SSN", "219-09-9999"), meta={"entity_under_test": "US_SSN"}
-    ),  # the e-mail is not scored
+    # The e-mail is not scored.
+    labelled("carl@firm.com 219-09-9999", ("US_SSN", "219-09-9999"), meta=ONLY_SSN),
 ]
 PROMPTS = [{"turns": ["Hello", "there"]}, {"turns": ["Hello", "call me on 212-555-0187"]}]
 
@@ -42,39 +41,30 @@ PROMPTS = [{"turns": ["Hello", "there"]}, {"turns": ["Hello", "call me on 212-55
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     path = tmp_path / "data.jsonl"
-    path.write_text(
-        "".join(json.dumps(record) + "\n" for record in [*RECORDS, *PROMPTS]), encoding="utf-8"
-    )
+    lines = [json.dumps(record) + "\n" for record in [*RECORDS, *PROMPTS]]
+    path.write_text("".join(lines), encoding="utf-8")
     return str(path)
 
 
 def test_recall_precision_and_false_alarms(file: str) -> None:
-    found = score_files([file], PiiSection()).as_json()
-    assert found["entities"]["EMAIL_ADDRESS"] == {
-        "recall": 0.5,
-        "precision": 0.5,
-        "gold": 2,
-        "found": 2,
-    }
-    assert found["entities"]["IBAN_CODE"] == {
-        "recall": 1.0,
-        "precision": 1.0,
-        "gold": 1,
-        "found": 1,
-    }
-    assert found["entities"]["US_SSN"]["recall"] == 1.0
-    assert found["entities"]["PERSON"]["recall"] == found["entities"][FULL_NAME]["recall"] == 1.0
-    assert found["prompts"] == {
+    score = score_files([file], PiiSection()).as_json()
+    entities = score["entities"]
+    half = {"recall": 0.5, "precision": 0.5, "gold": 2, "found": 2}
+    assert entities["EMAIL_ADDRESS"] == half
+    assert entities["IBAN_CODE"] == {"recall": 1.0, "precision": 1.0, "gold": 1, "found": 1}
+    assert entities["US_SSN"]["recall"] == 1.0
+    assert entities["PERSON"]["recall"] == entities[FULL_NAME]["recall"] == 1.0
+    assert score["prompts"] == {
         "records": 2,
         "flagged": 1,
         "false_positive_rate": 0.5,
         "by_entity": {"PHONE_NUMBER": 1},
     }
-    assert set(found["per_second"]) == {
+    assert set(score["per_second"]) == {
         "all entities, with spaCy's entity recogniser",
         "policy, patterns and secrets",
     }
-    assert found["labelled_records"] == 6
+    assert score["labelled_records"] == 6
 
 
 def test_the_command_prints_a_table_and_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +72,8 @@ def test_the_command_prints_a_table_and_json(file: str, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["entities"]["EMAIL_ADDRESS"]["recall"] == 0.5
     assert main(["pii-score", file]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "EMAIL_ADDRESS" in printed and "1 of 2 prompts flagged (50.00%): PHONE_NUMBER 1" in printed
-    )
+    assert "EMAIL_ADDRESS" in printed
+    assert "1 of 2 prompts flagged (50.00%): PHONE_NUMBER 1" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The policy: drop, redact, pseudonymise; what the audit keeps; and that no planted value survives a run."""
+"""The policy: drop, redact, pseudonymise; what the audit keeps; no planted value survives a run."""
 
 from __future__ import annotations
 
@@ -39,14 +39,9 @@ def prompt(*turns: str, id: str = "0", system: str | None = None) -> Prompt:
 
 
 def sample(*replies: str) -> Sample:
-    messages = [
-        message
-        for reply in replies
-        for message in (
-            Message(role="user", content="hi"),
-            Message(role="assistant", content=reply),
-        )
-    ]
+    question = Message(role="user", content="hi")
+    answers = [Message(role="assistant", content=reply) for reply in replies]
+    messages = [message for answer in answers for message in (question, answer)]
     return Sample(
         prompt_id="0",
         source="s",
@@ -77,7 +72,7 @@ def test_prompts_are_dropped_and_counted() -> None:
 
 def test_prompts_are_redacted_in_turns_and_system_prompt() -> None:
     kept, rejected = Screen(section("redact")).prompts(GIVEN)
-    assert [found.turns for found in kept] == [
+    assert [prompt.turns for prompt in kept] == [
         ("hello",),
         ("hi", "mail <EMAIL_ADDRESS>"),
         ("<API_KEY> <EMAIL_ADDRESS>",),
@@ -126,20 +121,20 @@ def test_a_part_of_a_name_is_the_same_person() -> None:
     )
 
 
-def test_responses_with_findings_are_dropped_whatever_the_action() -> None:
-    answered = [
+def test_replies_with_findings_are_dropped_whatever_the_action() -> None:
+    samples = [
         sample("fine"),
         sample("fine", "ask carl@firm.com"),
         sample("write to person1@example.com"),
     ]
     for action, kept in (
-        ("drop", answered[:1]),
-        ("redact", answered[:1]),
-        ("pseudonymise", [answered[0], answered[2]]),
+        ("drop", samples[:1]),
+        ("redact", samples[:1]),
+        ("pseudonymise", [samples[0], samples[2]]),
     ):
-        found, rejected = Screen(section(action)).samples(answered)
-        assert found == kept and rejected == {"pii:EMAIL_ADDRESS": 3 - len(kept)}
-    assert Screen(section(enabled=False)).samples(answered) == (answered, {})
+        clean, rejected = Screen(section(action)).samples(samples)
+        assert clean == kept and rejected == {"pii:EMAIL_ADDRESS": 3 - len(kept)}
+    assert Screen(section(enabled=False)).samples(samples) == (samples, {})
 
 
 @pytest.mark.parametrize(
@@ -255,7 +250,7 @@ def test_no_artefact_of_a_run_holds_a_planted_value(
 
 
 def _content(path: Path) -> bytes:
-    """A file's bytes; of compressed Parquet the values themselves, and the metadata, which is not compressed."""
+    """A file's bytes; of compressed Parquet the values themselves and the metadata."""
     if path.suffix != ".parquet":
         return path.read_bytes()
     import pyarrow.parquet as pq  # type: ignore[import-untyped]

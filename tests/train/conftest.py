@@ -19,6 +19,15 @@ from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
 
 VOCAB, HIDDEN, LAYERS = 96, 32, 8
+HEAD = {"draft_vocab_size": 48, "intermediate_size": 32, "max_share_of_target": 2.0}
+SETTINGS = {
+    "ttt_steps": 3,
+    "batch_tokens": 64,
+    "epochs": 2,
+    "log_every": 1,
+    "wandb": "disabled",
+    "checkpoint_every": 4,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +68,7 @@ def target_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 @torch.no_grad()
 def states(target_directory: Path) -> list[StatesSample]:
-    """Twelve conversations: random prompts, the target's own greedy continuations, captured states."""
+    """Twelve conversations: random prompts, the target's greedy continuations, captured states."""
     from pipeline.config import TargetSection
     from pipeline.target.forward import capture_states, register_packed_attention
     from pipeline.target.open import open_target
@@ -86,15 +95,8 @@ def make_sample(
     mask = torch.zeros(len(ids), dtype=torch.uint8)
     mask[list(supervised)] = 1
     positions = teacher_positions(mask)
-    return StatesSample(
-        name,
-        "test",
-        torch.tensor(ids, dtype=torch.int32),
-        mask,
-        aux,
-        final[positions.long()],
-        positions,
-    )
+    token_ids, kept = torch.tensor(ids, dtype=torch.int32), final[positions.long()]
+    return StatesSample(name, "test", token_ids, mask, aux, kept, positions)
 
 
 @pytest.fixture
@@ -104,32 +106,14 @@ def tiny_config(tmp_path: Path, target_directory: Path) -> Callable[..., RunConf
     def build(
         uri: str = "run", *, head: dict[str, Any] | None = None, seed: int = 0, **train: Any
     ) -> RunConfig:
-        shape = {
-            "draft_vocab_size": 48,
-            "intermediate_size": 32,
-            "max_share_of_target": 2.0,
-            **(head or {}),
+        uri = uri if "://" in uri else str(tmp_path / uri)
+        settings = {**SETTINGS, **train, "head": {**HEAD, **(head or {})}}
+        tree = {
+            "run": {"uri": uri, "threads": 1, "seed": seed},
+            "target": {"source": str(target_directory), "device": "cpu"},
+            "train": settings,
         }
-        settings = {
-            "ttt_steps": 3,
-            "batch_tokens": 64,
-            "epochs": 2,
-            "log_every": 1,
-            "wandb": "disabled",
-            "checkpoint_every": 4,
-            **train,
-        }
-        return parse(
-            {
-                "run": {
-                    "uri": uri if "://" in uri else str(tmp_path / uri),
-                    "threads": 1,
-                    "seed": seed,
-                },
-                "target": {"source": str(target_directory), "device": "cpu"},
-                "train": {**settings, "head": shape},
-            }
-        )
+        return parse(tree)
 
     return build
 
@@ -139,17 +123,15 @@ def store_states(states: list[StatesSample]) -> Callable[..., Manifest]:
     """`store_states(config, samples=None)` commits a features stage of shards of five samples."""
 
     def store(config: RunConfig, samples: list[StatesSample] | None = None) -> Manifest:
-        work = open_stage(config, "features", None)
+        stage_run = open_stage(config, "features", None)
         every = states if samples is None else samples
         for start in range(0, len(every), 5):
             part = every[start : start + 5]
             tokens = sum(len(sample.token_ids) for sample in part)
-            work.commit(
-                f"{start // 5:05d}.safetensors", encode_states(part), rows=len(part), tokens=tokens
-            )
-        return work.finish(
-            contract=contract_of(config), licenses={"MIT": len(every)}, sources={"test": len(every)}
-        )
+            name = f"{start // 5:05d}.safetensors"
+            stage_run.commit(name, encode_states(part), rows=len(part), tokens=tokens)
+        licenses, sources = {"MIT": len(every)}, {"test": len(every)}
+        return stage_run.finish(contract=contract_of(config), licenses=licenses, sources=sources)
 
     return store
 
@@ -160,7 +142,7 @@ def contract_of(config: RunConfig) -> TargetContract:
 
 @pytest.fixture
 def small_head() -> Eagle3Head:
-    """A random float64 head of hidden size 16 over a target vocabulary of 24 and a draft vocabulary of 14."""
+    """A random float64 head: hidden size 16, target vocabulary 24, draft vocabulary 14."""
     shape = HeadShape(
         hidden_size=16,
         intermediate_size=20,

@@ -1,8 +1,10 @@
-"""Acceptance in the loop: what is decoded, which head is exported, when training stops, and that a kill changes nothing."""
+"""Acceptance in the loop: what is decoded, which head is exported, when training stops.
+
+And that a kill changes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,28 +18,18 @@ from pipeline.errors import ConfigError, UnsupportedModel
 from pipeline.records import Manifest
 from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.target.open import open_target
-from pipeline.target.resolve import resolve
 from pipeline.train import run
 from pipeline.train.acceptance import Evaluator
 from pipeline.train.data.corpus import HeldOut, hold_out, survey
 from pipeline.train.data.stored import StoredCorpus
-from pipeline.train.metrics import read_lines
-from tests.train.test_stage import kill_after, without_speed
+from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, without_speed
 
-Configure = Callable[..., RunConfig]
-Store = Callable[..., Manifest]
-
-STOP = (1,)  # "w1", the tiny target's end of turn
 EVALUATION = {
     "evaluate_every": 4,
     "evaluate_prompts": 3,
     "evaluate_tokens": 12,
     "evaluate_tree": {"top_k": 1, "steps": 3, "nodes": 4},
 }
-
-
-def lines_of(config: RunConfig) -> list[dict[str, float]]:
-    return read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")
 
 
 def drawn(
@@ -55,18 +47,16 @@ def test_held_out_samples_are_not_trained_on(tiny_config: Configure, store_state
     for item in chosen:
         sample = corpus.reader(item.shard).sample(item.sample)
         prompt = len(item.prompt_ids)
-        assert (
-            sample.sample_id == item.sample_id
-            and tuple(sample.token_ids[:prompt].tolist()) == item.prompt_ids
-        )
+        assert sample.sample_id == item.sample_id
+        assert tuple(sample.token_ids[:prompt].tolist()) == item.prompt_ids
         assert not sample.supervised_mask[:prompt].any() and sample.supervised_mask[prompt] == 1
     everything, rest = (
         survey(corpus, vocab_size=96, budget=64, held_out=held_out) for held_out in ((), chosen)
     )
-    trained = {(piece.shard, piece.sample) for piece in rest.pieces}
-    assert trained == {(piece.shard, piece.sample) for piece in everything.pieces} - {
-        (item.shard, item.sample) for item in chosen
-    }
+    trained, stored = (
+        {(piece.shard, piece.sample) for piece in one.pieces} for one in (rest, everything)
+    )
+    assert trained == stored - {(item.shard, item.sample) for item in chosen}
     assert rest.rejected["held_out"] == 3 and rest.samples == everything.samples - 3
     left_out = sum(int(corpus.reader(item.shard).tokens(item.sample)[1].sum()) for item in chosen)
     assert int(rest.counts["test"].sum()) == everything.supervised - left_out
@@ -106,38 +96,25 @@ def test_the_best_head_is_exported(tiny_config: Configure, store_states: Store) 
     lines = lines_of(config)
     assert [line["step"] for line in lines] == [4, 8, 10, 12, 16, 20, 24, 28, 30]
     taus = {int(line["step"]): line["tau"] for line in lines if "tau" in line}
-    assert list(taus) == [4, 8, 12, 16, 20, 24, 28, 30] and len(set(taus.values())) > 2, (
-        "the example needs a τ that moves"
-    )
+    assert list(taus) == [4, 8, 12, 16, 20, 24, 28, 30]
+    assert len(set(taus.values())) > 2, "the example needs a τ that moves"
     best = max(taus, key=lambda step: taus[step])  # the first of equal ones
-    assert (
-        manifest.details["exported_step"] == best
-        and manifest.details["tau"] == taus[best]
-        and manifest.details["evaluations"] == 8
+    details = manifest.details
+    assert (details["exported_step"], details["tau"], details["evaluations"]) == (
+        best,
+        taus[best],
+        8,
     )
-    assert manifest.rejected["held_out"] == manifest.details["held_out"] == 3
+    assert manifest.rejected["held_out"] == details["held_out"] == 3
 
-    head, card = load_head(Path(config.run.uri) / "train" / "head", expected=parent.contract)
+    head, card = load_head(head_of(config), expected=parent.contract)
     line = next(line for line in lines if line["step"] == best)
-    assert (
-        card.metrics["exported_step"] == best
-        and card.metrics["loss"] == line["loss"]
-        and card.metrics["steps"] == 30
-    )
-    assert card.metrics["alpha"] == [
-        line[name] for name in sorted(line) if name.startswith("alpha_")
-    ]
+    metrics = card.metrics
+    assert (metrics["exported_step"], metrics["loss"], metrics["steps"]) == (best, line["loss"], 30)
+    assert metrics["alpha"] == [line[name] for name in sorted(line) if name.startswith("alpha_")]
     _, held_out = drawn(config, parent)
-    directory = resolve(config.target).directory
-    evaluator = Evaluator(
-        directory,
-        parent.contract,
-        head.shape,
-        config.train,
-        held_out,
-        stop_ids=STOP,
-        device=torch.device("cpu"),
-    )
+    target, cpu = open_target(config.target), torch.device("cpu")
+    evaluator = Evaluator(target, head.shape, config.train, held_out, cpu)
     assert [evaluator.measure(head.state_dict()).tau for _ in range(2)] == [taus[best]] * 2
     kept = list((Path(config.run.uri) / "train" / "checkpoints").glob("best-*"))
     assert [file.name for file in kept] == [f"best-{best:06d}.safetensors"]
@@ -147,40 +124,31 @@ def test_the_best_head_is_exported(tiny_config: Configure, store_states: Store) 
 def test_rounds_account_for_the_targets_own_reply(
     tiny_config: Configure, store_states: Store
 ) -> None:
-    """Evaluating changes no weight, and what the rounds emitted is what the target says by itself."""
+    """Evaluating changes no weight, and the rounds emitted what the target generates by itself."""
     config = tiny_config()
     parent = store_states(config)
     run(config)
-    head, _ = load_head(Path(config.run.uri) / "train" / "head")
+    head, _ = load_head(head_of(config))
     _, held_out = drawn(config, parent, 1)
     (item,) = held_out
-    target = open_target(config.target).load()
+    target = open_target(config.target)
     ids = torch.tensor([item.prompt_ids])
-    reply = target.model.generate(
+    reply = target.load().model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=12,
         do_sample=False,
-        eos_token_id=1,
+        eos_token_id=list(target.template().stop_ids),
         pad_token_id=1,
     )[0, ids.shape[1] :]
     section = config.train.model_copy(update={"evaluate_tokens": 12})
-    evaluator = Evaluator(
-        resolve(config.target).directory,
-        parent.contract,
-        head.shape,
-        section,
-        held_out,
-        stop_ids=STOP,
-        device=torch.device("cpu"),
-    )
+    evaluator = Evaluator(target, head.shape, section, held_out, torch.device("cpu"))
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    found = evaluator.measure(head.state_dict())
+    acceptance = evaluator.measure(head.state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
-    rounds = (len(reply) - 1) / found.tau
-    assert rounds == pytest.approx(round(rounds)), (
-        "every token after the first came from some round"
-    )
+    rounds = (len(reply) - 1) / acceptance.tau
+    message = "every token after the first came from some round"
+    assert rounds == pytest.approx(round(rounds)), message
 
 
 def test_ties_go_to_the_earlier_and_training_stops(
@@ -198,11 +166,8 @@ def test_no_evaluation_exports_the_last_step(tiny_config: Configure, store_state
     config = tiny_config(max_steps=3)
     store_states(config)
     manifest = run(config)
-    assert (
-        manifest.details["exported_step"] == 3
-        and "tau" not in manifest.details
-        and "held_out" not in manifest.rejected
-    )
+    assert manifest.details["exported_step"] == 3 and "tau" not in manifest.details
+    assert "held_out" not in manifest.rejected
     assert not list((Path(config.run.uri) / "train" / "checkpoints").glob("best-*"))
 
 
@@ -223,9 +188,8 @@ def test_kill_keeps_the_best_so_far(tiny_config: Configure, store_states: Store)
     assert not (Path(killed.run.uri) / "train" / "manifest.json").exists()
     again = run(killed)
     assert without_speed(lines_of(killed)) == without_speed(lines_of(whole))
-    assert [(shard.name, shard.sha256) for shard in again.shards] == [
-        (shard.name, shard.sha256) for shard in manifest.shards
-    ]
+    checksums = [{shard.name: shard.sha256 for shard in one.shards} for one in (again, manifest)]
+    assert checksums[0] == checksums[1]
     assert again.details == manifest.details
 
 

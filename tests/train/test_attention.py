@@ -12,16 +12,15 @@ from torch import Tensor
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.ttt import flash
-from pipeline.train.ttt.attention import Seen, UnrolledAttention
+from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
 
 QUERY_HEADS, KEY_HEADS, SIZE = 4, 2, 4
 STEPS = 8
 
 
-def rotary_of(head: Eagle3Head) -> RotaryTable:
-    return RotaryTable(
-        head.shape.rope_config(), 128, device=torch.device("cpu"), dtype=torch.float64
-    )
+def rotary_of(head: Eagle3Head, length: int = 128) -> RotaryTable:
+    rope, cpu = head.shape.rope_config(), torch.device("cpu")
+    return RotaryTable(rope, length, device=cpu, dtype=torch.float64)
 
 
 def inputs(tokens: int, rows: Tensor, steps: int) -> list[list[Tensor]]:
@@ -29,25 +28,19 @@ def inputs(tokens: int, rows: Tensor, steps: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(4)
 
     def one(count: int, heads: int) -> Tensor:
-        return (
-            torch.randn(count, heads, SIZE, generator=generator, dtype=torch.float64)
-            .mul_(2)
-            .requires_grad_()
-        )
+        drawn = torch.randn(count, heads, SIZE, generator=generator, dtype=torch.float64)
+        return drawn.mul_(2).requires_grad_()
 
+    counts = [tokens, *[len(rows)] * (steps - 1)]
     return [
-        [
-            one(tokens if k == 0 else len(rows), heads)
-            for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)
-        ]
-        for k in range(steps)
+        [one(count, heads) for heads in (QUERY_HEADS, KEY_HEADS, KEY_HEADS)] for count in counts
     ]
 
 
 def dense(
     lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]
 ) -> list[Tensor]:
-    """Every key of every step under one mask, all in rotated pairs of its own, without a function of the trainer."""
+    """Every key of every step under one mask, rotated by hand: no function of the trainer."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.cat([torch.arange(length) for length in lengths])
 
@@ -56,36 +49,31 @@ def dense(
         cos, sin = (table[at][:, None, : SIZE // 2] for table in (rotary.cos, rotary.sin))
         return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), -1)
 
-    keys, values, masks, mixed = [], [], [], []
+    keys, values, masks, outputs = [], [], [], []
     for k, (query, key, value) in enumerate(steps):
-        places = torch.arange(len(position)) if k == 0 else rows
-        own = turned(key, position[places] + k)
+        own_rows = torch.arange(len(position)) if k == 0 else rows
+        at = position[own_rows]
+        own = turned(key, at + k)
         keys.append(own.repeat_interleave(QUERY_HEADS // KEY_HEADS, 1))
         values.append(value.repeat_interleave(QUERY_HEADS // KEY_HEADS, 1))
         masks.append(torch.eye(len(rows), dtype=torch.bool))
-        causal = (document[places, None] == document) & (position[places, None] >= position)
+        causal = (document[own_rows, None] == document) & (at[:, None] >= position)
         mask = torch.cat([causal, *masks[1:]], 1)
-        scores = (
-            torch.einsum("aqd,tqd->qat", turned(query, position[places] + k), torch.cat(keys))
-            / SIZE**0.5
-        )
-        mixed.append(
-            torch.einsum(
-                "qat,tqd->aqd", scores.masked_fill(~mask, -torch.inf).softmax(-1), torch.cat(values)
-            )
-        )
-    return mixed
+        scores = torch.einsum("aqd,tqd->qat", turned(query, at + k), torch.cat(keys)) / SIZE**0.5
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("qat,tqd->aqd", weights, torch.cat(values)))
+    return outputs
 
 
 def unrolled(
     lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]
 ) -> list[Tensor]:
-    attention, past, mixed = UnrolledAttention(lengths, rows, rotary), list[Seen](), []
+    attention, past, outputs = UnrolledAttention(lengths, rows, rotary), list[KeyValue](), []
     for k, (query, key, value) in enumerate(steps):
-        out, seen = attention.mix(k, query, key, value, list(past))
-        past.append(seen)
-        mixed.append(out)
-    return mixed
+        output, own = attention.attend(k, query, key, value, list(past))
+        past.append(own)
+        outputs.append(output)
+    return outputs
 
 
 ROWS = {
@@ -100,13 +88,13 @@ def compare_with_dense(
     lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]
 ) -> None:
     leaves = [leaf for step in steps for leaf in step]
-    found, wanted = (kind(lengths, rows, rotary, steps) for kind in (unrolled, dense))
+    actual, expected = (kind(lengths, rows, rotary, steps) for kind in (unrolled, dense))
     upper = [
         torch.randn(out.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
-        for k, out in enumerate(wanted)
+        for k, out in enumerate(expected)
     ]
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(outs, leaves, upper) for outs in (found, wanted)]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(outs, leaves, upper) for outs in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
@@ -116,12 +104,11 @@ def test_equals_a_dense_mask_with_gradients(
     small_head: Eagle3Head, rows: Tensor, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three documents, two query heads a key head, blocks that end inside documents; steps 0…7."""
-    monkeypatch.setattr("pipeline.train.ttt.mixing._KEPT", kept)
-    monkeypatch.setattr("pipeline.train.ttt.attention._MOST_ROWS", 5)
-    monkeypatch.setattr("pipeline.train.ttt.attention._FEWEST_ROWS", 3)
-    monkeypatch.setattr(
-        "pipeline.train.ttt.attention._PAIRS", 40
-    )  # so that blocks shrink as documents get longer
+    monkeypatch.setattr("pipeline.train.ttt.blocked._KEPT", kept)
+    monkeypatch.setattr("pipeline.train.ttt.blocked._MOST_ROWS", 5)
+    monkeypatch.setattr("pipeline.train.ttt.blocked._FEWEST_ROWS", 3)
+    # So that blocks shrink as documents get longer.
+    monkeypatch.setattr("pipeline.train.ttt.blocked._PAIRS", 40)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     steps = inputs(sum(lengths), rows, STEPS)
     compare_with_dense(lengths, rows, rotary, steps)
@@ -132,32 +119,32 @@ def test_flash_kernels_merged_by_log_sum_exp_equal_a_dense_mask(
     small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of CUDA, with torch's flash kernel for the CPU."""
-    monkeypatch.setattr("pipeline.train.ttt.flash.serves", lambda device, dtype, size: True)
-    monkeypatch.setattr("pipeline.train.ttt.flash.WORTHWHILE_RUN", 0)
+    monkeypatch.setattr("pipeline.train.ttt.flash.has_kernel", lambda device, dtype, size: True)
+    monkeypatch.setattr("pipeline.train.ttt.flash.MIN_ROWS_PER_RUN", 0)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
-    mixers: Any = UnrolledAttention(lengths, rows, rotary)._mixers
-    assert all("runs" in mixer.keywords for mixer in mixers)
+    kernels: Any = UnrolledAttention(lengths, rows, rotary)._kernels
+    assert all("runs" in kernel.keywords for kernel in kernels)
     steps = inputs(sum(lengths), rows, STEPS)
     compare_with_dense(lengths, rows, rotary, steps)
 
 
 def test_flash_calls_fit_the_cuda_kernels() -> None:
     """Arguments and results against the operators' own signatures, on tensors without data."""
-    runs = flash.find_runs([0, 1, 2, 5, 6], [0, 5], [0, 8])
+    runs = flash.query_runs([0, 1, 2, 5, 6], [0, 5], [0, 8])
     assert runs == [
-        flash.Run(slice(0, 3), slice(0, 0), slice(0, 3)),
-        flash.Run(slice(3, 5), slice(0, 5), slice(5, 7)),
+        flash.QueryRun(slice(0, 3), slice(0, 0), slice(0, 3)),
+        flash.QueryRun(slice(3, 5), slice(0, 5), slice(5, 7)),
     ]
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
 
-    query, keys, values, own_keys, own_values = leaves = [
+    query, keys, values, chain_keys, chain_values = leaves = [
         empty(5, 6, 64),
         *(empty(8, 2, 64) for _ in range(2)),
         *(empty(5, 2, 3, 64) for _ in range(2)),
     ]
-    out = flash.mix(query, keys, values, own_keys, own_values, runs)
+    out = flash.attend(query, keys, values, chain_keys, chain_values, runs)
     gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert [(one.shape, one.dtype) for one in (out, *gradients)] == [
         (one.shape, one.dtype) for one in (leaves[0], *leaves)
@@ -165,40 +152,34 @@ def test_flash_calls_fit_the_cuda_kernels() -> None:
 
 
 def test_flash_needs_a_kernel() -> None:
-    assert not flash.serves(torch.device("cpu"), torch.bfloat16, 64)
-    assert not flash.serves(torch.device("cuda"), torch.float32, 64) and not flash.serves(
-        torch.device("cuda"), torch.bfloat16, 100
-    )
+    assert not flash.has_kernel(torch.device("cpu"), torch.bfloat16, 64)
+    assert not flash.has_kernel(torch.device("cuda"), torch.float32, 64)
+    assert not flash.has_kernel(torch.device("cuda"), torch.bfloat16, 100)
 
 
 def test_blocks_cover_every_row_once(small_head: Eagle3Head) -> None:
     rows = torch.arange(300)[torch.arange(300) % 3 > 0]
-    attention = UnrolledAttention(
-        (40, 260),
-        rows,
-        RotaryTable(
-            small_head.shape.rope_config(), 300, device=torch.device("cpu"), dtype=torch.float64
-        ),
-    )
-    for mixer, count in zip(attention._mixers, (300, 200), strict=True):
-        blocks = mixer.keywords["blocks"]  # type: ignore[attr-defined]
-        assert [block.rows.start for block in blocks] == [
-            0,
-            *(block.rows.stop for block in blocks[:-1]),
-        ]
-        assert blocks[-1].rows.stop == count and len(blocks) >= 3
+    attention = UnrolledAttention((40, 260), rows, rotary_of(small_head, 300))
+    for kernel, count in zip(attention._kernels, (300, 200), strict=True):
+        blocks = kernel.keywords["blocks"]  # type: ignore[attr-defined]
+        starts, stops = (
+            [getattr(block.rows, end) for block in blocks] for end in ("start", "stop")
+        )
+        assert starts == [0, *stops[:-1]]
+        assert stops[-1] == count and len(blocks) >= 3
 
 
 def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(
     small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elements that one step saves, without the first softmaxes, double with the tokens; a dense mask's grow fourfold."""
-    monkeypatch.setattr("pipeline.train.ttt.mixing._KEPT", 0)
+    """Elements that one step saves, without the first softmaxes, double with the tokens.
+
+    A dense mask's grow fourfold.
+    """
+    monkeypatch.setattr("pipeline.train.ttt.blocked._KEPT", 0)
     sizes = []
     for tokens in (128, 256, 512):
-        rotary = RotaryTable(
-            small_head.shape.rope_config(), tokens, device=torch.device("cpu"), dtype=torch.float64
-        )
+        rotary = rotary_of(small_head, tokens)
         attention = UnrolledAttention((tokens,), torch.arange(tokens), rotary)
         ((query, key, value),) = inputs(tokens, torch.arange(0), 1)
         saved: list[int] = []
@@ -208,7 +189,7 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out, _ = attention.mix(0, query, key, value, [])
+            out, _ = attention.attend(0, query, key, value, [])
         assert out.grad_fn is not None and all(weights is None for weights in out.grad_fn.kept)  # type: ignore[attr-defined]
         sizes.append(sum(saved))
     assert all(after <= 2 * before for before, after in pairwise(sizes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,60 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.eagle3.vocabulary import choose_vocabulary
+from pipeline.eagle3.init import choose_vocabulary
 from pipeline.errors import CorruptShard, DataError
-from pipeline.store.states import Room, StatesSample, teacher_positions
+from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
 from pipeline.train.data.batches import AHEAD, ReadAhead, read_batch
-from pipeline.train.data.corpus import Piece, read_piece, survey
+from pipeline.train.data.corpus import Piece, survey
 from pipeline.train.data.schedule import Schedule
 from pipeline.train.loop import own_batches
-
-
-class MemoryOutline:
-    """A shard that was never written."""
-
-    def __init__(self, samples: Sequence[StatesSample]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def origin(self, index: int) -> tuple[str, str]:
-        return self.samples[index].sample_id, self.samples[index].source
-
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.samples[index].token_ids, self.samples[index].supervised_mask
-
-
-class MemoryCorpus:
-    """The corpus' interface over samples in memory."""
-
-    readers = 2
-
-    def __init__(self, *shards: Sequence[StatesSample]) -> None:
-        self._shards = [MemoryOutline(samples) for samples in shards]
-
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    def rows(self, shard: int) -> int:
-        return len(self._shards[shard])
-
-    def outline(self, shard: int) -> MemoryOutline:
-        return self._shards[shard]
-
-    def outlines(self) -> Iterator[MemoryOutline]:
-        return iter(self._shards)
-
-    def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample:
-        return self._shards[shard].samples[index]
-
-    def prefetch(self, shard: int) -> None:
-        pass
-
-    def announce(self, piece: Piece) -> None:
-        pass
+from tests.train.memory_corpus import MemoryCorpus
 
 
 def sample(
@@ -91,12 +46,13 @@ def test_survey_counts_tokens_and_reasons() -> None:
     corpus = MemoryCorpus(
         [sample(8, [3, 4, 5]), sample(6, [])], [sample(5, [1]), sample(25, range(20, 25))]
     )
-    found = survey(corpus, vocab_size=30, budget=10)
-    assert (found.samples, found.tokens, found.supervised, found.split) == (4, 44, 9, 1)
-    # A token that no position can predict teaches nothing; the long sample's first two pieces hold only prompt.
-    assert found.rejected == {"no_supervised_tokens": 2, "piece_without_supervised_tokens": 2}
-    assert found.pieces == (Piece(0, 0, 0, 8), Piece(1, 1, 20, 25))
-    assert found.counts["test"].nonzero().flatten().tolist() == [1, 3, 4, 5, 20, 21, 22, 23, 24]
+    surveyed = survey(corpus, vocab_size=30, budget=10)
+    assert (surveyed.samples, surveyed.tokens, surveyed.supervised, surveyed.split) == (4, 44, 9, 1)
+    # A token that no position can predict teaches nothing; the long sample's first two pieces hold
+    # only prompt.
+    assert surveyed.rejected == {"no_supervised_tokens": 2, "piece_without_supervised_tokens": 2}
+    assert surveyed.pieces == (Piece(0, 0, 0, 8), Piece(1, 1, 20, 25))
+    assert surveyed.counts["test"].nonzero().flatten().tolist() == [1, 3, 4, 5, 20, 21, 22, 23, 24]
 
 
 def test_vocabulary_covers_the_supervised_tokens() -> None:
@@ -109,13 +65,13 @@ def test_vocabulary_covers_the_supervised_tokens() -> None:
 def test_long_sample_is_cut_without_losing_a_token() -> None:
     long = sample(23, range(5, 23), "long")
     corpus = MemoryCorpus([long])
-    found = survey(corpus, vocab_size=30, budget=10)
-    assert found.split == 1 and sum(piece.length for piece in found.pieces) == 23
-    parts = [read_piece(corpus, piece) for piece in found.pieces]
+    surveyed = survey(corpus, vocab_size=30, budget=10)
+    assert surveyed.split == 1 and sum(piece.length for piece in surveyed.pieces) == 23
+    parts = [corpus.read(piece, *corpus.new_rows(piece, piece.length)) for piece in surveyed.pieces]
     assert torch.cat([part.token_ids for part in parts]).tolist() == list(range(23))
-    for piece, part in zip(found.pieces, parts, strict=True):
+    for piece, part in zip(surveyed.pieces, parts, strict=True):
         assert (part.final_states[:, 0] - piece.start).tolist() == part.final_positions.tolist()
-    batch = read_batch(corpus, [found.pieces[1], found.pieces[2]])
+    batch = read_batch(corpus, [surveyed.pieces[1], surveyed.pieces[2]])
     assert batch.lengths == (10, 3)
     # Every label's teacher stands one position before it, in the uncut sample.
     assert batch.teacher_states[:, 0].tolist() == (batch.token_ids[batch.labels] - 1).tolist()
@@ -124,9 +80,11 @@ def test_long_sample_is_cut_without_losing_a_token() -> None:
 
 def test_long_sample_is_dropped_and_counted() -> None:
     corpus = MemoryCorpus([sample(23, range(5, 23)), sample(10, [4, 5])])
-    found = survey(corpus, vocab_size=30, budget=10, long_samples="drop")
-    assert found.pieces == (Piece(0, 1, 0, 10),) and found.rejected == {"longer_than_batch": 1}
-    assert (found.samples, found.tokens, found.supervised, found.split) == (1, 10, 2, 0)
+    surveyed = survey(corpus, vocab_size=30, budget=10, long_samples="drop")
+    assert surveyed.pieces == (Piece(0, 1, 0, 10),) and surveyed.rejected == {
+        "longer_than_batch": 1
+    }
+    assert (surveyed.samples, surveyed.tokens, surveyed.supervised, surveyed.split) == (1, 10, 2, 0)
     nothing = survey(
         MemoryCorpus([sample(23, range(5, 23))]), vocab_size=30, budget=10, long_samples="drop"
     )
@@ -143,8 +101,8 @@ def test_coverage_is_counted_by_source() -> None:
             sample(10, [5, 8, 9], source="b"),
         ]
     )
-    found = survey(corpus, vocab_size=10, budget=10)
-    assert coverage_by_source(found.counts, torch.tensor([3, 4, 5])) == {
+    surveyed = survey(corpus, vocab_size=10, budget=10)
+    assert coverage_by_source(surveyed.counts, torch.tensor([3, 4, 5])) == {
         "a": 1.0,
         "b": pytest.approx(2 / 5),
     }
@@ -152,8 +110,8 @@ def test_coverage_is_counted_by_source() -> None:
 
 def test_one_sample_is_shown_with_its_mask(capsys: pytest.CaptureFixture[str]) -> None:
     corpus = MemoryCorpus([sample(6, []), sample(300, [2, 3, 299])])
-    found = survey(corpus, vocab_size=300, budget=300)
-    show_sample(corpus, found, lambda ids: "".join(f"<{token}>" for token in ids))
+    surveyed = survey(corpus, vocab_size=300, budget=300)
+    show_sample(corpus, surveyed, lambda ids: "".join(f"<{token}>" for token in ids))
     shown = capsys.readouterr().out.replace("\n", "")
     assert "3 of 300 tokens are supervised" in shown
     assert (
@@ -172,9 +130,9 @@ def test_token_outside_the_vocabulary() -> None:
     ("supervised", "share"), [([], "0 %"), (range(8), "100 %"), ([0, 1], "0 %")]
 )
 def test_mask_audit(supervised: Sequence[int], share: str) -> None:
-    found = survey(MemoryCorpus([sample(8, supervised)]), vocab_size=30, budget=10)
+    surveyed = survey(MemoryCorpus([sample(8, supervised)]), vocab_size=30, budget=10)
     with pytest.raises(DataError, match=share):
-        audit_mask(found, where="states")
+        audit_mask(surveyed, where="states")
 
 
 def pieces_of(lengths: Sequence[int]) -> list[Piece]:
@@ -232,10 +190,10 @@ class CountingCorpus(MemoryCorpus):
         self.reads, self.announced = 0, list[int]()
         self._lock = threading.Lock()
 
-    def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample:
+    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
         with self._lock:
             self.reads += 1
-        return super().sample(shard, index)
+        return super().read(piece, aux, final)
 
     def prefetch(self, shard: int) -> None:
         with self._lock:
@@ -261,10 +219,10 @@ def test_read_ahead_keeps_the_order_and_its_bound() -> None:
 class BrokenCorpus(MemoryCorpus):
     """Its second sample cannot be read."""
 
-    def sample(self, shard: int, index: int, room: Room | None = None) -> StatesSample:
-        if index == 1:
+    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+        if piece.sample == 1:
             raise CorruptShard("has CRC-32 0, 1 was written", where="shard: sample 1", fix="none")
-        return super().sample(shard, index, room)
+        return super().read(piece, aux, final)
 
 
 def test_what_the_reading_thread_raises_arrives_with_its_batch() -> None:

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,9 @@ import yaml
 from safetensors.torch import load_file
 
 from pipeline.config import RunConfig
-from pipeline.records import Manifest
 from pipeline.store.stage_run import read_manifest
 from pipeline.train import run
-from pipeline.train.metrics import read_lines
-from tests.train.test_stage import without_speed
-
-Configure = Callable[..., RunConfig]
-Store = Callable[..., Manifest]
+from tests.train.runs import Configure, Store, head_of, lines_of, without_speed
 
 SETTINGS = {
     "epochs": 8,
@@ -40,27 +34,9 @@ EVALUATION = {
 }
 
 
-def lines_of(config: RunConfig) -> list[dict[str, float]]:
-    return read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")
-
-
 LAUNCHERS = {
-    "torchrun": [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node={processes}",
-        "-m",
-    ],
-    "deepspeed": [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus={processes}",
-        "--master_port={port}",
-        "--module",
-    ],
+    "torchrun": "torch.distributed.run --standalone --nproc-per-node={processes} -m",
+    "deepspeed": "deepspeed.launcher.runner --num_gpus={processes} --master_port={port} --module",
 }
 
 
@@ -69,21 +45,16 @@ def launch(
 ) -> str:
     """Train with `processes` processes of a launcher; returns what they wrote to standard error."""
     file = Path(f"{config.run.uri}.yaml")
-    file.write_text(
-        yaml.safe_dump({**config.model_dump(mode="json", exclude_none=True), "synth": None})
-    )
+    tree = config.model_dump(mode="json", exclude_none=True)
+    file.write_text(yaml.safe_dump({**tree, "synth": None}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [part.format(processes=processes, port=port) for part in LAUNCHERS[launcher]] + [
-        "pipeline.cli",
-        "train",
-        "-c",
-        str(file),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | (
-        {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
-    )
+    started_by = LAUNCHERS[launcher].format(processes=processes, port=port).split()
+    command = [sys.executable, "-m", *started_by, "pipeline.cli", "train", "-c", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert (done.returncode == 0) == succeeds, done.stderr[-3000:]
     return done.stderr
@@ -107,20 +78,12 @@ def test_two_processes_follow_the_loss_curve_of_one(
     assert curves[0][-1]["loss"] < curves[0][0]["loss"]
     for single, double in zip(*curves, strict=True):
         assert double["loss"] == pytest.approx(single["loss"], rel=1e-5)
-        assert (
-            double["tokens"] == single["tokens"]
-            and double["lr"] == single["lr"]
-            and double["acc_0"] == pytest.approx(single["acc_0"], abs=0.02)
-        )
+        assert double["tokens"] == single["tokens"] and double["lr"] == single["lr"]
+        assert double["acc_0"] == pytest.approx(single["acc_0"], abs=0.02)
     details = [read_manifest(config.run.uri, "train").details for config in (one, two)]
-    assert (
-        details[1]["tau"] == pytest.approx(details[0]["tau"], abs=0.1)
-        and details[1]["evaluations"] == 2
-    )
-    heads = [
-        load_file(Path(config.run.uri) / "train" / "head" / "model.safetensors")
-        for config in (one, two)
-    ]
+    assert details[1]["tau"] == pytest.approx(details[0]["tau"], abs=0.1)
+    assert details[1]["evaluations"] == 2
+    heads = [load_file(head_of(config) / "model.safetensors") for config in (one, two)]
     for name, tensor in heads[0].items():
         assert (tensor.float() - heads[1][name].float()).abs().max() < 1e-2, name
 
@@ -149,10 +112,10 @@ def test_another_number_of_processes_continues_with_the_same_data(
     stop_at(config, 3)
     run(config)
     after = lines_of(config)
-    assert after[:3] == before[:3] and [line["step"] for line in after] == list(
-        range(1, len(after) + 1)
-    )
-    # Tokens are counted over all that was read: after two steps of one process as after one step of two.
+    assert after[:3] == before[:3]
+    assert [line["step"] for line in after] == list(range(1, len(after) + 1))
+    # Tokens are counted over all that was read: after two steps of one process as after one step of
+    # two.
     assert [line["tokens"] for line in after[4::2]] == [line["tokens"] for line in before[3:]]
     assert all(0 < line["loss"] < 2 * before[0]["loss"] for line in after)
 
@@ -190,10 +153,8 @@ def test_parts_of_an_optimiser_belong_to_their_number_of_processes(
     run(config)
     stop_at(config, 3)
     errors = launch(config, 2, succeeds=False)
-    assert (
-        "holds the optimiser's state in 1 parts, this run has 2 processes (fix: start 1 processes"
-        in errors
-    )
+    problem = "holds the optimiser's state in 1 parts, this run has 2 processes"
+    assert f"{problem} (fix: start 1 processes" in errors
     assert run(config).details["steps"] == 8
 
 
@@ -203,10 +164,8 @@ def test_every_zero_stage_trains_the_same_head(
 ) -> None:
     """Split over a group of one, nothing changes but the bookkeeping."""
     settings = {**SETTINGS, **EVALUATION, "accumulate": 2}
-    plain, split = (
-        tiny_config("plain", **settings),
-        tiny_config("split", **settings, zero_stage=stage),
-    )
+    plain = tiny_config("plain", **settings)
+    split = tiny_config("split", **settings, zero_stage=stage)
     for config in (plain, split):
         store_states(config)
         run(config)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.config import HeadSection, RunConfig
+from pipeline.config import HeadSection
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.vocabulary import DraftVocabulary
+from pipeline.eagle3.init import DraftVocabulary
 from pipeline.errors import ConfigError, ContractMismatch, HeadError, TargetError
-from pipeline.records import Manifest
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
 from pipeline.train.loop import rate_at, total_steps
-from pipeline.train.start.start import check_share, head_shape, start_head
+from pipeline.train.start.initial_head import check_share, head_shape, new_head
+from tests.train.runs import Configure, Store, head_of
 
 
 def test_share_is_measured_and_refused(target_directory: Path) -> None:
@@ -35,9 +34,7 @@ def test_share_is_measured_and_refused(target_directory: Path) -> None:
     assert "train.head.draft_vocab_size (now 48)" in caught.value.fix
 
 
-def test_stage_refuses_a_large_head(
-    tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest]
-) -> None:
+def test_stage_refuses_a_large_head(tiny_config: Configure, store_states: Store) -> None:
     config = tiny_config(head={"max_share_of_target": 0.05})
     store_states(config)
     with pytest.raises(ConfigError, match=r"above the limit of 5\.0%"):
@@ -61,14 +58,10 @@ def test_impossible_shapes(target_directory: Path, section: HeadSection, field: 
 def test_norms_of_the_configuration_reach_the_head(
     target_directory: Path, flags: dict[str, bool]
 ) -> None:
-    shape = head_shape(
-        HeadSection.model_validate({"draft_vocab_size": 48, **flags}), target_directory, 96
-    )
-    assert {"fc_norm": shape.fc_norm, "norm_output": shape.norm_output} == {
-        "fc_norm": False,
-        "norm_output": False,
-        **flags,
-    }
+    section = HeadSection.model_validate({"draft_vocab_size": 48, **flags})
+    shape = head_shape(section, target_directory, 96)
+    assert shape.fc_norm == flags.get("fc_norm", False)
+    assert shape.norm_output == flags.get("norm_output", False)
 
 
 def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
@@ -77,30 +70,21 @@ def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
     vocabulary = DraftVocabulary(torch.arange(5, 95, 9), 1.0)
     weights = TargetWeights(target_directory)
     head, again = (
-        start_head(section, shape, vocabulary, weights, last_layer=7, seed=4) for _ in range(2)
+        new_head(section, shape, vocabulary, weights, last_layer=7, seed=4) for _ in range(2)
     )
     assert torch.equal(head.lm_head.weight, weights.lm_head()[vocabulary.target_ids].float())
-    assert torch.equal(
-        head.midlayer.self_attn.q_proj.weight[:, 32:],
-        weights.layer(7)["self_attn.q_proj.weight"].float(),
-    )
-    assert all(
-        torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True)
-    )
-    random = start_head(
-        section.model_copy(update={"init_lm_head": "random", "init_layer": "random"}),
-        shape,
-        vocabulary,
-        weights,
-        last_layer=7,
-        seed=4,
-    )
+    query = weights.layer(7)["self_attn.q_proj.weight"].float()
+    assert torch.equal(head.midlayer.self_attn.q_proj.weight[:, 32:], query)
+    pairs = zip(head.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    unlike = section.model_copy(update={"init_lm_head": "random", "init_layer": "random"})
+    random = new_head(unlike, shape, vocabulary, weights, last_layer=7, seed=4)
     assert not torch.equal(random.lm_head.weight, head.lm_head.weight)
     with pytest.raises(TargetError, match="init_layer=random"):
-        start_head(section, shape, vocabulary, weights, last_layer=8, seed=4)
+        new_head(section, shape, vocabulary, weights, last_layer=8, seed=4)
 
 
-def test_learning_rate(tiny_config: Callable[..., RunConfig]) -> None:
+def test_learning_rate(tiny_config: Configure) -> None:
     section = tiny_config(learning_rate=1.0, warmup_share=0.1).train
     rates = [rate_at(step, 100, section) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
@@ -108,19 +92,15 @@ def test_learning_rate(tiny_config: Callable[..., RunConfig]) -> None:
     assert all(before > after for before, after in pairwise(rates[10:]))
 
 
-def test_number_of_steps(tiny_config: Callable[..., RunConfig]) -> None:
+def test_number_of_steps(tiny_config: Configure) -> None:
     section = tiny_config(accumulate=3).train
     assert [total_steps(section, batches, 2) for batches in (5, 6, 17, 18)] == [1, 1, 2, 3]
     assert total_steps(tiny_config(max_steps=7).train, 100, 1) == 7
 
 
-def head_of(config: RunConfig) -> Path:
-    return Path(config.run.uri) / "train" / "head"
-
-
 def test_fine_tuning_keeps_vocabulary_and_shape(
-    tiny_config: Callable[..., RunConfig],
-    store_states: Callable[..., Manifest],
+    tiny_config: Configure,
+    store_states: Store,
     states: list[StatesSample],
 ) -> None:
     first = tiny_config("first", max_steps=3)
@@ -140,40 +120,30 @@ def test_fine_tuning_keeps_vocabulary_and_shape(
     store_states(again, other_data)
     manifest = run(again)
     after, card = load_head(head_of(again))
-    assert (
-        torch.equal(after.d2t, before.d2t)
-        and torch.equal(after.t2d, before.t2d)
-        and after.shape == before.shape
-    )
+    assert torch.equal(after.d2t, before.d2t) and torch.equal(after.t2d, before.t2d)
+    assert after.shape == before.shape
     for now, then in zip(after.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=1e-6)  # one step of 1e-9 away
-    labels = torch.cat(
-        [sample.token_ids[sample.supervised_mask.bool()] for sample in other_data]
-    ).long()
-    assert manifest.details["coverage"] == pytest.approx(float(before.t2d[labels].double().mean()))
-    assert manifest.details["draft_vocab_size"] == 48 and card.provenance["start_from"][
-        "head"
-    ] == str(head_of(first))
+    supervised = [sample.token_ids[sample.supervised_mask.bool()] for sample in other_data]
+    covered = before.t2d[torch.cat(supervised).long()].double().mean()
+    assert manifest.details["coverage"] == pytest.approx(float(covered))
+    assert manifest.details["draft_vocab_size"] == 48
+    assert card.provenance["start_from"]["head"] == str(head_of(first))
 
 
 def test_fine_tuning_refuses_another_shape_or_target(
-    tiny_config: Callable[..., RunConfig], store_states: Callable[..., Manifest], tmp_path: Path
+    tiny_config: Configure, store_states: Store, tmp_path: Path
 ) -> None:
     first = tiny_config("first", max_steps=1)
     store_states(first)
     run(first)
     head = str(head_of(first))
-    for field, asked, own in (
-        ("draft_vocab_size", 32, 48),
-        ("intermediate_size", 16, 32),
-        ("fc_norm", True, False),
-    ):
+    fixed = (("draft_vocab_size", 32, 48), ("intermediate_size", 16, 32), ("fc_norm", True, False))
+    for field, asked, own in fixed:
         config = tiny_config("again", start_from=head, head={field: asked})
         store_states(config)
-        with pytest.raises(
-            ConfigError,
-            match=f"{asked} is asked for, but the head that training starts from has {own}",
-        ) as caught:
+        problem = f"{asked} is asked for, but the head that training starts from has {own}"
+        with pytest.raises(ConfigError, match=problem) as caught:
             run(config)
         assert caught.value.where == f"train.head.{field}"
         shutil.rmtree(config.run.uri)
@@ -192,8 +162,8 @@ def test_fine_tuning_refuses_another_shape_or_target(
 
 
 def test_frozen_lm_head_stays_as_it_started(
-    tiny_config: Callable[..., RunConfig],
-    store_states: Callable[..., Manifest],
+    tiny_config: Configure,
+    store_states: Store,
     target_directory: Path,
 ) -> None:
     config = tiny_config(

@@ -85,6 +85,11 @@ def store(uri: object, total: int, encodings: Sequence[Encoding] = ("bf16",), **
     return Store(location, tuple(shards), tuple(samples))
 
 
+def read(corpus: StoredCorpus, piece: Piece) -> StatesSample:
+    """A piece in memory of its own."""
+    return corpus.read(piece, *corpus.new_rows(piece, piece.length))
+
+
 def flip(data: bytes) -> bytes:
     """A bit of the last sample's states is wrong; the header is right."""
     return data[:-40] + bytes([data[-40] ^ 1]) + data[-39:]
@@ -113,8 +118,8 @@ def read_all(corpus: StoredCorpus, pieces: Sequence[Piece], *, epochs: int = 1) 
 def assert_holds(batches: Sequence[TrainBatch], expected: Store) -> None:
     """Every sample once, with its very states."""
     known = {sample.sample_id: sample for part in expected.samples for sample in part}
-    found = [name for batch in batches for name in batch.sample_ids]
-    assert sorted(found) == sorted(known)
+    read_ids = [name for batch in batches for name in batch.sample_ids]
+    assert sorted(read_ids) == sorted(known)
     for batch in batches:
         for name, states in zip(
             batch.sample_ids, batch.aux_states.split_with_sizes(list(batch.lengths)), strict=True
@@ -137,8 +142,8 @@ def test_every_sample_arrives_once_and_whole(
     cache = ShardCache(tmp_path / "cache", 10**7) if kind == "cached" else None
     corpus = StoredCorpus(stored.location, stored.shards, cache=cache, hidden_size=HIDDEN)
     corpus.verify()
-    found = survey(corpus, vocab_size=60, budget=60)
-    assert list(found.pieces) == stored.pieces() and found.tokens == 4 * 3 * 24
+    surveyed = survey(corpus, vocab_size=60, budget=60)
+    assert list(surveyed.pieces) == stored.pieces() and surveyed.tokens == 4 * 3 * 24
     assert_holds(read_all(corpus, stored.pieces()), stored)
 
 
@@ -235,9 +240,11 @@ def test_a_copy_that_rotted_in_the_cache_is_fetched_again(
         assert downloads.count(stored.shards[1].name) == 1
 
 
+@pytest.mark.parametrize("part", [slice(0, 24), slice(4, 20)])
 def test_threads_that_find_the_same_copy_rotten_share_a_fresh_one(
-    tmp_path: Path, downloads: list[str]
+    part: slice, tmp_path: Path, downloads: list[str]
 ) -> None:
+    """Whether the sample is read into place, or a piece of it is copied."""
     stored = store(f"memory://{tmp_path.name}", 1)
     corpus = StoredCorpus(
         stored.location, stored.shards, cache=ShardCache(tmp_path / "cache", 10**7)
@@ -250,18 +257,17 @@ def test_threads_that_find_the_same_copy_rotten_share_a_fresh_one(
     )
     copy.write_bytes(flip(copy.read_bytes()))
     downloads.clear()
-    last, start = len(stored.samples[0]) - 1, threading.Barrier(8)
+    last, together = len(stored.samples[0]) - 1, threading.Barrier(8)
 
-    def read() -> StatesSample:
+    def read_last() -> StatesSample:
         corpus.reader(0)
-        start.wait()
-        return corpus.sample(0, last)
+        together.wait()
+        return read(corpus, Piece(0, last, part.start, part.stop))
 
     with ThreadPoolExecutor(8) as pool:
-        found = [future.result() for future in [pool.submit(read) for _ in range(8)]]
-    assert all(
-        torch.equal(sample.aux_states, stored.samples[0][last].aux_states) for sample in found
-    )
+        samples = [future.result() for future in [pool.submit(read_last) for _ in range(8)]]
+    expected = stored.samples[0][last].aux_states[part]
+    assert all(torch.equal(sample.aux_states, expected) for sample in samples)
     assert len(downloads) == 1
 
 
@@ -277,9 +283,10 @@ def test_a_flipped_byte_is_read_twice_and_named(
     problem = "has SHA-256" if kind == "cached" else "sample s1-2 of test has CRC-32"
     with pytest.raises(
         CorruptShard,
-        match=rf"{stored.location.uri}/shards/00001\.safetensors: sample 2: {problem}.*, read twice \(fix: ",
+        match=rf"{stored.location.uri}/shards/00001\.safetensors: sample 2: {problem}"
+        r".*, read twice \(fix: ",
     ):
-        corpus.sample(1, 2)
+        read(corpus, Piece(1, 2, 0, 24))
     assert downloads.count("00001.safetensors") == (4 if kind == "cached" else 0)
     with pytest.raises(CorruptShard, match=r"00001\.safetensors: sample \d: .*read twice"):
         read_all(corpus, stored.pieces())
@@ -320,18 +327,18 @@ def test_damage_is_found_before_training(
 
 
 def test_damage_is_found_while_training(tmp_path: Path) -> None:
-    stored = store(tmp_path, 2)
+    stored, first = store(tmp_path, 2), Piece(1, 0, 0, 24)
     whole, corpus = stored.path(1).read_bytes(), StoredCorpus(stored.location, stored.shards)
     stored.path(1).write_bytes(whole[:-1])
     with pytest.raises(
         CorruptShard, match=r"00001\.safetensors: sample 0: has \d+ bytes, \d+ were committed"
     ):
-        corpus.sample(1, 0)
+        read(corpus, first)
     stored.path(1).unlink()
     with pytest.raises(StoreError, match=r"00001\.safetensors: no such file"):
-        corpus.sample(1, 0)
+        read(corpus, first)
     stored.path(1).write_bytes(whole)
-    assert corpus.sample(1, 0).sample_id == "s1-0"
+    assert read(corpus, first).sample_id == "s1-0"
 
 
 def test_a_store_that_holds_another_object_is_found_without_reading_it(
@@ -359,10 +366,11 @@ def test_a_store_that_holds_another_object_is_found_without_reading_it(
 def test_a_shard_of_another_target_is_named(kind: str, tmp_path: Path) -> None:
     stored = store(tmp_path if kind == "path" else f"memory://{tmp_path.name}", 2)
     corpus = StoredCorpus(stored.location, stored.shards, hidden_size=16)
-    for call in (lambda: corpus.sample(1, 0), lambda: corpus.outline(1)):
+    for call in (lambda: read(corpus, Piece(1, 0, 0, 24)), lambda: corpus.outline(1)):
         with pytest.raises(
             CorruptShard,
-            match=r"shards/00001\.safetensors.*: holds states of hidden_size 8, the target of the manifest's contract has 16",
+            match=r"shards/00001\.safetensors.*: holds states of hidden_size 8, "
+            "the target of the manifest's contract has 16",
         ):
             call()
 
@@ -374,12 +382,12 @@ def test_states_are_decoded_on_the_training_device(encoding: Encoding, tmp_path:
     corpus = StoredCorpus(stored.location, stored.shards)
     pieces = [Piece(0, 1, 0, 24), Piece(0, 2, 0, 24), Piece(1, 0, 4, 20), Piece(1, 2, 0, 24)]
     batch = read_batch(corpus, pieces)
-    assert batch.aux_states.dtype != torch.bfloat16 and len(batch.coded) == (
+    assert batch.aux_states.dtype != torch.bfloat16 and len(batch.codecs) == (
         1 if encoding == "fp8" else 2
     )
     there = batch.to(torch.device("cpu"), torch.float32)
     assert (
-        there.coded == () and there.aux_states.dtype == there.teacher_states.dtype == torch.float32
+        there.codecs == () and there.aux_states.dtype == there.teacher_states.dtype == torch.float32
     )
     for piece, states in zip(
         pieces, there.aux_states.split_with_sizes(list(batch.lengths)), strict=True
@@ -395,6 +403,16 @@ def test_states_are_decoded_on_the_training_device(encoding: Encoding, tmp_path:
     assert torch.equal(
         there.teacher_states[first : first + len(alone.labels)], alone.teacher_states
     )
+
+
+def test_a_state_that_teaches_no_label_is_left_out(tmp_path: Path) -> None:
+    """Position 0 teaches token 1, which is never predicted."""
+    stored = store(tmp_path, 1, length=3)
+    batch = read_batch(StoredCorpus(stored.location, stored.shards), stored.pieces())
+    assert batch.labels.tolist() == [2, 5, 8] and batch.depths.tolist() == [2, 2, 2]
+    assert torch.equal(batch.aux_states, torch.cat([part.aux_states for part in stored.samples[0]]))
+    teachers = [part.final_states[1:] for part in stored.samples[0]]
+    assert torch.equal(batch.teacher_states, torch.cat(teachers))
 
 
 def test_what_is_planned_is_announced_to_the_kernel(
@@ -424,7 +442,7 @@ def resident() -> int:
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """Ten times the shards, all of them open at once, and no more memory than for the first of them."""
+    """Ten times the shards, all open at once, and no more memory than for the first of them."""
     stored = store(tmp_path, 30, count=4, length=100, hidden=512)  # 1.4 MB a shard
     corpus = StoredCorpus(stored.location, stored.shards)
     peaks = []

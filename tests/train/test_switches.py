@@ -1,9 +1,13 @@
-"""The trainer's switches: each loss against autograd, normalisation, a frozen lm_head, EAGLE-3.1 norms, recomputation, compilation."""
+"""The trainer's switches.
+
+Each loss against autograd, normalisation, a frozen lm_head, EAGLE-3.1 norms, recomputation,
+compilation.
+"""
 
 from __future__ import annotations
 
 import shutil
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,13 +15,15 @@ from torch import Tensor
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init
-from pipeline.train.data.batches import pack_samples
 from pipeline.train.ttt.divergence import Loss, OutputLoss
-from pipeline.train.ttt.model import StepResult, TttModel
+from pipeline.train.ttt.model import Objective, StepResult, TttModel
 from tests.train.dense import dense_loss
+from tests.train.memory_corpus import pack_samples
 from tests.train.test_unroll import DECAY, STEPS, constants, documents
 
 LOSSES: tuple[Loss, ...] = ("cross_entropy", "kl", "tv", "lk")
+NORMALISATIONS: tuple[Literal["supervised", "all"], ...] = ("supervised", "all")
+OBJECTIVE = Objective(STEPS, DECAY)
 K, L, H, VD = 3, 7, 6, 11
 
 
@@ -58,10 +64,11 @@ def test_loss_and_gradients_equal_autograd(
 ) -> None:
     monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", chunk)
     monkeypatch.setattr("pipeline.train.ttt.divergence._PART_LOGITS", K * VD)
-    states, weight, teacher_states, teacher, scales, draft_ids = example()
-    value, hits = OutputLoss.apply(states, weight, teacher_states, teacher, scales, draft_ids, loss)  # type: ignore[no-untyped-call]
+    states, weight, teacher_states, target_output_rows, scales, draft_ids = inputs = example()
+    value, hits = OutputLoss.apply(*inputs, loss)  # type: ignore[no-untyped-call]
     logits = states @ weight.T
-    expected = (by_autograd(logits, (teacher_states @ teacher.T).softmax(-1), loss) * scales).sum()
+    teacher = (teacher_states @ target_output_rows.T).softmax(-1)
+    expected = (by_autograd(logits, teacher, loss) * scales).sum()
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(3 * one, (states, weight)) for one in (value, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
@@ -71,26 +78,15 @@ def test_loss_and_gradients_equal_autograd(
 def test_losses_of_a_perfect_head() -> None:
     _, _, states, weight, scales, draft_ids = example()
     arguments = states.expand(K, -1, -1), weight, states, weight, scales, draft_ids
-    found = {loss: float(OutputLoss.apply(*arguments, loss)[0]) for loss in LOSSES}  # type: ignore[no-untyped-call]
+    losses = {loss: float(OutputLoss.apply(*arguments, loss)[0]) for loss in LOSSES}  # type: ignore[no-untyped-call]
     p = (states @ weight.T).softmax(-1)
-    assert found["cross_entropy"] == pytest.approx(
-        float((-(p * p.log()).sum(-1) * scales).sum())
-    )  # the teacher's entropy
-    assert [found[loss] for loss in ("kl", "tv", "lk")] == pytest.approx([0, 0, 0], abs=1e-12)
+    entropy = float((-(p * p.log()).sum(-1) * scales).sum())  # the teacher's
+    assert losses["cross_entropy"] == pytest.approx(entropy)
+    assert [losses[loss] for loss in ("kl", "tv", "lk")] == pytest.approx([0, 0, 0], abs=1e-12)
 
 
-def run(head: Eagle3Head, **switches: Any) -> StepResult:
-    fixed = constants()
-    model = TttModel(
-        head,
-        fixed.embedding,
-        fixed.lm_head,
-        steps=STEPS,
-        decay=DECAY,
-        max_length=12,
-        dtype=torch.float64,
-        **switches,
-    )
+def run(head: Eagle3Head, objective: Objective = OBJECTIVE, **switches: Any) -> StepResult:
+    model = TttModel(head, *constants(), objective, max_length=12, dtype=torch.float64, **switches)
     result: StepResult = model(pack_samples(documents()))
     return result
 
@@ -98,13 +94,11 @@ def run(head: Eagle3Head, **switches: Any) -> StepResult:
 def test_normalisation_by_all_tokens(small_head: Eagle3Head) -> None:
     batch = pack_samples(documents())
     supervised, every = (
-        float(run(small_head, normalise=normalise).loss.detach())
-        for normalise in ("supervised", "all")
+        float(run(small_head, OBJECTIVE._replace(normalise=normalise)).loss.detach())
+        for normalise in NORMALISATIONS
     )
-    assert (
-        every == pytest.approx(supervised * len(batch.labels) / batch.tokens)
-        and len(batch.labels) != batch.tokens
-    )
+    assert len(batch.labels) != batch.tokens
+    assert every == pytest.approx(supervised * len(batch.labels) / batch.tokens)
 
 
 def test_a_frozen_lm_head_gets_no_gradient_and_changes_no_other(small_head: Eagle3Head) -> None:
@@ -121,17 +115,11 @@ def variant(head: Eagle3Head, **flags: bool) -> Eagle3Head:
     other = Eagle3Head(head.shape.model_copy(update=flags)).double()
     random_init(other, 3)
     other.load_state_dict(head.state_dict(), strict=False)
-    with torch.no_grad():
-        for name, parameter in other.named_parameters():
-            if "norm" in name:
-                parameter.copy_(
-                    torch.rand(
-                        parameter.shape,
-                        generator=torch.Generator().manual_seed(len(name)),
-                        dtype=torch.float64,
-                    )
-                    + 0.5
-                )
+    for name, parameter in other.named_parameters():
+        if "norm" in name:
+            generator = torch.Generator().manual_seed(len(name))
+            drawn = torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data.copy_(drawn + 0.5)
     return other
 
 
@@ -141,7 +129,7 @@ def variant(head: Eagle3Head, **flags: bool) -> Eagle3Head:
     ids=str,
 )
 def test_norms_of_eagle_31(small_head: Eagle3Head, flags: dict[str, bool]) -> None:
-    """The flags' maths by hand, and the trainer's loss and gradients against the dense unroll with them."""
+    """The flags' maths by hand; the trainer's loss and gradients against the dense unroll."""
     head, fixed, batch = variant(small_head, **flags), constants(), pack_samples(documents())
     names = {name for name, _ in head.named_parameters()} - {
         name for name, _ in small_head.named_parameters()
@@ -150,9 +138,7 @@ def test_norms_of_eagle_31(small_head: Eagle3Head, flags: dict[str, bool]) -> No
     states = batch.aux_states[:4]  # [4, 3H]
     if "fc_norm" in flags:
         parts = states.chunk(3, dim=-1)
-        weights = [
-            parameter for name, parameter in head.named_parameters() if name.startswith("fc_norm")
-        ]
+        weights = [norm for name, norm in head.named_parameters() if name.startswith("fc_norm")]
         normed = [
             part * part.square().mean(-1, keepdim=True).add(1e-5).rsqrt() * weight
             for part, weight in zip(parts, weights, strict=True)
@@ -164,18 +150,14 @@ def test_norms_of_eagle_31(small_head: Eagle3Head, flags: dict[str, bool]) -> No
         before, behind = (one.step(embedding, hidden, lambda q, k, v: q) for one in (plain, head))
         torch.testing.assert_close(behind, plain.norm(before))
         torch.testing.assert_close(head.logits(behind), plain.logits(before))
-    found = run(head).loss
-    expected = dense_loss(
-        head, fixed.embedding, fixed.lm_head[head.target_ids()], batch, steps=STEPS, decay=DECAY
-    )
-    torch.testing.assert_close(found, expected)
-    assert abs(float(found.detach() - run(variant(small_head)).loss.detach())) > 1e-3, (
-        "the flags must matter"
-    )
+    loss, rows = run(head).loss, fixed.lm_head[head.target_ids()]
+    expected = dense_loss(head, fixed.embedding, rows, batch, steps=STEPS, decay=DECAY)
+    torch.testing.assert_close(loss, expected)
+    without = run(variant(small_head)).loss
+    assert abs(float(loss.detach() - without.detach())) > 1e-3, "the flags must matter"
     parameters = list(head.parameters())
-    torch.testing.assert_close(
-        torch.autograd.grad(found, parameters), torch.autograd.grad(expected, parameters)
-    )
+    gradients = [torch.autograd.grad(one, parameters) for one in (loss, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_recomputation_changes_no_bit_and_saves_memory(small_head: Eagle3Head) -> None:

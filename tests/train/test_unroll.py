@@ -1,4 +1,4 @@
-"""The unroll against two independent computations: a dense mask, and the definition taken word by word."""
+"""The unroll against two independent computations: a dense mask, and the bare definition."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train.data.batches import TrainBatch, pack_samples
+from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.attention import UnrolledAttention
-from pipeline.train.ttt.model import TttModel, gather_predictions
+from pipeline.train.ttt.model import Objective, TttModel, gather_predictions
 from pipeline.train.ttt.unroll import Unroll, continuing_rows, step_logits, unroll
 from tests.train.dense import dense_loss, dense_unroll
+from tests.train.memory_corpus import pack_samples
 
 STEPS, DECAY = 4, 0.7
 LENGTHS = (9, 12, 5)
 
 
 def documents() -> list[StatesSample]:
-    """Three documents with prompts, gaps between supervised spans and a document of which little can be predicted."""
+    """Three with prompts and gaps between supervised spans; of the last little can be predicted."""
     supervised = [[4, 5, 6, 7, 8], [1, 2, 3, 8, 9, 10, 11], [0, 1, 4]]
     generator = torch.Generator().manual_seed(5)
     made = []
@@ -57,6 +58,10 @@ def constants(dtype: torch.dtype = torch.float64) -> Constants:
     )
 
 
+def rotary_of(head: Eagle3Head, dtype: torch.dtype = torch.float64) -> RotaryTable:
+    return RotaryTable(head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=dtype)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_unroll_equals_dense_mask_with_gradients(
     small_head: Eagle3Head, dtype: torch.dtype, tolerance: float
@@ -74,9 +79,7 @@ def test_unroll_equals_dense_mask_with_gradients(
             first, *later = dense_unroll(head, embedding, mine, steps=STEPS)
             outputs = [first, *(output[rows] for output in later)]
         else:
-            rotary = RotaryTable(
-                head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=dtype
-            )
+            rotary = rotary_of(head, dtype)
             outputs = list(unroll(head, embedding, mine, rotary, rows=rows, steps=STEPS).outputs)
         generator = torch.Generator().manual_seed(9)
         loss = sum(
@@ -84,11 +87,8 @@ def test_unroll_equals_dense_mask_with_gradients(
             for output in outputs
         )
         assert isinstance(loss, Tensor)
-        layer = [
-            parameter
-            for name, parameter in head.named_parameters()
-            if name.startswith(("fc", "midlayer"))
-        ]
+        named = head.named_parameters()
+        layer = [weight for name, weight in named if name.startswith(("fc", "midlayer"))]
         results.append([*outputs, *torch.autograd.grad(loss, [aux, *layer])])
     for fast, slow in zip(*results, strict=True):
         scale = max(1.0, float(slow.detach().abs().max()))
@@ -98,9 +98,7 @@ def test_unroll_equals_dense_mask_with_gradients(
 def test_attention_ignores_other_documents_and_later_tokens(small_head: Eagle3Head) -> None:
     batch = pack_samples(documents())
     rows = torch.arange(batch.tokens)
-    rotary = RotaryTable(
-        small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64
-    )
+    rotary = rotary_of(small_head)
 
     def mixed(changed: int | None) -> Tensor:
         generator = torch.Generator().manual_seed(2)
@@ -110,7 +108,7 @@ def test_attention_ignores_other_documents_and_later_tokens(small_head: Eagle3He
         )
         if changed is not None:
             value[changed] += 1
-        return UnrolledAttention(batch.lengths, rows, rotary).mix(0, query, key, value, [])[0]
+        return UnrolledAttention(batch.lengths, rows, rotary).attend(0, query, key, value, [])[0]
 
     moved = (mixed(12) - mixed(None)).abs().amax((1, 2)) > 1e-9  # position 3 of the second document
     assert moved.nonzero().flatten().tolist() == list(range(12, 21))
@@ -133,9 +131,7 @@ def by_definition(
     head: Eagle3Head, fixed: Constants, mistake: Mistake
 ) -> tuple[Tensor, list[float]]:
     """Loss and accuracies from the definition, one document, one query and one label at a time."""
-    rotary = RotaryTable(
-        head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64
-    )
+    rotary = rotary_of(head)
     drafts = head.target_ids().tolist()
     loss, hits, counted, labels = torch.zeros((), dtype=torch.float64), [0] * STEPS, [0] * STEPS, 0
     for sample in documents():
@@ -163,20 +159,16 @@ def by_definition(
                 ) -> Tensor:
                     cos, sin = rotary.at(torch.tensor(i + k + mistake.rope * k))
                     keys[i, k], values[i, k] = rotate(key, cos, sin), value
-                    seen = [(p, 0) for p in range(max(1, i + 1 + mistake.past))] + [
-                        (i, step) for step in range(1, k + 1)
-                    ]
-                    seen = [pair for pair in seen if pair in keys]
-                    share = query.shape[0] // key.shape[0]
-                    every_key = torch.stack([keys[pair] for pair in seen]).repeat_interleave(
-                        share, 1
-                    )  # [seen, Q, d]
-                    every_value = torch.stack([values[pair] for pair in seen]).repeat_interleave(
-                        share, 1
-                    )
-                    weights = (
-                        (every_key * rotate(query, cos, sin)).sum(-1) / query.shape[-1] ** 0.5
-                    ).softmax(0)
+                    past = [(p, 0) for p in range(max(1, i + 1 + mistake.past))]
+                    chain = [(i, step) for step in range(1, k + 1)]
+                    attended = [pair for pair in (*past, *chain) if pair in keys]
+                    groups = query.shape[0] // key.shape[0]
+                    every_key, every_value = (
+                        torch.stack([of[pair] for pair in attended]).repeat_interleave(groups, 1)
+                        for of in (keys, values)
+                    )  # [attended, Q, d]
+                    scores = (every_key * rotate(query, cos, sin)).sum(-1) / query.shape[-1] ** 0.5
+                    weights = scores.softmax(0)
                     return torch.as_tensor((weights[..., None] * every_value).sum(0))
 
                 token = x[min(i + k + 1 + mistake.token, length - 1)]
@@ -188,51 +180,34 @@ def by_definition(
                     hits[k] += drafts[int(logits.argmax())] == x[j]
                     if x[j] in drafts:
                         row = min(rows[j - 1] + mistake.teacher, len(sample.final_states) - 1)
-                        teacher = (
-                            fixed.lm_head[torch.tensor(drafts)] @ sample.final_states[row]
-                        ).softmax(-1)
+                        target_output_rows = fixed.lm_head[torch.tensor(drafts)]
+                        teacher = (target_output_rows @ sample.final_states[row]).softmax(-1)
                         loss = loss - DECAY**k * (teacher * logits.log_softmax(-1)).sum()
-            g = torch.stack(
-                [following.get(i, torch.zeros(16, dtype=torch.float64)) for i in range(length)]
-            )
+            none = torch.zeros(16, dtype=torch.float64)
+            g = torch.stack([following.get(i, none) for i in range(length)])
     return loss / labels, [hit / count for hit, count in zip(hits, counted, strict=True)]
 
 
 def model_of(head: Eagle3Head, fixed: Constants) -> TttModel:
-    return TttModel(
-        head,
-        fixed.embedding,
-        fixed.lm_head,
-        steps=STEPS,
-        decay=DECAY,
-        max_length=12,
-        dtype=torch.float64,
-    )
+    objective = Objective(STEPS, DECAY)
+    return TttModel(head, *fixed, objective, max_length=12, dtype=torch.float64)
 
 
 def test_loss_accuracy_and_gradients_follow_the_definition(small_head: Eagle3Head) -> None:
     fixed, batch = constants(), pack_samples(documents())
-    sayable = small_head.t2d[batch.token_ids[batch.labels]]
-    assert 0 < int(sayable.sum()) < len(sayable), (
-        "the example needs labels inside and outside the draft vocabulary"
-    )
+    in_vocabulary = small_head.t2d[batch.token_ids[batch.labels]]
+    needed = "the example needs labels inside and outside the draft vocabulary"
+    assert 0 < int(in_vocabulary.sum()) < len(in_vocabulary), needed
     result = model_of(small_head, fixed)(batch)
     parameters = list(small_head.parameters())
     gradients = torch.autograd.grad(result.loss, parameters)
     expected, accuracies = by_definition(small_head, fixed, Mistake())
     torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(
-        gradients, torch.autograd.grad(expected, parameters), rtol=1e-8, atol=1e-9
-    )
-    assert (result.hits / result.rows).tolist() == pytest.approx(accuracies)
-    dense = dense_loss(
-        small_head,
-        fixed.embedding,
-        fixed.lm_head[small_head.target_ids()],
-        batch,
-        steps=STEPS,
-        decay=DECAY,
-    )
+    defined = torch.autograd.grad(expected, parameters)
+    torch.testing.assert_close(gradients, defined, rtol=1e-8, atol=1e-9)
+    assert (result.hits / result.labels).tolist() == pytest.approx(accuracies)
+    rows = fixed.lm_head[small_head.target_ids()]
+    dense = dense_loss(small_head, fixed.embedding, rows, batch, steps=STEPS, decay=DECAY)
     torch.testing.assert_close(dense, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -277,13 +252,13 @@ def test_alignment_by_hand() -> None:
     assert batch.teacher_states.flatten().tolist() == [2.0, 3.0, 5.0]  # j-1, in the document
     continuing = continuing_rows(batch, torch.ones(3, dtype=torch.bool), 3)
     assert (continuing - 4).tolist() == [0, 1, 2, 3]  # step 1: 0 1 3, step 2: 0 2
-    place = torch.zeros(11, dtype=torch.int64)
-    place[continuing] = torch.arange(4)
+    row_of = torch.zeros(11, dtype=torch.int64)
+    row_of[continuing] = torch.arange(4)
     outputs = tuple(
         torch.tensor([[100.0 * k + position] for position in which])
         for k, which in enumerate([range(-4, 7), range(4), range(4)])
     )
-    gathered = gather_predictions(Unroll(outputs, continuing, place), batch.labels).flatten(1)
+    gathered = gather_predictions(Unroll(outputs, continuing, row_of), batch.labels).flatten(1)
     predicted = batch.depths >= torch.arange(3)[:, None] + 2
     assert [step[own].tolist() for step, own in zip(gathered, predicted, strict=True)] == [
         [1, 2, 4],
@@ -294,9 +269,7 @@ def test_alignment_by_hand() -> None:
 
 def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:
     batch, fixed = pack_samples(documents()), constants()
-    rotary = RotaryTable(
-        small_head.shape.rope_config(), 64, device=torch.device("cpu"), dtype=torch.float64
-    )
+    rotary = rotary_of(small_head)
     logits = step_logits(small_head, fixed.embedding, batch, rotary, steps=STEPS)
     dense = dense_unroll(small_head, fixed.embedding, batch, steps=STEPS)
     assert [tuple(step.shape) for step in logits] == [(batch.tokens, 14)] * STEPS
@@ -312,11 +285,6 @@ def test_chunks_do_not_change_the_result(
     parts = model_of(small_head, fixed)(batch)
     torch.testing.assert_close(parts.loss, whole.loss)
     assert parts.hits.tolist() == whole.hits.tolist()
-    for one, other in zip(
-        *(
-            torch.autograd.grad(result.loss, list(small_head.parameters()))
-            for result in (parts, whole)
-        ),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
+    parameters = list(small_head.parameters())
+    gradients = [torch.autograd.grad(result.loss, parameters) for result in (parts, whole)]
+    torch.testing.assert_close(*gradients)

@@ -1,7 +1,8 @@
 """The engine's view of a drafter.
 
 A drafter keeps nothing of its own about a request: what it must remember stands in its plane of the
-page pool and in `batch.memory`, so that rows can be joined, moved and dropped without its help.
+page pool and in `batch.drafter_state`, so that rows can be joined, moved and dropped without its
+help.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.tree import Tree
 
 
@@ -22,10 +23,10 @@ class Drafter(Protocol):
     depth: int  # deepest node of any tree it proposes
     nodes: int  # nodes of its largest tree, root included
     lookahead: int  # entries behind the committed ones that drafting writes
-    memory: int  # values in a row of batch.memory
+    state_size: int  # values in a row of batch.drafter_state
 
-    def allocate(self, pool: PagedPool) -> None:
-        """Make its plane of the pool."""
+    def make_plane(self, allocator: PageAllocator) -> None:
+        """Make its plane of keys and values on the allocator's pages."""
 
     def shape_for(self, rows: int) -> TreeSection:
         """Which tree it drafts for a batch of this size."""
@@ -34,7 +35,8 @@ class Drafter(Protocol):
         """Trees below the roots."""
 
     def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
-        """Read tokens [B, E] and the aux states [B, E, 3H] that led to each; `batch.starts` is where they begin.
+        """Read tokens [B, E], and the aux states [B, E, 3H] before each, behind `batch.seq_lens`.
 
-        Row b has counts[b] valid entries; the rest is padding. Prompts come the same way, in chunks.
+        Row b has counts[b] valid entries; the rest is padding. Prompts come the same way, in
+        chunks.
         """

@@ -4,7 +4,7 @@ A row with L committed tokens x0…x(L-1) and root xL has L entries in the head'
 made from (embedding of x(i+1), fc(aux i)) at position i:
 
     entry        0      1     …    L-1                 its output predicts x(L+1): depth 1
-    token        x1     x2    …    xL (root)           and is kept in batch.memory
+    token        x1     x2    …    xL (root)           and is kept in drafter_state
     state        g0     g1    …    g(L-1)
 
 Draft step s = 1…steps-1 reads one token of depth s with the output that proposed it, at position
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.kv import PagedPool
+from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps, entry_slots
 from pipeline.decoder.tree import Tree
@@ -49,81 +49,67 @@ class Eagle3Drafter:
         self.ops, self.embedding, self.dtype = model.ops, model.embedding, model.dtype
         self.shape = head.shape
         self._trees = {0: tree} if isinstance(tree, TreeSection) else dict(tree)
-        self.depth = max(shape.steps for shape in self._trees.values())
-        self.nodes = max(self._nodes(shape) for shape in self._trees.values())
-        self.lookahead = max(
-            max((shape.steps - 1) * shape.top_k, shape.steps + 1) for shape in self._trees.values()
-        )
-        self.memory = head.shape.hidden_size
+        shapes = self._trees.values()
+        self.depth = max(shape.steps for shape in shapes)
+        self.nodes = max(self._nodes(shape) for shape in shapes)
+        # A draft writes all its beams; an extension one entry more than a draft has steps.
+        self.lookahead = max(max((each.steps - 1) * each.top_k, each.steps + 1) for each in shapes)
+        self.state_size = head.shape.hidden_size
         self.target_ids = head.target_ids().to(self.embedding.device)  # [Vd]
-        copied = (
-            copy.deepcopy(head).to(self.embedding.device, self.dtype).eval()
-        )  # a head in training stays as it is
-        self.head = with_ops(copied, model.ops)
+        copied = copy.deepcopy(head)  # a head in training stays as it is
+        self.head = with_ops(copied.to(self.embedding.device, self.dtype).eval(), model.ops)
+        length = model.max_length + self.lookahead
         rotary = RotaryTable(
-            self.shape.rope_config(),
-            model.max_length + self.lookahead,
-            device=model.device,
-            dtype=model.dtype,
+            self.shape.rope_config(), length, device=model.device, dtype=model.dtype
         )
         self._rotary = rotary.cos, rotary.sin
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
 
-    def allocate(self, pool: PagedPool) -> None:
-        self._keys, self._values = pool.plane(
-            1, self.shape.num_key_value_heads, self.shape.head_dim, self.dtype
-        )[0]
+    def make_plane(self, allocator: PageAllocator) -> None:
+        kv_heads, head_dim = self.shape.num_key_value_heads, self.shape.head_dim
+        self._keys, self._values = allocator.plane(1, kv_heads, head_dim, self.dtype)[0]
 
     def shape_for(self, rows: int) -> TreeSection:
         return self._trees[max(size for size in self._trees if size <= rows)]
 
     def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
-        entries = batch.starts[:, None] + torch.arange(
-            tokens.shape[1], device=tokens.device
-        )  # [B, E]
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
+        entries = batch.seq_lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        slots = entry_slots(batch.block_table, entries)  # [B, E]
         hidden = self.head.project(aux)  # [B, E, H]
-        output = self._step(
-            batch, tokens.clamp(min=0), hidden, entries, entry_slots(batch.table, entries), None
-        )  # [B, E, H]
+        output = self._step(batch, tokens.clamp(min=0), hidden, entries, slots, None)  # [B, E, H]
         last = (counts - 1)[:, None, None].expand(-1, 1, output.shape[-1])
-        batch.memory.copy_(output.gather(1, last)[:, 0])
+        batch.drafter_state.copy_(output.gather(1, last)[:, 0])
 
     def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
         tokens, parents, scores = self.candidates(batch, shape)
         return self.ops.grow_tree(batch.roots, tokens, parents, scores, self._nodes(shape))
 
     def candidates(self, batch: DecodeBatch, shape: TreeSection) -> tuple[Tensor, Tensor, Tensor]:
-        """All that a draft of this shape proposes: tokens, parents, cumulative log-probabilities [B, C].
+        """All that such a draft proposes: tokens, parents, cumulative log-probabilities [B, C].
 
-        The first k candidates have depth 1; after them every depth has k·k, k for each of its beams, best
-        first. `parents` are candidate indices, -1 for the root.
+        The first k candidates have depth 1; after them every depth has k·k, k for each of its
+        beams, best first. `parents` are candidate indices, -1 for the root.
         """
         rows, k, device = len(batch), self._beams(shape), batch.roots.device
-        drafted = torch.arange(
-            (shape.steps - 1) * k, device=device
-        )  # [W] step by step, k beams each
-        slots = entry_slots(batch.table, batch.starts[:, None] + drafted)  # [B, W]
-        positions = batch.starts[:, None] + drafted // k  # [B, W]
+        # The drafted entries, step by step, k beams each.
+        drafted = torch.arange((shape.steps - 1) * k, device=device)  # [W]
+        slots = entry_slots(batch.block_table, batch.seq_lens[:, None] + drafted)  # [B, W]
+        positions = batch.seq_lens[:, None] + drafted // k  # [B, W]
         bits = (1 << drafted).expand(rows, -1)  # [B, W]
-        score, token = (
-            part[:, 0] for part in self._propose(batch.memory[:, None], k)
-        )  # each [B, k]
+        scores, proposed = self._propose(batch.drafter_state[:, None], k)
+        score, token = scores[:, 0], proposed[:, 0]  # [B, k] of each beam
         tokens, parents, cumulative = [token], [torch.full_like(token, -1)], [score]
-        candidates = torch.arange(k, device=device).expand(
-            rows, -1
-        )  # [B, k] the candidate that each beam continues
-        hidden = batch.memory[:, None].expand(-1, k, -1)  # [B, k, H]
-        lineage = torch.zeros(
-            rows, k, dtype=torch.int64, device=device
-        )  # bits over drafted entries
+        # Of each beam [B, k]: the candidate that it continues, and its ancestors among drafted
+        # entries.
+        candidates = torch.arange(k, device=device).expand(rows, -1)
+        lineage = torch.zeros(rows, k, dtype=torch.int64, device=device)
+        hidden = batch.drafter_state[:, None].expand(-1, k, -1)  # [B, k, H]
         for step in range(1, shape.steps):
             own = slice((step - 1) * k, step * k)
             lineage = lineage | bits[:, own]
-            hidden = self._step(
-                batch, token, hidden, positions[:, own], slots[:, own], lineage
-            )  # [B, k, H]
+            hidden = self._step(batch, token, hidden, positions[:, own], slots[:, own], lineage)
             gained, proposed = self._propose(hidden, k)  # each [B, k, k]
             total = (score[:, :, None] + gained).flatten(1)  # [B, k·k]
             proposed = proposed.flatten(1)
@@ -149,29 +135,27 @@ class Eagle3Drafter:
         slots: Tensor,
         visible: Tensor | None,
     ) -> Tensor:
-        """The head's layer on tokens [B, N] and hidden [B, N, H], stored in `slots` [B, N] → [B, N, H]."""
+        """The head's output [B, N, H] for tokens [B, N] and hidden [B, N, H], cached in `slots`."""
         rows, count = tokens.shape
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             qkv = torch.cat((query, key, value), dim=-2).view(rows * count, -1)
+            where, target = positions.reshape(-1), slots.reshape(-1)
             turned = self.ops.rope_write(
-                qkv,
-                None,
-                0.0,
-                self._rotary,
-                positions.reshape(-1),
-                slots.reshape(-1),
+                qkv, None, 0.0, self._rotary, where, target, self._keys, self._values
+            ).view_as(query)
+            keys, values, table, lengths = (
                 self._keys,
                 self._values,
+                batch.block_table,
+                batch.seq_lens,
             )
-            return self.ops.tree_attention(
-                turned.view_as(query), self._keys, self._values, batch.table, batch.starts, visible
-            )
+            return self.ops.tree_attention(turned, keys, values, table, lengths, visible)
 
         return self.head.step(F.embedding(tokens, self.embedding), hidden, attend)
 
     def _propose(self, output: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Un-normed outputs [B, n, H] → log-probabilities and target ids [B, n, k] of the best k tokens."""
+        """Un-normed outputs [B, n, H] → log-probabilities, target ids of the best k [B, n, k]."""
         logits = self.head.logits(output)  # [B, n, Vd]
         if self.trace is not None:
             self.trace.append(logits.float())
@@ -203,9 +187,9 @@ class _Norm(nn.Module):
         self._ops, self._weight, self._eps = ops, norm.weight.detach(), norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._ops.add_rms_norm(x.reshape(-1, x.shape[-1]), None, self._weight, self._eps)[
-            0
-        ].view_as(x)
+        flat = x.reshape(-1, x.shape[-1])
+        normed, _ = self._ops.add_rms_norm(flat, None, self._weight, self._eps)
+        return normed.view_as(x)
 
 
 def with_ops(head: Eagle3Head, ops: TorchOps) -> Eagle3Head:
@@ -221,20 +205,15 @@ def with_ops(head: Eagle3Head, ops: TorchOps) -> Eagle3Head:
 
 def check_fits(head: Eagle3Head, model: DecoderModel) -> None:
     """Raise HeadError where the head's shape contradicts the target's."""
-    wanted = {
-        "hidden_size": model.config.hidden_size,
-        "vocab_size": model.vocabulary,
-        "aux states": 3 * model.config.hidden_size,
-    }
-    found = {
-        "hidden_size": head.shape.hidden_size,
-        "vocab_size": head.shape.vocab_size,
-        "aux states": head.fc.in_features,
-    }
-    for field, value in wanted.items():
-        if found[field] != value:
+    hidden = model.config.hidden_size
+    for field, value, wanted in (
+        ("hidden_size", head.shape.hidden_size, hidden),
+        ("vocab_size", head.shape.vocab_size, model.vocabulary),
+        ("aux states", head.fc.in_features, 3 * hidden),
+    ):
+        if value != wanted:
             raise HeadError(
-                f"{field} is {found[field]}, the target's is {value}",
+                f"{field} is {value}, the target's is {wanted}",
                 where="head",
                 fix="use the head that was trained for this target",
             )

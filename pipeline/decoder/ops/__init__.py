@@ -1,9 +1,10 @@
 """What the model, the drafters and the round are made of, once per kind of machine.
 
-reference.py   every operation in plain torch: the definition
-native.py      CPU, bf16: kernels in C++, compiled on first use
-triton.py      CUDA: Triton kernels; on CPU under TRITON_INTERPRET=1, for tests
-random.py      counter-based random numbers
+base.py     every operation in plain torch: the definition
+layer.py    the weights and the attention metadata that a layer reads
+philox.py   counter-based random numbers
+cpu/        CPU, bf16: kernels in C++, compiled on first use
+triton/     CUDA: Triton kernels; on CPU under TRITON_INTERPRET=1, for tests
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Every operation of the decoder in plain torch: the definition that the kernels are tested against.
+"""Every operation of the decoder in plain torch: the definition that kernels are tested against.
 
-Shapes: B rows (requests), N tokens a row, T = B·N tokens, H hidden size, V vocabulary, Q query heads,
-G key/value heads, d head size, C candidates, D deepest draft, P pages a row.
+Shapes: B rows (requests), N tokens a row, T = B·N tokens, H hidden size, V vocabulary, Q query
+heads, G key/value heads, d head size, C candidates, D deepest draft, P pages a row.
 
-A cache plane is [pages, G, PAGE, d]; entry e of row b lies in page table[b, e // PAGE] at e % PAGE, and
-its *slot* is page · PAGE + e % PAGE. Entries behind the ones an operation names may hold anything,
-NaN included, and never matter.
+A cache plane is [pages, G, PAGE, d]; entry e of row b lies in page block_table[b, e // PAGE] at
+e % PAGE, and its *slot* is page · PAGE + e % PAGE. Entries behind the ones an operation names may
+hold anything, NaN included, and never matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights, Packed
 from pipeline.decoder.ops.philox import uniform
 from pipeline.decoder.tree import WINDOW, SamplingTensors, Tree, VerifyOutput
 
-#: Cache entries in a page. One page of one head is the block that an attention kernel loads at once.
+#: Cache entries in a page. One page of one head is the block that an attention kernel loads at
+#: once.
 PAGE = 64
 
 
@@ -38,7 +39,10 @@ class TorchOps:
     def add_rms_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(normed, sum) [T, H]: sum = x + update in x's type, normed = sum / sqrt(mean(sum²) + eps) · weight."""
+        """(normed, sum) [T, H]: sum = x + update in x's type, normed its RMS norm.
+
+        normed = sum / sqrt(mean(sum²) + eps) · weight
+        """
         total = x if update is None else x + update
         return F.rms_norm(total, (total.shape[-1],), weight, eps), total
 
@@ -52,23 +56,23 @@ class TorchOps:
         weights: LayerWeights,
         following_norm: Tensor,
         eps: float,
-        place: AttentionMetadata,
+        metadata: AttentionMetadata,
         hidden: Tensor,
         normed: Tensor,
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A decoder layer: hidden [T, H] and its input norm [T, H] → the layer's output, normed and as it is.
+        """A decoder layer: hidden [T, H], normed for its input → its output, normed and as it is.
 
-        The output is normed with `following_norm` [H], the next layer's or the model's last. Keys and
-        values go to their slots of the layer's planes.
+        The output is normed with `following_norm` [H], the next layer's or the model's last. Keys
+        and values go to their slots of the layer's planes.
         """
         qkv = self.linear(normed, weights.qkv, weights.qkv_bias)  # [T, (Q + 2G) d]
-        query = self.rope_write(
-            qkv, weights.head_norms, eps, place.rotary, place.positions, place.slots, keys, values
-        )  # [T, Q, d]
-        by_row = query.view(place.rows, -1, *query.shape[1:])  # [B, N, Q, d]
-        mixed = self.tree_attention(by_row, keys, values, place.table, place.starts, place.visible)
+        where = metadata.rotary, metadata.positions, metadata.slots
+        query = self.rope_write(qkv, weights.head_norms, eps, *where, keys, values)  # [T, Q, d]
+        by_row = query.view(metadata.rows, -1, *query.shape[1:])  # [B, N, Q, d]
+        seen = metadata.block_table, metadata.seq_lens, metadata.mask
+        mixed = self.tree_attention(by_row, keys, values, *seen)
         update = self.linear(mixed.view(len(hidden), -1), weights.output, weights.output_bias)
         normed, hidden = self.add_rms_norm(hidden, update, weights.post_norm, eps)
         update = self.linear(self.silu_mul(self.linear(normed, weights.gate_up)), weights.down)
@@ -87,17 +91,16 @@ class TorchOps:
     ) -> Tensor:
         """Rotate queries and keys, store keys and values in their slots; returns queries [T, Q, d].
 
-        qkv [T, (Q + 2G) d]; `norms`, weights [d] of RMS norms over each query and key head, come before
-        the rotation (Qwen3); rotary (cos, sin) [S, d] in the half-split layout; positions, slots [T].
+        qkv [T, (Q + 2G) d]; `norms`, weights [d] of RMS norms over each query and key head, come
+        before the rotation (Qwen3); rotary (cos, sin) [S, d] in the half-split layout; positions,
+        slots [T].
         """
         heads, size = keys.shape[1], keys.shape[3]
         split = qkv.view(len(qkv), -1, size)  # [T, Q + 2G, d]
         query, key, value = torch.split(split, [split.shape[1] - 2 * heads, heads, heads], dim=1)
         if norms is not None:
-            query, key = (
-                F.rms_norm(query, (size,), norms[0], eps),
-                F.rms_norm(key, (size,), norms[1], eps),
-            )
+            query = F.rms_norm(query, (size,), norms[0], eps)
+            key = F.rms_norm(key, (size,), norms[1], eps)
         cos, sin = rotary[0][positions][:, None], rotary[1][positions][:, None]  # [T, 1, d]
         page, offset = slots // PAGE, slots % PAGE
         keys[page, :, offset] = _rotate(key, cos, sin)
@@ -109,55 +112,42 @@ class TorchOps:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        table: Tensor,
-        starts: Tensor,
-        visible: Tensor | None,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         """query [B, N, Q, d] → [B, N, Q, d], softmax scale d^-0.5, over the rows' pages.
 
-        Every query of row b sees the entries below starts[b]. Behind them it sees entry starts[b] + m
-        where bit m of visible [B, N] is set; without `visible` query n sees starts[b] … starts[b] + n.
+        Every query of row b sees the entries below seq_lens[b]. Behind them it sees entry
+        seq_lens[b] + m where bit m of mask [B, N] is set; without `mask` query n sees entries
+        seq_lens[b] … seq_lens[b] + n.
         """
-        rows, count, heads, size = query.shape
-        groups = keys.shape[1]
-        window = count if visible is None else WINDOW
-        pages = min(-(-(int(starts.max()) + window) // PAGE), table.shape[1])
+        (rows, count, heads, size), groups = query.shape, keys.shape[1]
+        window = count if mask is None else WINDOW
+        pages = min(-(-(int(seq_lens.max()) + window) // PAGE), block_table.shape[1])
         gathered = [
-            plane[table[:, :pages]].transpose(1, 2).reshape(rows, groups, pages * PAGE, size)
+            plane[block_table[:, :pages]].transpose(1, 2).flatten(2, 3)  # [B, G, S, d]
             for plane in (keys, values)
         ]
-        offset = (
-            torch.arange(pages * PAGE, device=query.device) - starts[:, None]
-        )  # [B, S]; negative: prefix
-        if visible is None:
+        entry = torch.arange(pages * PAGE, device=query.device)
+        offset = entry - seq_lens[:, None]  # [B, S]; negative: prefix
+        if mask is None:
             seen = offset[:, None] <= torch.arange(count, device=query.device)[:, None]  # [B, N, S]
         else:
-            bit = (visible[:, :, None] >> offset.clamp(0, WINDOW - 1)[:, None]) & 1
+            bit = (mask[:, :, None] >> offset.clamp(0, WINDOW - 1)[:, None]) & 1
             seen = (offset < 0)[:, None] | ((offset < WINDOW)[:, None] & bit.bool())
         # A weight of zero times NaN would be NaN: what nobody sees is not read at all.
         unseen = ~seen.any(1)[:, None, :, None]  # [B, 1, S, 1]
         key, value = (part.masked_fill(unseen, 0) for part in gathered)
         # Queries that share a key become rows of one problem, so no key is repeated in memory.
-        folded = (
-            query.view(rows, count, groups, heads // groups, size)
-            .permute(0, 2, 3, 1, 4)
-            .reshape(rows, groups, -1, size)
-        )
-        bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(
-            ~seen, float("-inf")
-        )  # [B, N, S]
-        bias = (
-            bias[:, None, None]
-            .expand(-1, 1, heads // groups, -1, -1)
-            .reshape(rows, 1, -1, pages * PAGE)
-        )
+        folded = query.view(rows, count, groups, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        bias = torch.zeros_like(seen, dtype=query.dtype)  # [B, N, S]
+        bias = bias.masked_fill_(~seen, float("-inf")).repeat(1, heads // groups, 1)[:, None]
         mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias)
-        return (
-            mixed.view(rows, groups, heads // groups, count, size)
-            .permute(0, 3, 1, 2, 4)
-            .reshape(rows, count, heads, size)
-            .contiguous()
-        )
+        mixed = mixed.view(rows, groups, -1, count, size).permute(
+            0, 3, 1, 2, 4
+        )  # [B, N, G, Q/G, d]
+        return mixed.reshape(rows, count, heads, size).contiguous()
 
     def argmax(self, logits: Tensor) -> Tensor:
         """logits [.., V] → index of the largest, the lowest of equals; -1 where a logit is NaN."""
@@ -165,7 +155,7 @@ class TorchOps:
         return torch.where(best.isnan(), -1, index)
 
     def propose(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """logits [T, V] → log-probabilities (float32) and indices [T, k] of the k most likely, in that order."""
+        """logits [T, V] → log-probabilities (float32) and indices [T, k], the most likely first."""
         scores, index = logits.float().log_softmax(-1).topk(k, dim=-1)
         return scores, index
 
@@ -174,8 +164,8 @@ class TorchOps:
     ) -> Tree:
         """Keep the best `nodes - 1` of C candidates below `roots` [B].
 
-        tokens, parents, scores [B, C] list the candidates in the order in which they were drafted, so
-        that parents come first. `parents` holds candidate indices, -1 for the root; `scores` are
+        tokens, parents, scores [B, C] list the candidates in the order in which they were drafted,
+        so that parents come first. `parents` holds candidate indices, -1 for the root; `scores` are
         cumulative log-probabilities, never above the parent's, so that the best candidates form a
         connected tree; of equal scores the earlier candidate is the better. Kept candidates keep
         their order.
@@ -186,23 +176,18 @@ class TorchOps:
         chosen = order.sort(dim=-1).values  # [B, kept], parents before children again
         # Candidate index → node index; candidates that were not kept are never looked up.
         node_of = torch.zeros(rows, count + 1, dtype=torch.int64, device=tokens.device)
-        node_of.scatter_(
-            1, chosen, torch.arange(1, kept + 1, device=tokens.device).expand(rows, -1)
-        )
+        nodes_kept = torch.arange(1, kept + 1, device=tokens.device)
+        node_of.scatter_(1, chosen, nodes_kept.expand(rows, -1))
         node_of[:, count] = 0  # index -1: the root
         above = parents.gather(1, chosen)
         above = node_of.gather(1, torch.where(above < 0, count, above))  # [B, kept]
         root = torch.zeros(rows, 1, dtype=torch.int64, device=tokens.device)
-        ancestors, depth = (
-            [torch.ones_like(roots)],
-            [torch.zeros_like(roots)],
-        )  # a column a node, each [B]
+        # A column a node, each [B].
+        ancestors, depth = [torch.ones_like(roots)], [torch.zeros_like(roots)]
         for node in range(1, kept + 1):
             parent = above[:, node - 1 : node]
-            ancestors.append(
-                torch.stack(ancestors, 1).gather(1, parent)[:, 0]
-                | (1 << node if node < 63 else -(1 << 63))
-            )
+            bit = 1 << node if node < 63 else -(1 << 63)
+            ancestors.append(torch.stack(ancestors, 1).gather(1, parent)[:, 0] | bit)
             depth.append(torch.stack(depth, 1).gather(1, parent)[:, 0] + 1)
         return Tree(
             torch.cat((roots[:, None], tokens.gather(1, chosen)), dim=1),
@@ -212,10 +197,10 @@ class TorchOps:
         )
 
     def verify(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
-        """Accept the branch on which every node equals the target's choice `predicted` [B, N] at its parent.
+        """Accept the branch on which every node is the target's choice at its parent.
 
-        The walk starts at the root and takes the first child that agrees; `depth` D is the deepest a
-        tree can be.
+        predicted [B, N] are the target's choices. The walk starts at the root and takes the first
+        child that agrees; `depth` D is the deepest a tree can be.
         """
         rows, count = tree.tokens.shape
         node = torch.zeros(rows, dtype=torch.int64, device=predicted.device)
@@ -223,13 +208,12 @@ class TorchOps:
         index = torch.arange(count, device=predicted.device)
         for _ in range(depth):
             wanted = predicted.gather(1, node[:, None])  # [B, 1]
-            child = (
-                (tree.parents == node[:, None]) & (tree.tokens == wanted) & (index > 0)
-            )  # [B, N]
-            found = child.any(1)
-            # Once nothing was found the node stays, and nothing is found again.
-            node = torch.where(found, child.int().argmax(1), node)
-            counts = counts + found
+            child = (tree.parents == node[:, None]) & (tree.tokens == wanted)  # [B, N]
+            child &= index > 0
+            agrees = child.any(1)
+            # Once no child agrees the node stays, and none agrees again.
+            node = torch.where(agrees, child.int().argmax(1), node)
+            counts = counts + agrees
             path.append(node)
         walked = torch.stack(path, dim=1)  # [B, D + 1]
         return VerifyOutput(walked, counts, predicted.gather(1, walked))
@@ -237,29 +221,28 @@ class TorchOps:
     def sample(
         self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
     ) -> Tensor:
-        """Draw the target's choice at every node that a walk can reach: logits [B, N, V] → predicted [B, N].
+        """Draw the target's choice at every node that a walk can reach.
 
-        positions [B, N] is where the drawn token will stand. Nodes off the walked branch may hold
-        anything that names no child of theirs; -1 stands for a NaN among the logits.
+        logits [B, N, V] → predicted [B, N]; positions [B, N] is where the drawn token will stand.
+        Nodes off the walked branch may hold anything that names no child of theirs; -1 stands for a
+        NaN among the logits.
         """
         rows, count, _ = logits.shape
         predicted = torch.full((rows, count), -1, dtype=torch.int64, device=logits.device)
         node = torch.zeros(rows, 1, dtype=torch.int64, device=logits.device)
         each = torch.arange(rows, device=logits.device)
         for _ in range(depth + 1):
-            drawn = self.draw(
-                logits[each, node[:, 0]], sampling, positions.gather(1, node)[:, 0]
-            )  # [B]
+            position = positions.gather(1, node)[:, 0]
+            drawn = self.draw(logits[each, node[:, 0]], sampling, position)  # [B]
             predicted.scatter_(1, node, drawn[:, None])
             child = (tree.parents == node) & (tree.tokens == drawn[:, None])
             child[:, 0] = False
-            node = torch.where(
-                child.any(1, keepdim=True), child.int().argmax(1, keepdim=True), node
-            )
+            first = child.int().argmax(1, keepdim=True)
+            node = torch.where(child.any(1, keepdim=True), first, node)
         return predicted
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
-        """One token a row from logits [B, V] by inverting the cumulative distribution; -1 where a logit is NaN."""
+        """One token a row of logits [B, V], inverting the cumulative distribution; -1 for a NaN."""
         greedy = self.argmax(logits)
         total = cumulative(logits, sampling)
         threshold = uniform(sampling.seeds, positions)[:, None].double() * total[:, -1:]
@@ -267,27 +250,26 @@ class TorchOps:
         drawn = (total <= threshold).sum(-1).clamp(max=logits.shape[-1] - 1)
         return torch.where((sampling.temperature == 0) | (greedy < 0), greedy, drawn)
 
-    def compact(self, planes: Tensor, table: Tensor, starts: Tensor, path: Tensor) -> None:
-        """Move entry starts[b] + path[b, e] to starts[b] + e in every layer of planes [layers, 2, pages, G, PAGE, d].
+    def compact(self, planes: Tensor, block_table: Tensor, seq_lens: Tensor, path: Tensor) -> None:
+        """Move entry seq_lens[b] + path[b, e] to seq_lens[b] + e in every layer.
 
-        path [B, E] ascends and path[b, e] ≥ e wherever node e of the branch is a real one.
+        planes [layers, 2, pages, G, PAGE, d]; path [B, E] ascends, and path[b, e] ≥ e wherever node
+        e of the branch is a real one.
         """
-        source, target = (
-            entry_slots(table, starts[:, None] + entry)
-            for entry in (path, torch.arange(path.shape[1], device=path.device).expand_as(path))
-        )
-        planes[:, :, target // PAGE, :, target % PAGE] = planes[
-            :, :, source // PAGE, :, source % PAGE
-        ]
+        entry = torch.arange(path.shape[1], device=path.device).expand_as(path)
+        source = entry_slots(block_table, seq_lens[:, None] + path)
+        target = entry_slots(block_table, seq_lens[:, None] + entry)
+        moved = planes[:, :, source // PAGE, :, source % PAGE]
+        planes[:, :, target // PAGE, :, target % PAGE] = moved
 
 
-def entry_slots(table: Tensor, entries: Tensor) -> Tensor:
+def entry_slots(block_table: Tensor, entries: Tensor) -> Tensor:
     """Slots of entries [B, E] of each row."""
-    return table.gather(1, entries // PAGE) * PAGE + entries % PAGE
+    return block_table.gather(1, entries // PAGE) * PAGE + entries % PAGE
 
 
 def cumulative(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """The distribution that each row of logits [B, V] is drawn from, summed up by token id: float64 [B, V]."""
+    """What each row of logits [B, V] is drawn from, summed up by token id: float64 [B, V]."""
     scaled = logits.float() / sampling.temperature.clamp(min=1e-6)[:, None]
     return _keep_top(scaled, sampling).softmax(-1).double().cumsum(-1)
 
@@ -299,18 +281,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _keep_top(scaled: Tensor, sampling: SamplingTensors) -> Tensor:
-    """scaled [B, V] with -inf outside top-k and then outside top-p; equals of the last kept token are kept too."""
+    """scaled [B, V] with -inf outside top-k, then outside top-p; equals of the last kept stay."""
     ordered = scaled.sort(-1, descending=True).values  # [B, V]
     rank = torch.arange(scaled.shape[-1], device=scaled.device)
     limit = torch.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1])[:, None]
-    last = ordered.gather(
-        1, (limit - 1).clamp(max=scaled.shape[-1] - 1)
-    )  # [B, 1]: the k-th largest
-    total = (
-        ordered.masked_fill(ordered < last, float("-inf")).softmax(-1).double().cumsum(-1)
-    )  # [B, V]
+    last = ordered.gather(1, (limit - 1).clamp(max=scaled.shape[-1] - 1))  # [B, 1]: k-th largest
+    within_k = ordered.masked_fill(ordered < last, float("-inf"))
+    total = within_k.softmax(-1).double().cumsum(-1)  # [B, V]
     # A token is kept while the mass before it is below top_p; the first one always is. Over a large
-    # vocabulary float32 masses sum to 1 ± 1e-5 only, hence the share of what they do sum to.
+    # vocabulary float32 masses sum to 1 ± 1e-5 only, hence top_p of what they do sum to.
     before, top_p = F.pad(total[:, :-1], (1, 0)), sampling.top_p[:, None]
     inside = (((before < top_p * total[:, -1:]) | (top_p >= 1)) & (ordered >= last)) | (rank == 0)
     least = ordered.gather(1, inside.sum(-1, keepdim=True) - 1)

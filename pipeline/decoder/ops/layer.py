@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, and where its tokens stand: the arguments of `ops.layer`."""
+"""What `ops.layer` reads beside hidden states: a layer's weights, a forward's metadata."""
 
 from __future__ import annotations
 
@@ -28,12 +28,17 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Where the T = B·N tokens of a forward stand; the same for all layers."""
+    """Where the T = B·N tokens of one forward stand, and which entries each of them sees.
+
+    Made once a forward and passed to every layer. A token has a position, which rotates its query
+    and key, and a slot of the paged cache, which its key and value go to; it attends over the
+    pages of its row: to the entries below the row's `seq_lens`, and behind them as `mask` says.
+    """
 
     rows: int  # B
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
     positions: Tensor  # [T]
-    slots: Tensor  # [T]
-    table: Tensor  # [B, P]
-    starts: Tensor  # [B]
-    visible: Tensor | None  # [B, N] bits; None: a chain
+    slots: Tensor  # [T] page · PAGE + offset
+    block_table: Tensor  # [B, P] page ids
+    seq_lens: Tensor  # [B] committed entries
+    mask: Tensor | None  # [B, N] bits over the entries behind; None: a chain

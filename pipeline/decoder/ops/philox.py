@@ -15,7 +15,7 @@ _LOW = 0xFFFFFFFF
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1) with 24 random bits, float32; seeds, positions int64 of one shape, not negative."""
+    """Numbers in [0, 1) with 24 random bits, float32; seeds, positions int64, not negative."""
     key = [seeds & _LOW, (seeds >> 32) & _LOW]
     zero = positions * 0
     counter = [positions & _LOW, (positions >> 32) & _LOW, zero, zero]

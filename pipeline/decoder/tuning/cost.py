@@ -8,7 +8,8 @@
     T_extend   the head on steps + 1 accepted tokens, and the first proposal
     T_other    growing the tree, walking it, compacting keys, moving the batch on
 
-`measure_costs` times the pieces, `Costs` predicts from them. What the machine could do is in `roofline`.
+`measure_costs` times the pieces, `Costs` predicts from them. What the machine could do is in
+`roofline`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import Tensor
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.kv import PagedPool, pages_for
+from pipeline.decoder.graphs import captured
+from pipeline.decoder.kv import PageAllocator, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import read_tree
 from pipeline.decoder.tree import WINDOW, Tree, root_only
@@ -78,10 +80,9 @@ class Costs:
 
     def round_seconds(self, shape: TreeSection) -> float:
         """A whole round that drafts this tree."""
-        drafting = (shape.steps - 1) * self.draft_seconds(shape.top_k) + self.extend_seconds(
-            shape.steps
-        )
-        return self.verify_seconds(shape.nodes) + drafting + self.other_seconds(shape.nodes)
+        steps, nodes = shape.steps, shape.nodes
+        drafting = (steps - 1) * self.draft_seconds(shape.top_k) + self.extend_seconds(steps)
+        return self.verify_seconds(nodes) + drafting + self.other_seconds(nodes)
 
     def speedup(self, shape: TreeSection, tau: float) -> float:
         """Over plain decoding, when a round emits `tau` tokens a row."""
@@ -102,26 +103,36 @@ def measure_costs(
 ) -> Costs:
     """Time the pieces of a round for `rows` rows with `context` committed tokens each.
 
-    Medians of `repeats` interleaved runs, so that a slow moment of the machine meets all pieces alike. On
-    CUDA each piece is a graph, as in the engine. The drafter gets a new plane of keys and values: make
-    the engine that uses it afterwards. Raises ValueError when the context leaves a round no room.
+    Medians of `repeats` interleaved runs, so that a slow moment of the machine meets all pieces
+    alike. On CUDA each piece is a graph, as in the engine. The drafter gets a new plane of keys and
+    values: make the engine that uses it afterwards. Raises ValueError when no round fits behind the
+    context.
     """
-    if context + max(step_counts) >= model.max_length:
-        raise ValueError(
-            f"context is {context}, a round of {max(step_counts)} steps behind it does not fit into max_length {model.max_length}"
-        )
+    longest = max(step_counts)
+    if context + longest >= model.max_length:
+        problem = f"a round of {longest} steps behind it does not fit into max_length"
+        raise ValueError(f"context is {context}, {problem} {model.max_length}")
     nodes = sorted({1, *node_counts})
-    pieces = _pieces(model, drafter, rows, context, nodes, beam_counts, step_counts)
-    seconds = _medians(pieces, model.device, repeats)
+    trees = [count for count in nodes if count > 1]
+    pieces = _Pieces(model, drafter, rows, context, longest)
+    launches: dict[_Name, Callable[[], object]] = {}
+    launches |= {("verify", count): partial(pieces.verify, pieces.tree(count)) for count in nodes}
+    launches |= {("other", count): partial(pieces.other, count) for count in trees}
+    launches |= {("extend", steps): partial(pieces.extend, steps) for steps in step_counts}
+    launches |= {("propose", beams): partial(pieces.draft, beams, 1) for beams in beam_counts}
+    unrolled = 1 + _UNROLLED
+    launches |= {("unroll", beams): partial(pieces.draft, beams, unrolled) for beams in beam_counts}
+    seconds = _medians(launches, model.device, repeats)
+
+    def step_seconds(beams: int) -> float:
+        """The difference holds whole steps only: neither the first proposal nor the call itself."""
+        return (seconds["unroll", beams] - seconds["propose", beams]) / _UNROLLED
+
     return Costs(
         verify={count: seconds["verify", count] for count in nodes},
-        # The difference holds whole steps only: neither the first proposal nor the call itself.
-        draft={
-            beams: (seconds["unroll", beams] - seconds["propose", beams]) / _UNROLLED
-            for beams in beam_counts
-        },
+        draft={beams: step_seconds(beams) for beams in beam_counts},
         extend={steps: seconds["extend", steps] for steps in step_counts},
-        other={count: seconds["other", count] for count in nodes if count > 1},
+        other={count: seconds["other", count] for count in trees},
     )
 
 
@@ -138,81 +149,71 @@ def median_costs(measured: Sequence[Costs]) -> Costs:
 def open_batch(
     model: DecoderModel, drafter: Eagle3Drafter, rows: int, entries: int, *, emitted: int
 ) -> tuple[DecodeBatch, Tensor]:
-    """Greedy rows with room for `entries` cache entries each and `emitted` tokens a round, and the target's plane."""
+    """Greedy rows of `entries` cache entries, `emitted` tokens a round; the target's plane."""
     pages = pages_for(entries)
-    pool = PagedPool(rows * pages + 1, device=model.device)
-    plane = model.plane(pool)
-    drafter.allocate(pool)
+    allocator = PageAllocator(rows * pages + 1, device=model.device)
+    plane = model.plane(allocator)
+    drafter.make_plane(allocator)
     batch = DecodeBatch.empty(
         rows,
         pages=pages,
-        memory=drafter.memory,
+        state_size=drafter.state_size,
         emitted=emitted,
         dtype=model.dtype,
         device=model.device,
     )
     for row in range(rows):
-        held = pool.take(pages)
+        held = allocator.allocate(pages)
         assert held is not None
-        batch.open_row(row, held, temperature=0.0, top_p=1.0, top_k=0, seed=0)
+        batch.open_row(row, held)
     return batch, plane
 
 
-def _pieces(
-    model: DecoderModel,
-    drafter: Eagle3Drafter,
-    rows: int,
-    context: int,
-    nodes: Sequence[int],
-    beam_counts: Sequence[int],
-    step_counts: Sequence[int],
-) -> dict[_Name, Callable[[], object]]:
+class _Pieces:
     """What is timed. Contents are random: no piece takes longer or shorter for them."""
-    batch, plane = open_batch(model, drafter, rows, context + WINDOW, emitted=_ACCEPTED + 1)
-    batch.starts.fill_(context)
-    batch.roots.random_(model.vocabulary)
-    batch.memory.normal_()
-    tokens, parents, scores = _candidates(batch, model.vocabulary)
-    longest = max(step_counts) + 1
-    accepted = tokens[:, :longest]  # [B, E]
-    aux = torch.randn(
-        rows, longest, 3 * model.config.hidden_size, dtype=model.dtype, device=model.device
-    )
 
-    def grow(count: int) -> Tree:
-        return (
-            model.ops.grow_tree(batch.roots, tokens, parents, scores, count)
-            if count > 1
-            else root_only(batch.roots)
-        )
+    def __init__(
+        self, model: DecoderModel, drafter: Eagle3Drafter, rows: int, context: int, steps: int
+    ) -> None:
+        """`steps` is the deepest tree that `extend` is asked for."""
+        self._model, self._drafter, self._context = model, drafter, context
+        entries = context + WINDOW
+        self._batch, self._plane = open_batch(model, drafter, rows, entries, emitted=_ACCEPTED + 1)
+        self._batch.seq_lens.fill_(context)
+        self._batch.roots.random_(model.vocabulary)
+        self._batch.drafter_state.normal_()
+        self._candidates = _candidates(self._batch, model.vocabulary)
+        aux = rows, steps + 1, 3 * model.config.hidden_size
+        self._aux = torch.randn(aux, dtype=model.dtype, device=model.device)
 
-    def read(tree: Tree) -> object:
-        return read_tree(model, plane, batch, tree, 0, sampling=False)
+    def tree(self, nodes: int) -> Tree:
+        roots = self._batch.roots
+        if nodes == 1:
+            return root_only(roots)
+        return self._model.ops.grow_tree(roots, *self._candidates, nodes)
 
-    def extend(count: int) -> None:
-        drafter.extend(
-            batch, accepted[:, :count], aux[:, :count], torch.full_like(batch.starts, count)
-        )
-        drafter.candidates(batch, _FIRST_PROPOSAL)
+    def verify(self, tree: Tree) -> object:
+        return read_tree(self._model, self._plane, self._batch, tree, 0, sampling=False)
 
-    def other(count: int) -> None:
+    def draft(self, beams: int, steps: int) -> object:
+        shape = TreeSection(top_k=beams, steps=steps, nodes=WINDOW)
+        return self._drafter.candidates(self._batch, shape)
+
+    def extend(self, steps: int) -> None:
+        """Read what the deepest branch would emit, and make the first proposal behind it."""
+        batch, emitted = self._batch, steps + 1
+        tokens, aux = self._candidates[0][:, :emitted], self._aux[:, :emitted]
+        self._drafter.extend(batch, tokens, aux, torch.full_like(batch.seq_lens, emitted))
+        self._drafter.candidates(batch, _FIRST_PROPOSAL)
+
+    def other(self, nodes: int) -> None:
+        batch, ops = self._batch, self._model.ops
         # The target agrees with the second of each pair: see `_candidates`.
-        walked = model.ops.verify(grow(count), tokens[:, 1 : count + 1], _ACCEPTED)
-        model.ops.compact(plane, batch.table, batch.starts, walked.path)
-        batch.advance(walked)
-        batch.starts.fill_(context)
-
-    def unroll(beams: int, steps: int) -> object:
-        return drafter.candidates(batch, TreeSection(top_k=beams, steps=steps, nodes=WINDOW))
-
-    pieces: dict[_Name, Callable[[], object]] = {
-        ("verify", count): partial(read, grow(count)) for count in nodes
-    }
-    pieces |= {("other", count): partial(other, count) for count in nodes if count > 1}
-    pieces |= {("extend", steps): partial(extend, steps + 1) for steps in step_counts}
-    pieces |= {("propose", beams): partial(unroll, beams, 1) for beams in beam_counts}
-    pieces |= {("unroll", beams): partial(unroll, beams, 1 + _UNROLLED) for beams in beam_counts}
-    return pieces
+        predicted = self._candidates[0][:, 1 : nodes + 1]
+        accepted = ops.verify(self.tree(nodes), predicted, _ACCEPTED)
+        ops.compact(self._plane, batch.block_table, batch.seq_lens, accepted.path)
+        batch.advance(accepted)
+        batch.seq_lens.fill_(self._context)
 
 
 def _candidates(batch: DecodeBatch, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,16 +239,17 @@ def _candidates(batch: DecodeBatch, vocabulary: int) -> tuple[Tensor, Tensor, Te
 def _medians(
     pieces: Mapping[_Name, Callable[[], object]], device: torch.device, repeats: int
 ) -> dict[_Name, float]:
-    """Each piece behind an untimed forward: in a round, too, the target's weights have swept the caches before it."""
+    """Each piece behind an untimed forward: a round's own, too, sweeps the caches before it."""
     cuda = device.type == "cuda"
-    launches = {name: _captured(piece) if cuda else piece for name, piece in pieces.items()}
+    # Rounds run as graphs, and launches from Python would hide what kernels take.
+    launches = {name: captured(piece).replay if cuda else piece for name, piece in pieces.items()}
     sweep, seconds = launches["verify", 1], _cuda_seconds if cuda else _host_seconds
     taken: dict[_Name, list[float]] = {name: [] for name in pieces}
-    for round_trip in range(repeats + 1):
+    for turn in range(repeats + 1):
         for name, launch in launches.items():
             sweep()
             took = seconds(launch)
-            if round_trip:  # the first one warms up
+            if turn:  # the first one warms up
                 taken[name].append(took)
     return {name: median(times) for name, times in taken.items()}
 
@@ -259,27 +261,14 @@ def _host_seconds(launch: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(launch: Callable[[], object]) -> float:
-    """Between two events behind work that is still running, so that the host's own time does not count."""
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    """Between two events behind kernels that still run: the host's own time does not count."""
+    event = partial(torch.cuda.Event, enable_timing=True)
+    begun, ended = event(), event()
     begun.record()
     launch()
     ended.record()
     torch.cuda.synchronize()
     return float(begun.elapsed_time(ended)) / 1000  # milliseconds
-
-
-def _captured(piece: Callable[[], object]) -> Callable[[], object]:
-    """The piece as a CUDA graph: rounds run as graphs, and launches from Python would hide what kernels take."""
-    warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    warm.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm):
-        for _ in range(2):
-            piece()
-    torch.cuda.current_stream().wait_stream(warm)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        piece()
-    return graph.replay
 
 
 def _interpolate(curve: Mapping[int, float], x: int) -> float:

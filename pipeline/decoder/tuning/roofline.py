@@ -1,130 +1,116 @@
-"""What a round's pieces would take if only memory traffic or only arithmetic took time (Williams et al. 2009):
+"""What a round's pieces take if only memory traffic or only arithmetic does (Williams et al. 2009):
 
     floor = max(bytes / bandwidth, operations / flops)
 
-where weights are read once whatever the batch is, and the context's keys and values once a row. What
-is left out (norms, biases, embedding rows, activations) is small beside it. Units: seconds, bytes/s and
-FLOP/s, a multiply-add being two. The pieces are those of `pipeline.decoder.tuning.cost`.
+where weights are read once whatever the batch is, and the context's keys and values once a row.
+What is left out (norms, biases, embedding rows, activations) is small beside it. The pieces are
+those of `pipeline.decoder.tuning.cost`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A machine, and the batch that it decodes."""
+
+    bandwidth: float  # bytes/s
+    flops: float  # FLOP/s, a multiply-add being two
+    rows: int
+    context: int  # entries of each row
+
+    def seconds(
+        self,
+        matrices: Sequence[tuple[int, int]],  # (parameters, tokens a row that pass through them)
+        tokens: int,  # read, a row
+        *,
+        entry: int,  # numbers in the keys and values of one token
+        queries: int,  # numbers in its queries
+        dtype: torch.dtype,
+    ) -> float:
+        """The floor of one forward."""
+        # The context's entries are read, the new ones written; queries meet keys, then weights
+        # values.
+        cache = self.rows * (self.context + tokens) * entry
+        numbers = sum(parameters for parameters, _ in matrices) + cache
+        products = sum(2 * parameters * count for parameters, count in matrices)
+        attention = 4 * tokens * self.context * queries
+        operations = self.rows * (products + attention)
+        return max(numbers * dtype.itemsize / self.bandwidth, operations / self.flops)
 
 
 def s_max(
     tau: float, t_ar: float, t_verify: float, t_draft: float, t_extend: float, steps: int
 ) -> float:
-    """The speedup of τ tokens a round when every piece runs at its floor, and nothing else takes time."""
+    """The speedup of τ tokens a round when every piece runs at its floor and nothing else does."""
     return tau * t_ar / (t_verify + (steps - 1) * t_draft + t_extend)
 
 
+def best_speedup(
+    model: DecoderModel, drafter: Eagle3Drafter, shape: TreeSection, tau: float, roofline: Roofline
+) -> float:
+    """S_max of trees of this shape."""
+    return s_max(
+        tau,
+        floor_seconds(model, 1, roofline),
+        floor_seconds(model, shape.nodes, roofline),
+        draft_floor_seconds(drafter, shape.top_k, roofline),
+        extend_floor_seconds(drafter, shape.steps, roofline),
+        shape.steps,
+    )
+
+
 def eta(measured_speedup: float, s_max: float) -> float:
-    """η: the share of S_max that was reached."""
+    """η: how much of S_max was reached."""
     return measured_speedup / s_max
 
 
-def floor_seconds(
-    model: DecoderModel, tokens: int, rows: int, context: int, bandwidth: float, flops: float
-) -> float:
-    """T_AR or T_verify at the roofline: a forward of `tokens` tokens a row, logits of all of them included."""
+def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float:
+    """T_AR or T_verify: a forward of `tokens` tokens a row, with logits of all of them."""
     config, size, layers = model.config, model.head_dim, len(model.layers)
-    attention = (
-        config.hidden_size * size * (2 * model.num_heads + 2 * model.kv_heads)
-    )  # q and o, k and v
+    # q and o, k and v
+    attention = config.hidden_size * size * (2 * model.num_heads + 2 * model.kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
-    work = [(layers * layer + model.vocabulary * config.hidden_size, tokens)]
-    entry = 2 * layers * model.kv_heads * size
-    return _floor(
-        work,
-        entry,
-        layers * model.num_heads * size,
-        tokens,
-        rows,
-        context,
-        model.dtype,
-        bandwidth,
-        flops,
-    )
+    matrices = [(layers * layer + model.vocabulary * config.hidden_size, tokens)]
+    entry, queries = 2 * layers * model.kv_heads * size, layers * model.num_heads * size
+    return roofline.seconds(matrices, tokens, entry=entry, queries=queries, dtype=model.dtype)
 
 
-def draft_floor_seconds(
-    drafter: Eagle3Drafter, beams: int, rows: int, context: int, bandwidth: float, flops: float
-) -> float:
-    """T_draft at the roofline: the head's layer and the draft vocabulary's logits for `beams` tokens a row."""
-    layer, vocabulary, _ = _head_matrices(drafter)
-    return _head_floor(
-        drafter, [(layer, beams), (vocabulary, beams)], beams, rows, context, bandwidth, flops
-    )
+def draft_floor_seconds(drafter: Eagle3Drafter, beams: int, roofline: Roofline) -> float:
+    """T_draft: the head's layer and the draft vocabulary's logits for `beams` tokens a row."""
+    layer, lm_head, _ = _head_parameters(drafter)
+    return _head_seconds(drafter, [(layer, beams), (lm_head, beams)], beams, roofline)
 
 
-def extend_floor_seconds(
-    drafter: Eagle3Drafter, steps: int, rows: int, context: int, bandwidth: float, flops: float
-) -> float:
-    """T_extend at the roofline: `fc` and the layer for steps + 1 tokens a row, logits for the last one."""
-    layer, vocabulary, projection = _head_matrices(drafter)
-    return _head_floor(
-        drafter,
-        [(layer + projection, steps + 1), (vocabulary, 1)],
-        steps + 1,
-        rows,
-        context,
-        bandwidth,
-        flops,
-    )
+def extend_floor_seconds(drafter: Eagle3Drafter, steps: int, roofline: Roofline) -> float:
+    """T_extend: `fc` and the layer for steps + 1 tokens a row, logits for the last one."""
+    layer, lm_head, fc = _head_parameters(drafter)
+    return _head_seconds(drafter, [(layer + fc, steps + 1), (lm_head, 1)], steps + 1, roofline)
 
 
-def _head_matrices(drafter: Eagle3Drafter) -> tuple[int, int, int]:
-    """Parameters of the head's layer, of its lm_head, and of fc."""
+def _head_parameters(drafter: Eagle3Drafter) -> tuple[int, int, int]:
+    """Of the head's layer, of its lm_head, and of fc."""
     shape = drafter.shape
     hidden, size = shape.hidden_size, shape.head_dim
     queries, groups = shape.num_attention_heads * size, shape.num_key_value_heads * size
-    layer = (
-        2 * hidden * (queries + 2 * groups)
-        + hidden * queries
-        + 3 * hidden * shape.intermediate_size
-    )
+    attention = 2 * hidden * (queries + 2 * groups) + hidden * queries
+    layer = attention + 3 * hidden * shape.intermediate_size
     return layer, shape.draft_vocab_size * hidden, 3 * hidden * hidden
 
 
-def _head_floor(
-    drafter: Eagle3Drafter,
-    work: Sequence[tuple[int, int]],
-    tokens: int,
-    rows: int,
-    context: int,
-    bandwidth: float,
-    flops: float,
+def _head_seconds(
+    drafter: Eagle3Drafter, matrices: Sequence[tuple[int, int]], tokens: int, roofline: Roofline
 ) -> float:
     shape = drafter.shape
-    entry, queries = (
-        2 * shape.num_key_value_heads * shape.head_dim,
-        shape.num_attention_heads * shape.head_dim,
-    )
-    return _floor(work, entry, queries, tokens, rows, context, drafter.dtype, bandwidth, flops)
-
-
-def _floor(
-    work: Sequence[tuple[int, int]],  # (parameters, tokens a row that pass through them)
-    entry: int,  # numbers in the keys and values of one token
-    queries: int,  # numbers in its queries
-    tokens: int,
-    rows: int,
-    context: int,
-    dtype: torch.dtype,
-    bandwidth: float,
-    flops: float,
-) -> float:
-    numbers = (
-        sum(parameters for parameters, _ in work) + rows * (context + tokens) * entry
-    )  # the prefix read, the new ones written
-    operations = (
-        rows * sum(2 * parameters * count for parameters, count in work)
-        + 4 * rows * tokens * context * queries
-    )  # QK and AV
-    return max(numbers * dtype.itemsize / bandwidth, operations / flops)
+    entry = 2 * shape.num_key_value_heads * shape.head_dim
+    queries = shape.num_attention_heads * shape.head_dim
+    return roofline.seconds(matrices, tokens, entry=entry, queries=queries, dtype=drafter.dtype)

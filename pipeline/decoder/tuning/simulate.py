@@ -1,7 +1,8 @@
 """Imposed acceptance, for measuring speed with a head that does not exist yet.
 
-Every round accepts as many drafted tokens as a fixed pattern says, whatever the target thinks of them.
-The work is that of a real decoder, the text is not the target's: every completion is marked as simulated.
+Every round accepts as many drafted tokens as a fixed pattern says, whatever the target thinks of
+them. The work is that of a real decoder, the text is not the target's: an engine that gets this as
+its `verify` marks every completion as simulated.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from pipeline.decoder.tree import Tree, VerifyOutput
 
 
 class ImposedAcceptance:
-    """Takes the place of verification: round r accepts pattern[r mod len] drafted tokens in every row."""
+    """Verification of one engine: round r accepts pattern[r mod len] drafted tokens a row."""
 
     def __init__(self, pattern: Sequence[int], device: torch.device) -> None:
         self._pattern = torch.tensor(pattern, device=device)
-        self._round = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # on the device: a captured round counts too
+        # Counted on the device, so that a captured round counts too.
+        self._round = torch.zeros(1, dtype=torch.int64, device=device)
 
     def __call__(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
         """Walk down first children; same form as a real acceptance."""
@@ -33,9 +33,9 @@ class ImposedAcceptance:
         path, counts = [node], torch.ones_like(node)
         for step in range(depth):
             child = (tree.parents == node[:, None]) & (index > 0)  # [B, N]
-            found = child.any(1) & (step < wanted)
-            node = torch.where(found, child.int().argmax(1), node)
-            counts = counts + found
+            accepted = child.any(1) & (step < wanted)
+            node = torch.where(accepted, child.int().argmax(1), node)
+            counts = counts + accepted
             path.append(node)
         walked = torch.stack(path, dim=1)  # [B, D + 1]
         emitted = tree.tokens.gather(1, torch.cat((walked[:, 1:], walked[:, -1:]), dim=1))

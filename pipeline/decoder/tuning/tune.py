@@ -1,18 +1,9 @@
-"""Which draft tree is fastest for which batch size (`tree: auto`): measured acceptance × measured costs.
+"""Which draft tree is fastest for which batch size (`tree: auto`): acceptance × measured costs.
 
-    trace         decode some prompts plainly, and at every position draft all that a wide tree could hold
-    acceptance    replay the rounds that one shape would have made: no model is run again
-    best_shapes   the shape with the largest predicted speedup, for each batch size
-
-What a trace keeps of a draft is where the target's own continuation stands in it. Candidates are taken
-into a tree in order of their cumulative log-probability, so a tree of n nodes holds those of *rank*
-below n - 1, and the continuation's ranks say how far it would have been accepted:
-
-    the target says    c   a   f           nodes      2   3 … 5   6 … 15   16 …
-    rank, by depth     1   4   14          accepted   0   1       2        3
-
-Ranks depend on how many beams a draft has (k) and on how deep it goes (s); they are kept for every k
-that is asked for and every s, and so the replay is exact, not an estimate.
+trace           decode some prompts plainly, and at every position draft all that a wide tree holds
+acceptance      replay the rounds that one shape would have made: no model is run again
+measure_costs   time the pieces of a round on this machine
+best_shapes     the shape with the largest predicted speedup, for each batch size
 """
 
 from __future__ import annotations
@@ -20,18 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.request import Request
-from pipeline.decoder.round import prefill_chunk, read_tree
-from pipeline.decoder.tree import WINDOW, root_only
-from pipeline.decoder.tuning.cost import Costs, measure_costs, open_batch
+from pipeline.decoder.tuning.cost import Costs, measure_costs
+from pipeline.decoder.tuning.trace import Traces, acceptance, trace
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.errors import DataError, TargetError
 
 #: Beams of the candidate shapes; 1 is a chain.
 BEAM_WIDTHS = (1, 2, 3, 4, 6, 8)
@@ -43,27 +28,6 @@ WIDEST = TreeSection(top_k=max(BEAM_WIDTHS), steps=MAX_STEPS, nodes=max(NODE_BUD
 
 #: Timed runs behind each median: a choice between shapes needs less than a published figure.
 _REPEATS = 5
-#: Rank of what was not drafted.
-_NEVER = 1 << 30
-
-#: Of each position: tokens, parents and scores [B, C], as `Eagle3Drafter.candidates` gives them.
-_Drafts = list[tuple[Tensor, Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Traces:
-    """Where the target's own continuation stands in the drafts of T positions, reply after reply."""
-
-    lengths: tuple[
-        int, ...
-    ]  # positions of each reply: its tokens but the last, for nothing follows that one
-    ranks: Mapping[
-        int, Tensor
-    ]  # by beams, [T, D, D] int32: rank of the continuation's token d + 1 in a draft of s + 1 steps
-
-    def covers(self, shape: TreeSection) -> bool:
-        """Can this shape be replayed?"""
-        return shape.top_k in self.ranks and shape.steps <= self.ranks[shape.top_k].shape[1]
 
 
 @dataclass(frozen=True)
@@ -84,121 +48,41 @@ def tune(
     stop_ids: Sequence[int] = (),
     new_tokens: int = 48,
 ) -> dict[int, Choice]:
-    """All of it: trace these prompts, time rounds at each batch size in `rows`, choose. Raises as `trace` does."""
+    """Trace prompts, time rounds at each batch size in `rows`, choose. Raises as `trace`."""
     drafter = Eagle3Drafter(head, model, WIDEST)
+    slots = min(len(prompts), max(rows))
     traces = trace(
-        model, drafter, prompts, new_tokens, slots=min(len(prompts), max(rows)), stop_ids=stop_ids
+        model,
+        drafter,
+        prompts,
+        new_tokens,
+        WIDEST,
+        widths=BEAM_WIDTHS,
+        slots=slots,
+        stop_ids=stop_ids,
     )
-    # Rounds are timed in the middle of an average reply.
-    context = min(
-        sum(map(len, prompts)) // len(prompts) + new_tokens // 2, model.max_length - MAX_STEPS - 2
-    )
-    return best_shapes(
-        {size: measure_costs(model, drafter, size, context, repeats=_REPEATS) for size in rows},
-        traces,
-    )
-
-
-@torch.inference_mode()
-def trace(
-    model: DecoderModel,
-    drafter: Eagle3Drafter,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    shape: TreeSection = WIDEST,
-    slots: int = 1,
-    *,
-    stop_ids: Sequence[int] = (),
-    widths: Sequence[int] = BEAM_WIDTHS,
-) -> Traces:
-    """Decode prompts greedily, `slots` at a time, and draft at every position of the replies.
-
-    Drafts are made for each number of beams in `widths` up to shape.top_k, with shape.steps steps. The
-    drafter must draft as deep itself, and gets a new plane of keys and values: make the engine that uses
-    it afterwards. Raises DataError for prompts that cannot be run or that give no reply of two tokens,
-    TargetError for NaN logits.
-    """
-    if shape.steps > drafter.depth:
-        raise ValueError(f"shape has {shape.steps} steps, the drafter was made for {drafter.depth}")
-    _check(model, prompts, new_tokens)
-    shapes = {
-        width: TreeSection(top_k=width, steps=shape.steps, nodes=WINDOW)
-        for width in widths
-        if width <= shape.top_k
-    }
-    lengths: list[int] = []
-    ranks: dict[int, list[Tensor]] = {width: [] for width in shapes}
-    for first in range(0, len(prompts), slots):
-        replies, drafts = _decode(
-            model, drafter, prompts[first : first + slots], new_tokens, shapes, frozenset(stop_ids)
-        )
-        positions = [len(reply) - 1 for reply in replies]
-        lengths += positions
-        if not any(positions):
-            continue
-        following = _continuations(replies, shape.steps).to(model.device)  # [B, P, D]
-        for width, drafted in drafts.items():
-            found = continuation_ranks(
-                drafted, following, beams=min(width, drafter.shape.draft_vocab_size)
-            )  # [B, P, D, D]
-            ranks[width] += [found[row, :count] for row, count in enumerate(positions)]
-    if not any(lengths):
-        raise DataError(
-            "no reply is longer than its first token",
-            where="prompts",
-            fix="trace other prompts, or more of them",
-        )
-    return Traces(tuple(lengths), {width: torch.cat(parts).cpu() for width, parts in ranks.items()})
-
-
-def replay(traces: Traces, shape: TreeSection) -> list[int]:
-    """Rounds that greedy decoding with trees of this shape makes for each traced reply.
-
-    Exact: every round is the one that the engine would make, whatever was drafted before it. Only where
-    a token's states depend in the last bits on the batch or the tree around it may a near-tie between
-    two candidates go the other way. Raises ValueError for a shape that the traces do not cover.
-    """
-    if not traces.covers(shape):
-        raise ValueError(
-            f"traces hold {sorted(traces.ranks)} beams, not {shape}; trace a wider and deeper shape"
-        )
-    ranks = traces.ranks[shape.top_k][:, : shape.steps, shape.steps - 1]  # [T, steps]
-    accepted = (
-        (ranks < shape.nodes - 1).sum(1).tolist()
-    )  # [T]; a node's ancestors all have lower ranks
-    rounds, first = [], 0
-    for length in traces.lengths:
-        position, count = first, 0
-        first += length
-        while position < first:
-            position += accepted[position] + 1
-            count += 1
-        rounds.append(count)
-    return rounds
-
-
-def acceptance(traces: Traces, shape: TreeSection) -> float:
-    """τ over all traced replies with trees of this shape; exact as `replay` is."""
-    return sum(traces.lengths) / sum(replay(traces, shape))
+    middle = sum(map(len, prompts)) // len(prompts) + new_tokens // 2  # of an average reply
+    context = min(middle, model.max_length - MAX_STEPS - 2)
+    costs = {size: measure_costs(model, drafter, size, context, repeats=_REPEATS) for size in rows}
+    return best_shapes(costs, traces)
 
 
 def candidate_shapes() -> tuple[TreeSection, ...]:
     """Shapes that differ in what they can accept or in what they cost, small ones first.
 
-    Left out: budgets beyond all that a draft proposes, and beams or steps beyond what the budget can hold,
-    since the best n - 1 candidates have no more than n - 1 siblings or generations among them.
+    Left out: budgets beyond all that a draft proposes, and beams or steps beyond what the budget
+    can hold, since the best n - 1 candidates have no more than n - 1 siblings or generations among
+    them.
     """
-    shapes = [
-        TreeSection(top_k=1, steps=steps, nodes=steps + 1) for steps in range(1, MAX_STEPS + 1)
-    ]
+    depths = range(1, MAX_STEPS + 1)
+    shapes = [TreeSection(top_k=1, steps=steps, nodes=steps + 1) for steps in depths]
     for beams in BEAM_WIDTHS[1:]:
-        for steps in range(1, MAX_STEPS + 1):
-            proposed = beams + (steps - 1) * beams**2
-            for smaller, nodes in zip((0, *NODE_BUDGETS), NODE_BUDGETS, strict=False):
-                if max(beams, steps) < nodes and smaller < 1 + proposed:
-                    shapes.append(
-                        TreeSection(top_k=beams, steps=steps, nodes=min(nodes, 1 + proposed))
-                    )
+        for steps in depths:
+            most = 1 + beams + (steps - 1) * beams**2  # the root, and all that is proposed
+            for smaller, budget in zip((0, *NODE_BUDGETS), NODE_BUDGETS, strict=False):
+                if max(beams, steps) < budget and smaller < most:
+                    nodes = min(budget, most)
+                    shapes.append(TreeSection(top_k=beams, steps=steps, nodes=nodes))
     return tuple(shapes)
 
 
@@ -210,124 +94,20 @@ def best_shapes(
     traces: Traces,
     shapes: Sequence[TreeSection] = CANDIDATE_SHAPES,
 ) -> dict[int, Choice]:
-    """For each batch size, the shape with the largest predicted speedup among those that the traces cover.
+    """For each batch size, the covered shape with the largest predicted speedup.
 
-    Each choice holds from its batch size upward, which is how `Eagle3Drafter` reads {rows: shape}; let the
-    smallest size be 1. A speedup below 1 is returned like any other: it says that no shape is worth it.
+    Each choice holds from its batch size upward, which is how `Eagle3Drafter` reads {rows: shape};
+    let the smallest size be 1. A speedup below 1 is returned like any other: it says that no shape
+    is worth it.
     """
-    lengths = {shape: acceptance(traces, shape) for shape in shapes if traces.covers(shape)}
-    if not lengths:
-        raise ValueError(
-            f"none of {len(shapes)} shapes is covered by traces of {sorted(traces.ranks)} beams"
-        )
-    return {rows: _fastest(costs, lengths) for rows, costs in sorted(costs_by_rows.items())}
+    taus = {shape: acceptance(traces, shape) for shape in shapes if traces.covers(shape)}
+    if not taus:
+        beams = sorted(traces.ranks)
+        raise ValueError(f"none of {len(shapes)} shapes is covered by traces of {beams} beams")
+    return {rows: _fastest(costs, taus) for rows, costs in sorted(costs_by_rows.items())}
 
 
-def _fastest(costs: Costs, lengths: Mapping[TreeSection, float]) -> Choice:
-    choices = [Choice(shape, tau, costs.speedup(shape, tau)) for shape, tau in lengths.items()]
-    return max(
-        choices, key=lambda choice: choice.speedup
-    )  # of equals the first, which is the smallest
-
-
-def _check(model: DecoderModel, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-    for index, prompt in enumerate(prompts):
-        problem = Request(str(index), tuple(prompt), new_tokens, ()).problem(
-            vocabulary=model.vocabulary, max_length=model.max_length
-        )
-        if problem is not None:
-            raise DataError(problem.what, where=f"prompt {index}", fix=problem.fix)
-
-
-def _decode(
-    model: DecoderModel,
-    drafter: Eagle3Drafter,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    shapes: Mapping[int, TreeSection],
-    stop_ids: frozenset[int],
-) -> tuple[list[list[int]], dict[int, _Drafts]]:
-    """Greedy replies, a stop token included, and the drafts below each of their tokens."""
-    entries = (
-        max(len(prompt) for prompt in prompts) + new_tokens + WINDOW
-    )  # drafted entries stand behind the reply
-    batch, plane = open_batch(model, drafter, len(prompts), entries, emitted=1)
-    for row, prompt in enumerate(prompts):
-        prefill_chunk(
-            model,
-            plane,
-            drafter,
-            batch.rows(row, row + 1),
-            torch.tensor([list(prompt)], device=model.device),
-            None,
-        )
-    replies = [[token] for token in batch.emitted[:, 0].tolist()]
-    drafts: dict[int, _Drafts] = {width: [] for width in shapes}
-    for _ in range(new_tokens - 1):
-        if all(reply[-1] in stop_ids for reply in replies):
-            break
-        for width, shape in shapes.items():
-            drafts[width].append(drafter.candidates(batch, shape))
-        root = root_only(batch.roots)
-        aux, predicted = read_tree(model, plane, batch, root, 0, sampling=False)
-        accepted = model.ops.verify(root, predicted, 0)
-        drafter.extend(batch, accepted.tokens, aux, accepted.counts)
-        batch.advance(accepted)
-        for reply, (token,) in zip(replies, accepted.tokens.tolist(), strict=True):
-            if reply[-1] not in stop_ids:  # rows that have ended go on beside the others, unheard
-                reply.append(token)
-    if any(token < 0 for reply in replies for token in reply):
-        raise TargetError(
-            "the logits were NaN", where="target", fix="check the target's weights and target.dtype"
-        )
-    return replies, drafts
-
-
-def _continuations(replies: Sequence[Sequence[int]], depth: int) -> Tensor:
-    """The tokens that follow each token of each reply: [B, P, D], -1 beyond the end.
-
-    reply  a b c d        position of a   b c d -1
-                                      b   c d -1 -1
-                                      c   d -1 -1 -1
-    """
-    longest = max(len(reply) for reply in replies) - 1
-    padded = torch.tensor(
-        [[*reply[1:], *[-1] * (longest + depth - len(reply))] for reply in replies]
-    )  # [B, P + D - 1]
-    return padded.unfold(1, depth, 1)
-
-
-def continuation_ranks(drafts: _Drafts, following: Tensor, beams: int) -> Tensor:
-    """Ranks [B, P, D, D] of the continuations `following` [B, P, D] in drafts of D steps at P positions.
-
-    Entry [.., d, s] is the rank of the token d + 1 behind the position among the candidates of the first
-    s + 1 steps. It counts the better ones; of equals the earlier is the better, as in `grow_tree`.
-    """
-    rows, positions, depth = following.shape
-    wanted = following.flatten(0, 1)  # [T, D], T = B·P
-    ranks = torch.full(
-        (len(wanted), depth, depth), _NEVER, dtype=torch.int32, device=following.device
-    )
-    tokens, parents, scores = (
-        torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*drafts, strict=True)
-    )  # each [T, C]
-    ends = beams + beams**2 * torch.arange(
-        depth, device=tokens.device
-    )  # [D] candidates of the first s + 1 steps
-    index = torch.arange(tokens.shape[1], device=tokens.device)  # [C]
-    node = torch.full_like(
-        wanted[:, :1], -1
-    )  # [T, 1] the last candidate of the continuation, -1 the root
-    alive = torch.ones_like(node, dtype=torch.bool)
-    for step in range(depth):
-        inside = (index < ends[step]) & (index >= (ends[step - 1] if step else 0))
-        agrees = (
-            inside & (parents == node) & (tokens == wanted[:, step : step + 1]) & alive
-        )  # [T, C], at most one a row
-        alive, node = agrees.any(1, keepdim=True), agrees.int().argmax(1, keepdim=True)
-        own = scores.gather(1, node)
-        better = (scores > own) | ((scores == own) & (index < node))  # [T, C]
-        counted = better.cumsum(1)[:, ends - 1].int()  # [T, D]
-        drafted = alive & (torch.arange(depth, device=tokens.device) >= step)
-        ranks[:, step] = torch.where(drafted, counted, _NEVER)
-    return ranks.view(rows, positions, depth, depth)
+def _fastest(costs: Costs, taus: Mapping[TreeSection, float]) -> Choice:
+    """Of equals the first, which is the smallest."""
+    choices = (Choice(shape, tau, costs.speedup(shape, tau)) for shape, tau in taus.items())
+    return max(choices, key=lambda choice: choice.speedup)

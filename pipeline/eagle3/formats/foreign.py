@@ -27,20 +27,22 @@ from pipeline.errors import HeadError
 Dialect = Literal["sglang", "speculators"]
 
 _MAPS = ("d2t", "t2d")
-#: What trainers leave in their checkpoints and no head needs: the verifier's own weights, and copies of it.
+#: What trainers leave in their checkpoints and no head needs: the verifier's own weights.
 _IGNORED = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
 #: SGLang's older names of the three norms before fc.
 _LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
+_PASS_A_HEAD = "pass the directory of an EAGLE-3 head"
+_FETCH_AGAIN = "download or export the head again"
+
 
 @dataclass(frozen=True)
 class ForeignHead:
-    """What a directory holds, under our names."""
+    """What a directory holds, under the names of `Eagle3Head`."""
 
     dialect: Dialect
-    capture_layers: (
-        tuple[int, int, int] | None
-    )  # output indices; None leaves them to the loader's default
+    #: Output indices; None leaves them to the loader's default.
+    capture_layers: tuple[int, int, int] | None
     head: Eagle3Head  # float32
     embedding: Tensor | None  # [V, H], when it ships one
 
@@ -49,29 +51,24 @@ def read_foreign(directory: Path) -> ForeignHead:
     """Read a head directory in either dialect. Raises HeadError with file, field and fix."""
     body = read_json(directory / "config.json")
     where = f"{directory}/config.json"
-    dialect = detect(body, where)
+    dialect = _detect(body, where)
     shape, layers = (speculators if dialect == "speculators" else sglang).read_config(body, where)
-    tensors = {
-        _our_name(name): tensor for name, tensor in _load(directory).items() if name not in _IGNORED
-    }
+    stored = _load(directory).items()
+    tensors = {_head_name(name): tensor for name, tensor in stored if name not in _IGNORED}
     embedding = tensors.pop(speculators.EMBEDDING, None)
-    return ForeignHead(dialect, layers, build_head(shape, tensors, where=str(directory)), embedding)
+    head = _build_head(shape, tensors, where=str(directory))
+    return ForeignHead(dialect, layers, head, embedding)
 
 
-def detect(body: dict[str, Any], where: str) -> Dialect:
+def _detect(body: dict[str, Any], where: str) -> Dialect:
     """The dialect of a config.json. Raises HeadError for what is no EAGLE-3 head."""
-    if speculators.MARK in body:
+    if speculators.MODEL_TYPE in body:
         return "speculators"
     if sglang.ARCHITECTURE in (body.get("architectures") or []) or "draft_vocab_size" in body:
         return "sglang"
-    known = (
-        f"neither {speculators.MARK} nor architectures [{sglang.ARCHITECTURE}] nor draft_vocab_size"
-    )
-    raise HeadError(
-        f"is no EAGLE-3 head's: it has {known}",
-        where=where,
-        fix="pass the directory of an EAGLE-3 head",
-    )
+    known = f"{speculators.MODEL_TYPE} nor architectures [{sglang.ARCHITECTURE}]"
+    problem = f"is no EAGLE-3 head's: it has neither {known} nor draft_vocab_size"
+    raise HeadError(problem, where=where, fix=_PASS_A_HEAD)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,22 +76,16 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise HeadError(
-            "no such file", where=str(path), fix="pass the directory of an EAGLE-3 head"
-        ) from None
+        raise HeadError("no such file", where=str(path), fix=_PASS_A_HEAD) from None
     except (OSError, ValueError) as error:
-        raise HeadError(
-            f"cannot be read: {error}", where=str(path), fix="download or export the head again"
-        ) from error
+        raise HeadError(f"cannot be read: {error}", where=str(path), fix=_FETCH_AGAIN) from error
     if not isinstance(body, dict):
-        raise HeadError(
-            "is no JSON object", where=str(path), fix="download or export the head again"
-        )
+        raise HeadError("is no JSON object", where=str(path), fix=_FETCH_AGAIN)
     return body
 
 
-def build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> Eagle3Head:
-    """A float32 head of `shape` from `tensors` under our names; rows are put in ascending order of target id.
+def _build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> Eagle3Head:
+    """A float32 head of `shape` from `tensors`; rows are put in ascending order of target id.
 
     Raises HeadError on the first tensor that is missing, surplus or of another shape, and for a
     vocabulary map that is none.
@@ -120,29 +111,24 @@ def build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> E
 def _load(directory: Path) -> dict[str, Tensor]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        pickled = (
-            " (a pytorch_model.bin is a pickle, which can run code)"
-            if any(directory.glob("*.bin"))
-            else ""
-        )
-        raise HeadError(
-            f"has no *.safetensors{pickled}",
-            where=str(directory),
-            fix="save the head's weights as safetensors",
-        )
+        problem = "has no *.safetensors"
+        if any(directory.glob("*.bin")):
+            problem += " (a pytorch_model.bin is a pickle, which can run code)"
+        fix = "save the head's weights as safetensors"
+        raise HeadError(problem, where=str(directory), fix=fix)
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
-            raise HeadError(
-                f"cannot be read: {error}", where=str(file), fix="download or export the head again"
-            ) from error
+            problem = f"cannot be read: {error}"
+            raise HeadError(problem, where=str(file), fix=_FETCH_AGAIN) from error
     return tensors
 
 
-def _our_name(name: str) -> str:
-    name = speculators.ours_of(name.removeprefix("model."))
+def _head_name(name: str) -> str:
+    """The name that `Eagle3Head` has for a tensor of either dialect."""
+    name = speculators.head_name(name.removeprefix("model."))
     for legacy, current in _LEGACY.items():
         name = name.replace(legacy, current)
     return name
@@ -151,43 +137,42 @@ def _our_name(name: str) -> str:
 def _check_tensors(
     expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], where: str
 ) -> None:
-    missing, surplus = (
-        sorted(expected.keys() - tensors.keys()),
-        sorted(tensors.keys() - expected.keys()),
-    )
+    missing = sorted(expected.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - expected.keys())
     if missing:
-        fix = "import a head with all weights; a reader that goes on without would draft from random ones"
-        raise HeadError(f"has no tensor {', '.join(missing)}", where=where, fix=fix)
+        problem = f"has no tensor {', '.join(missing)}"
+        reason = "a reader that goes on without would draft from random ones"
+        fix = f"import a head with all weights; {reason}"
+        raise HeadError(problem, where=where, fix=fix)
     if surplus:
+        problem = f"has a tensor that this head has no place for: {', '.join(surplus)}"
         fix = "import a head without it; a reader that skips it would draft with other maths"
-        raise HeadError(
-            f"has a tensor that this head has no place for: {', '.join(surplus)}",
-            where=where,
-            fix=fix,
-        )
-    for name, shape in expected.items():
-        found = tuple(tensors[name].shape)
-        if found != shape:
-            fix = "correct config.json (hidden, intermediate and vocabulary sizes, heads, head_dim), or export the head again"
-            raise HeadError(
-                f"{name} is {list(found)} where config.json asks for {list(shape)}",
-                where=where,
-                fix=fix,
-            )
+        raise HeadError(problem, where=where, fix=fix)
+    for name, wanted in expected.items():
+        shape = tuple(tensors[name].shape)
+        if shape != wanted:
+            problem = f"{name} is {list(shape)} where config.json asks for {list(wanted)}"
+            sizes = "hidden, intermediate and vocabulary sizes, heads, head_dim"
+            fix = f"correct config.json ({sizes}), or export the head again"
+            raise HeadError(problem, where=where, fix=fix)
 
 
 def _target_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
-    """Target ids [Vd] of the draft rows from the offsets d2t [Vd]; t2d [V] must mark the same tokens. Raises HeadError."""
+    """Target ids [Vd] of the draft rows, from their offsets d2t [Vd].
+
+    Raises HeadError unless t2d [V] marks the same tokens, each once.
+    """
     ids = d2t.long() + torch.arange(len(d2t))
     marked = t2d.bool()
-    fits = bool(((ids >= 0) & (ids < len(marked))).all())
-    if fits and len(set(ids.tolist())) == len(ids) == int(marked.sum()) and bool(marked[ids].all()):
+    inside = bool(((ids >= 0) & (ids < len(marked))).all())
+    distinct = len(set(ids.tolist())) == len(ids) == int(marked.sum())
+    if inside and distinct and bool(marked[ids].all()):
         return ids
     if torch.equal(d2t.long().sort().values, marked.nonzero().flatten()):
-        raise HeadError(
-            "d2t holds target ids where offsets belong",
-            where=where,
-            fix="subtract 0, 1, 2, … from its rows",
-        )
-    problem = "d2t and t2d do not name the same distinct target tokens: row i + d2t[i] must be marked in t2d, once each"
+        problem = "d2t holds target ids where offsets belong"
+        raise HeadError(problem, where=where, fix="subtract 0, 1, 2, … from its rows")
+    problem = (
+        "d2t and t2d do not name the same distinct target tokens: "
+        "row i + d2t[i] must be marked in t2d, once each"
+    )
     raise HeadError(problem, where=where, fix="export the head again with its vocabulary map")

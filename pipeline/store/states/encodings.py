@@ -6,16 +6,17 @@ A row is one token's states of L layers, each H wide: L = 3 for aux states, 1 fo
     fp8      L·H + L     the values as e4m3, then one scale code a layer
     int8     L·H + L     the values, then one scale code a layer
 
-    state[layer, h] = value[layer, h] · 2^(code[layer] / 4) · channel[layer, h]      channel: int8 only
+    state[layer, h] = value[layer, h] · 2^(code[layer] / 4) · channel[layer, h]   channel: int8 only
 
-A scale code is a signed byte: steps of 19 % over 64 octaves, rounded up so that no value is clipped.
-That coarsens the int8 steps by 9 % on average, and takes half the bytes of a float16 scale.
+A scale code is a signed byte: steps of 19 % over 64 octaves, rounded up so that no value is
+clipped. That coarsens the int8 steps by 9 % on average, and takes half the bytes of a float16
+scale.
 
-`channel` is what int8 needs: some channels of a residual stream are a hundred times larger than the
-rest, and a scale a token alone would leave the others three or four bits. Each channel is divided by
-the 99th percentile of its magnitudes over the shard, a few numbers stored once. Measured over 16,433
-tokens of SmolLM2-135M, relative error of the median token without its eight largest channels (low,
-middle, high layer, final state; in brackets without `channel`):
+`channel` is what int8 needs: some channels of a residual stream are a hundred times larger than
+the rest, and a scale a token alone would leave the others three or four bits. Each channel is
+divided by the 99th percentile of its magnitudes over the shard, a few numbers stored once. Measured
+over 16,433 tokens of SmolLM2-135M, relative error of the median token without its eight largest
+channels (low, middle, high layer, final state; in brackets without `channel`):
 
     fp8    2.6 %  2.6 %  2.6 %  2.6 %
     int8   0.9 %  0.8 %  0.8 %  0.8 %      (4.1 %  4.3 %  6.1 %  3.3 %)
@@ -70,6 +71,10 @@ class Codec:
     encoding: Encoding
     channels: Tensor | None = None  # bf16 [4, H], low, middle, high, final; int8 only
 
+    def is_like(self, other: Codec) -> bool:
+        """Whether both read rows of the same shard, or of shards without scales of their own."""
+        return self.encoding == other.encoding and self.channels is other.channels
+
     def encode_aux(self, states: Tensor) -> Tensor:
         """bf16 [T, 3H] → rows. Raises OutOfRange."""
         return self._encode(states, AUX_LAYERS)
@@ -78,26 +83,23 @@ class Codec:
         """bf16 [S, H] → rows. Raises OutOfRange."""
         return self._encode(states, 1)
 
-    def decode_aux(self, rows: Tensor, device: torch.device | str | None = None) -> Tensor:
-        """Rows → bf16 [T, 3H], on `device` or where they are."""
-        return self._decode(rows, AUX_LAYERS, device)
+    def decode_aux(self, rows: Tensor) -> Tensor:
+        """Rows → bf16 [T, 3H], on the rows' device."""
+        return self._decode(rows, AUX_LAYERS)
 
-    def decode_final(self, rows: Tensor, device: torch.device | str | None = None) -> Tensor:
-        """Rows → bf16 [S, H], on `device` or where they are."""
-        return self._decode(rows, 1, device)
+    def decode_final(self, rows: Tensor) -> Tensor:
+        """Rows → bf16 [S, H], on the rows' device."""
+        return self._decode(rows, 1)
 
     def _encode(self, states: Tensor, layers: int) -> Tensor:
-        rows = torch.empty(
-            len(states),
-            row_width(self.encoding, states.shape[1] // layers, layers),
-            dtype=ROW_TYPES[self.encoding],
-            device=states.device,
-        )
+        hidden = states.shape[1] // layers
+        shape = (len(states), row_width(self.encoding, hidden, layers))
+        rows = torch.empty(shape, dtype=ROW_TYPES[self.encoding], device=states.device)
         if self.encoding == "bf16":
             return rows.copy_(states)
         channels = self._channels(layers, states.device)
         for own in _blocks(len(states)):
-            values = states[own].float().view(-1, layers, states.shape[1] // layers)  # [n, L, H]
+            values = states[own].float().view(-1, layers, hidden)  # [n, L, H]
             if channels is not None:
                 values /= channels
             codes = self._codes(values, own.start)  # [n, L]
@@ -106,8 +108,7 @@ class Codec:
             rows[own, states.shape[1] :] = codes.view(rows.dtype)
         return rows
 
-    def _decode(self, rows: Tensor, layers: int, device: torch.device | str | None) -> Tensor:
-        rows = rows.to(device) if device is not None else rows
+    def _decode(self, rows: Tensor, layers: int) -> Tensor:
         if self.encoding == "bf16":
             return rows
         width = rows.shape[1] - layers
@@ -130,17 +131,16 @@ class Codec:
         return own.to(device).float()
 
     def _codes(self, values: Tensor, first: int) -> Tensor:
-        """The smallest scale of each row and layer that clips nothing, int8 [n, L]; values are [n, L, H]."""
-        codes = (
-            (values.abs().amax(2) / _LARGEST[self.encoding]).log2().mul_(_STEPS_PER_OCTAVE).ceil()
-        )
+        """The smallest scale of each row and layer that clips nothing; [n, L, H] → int8 [n, L]."""
+        largest = values.abs().amax(2) / _LARGEST[self.encoding]
+        codes = largest.log2().mul_(_STEPS_PER_OCTAVE).ceil()
         beyond = (codes > _CODES[1]).any(1)
         if bool(beyond.any()):
             raise OutOfRange(first + int(beyond.nonzero()[0]))
         return codes.clamp_min_(_CODES[0]).to(torch.int8)
 
     def _round(self, values: Tensor) -> Tensor:
-        """Scaled values as one byte each. The clamp undoes at most one rounding error of the scale."""
+        """Scaled values, a byte each. The clamp undoes at most one rounding error of the scale."""
         largest = _LARGEST[self.encoding]
         if self.encoding == "int8":
             return values.round_().clamp_(-largest, largest).to(torch.int8)
@@ -153,36 +153,27 @@ def row_width(encoding: Encoding, hidden: int, layers: int) -> int:
 
 
 def calibrate(encoding: Encoding, aux: Tensor, final: Tensor) -> Codec:
-    """The codec of a shard whose states are aux [T, 3H] and final [S, H]; depends on nothing but them."""
+    """The codec of a shard whose states are aux [T, 3H] and final [S, H]; depends on them alone."""
     if encoding != "int8":
         return Codec(encoding)
-    hidden = final.shape[1]
-    return Codec(
-        encoding,
-        torch.cat(
-            [_percentiles(aux).view(AUX_LAYERS, hidden), _percentiles(final).view(1, hidden)]
-        ).to("cpu", torch.bfloat16),
-    )
+    channels = torch.cat([_percentiles(aux), _percentiles(final)]).view(LAYERS, final.shape[1])
+    return Codec(encoding, channels.to("cpu", torch.bfloat16))
 
 
 def _percentiles(states: Tensor) -> Tensor:
-    """Of each column's magnitudes, float32; columns of zeros get the smallest value that is not one, or 1."""
+    """Of each column's magnitudes, float32; columns of zeros get the smallest value above, or 1."""
     if not len(states):
         return torch.ones(states.shape[1], device=states.device)
-    spread = torch.linspace(
-        0, len(states) - 1, min(len(states), _CALIBRATION_ROWS), device=states.device
-    ).long()
-    above = len(spread) - max(1, int(_PERCENTILE * len(spread)))
-    found = (
-        states[spread].float().abs().topk(above + 1, dim=0).values[-1]
-    )  # the percentile lies near the end: a short list finds it
+    count = min(len(states), _CALIBRATION_ROWS)
+    spread = torch.linspace(0, len(states) - 1, count, device=states.device).long()
+    above = count - max(1, int(_PERCENTILE * count))
+    # The percentile lies near the end: a short list of the largest holds it.
+    percentiles = states[spread].float().abs().topk(above + 1, dim=0).values[-1]
     # A column far below all others would need scale codes of its own.
-    floor = found.median() / 1024
-    return (
-        found.clamp_min(floor)
-        if floor > 0
-        else torch.where(found > 0, found, torch.ones_like(found))
-    )
+    floor = percentiles.median() / 1024
+    if floor > 0:
+        return percentiles.clamp_min(floor)
+    return torch.where(percentiles > 0, percentiles, torch.ones_like(percentiles))
 
 
 def _blocks(rows: int, size: int = _BLOCK) -> Iterator[slice]:

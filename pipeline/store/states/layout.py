@@ -1,15 +1,15 @@
 """The header of a states shard, and what must hold between its tensors.
 
-n samples, T tokens of all samples, S stored final states, H the target's hidden size, W bytes a row:
+n samples, T tokens of all samples, S stored final states, H the target's hidden size:
 
-    token_offsets   int64 [n+1]      sample s owns tokens [token_offsets[s], token_offsets[s+1])
-    final_offsets   int64 [n+1]      … and final states likewise
-    checksums       uint32 [n]       CRC-32 of all that belongs to a sample
-    token_ids       int32 [T]        uint16 when every id is below 65,536
-    channel_scales  bf16 [4, H]      with int8 only
-    aux_states      rows of 3 layers [T, …]
-    final_states    rows of 1 layer  [S, …]
-    supervised_mask       uint8 [⌈T/8⌉]    one bit a token, the first token in the highest bit
+    token_offsets   int64 [n+1]       sample s owns tokens [token_offsets[s], token_offsets[s+1])
+    final_offsets   int64 [n+1]       … and final states likewise
+    checksums       uint32 [n]        CRC-32 of all that belongs to a sample
+    token_ids       int32 [T]         uint16 when every id is below 65,536
+    channel_scales  bf16 [4, H]       with int8 only
+    aux_states      rows of 3 layers  [T, …]
+    final_states    rows of 1 layer   [S, …]
+    loss_mask       uint8 [⌈T/8⌉]     supervised mask, one bit a token, the first one highest
 
 docs/states-format.md specifies it byte by byte.
 """
@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline.store.states.encodings import AUX_LAYERS, LAYERS, ROW_TYPES, Encoding, row_width
-from pipeline.store.states.format import FORMAT
 
-#: The only metadata key: safetensors keeps its metadata in no particular order, one key has but one.
+#: Raised with every change that an older reader would misread; docs/states-format.md describes it.
+FORMAT = 2
+#: The only metadata key: safetensors keeps metadata in no particular order, one key has one.
 METADATA = "eagle3"
+#: The tensor that holds the supervised mask.
+MASK = "loss_mask"
 
 TYPES = {
     "I64": torch.int64,
@@ -44,29 +44,33 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 class BrokenLayout(ValueError):
-    """The bytes are not a states shard that this version reads; `fix` is set when it is not the usual one."""
+    """No states shard that this version reads; `fix` is set when it is not the usual one."""
 
     def __init__(self, problem: str, fix: str | None = None) -> None:
         self.fix = fix
         super().__init__(problem)
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """Where one tensor lies."""
 
-    dtype: str
+    type_name: str
     shape: tuple[int, ...]
     start: int  # bytes from the beginning of the file
     stop: int
 
     @property
+    def dtype(self) -> torch.dtype:
+        return TYPES[self.type_name]
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one entry of the first dimension."""
-        return math.prod(self.shape[1:]) * TYPES[self.dtype].itemsize
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def span(self, rows: slice) -> tuple[int, int]:
-        """Byte range of some rows in the file."""
-        return self.start + rows.start * self.row_bytes, self.start + rows.stop * self.row_bytes
+    def byte_range(self, first: int, last: int) -> tuple[int, int]:
+        """Where rows [first, last) lie in the file."""
+        return self.start + first * self.row_bytes, self.start + last * self.row_bytes
 
 
 class Layout(NamedTuple):
@@ -77,20 +81,18 @@ class Layout(NamedTuple):
     samples: list[tuple[str, str]]  # id, source
     tokens: int  # T
     finals: int  # S
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
 
-def read_layout(header: bytes, first: int, size: int) -> Layout:
-    """Understand a safetensors header whose tensors begin at byte `first` of a file of `size` bytes. Raises BrokenLayout."""
+def read_layout(header: bytes | bytearray, first: int, size: int) -> Layout:
+    """Understand a safetensors header; tensors begin at byte `first` of a file of `size` bytes.
+
+    Raises BrokenLayout.
+    """
     try:
         fields: dict[str, Any] = json.loads(header)
         metadata = fields.pop("__metadata__")[METADATA]
-        tensors = {
-            name: Stored(
-                entry["dtype"], tuple(entry["shape"]), *(first + at for at in entry["data_offsets"])
-            )
-            for name, entry in fields.items()
-        }
+        tensors = {name: _stored(entry, first) for name, entry in fields.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenLayout(f"has a broken safetensors header: {error}") from None
     encoding, samples = _read_listing(metadata)
@@ -98,58 +100,24 @@ def read_layout(header: bytes, first: int, size: int) -> Layout:
     for name, tensor in tensors.items():
         _check_range(name, tensor, size)
     _check_shapes(tensors, encoding, len(samples))
-    hidden = _hidden_size(tensors, encoding)
-    return Layout(
-        encoding,
-        hidden,
-        samples,
-        tensors["token_ids"].shape[0],
-        tensors["final_states"].shape[0],
-        tensors,
-    )
+    tokens, finals = tensors["token_ids"].shape[0], tensors["final_states"].shape[0]
+    return Layout(encoding, _hidden_size(tensors, encoding), samples, tokens, finals, tensors)
 
 
-def sample_checksum(
-    start: int,
-    sample_id: str,
-    source: str,
-    token_ids: Tensor,
-    supervised_mask: Tensor,
-    aux_rows: Tensor,
-    final_rows: Tensor,
-) -> int:
-    """CRC-32 over id, source, ids as int32, mask as a byte each, and both kinds of rows as stored.
-
-    `start` is the CRC-32 of the shard's channel scales, 0 without any; a CRC continues from another.
-    """
-    named = (
-        f"{sample_id}\n{source}\n".encode()
-        + token_ids.numpy().tobytes()
-        + supervised_mask.numpy().tobytes()
-    )
-    return crc32(final_rows, crc32(aux_rows, zlib.crc32(named, start)))
-
-
-def crc32(tensor: Tensor, start: int = 0) -> int:
-    """CRC-32 of a contiguous CPU tensor's bytes."""
-    return zlib.crc32(as_bytes(tensor).data, start) if tensor.numel() else start
-
-
-def as_bytes(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """The same memory as rows of bytes, for a contiguous CPU tensor; numpy has no bfloat16."""
-    return tensor.view(torch.uint8).numpy()
+def _stored(entry: Any, first: int) -> StoredTensor:
+    start, stop = (first + at for at in entry["data_offsets"])
+    return StoredTensor(entry["dtype"], tuple(entry["shape"]), start, stop)
 
 
 def _read_listing(metadata: Any) -> tuple[Encoding, list[tuple[str, str]]]:
+    """Encoding, and id and source of each sample."""
     try:
         listing = json.loads(metadata)
         version = listing["format"]
         if version != FORMAT:
             raise _other_format(version)
-        encoding, samples = (
-            listing["encoding"],
-            [(str(entry["id"]), str(entry["source"])) for entry in listing["samples"]],
-        )
+        encoding: Encoding = listing["encoding"]
+        samples = [(str(entry["id"]), str(entry["source"])) for entry in listing["samples"]]
     except BrokenLayout:
         raise
     except (ValueError, KeyError, TypeError) as error:
@@ -166,54 +134,49 @@ def _other_format(version: Any) -> BrokenLayout:
     return BrokenLayout(problem, "make the states again with `eagle3 features --force`")
 
 
-def _check_names(tensors: dict[str, Stored], encoding: Encoding) -> None:
-    rows = _NAMES[ROW_TYPES[encoding]]
+def _check_names(tensors: dict[str, StoredTensor], encoding: Encoding) -> None:
+    rows = (_NAMES[ROW_TYPES[encoding]],)
     expected = {
         "token_offsets": ("I64",),
         "final_offsets": ("I64",),
         "checksums": ("U32",),
         "token_ids": ("I32", "U16"),
-        "aux_states": (rows,),
-        "final_states": (rows,),
-        "loss_mask": ("U8",),
+        "aux_states": rows,
+        "final_states": rows,
+        MASK: ("U8",),
     }
     if encoding == "int8":
         expected["channel_scales"] = ("BF16",)
     if sorted(tensors) != sorted(expected):
-        raise BrokenLayout(
-            f"holds tensors {', '.join(sorted(tensors))} instead of {', '.join(sorted(expected))}"
-        )
-    for name, dtypes in expected.items():
-        if tensors[name].dtype not in dtypes:
-            raise BrokenLayout(f"{name} is {tensors[name].dtype} instead of {' or '.join(dtypes)}")
+        stored, known = ", ".join(sorted(tensors)), ", ".join(sorted(expected))
+        raise BrokenLayout(f"holds tensors {stored} instead of {known}")
+    for name, types in expected.items():
+        stored = tensors[name].type_name
+        if stored not in types:
+            raise BrokenLayout(f"{name} is {stored} instead of {' or '.join(types)}")
 
 
-def _check_range(name: str, tensor: Stored, size: int) -> None:
-    length = math.prod(tensor.shape) * TYPES[tensor.dtype].itemsize
+def _check_range(name: str, tensor: StoredTensor, size: int) -> None:
+    length = math.prod(tensor.shape) * tensor.dtype.itemsize
     if tensor.stop - tensor.start != length or not 0 <= tensor.start <= tensor.stop <= size:
+        byte_range, shape = f"[{tensor.start}, {tensor.stop})", list(tensor.shape)
         raise BrokenLayout(
-            f"{name} has byte range [{tensor.start}, {tensor.stop}), which does not fit its shape {list(tensor.shape)}"
+            f"{name} has byte range {byte_range}, which does not fit its shape {shape}"
         )
 
 
-def _check_shapes(tensors: dict[str, Stored], encoding: Encoding, count: int) -> None:
+def _check_shapes(tensors: dict[str, StoredTensor], encoding: Encoding, count: int) -> None:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if len(shapes["final_states"]) != 2 or len(shapes["token_ids"]) != 1:
-        raise BrokenLayout(
-            f"final_states has shape {list(shapes['final_states'])} and token_ids {list(shapes['token_ids'])}"
-        )
-    total, finals, hidden = (
-        shapes["token_ids"][0],
-        shapes["final_states"][0],
-        _hidden_size(tensors, encoding),
-    )
+        finals, ids = list(shapes["final_states"]), list(shapes["token_ids"])
+        raise BrokenLayout(f"final_states has shape {finals} and token_ids {ids}")
+    tokens, hidden = shapes["token_ids"][0], _hidden_size(tensors, encoding)
     expected = {
         "token_offsets": (count + 1,),
         "final_offsets": (count + 1,),
         "checksums": (count,),
-        "aux_states": (total, row_width(encoding, hidden, AUX_LAYERS)),
-        "final_states": (finals, row_width(encoding, hidden, 1)),
-        "loss_mask": (-(-total // 8),),
+        "aux_states": (tokens, row_width(encoding, hidden, AUX_LAYERS)),
+        MASK: (-(-tokens // 8),),
         "channel_scales": (LAYERS, hidden),
     }
     for name, shape in expected.items():
@@ -221,6 +184,6 @@ def _check_shapes(tensors: dict[str, Stored], encoding: Encoding, count: int) ->
             raise BrokenLayout(f"{name} has shape {list(shapes[name])} instead of {list(shape)}")
 
 
-def _hidden_size(tensors: dict[str, Stored], encoding: Encoding) -> int:
+def _hidden_size(tensors: dict[str, StoredTensor], encoding: Encoding) -> int:
     """A row of one layer is as wide as H, and what the encoding adds."""
-    return tensors["final_states"].shape[-1] - row_width(encoding, 0, 1)
+    return tensors["final_states"].shape[1] - row_width(encoding, 0, 1)

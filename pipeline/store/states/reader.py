@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable
-from dataclasses import replace
+import os
+import weakref
 
 import numpy as np
 import torch
@@ -15,59 +14,51 @@ from pipeline.records import Shard
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS
 from pipeline.store.states.encodings import Codec
-from pipeline.store.states.layout import (
-    TYPES,
-    BrokenLayout,
-    Layout,
+from pipeline.store.states.layout import MASK, BrokenLayout, Layout, read_layout
+from pipeline.store.states.sample import (
+    StatesSample,
     as_bytes,
     crc32,
-    read_layout,
     sample_checksum,
+    teacher_positions,
 )
-from pipeline.store.states.sample import StatesSample, teacher_positions
-
-#: (tensor, rows, width, type) → memory [rows, width] that the reader fills and hands out.
-Room = Callable[[str, int, int, torch.dtype], Tensor]
 
 _FIX = "restore the file, or run `eagle3 features --force`"
-#: What a remote shard's first request asks for: header, offsets, ids and scales of a shard of usual size.
+#: What opening reads first: header, offsets, ids and scales of a shard of usual size.
 _FIRST_READ = 256 << 10
 
 
 class StatesReader:
     """The samples of one states shard of the stage at `location`.
 
-    Opening reads the header, ids and masks — a few bytes a token — and checks the layout; `sample(i)`
-    reads only that sample's states: from a memory map when local, as two byte ranges when remote.
-    `verify=False` leaves out the samples' checksums, for a shard whose own was checked just now.
+    Opening reads the header, ids and masks — a few bytes a token — and checks the layout. `sample`
+    and `read_into` then read only that sample's states: at their position in a local file, as two
+    byte ranges of a remote one. A memory map would count every page it has shown as this process's
+    memory, and take a page fault for each; a read costs one copy, into memory that is at hand.
 
-    Raises CorruptShard with file and tensor, or with file and sample.
+    Raises CorruptShard with file and tensor, or with file and sample. Threads may share a reader.
     """
 
-    def __init__(self, location: Location, shard: Shard, *, verify: bool = True) -> None:
-        self._folder, self._name, self._bytes, self._verify = (
-            location.child(SHARDS),
-            shard.name,
-            shard.bytes,
-            verify,
-        )
-        self._front = b""
-        self._map = self._memory_map()
-        self._front = self._read(0, min(self._bytes, _FIRST_READ)) if self._map is None else b""
+    def __init__(self, location: Location, shard: Shard) -> None:
+        self._folder, self._name, self._bytes = location.child(SHARDS), shard.name, shard.bytes
+        self._file = self._open()
+        self._front = bytearray()
+        self._front = self._read(0, min(self._bytes, _FIRST_READ))
         self._layout = self._read_layout()
         self._token_ids = self._whole("token_ids").to(torch.int32)
         self._supervised_mask = self._read_mask()
         self._checksums: list[int] = self._whole("checksums").tolist()
-        self._token_offsets: list[int] = self._whole("token_offsets").tolist()
-        self._final_offsets: list[int] = self._whole("final_offsets").tolist()
-        self._codec = Codec(
-            self._layout.encoding,
-            self._whole("channel_scales") if "channel_scales" in self._layout.tensors else None,
-        )
-        self._front = b""
-        self._check_offsets()
+        self._token_offsets = self._read_offsets("token_offsets", self._layout.tokens)
+        self._final_offsets = self._read_offsets("final_offsets", self._layout.finals)
+        has_channels = "channel_scales" in self._layout.tensors
+        channels = self._whole("channel_scales") if has_channels else None
+        self._channels_checksum = crc32(channels)
+        self._front = bytearray()
+        #: How this shard's states are encoded.
+        self.codec = Codec(self._layout.encoding, channels)
+        #: Tokens of each sample.
+        self.lengths: list[int] = np.diff(self._token_offsets).tolist()
         self._final_positions = self._find_positions()
-        self._start = crc32(self._codec.channels) if self._codec.channels is not None else 0
 
     def __len__(self) -> int:
         return len(self._layout.samples)
@@ -77,77 +68,85 @@ class StatesReader:
         """H of the target."""
         return self._layout.hidden_size
 
-    @property
-    def codec(self) -> Codec:
-        """How this shard's states are encoded."""
-        return self._codec
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample, known without reading any state."""
-        return [
-            stop - start
-            for start, stop in zip(self._token_offsets, self._token_offsets[1:], strict=False)
-        ]
-
     def origin(self, index: int) -> tuple[str, str]:
         """Id and source of one sample, without reading any state."""
         return self._layout.samples[index]
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """`token_ids` and `supervised_mask` of one sample, without reading any state."""
-        own = _span(self._token_offsets, index)
+        own = slice(*self._token_offsets[index : index + 2])
         return self._token_ids[own], self._supervised_mask[own]
 
-    def sample(self, index: int, *, decode: bool = True, room: Room | None = None) -> StatesSample:
-        """All of one sample, its states as bf16 copies that the caller owns.
+    def final_positions(self, index: int) -> Tensor:
+        """Positions of one sample's final states, without reading any state."""
+        return self._final_positions[index]
 
-        With `decode=False` they stay as they are stored, for `StatesSample.decode` on another device; those
-        of a local shard then lie in the memory map. With a `room` for "aux_states" and "final_states" they lie there.
+    def sample(self, index: int, *, decode: bool = True) -> StatesSample:
+        """All of one sample, its states in bf16; with `decode=False` as they are stored."""
+        aux, final = self.new_rows(self.lengths[index], len(self._final_positions[index]))
+        sample = self.read_into(index, aux, final)
+        return sample.decode() if decode else sample
+
+    def new_rows(self, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
+        """Memory for the states of `tokens` and so many final states, as this shard stores them."""
+        return self._empty("aux_states", tokens), self._empty("final_states", finals)
+
+    def read_into(self, index: int, aux: Tensor, final: Tensor) -> StatesSample:
+        """One sample with its states as stored, read into `aux` [T, …] and `final` [S, …].
+
+        They are rows of `new_rows`, as many as the sample has, and hold wrong bytes after an error.
         """
-        (sample_id, source), (token_ids, supervised_mask) = self.origin(index), self.tokens(index)
-        aux_rows, final_rows = (
-            self._rows(name, rows, room) for name, rows in self._spans(index).items()
-        )
-        if self._verify:
-            found = sample_checksum(
-                self._start, sample_id, source, token_ids, supervised_mask, aux_rows, final_rows
-            )
-            if found != self._checksums[index]:
-                raise self._corrupt(
-                    f"sample {sample_id} of {source} has CRC-32 {found:08x}, {self._checksums[index]:08x} was written"
-                )
-        sample = StatesSample(
-            sample_id,
-            source,
-            token_ids,
-            supervised_mask,
-            aux_rows,
-            final_rows,
-            self._final_positions[index],
-            self._codec,
-        )
-        if not decode:
-            return sample
-        decoded = sample.decode()
-        return decoded if self._codec.encoding != "bf16" else _copied(decoded)
+        for (start, stop), rows in zip(self._byte_ranges(index), (aux, final), strict=True):
+            memory = as_bytes(rows).reshape(-1).data
+            assert len(memory) == stop - start, "memory for another sample"
+            self._fill(memory, start)
+        (sample_id, source), (token_ids, mask) = self.origin(index), self.tokens(index)
+        positions = self._final_positions[index]
+        sample = StatesSample(sample_id, source, token_ids, mask, aux, final, positions, self.codec)
+        checksum, written = sample_checksum(sample, self._channels_checksum), self._checksums[index]
+        if checksum != written:
+            problem = f"has CRC-32 {checksum:08x}, {written:08x} was written"
+            raise self._corrupt(f"sample {sample_id} of {source} {problem}")
+        return sample
 
-    def _memory_map(self) -> mmap.mmap | None:
+    def announce(self, index: int) -> None:
+        """Have the operating system read one sample of a local shard ahead, if it can be asked."""
+        if self._file is None or not hasattr(os, "posix_fadvise"):
+            return
+        for start, stop in self._byte_ranges(index):
+            if stop > start:  # a length of 0 would mean all of the file
+                os.posix_fadvise(self._file, start, stop - start, os.POSIX_FADV_WILLNEED)
+
+    def _open(self) -> int | None:
+        """Descriptor of a local file. It must be as long as what was committed, wherever it is."""
         size = self._folder.size(self._name)
         if size != self._bytes:
             raise self._corrupt(f"has {size} bytes, {self._bytes} were committed")
-        if not self._folder.is_local or not size:
+        if not self._folder.is_local:
             return None
-        with open(self._folder.local_path(self._name), "rb") as file:
-            # Copy-on-write: torch wants writable memory, and whatever it writes stays out of the file.
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        file = os.open(self._folder.local_path(self._name), os.O_RDONLY)
+        weakref.finalize(self, os.close, file)  # readers are closed by forgetting them
+        return file
 
-    def _read(self, start: int, stop: int) -> bytes:
-        if self._map is not None:
-            return self._map[start:stop]
+    def _read(self, start: int, stop: int) -> bytearray:
         if stop <= len(self._front):
             return self._front[start:stop]
-        return self._folder.read_range(self._name, start, stop)
+        data = bytearray(stop - start)
+        self._fill(memoryview(data), start)
+        return data
+
+    def _fill(self, memory: memoryview, start: int) -> None:
+        """Read the bytes of the file from `start` on, as many as `memory` holds."""
+        stop = start + len(memory)
+        if self._file is None:
+            memory[:] = self._folder.read_range(self._name, start, stop)
+            return
+        done = 0
+        while done < len(memory):  # one call reads at most 2 GB
+            count = os.preadv(self._file, [memory[done:]], start + done)
+            if not count:
+                raise self._corrupt(f"ends after {start + done} bytes where {stop} were expected")
+            done += count
 
     def _read_layout(self) -> Layout:
         length = int.from_bytes(self._read(0, 8), "little") if self._bytes >= 8 else 0
@@ -158,78 +157,48 @@ class StatesReader:
         except BrokenLayout as error:
             raise self._corrupt(str(error), error.fix) from None
 
+    def _whole(self, name: str) -> Tensor:
+        tensor = self._layout.tensors[name]
+        data = self._read(tensor.start, tensor.stop)
+        if not data:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
+
     def _read_mask(self) -> Tensor:
         """uint8 [T]."""
-        bits = np.frombuffer(self._read(*self._layout.tensors["loss_mask"][2:]), dtype=np.uint8)
+        bits = self._whole(MASK).numpy()
         return torch.from_numpy(np.unpackbits(bits, count=self._layout.tokens))
 
-    def _check_offsets(self) -> None:
-        layout = self._layout
-        for name, offsets, end in (
-            ("token_offsets", self._token_offsets, layout.tokens),
-            ("final_offsets", self._final_offsets, layout.finals),
-        ):
-            if offsets[0] != 0 or offsets[-1] != end or sorted(offsets) != offsets:
-                raise self._corrupt(f"{name} does not rise from 0 to {end}")
+    def _read_offsets(self, name: str, end: int) -> list[int]:
+        offsets: list[int] = self._whole(name).tolist()
+        if offsets[0] != 0 or offsets[-1] != end or sorted(offsets) != offsets:
+            raise self._corrupt(f"{name} does not rise from 0 to {end}")
+        return offsets
 
     def _find_positions(self) -> list[Tensor]:
         """Of each sample's final states. Raises CorruptShard where the mask has others."""
-        found = [
-            teacher_positions(self._supervised_mask[_span(self._token_offsets, index)])
-            for index in range(len(self))
-        ]
-        for index, positions in enumerate(found):
-            stored = self._final_offsets[index + 1] - self._final_offsets[index]
-            if len(positions) != stored:
+        positions = [teacher_positions(self.tokens(index)[1]) for index in range(len(self))]
+        for index, stored in enumerate(np.diff(self._final_offsets)):
+            if len(positions[index]) != stored:
                 sample_id, source = self.origin(index)
-                raise self._corrupt(
-                    f"sample {sample_id} of {source} has {stored} final states for {len(positions)} supervised tokens"
-                )
-        return found
+                problem = f"{stored} final states for {len(positions[index])} supervised tokens"
+                raise self._corrupt(f"sample {sample_id} of {source} has {problem}")
+        return positions
 
-    def _whole(self, name: str) -> Tensor:
+    def _empty(self, name: str, rows: int) -> Tensor:
         tensor = self._layout.tensors[name]
-        return _tensor(self._read(tensor.start, tensor.stop), tensor.dtype, tensor.shape)
+        # numpy asks for huge pages: a fault for each 4 KB would cost as much as reading them. Its
+        # empty arrays have strides that torch cannot view as another type.
+        memory = torch.from_numpy(np.empty(max(1, rows) * tensor.row_bytes, dtype=np.uint8))
+        return memory.view(tensor.dtype).view(-1, tensor.shape[1])[:rows]
 
-    def _spans(self, index: int) -> dict[str, slice]:
-        """The rows of one sample in the tensors that hold states."""
-        return {
-            "aux_states": _span(self._token_offsets, index),
-            "final_states": _span(self._final_offsets, index),
-        }
-
-    def _rows(self, name: str, rows: slice, room: Room | None) -> Tensor:
-        """Rows as stored; of a local shard a view of its memory map, unless there is a room for them."""
-        tensor, count = self._layout.tensors[name], rows.stop - rows.start
-        start, stop = tensor.span(rows)
-        if self._map is not None and stop > start:
-            stored = torch.frombuffer(
-                self._map, dtype=TYPES[tensor.dtype], count=count * tensor.shape[1], offset=start
-            ).view(count, -1)
-        else:
-            stored = _tensor(self._read(start, stop), tensor.dtype, (count, tensor.shape[1]))
-        if room is None:
-            return stored
-        own = room(name, count, tensor.shape[1], stored.dtype)
-        as_bytes(own)[:] = as_bytes(stored)
-        return own
+    def _byte_ranges(self, index: int) -> list[tuple[int, int]]:
+        """Where aux and final states of one sample lie."""
+        tensors, own = self._layout.tensors, slice(index, index + 2)
+        return [
+            tensors["aux_states"].byte_range(*self._token_offsets[own]),
+            tensors["final_states"].byte_range(*self._final_offsets[own]),
+        ]
 
     def _corrupt(self, problem: str, fix: str | None = None) -> CorruptShard:
         return CorruptShard(problem, where=self._folder.where(self._name), fix=fix or _FIX)
-
-
-def _span(offsets: list[int], index: int) -> slice:
-    return slice(offsets[index], offsets[index + 1])
-
-
-def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that owns a writable copy of `data`."""
-    if not data:
-        return torch.empty(shape, dtype=TYPES[dtype])
-    return torch.frombuffer(bytearray(data), dtype=TYPES[dtype]).view(shape)
-
-
-def _copied(sample: StatesSample) -> StatesSample:
-    return replace(
-        sample, aux_states=sample.aux_states.clone(), final_states=sample.final_states.clone()
-    )

@@ -3,15 +3,17 @@
 The final state at position p is the teacher for token p+1, so a sample keeps those at j-1 for every
 supervised token j:
 
-    position     0  1  2  3  4  5          tokens 3, 4, 5 were generated
-    supervised_mask    0  0  0  1  1  1
-    final state        ●  ●  ●             positions 2, 3, 4
+    position         0  1  2  3  4  5      tokens 3, 4, 5 were generated
+    supervised_mask  0  0  0  1  1  1
+    final state            ●  ●  ●         positions 2, 3, 4
 """
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,34 +22,58 @@ from pipeline.store.states.encodings import Codec
 
 @dataclass(frozen=True)
 class StatesSample:
-    """T tokens and S final states of one sample; written by features, read by train."""
+    """T tokens and S final states of one sample; written by features, read by train.
+
+    With a codec, states are rows as they are stored; without one they are bf16.
+    """
 
     sample_id: str
     source: str
     token_ids: Tensor  # int32 [T]
     supervised_mask: Tensor  # uint8 [T], 1 where the target generated the token
-    aux_states: (
-        Tensor  # bf16 [T, 3H], low, middle and high layer; rows as stored while there is a codec
-    )
-    final_states: Tensor  # bf16 [S, H], after the target's last norm; likewise
+    aux_states: Tensor  # [T, 3H], low, middle and high layer
+    final_states: Tensor  # [S, H], after the target's last norm
     final_positions: Tensor  # int32 [S], ascending: the position of each final state
-    codec: Codec | None = None  # None: states are bf16
+    codec: Codec | None = None
 
-    def decode(self, device: torch.device | str | None = None) -> StatesSample:
-        """The same sample with bf16 states on `device`; encoded ones travel there as they are."""
+    def decode(self) -> StatesSample:
+        """The same sample with bf16 states."""
         if self.codec is None:
-            return replace(
-                self,
-                aux_states=self.aux_states.to(device),
-                final_states=self.final_states.to(device),
-            )
-        aux, final = (
-            self.codec.decode_aux(self.aux_states, device),
-            self.codec.decode_final(self.final_states, device),
-        )
-        return replace(self, aux_states=aux, final_states=final, codec=None)
+            return self
+        aux_states = self.codec.decode_aux(self.aux_states)
+        final_states = self.codec.decode_final(self.final_states)
+        return replace(self, aux_states=aux_states, final_states=final_states, codec=None)
 
 
 def teacher_positions(supervised_mask: Tensor) -> Tensor:
-    """Positions whose final state teaches a supervised token: j-1 for each j with supervised_mask[j]. int32 [S]."""
+    """Positions whose final state teaches a token: j-1 for each supervised j. int32 [S]."""
     return supervised_mask[1:].nonzero().flatten().to(torch.int32)
+
+
+def sample_checksum(sample: StatesSample, channels_checksum: int) -> int:
+    """CRC-32 over id, source, ids as int32, mask as a byte each, and both kinds of rows as stored.
+
+    It continues from the CRC-32 of the shard's channel scales, 0 without any.
+    """
+    named = f"{sample.sample_id}\n{sample.source}\n".encode()
+    checksum = zlib.crc32(named, channels_checksum)
+    for tensor in (
+        sample.token_ids,
+        sample.supervised_mask,
+        sample.aux_states,
+        sample.final_states,
+    ):
+        checksum = crc32(tensor, checksum)
+    return checksum
+
+
+def crc32(tensor: Tensor | None, start: int = 0) -> int:
+    """CRC-32 of a contiguous CPU tensor's bytes, continued from `start`."""
+    return (
+        start if tensor is None or not tensor.numel() else zlib.crc32(as_bytes(tensor).data, start)
+    )
+
+
+def as_bytes(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """The same memory as rows of bytes, for a contiguous CPU tensor; numpy has no bfloat16."""
+    return tensor.view(torch.uint8).numpy()

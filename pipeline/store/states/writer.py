@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor
 from pipeline.errors import DataError
 from pipeline.records import canonical_json
 from pipeline.store.states.encodings import Encoding, OutOfRange, calibrate
-from pipeline.store.states.format import FORMAT
-from pipeline.store.states.layout import METADATA, crc32, sample_checksum
-from pipeline.store.states.sample import StatesSample, teacher_positions
+from pipeline.store.states.layout import FORMAT, MASK, METADATA
+from pipeline.store.states.sample import StatesSample, crc32, sample_checksum, teacher_positions
 
 #: Ids below this are stored as two bytes.
 _SHORT_IDS = 1 << 16
@@ -23,38 +23,31 @@ _SHORT_IDS = 1 << 16
 def encode_states(samples: list[StatesSample], encoding: Encoding = "bf16") -> bytes:
     """One safetensors file of at least one sample with bf16 states; equal samples give equal bytes.
 
-    The work is done where the states are. Raises DataError for states that the encoding cannot hold.
+    States are encoded on their device. Raises DataError for those that the encoding cannot hold.
     """
     assert samples, "a states shard holds at least one sample"
     for sample in samples:
         _assert_sound(sample)
-    aux, final = (
-        torch.cat([sample.aux_states for sample in samples]),
-        torch.cat([sample.final_states for sample in samples]),
-    )
+    aux = torch.cat([sample.aux_states for sample in samples])
+    final = torch.cat([sample.final_states for sample in samples])
     codec = calibrate(encoding, aux, final)
-    token_offsets, final_offsets = (
-        _offsets([len(sample.token_ids) for sample in samples]),
-        _offsets([len(sample.final_states) for sample in samples]),
-    )
+    token_offsets = _offsets([len(sample.token_ids) for sample in samples])
+    final_offsets = _offsets([len(sample.final_states) for sample in samples])
     aux_rows = _encoded(codec.encode_aux, aux, token_offsets, samples, encoding)
     final_rows = _encoded(codec.encode_final, final, final_offsets, samples, encoding)
-    token_ids, supervised_mask = (
-        torch.cat([sample.token_ids for sample in samples]),
-        torch.cat([sample.supervised_mask for sample in samples]),
-    )
+    token_ids = torch.cat([sample.token_ids for sample in samples])
+    supervised_mask = torch.cat([sample.supervised_mask for sample in samples])
     tensors = {
         "token_offsets": token_offsets,
         "final_offsets": final_offsets,
         "token_ids": token_ids.to(torch.uint16) if int(token_ids.max()) < _SHORT_IDS else token_ids,
         "aux_states": aux_rows,
         "final_states": final_rows,
-        "loss_mask": torch.from_numpy(np.packbits(supervised_mask.numpy())),
+        MASK: torch.from_numpy(np.packbits(supervised_mask.numpy())),
+        "checksums": _checksums(samples, aux_rows, final_rows, crc32(codec.channels)),
     }
     if codec.channels is not None:
         tensors["channel_scales"] = codec.channels
-    start = crc32(codec.channels) if codec.channels is not None else 0
-    tensors["checksums"] = _checksums(samples, start, aux_rows, final_rows)
     listing = {
         "format": FORMAT,
         "encoding": encoding,
@@ -83,24 +76,17 @@ def _encoded(
 
 
 def _checksums(
-    samples: list[StatesSample], start: int, aux_rows: Tensor, final_rows: Tensor
+    samples: list[StatesSample], aux_rows: Tensor, final_rows: Tensor, channels_checksum: int
 ) -> Tensor:
     """uint32 [n]; rows are those of all samples, one after the other."""
-    own_aux = torch.split(aux_rows, [len(sample.token_ids) for sample in samples])
-    own_final = torch.split(final_rows, [len(sample.final_states) for sample in samples])
-    found = [
-        sample_checksum(
-            start,
-            sample.sample_id,
-            sample.source,
-            sample.token_ids,
-            sample.supervised_mask,
-            aux,
-            final,
-        )
-        for sample, aux, final in zip(samples, own_aux, own_final, strict=True)
+    aux = torch.split(aux_rows, [len(sample.token_ids) for sample in samples])
+    final = torch.split(final_rows, [len(sample.final_states) for sample in samples])
+    stored = [
+        replace(sample, aux_states=own_aux, final_states=own_final)
+        for sample, own_aux, own_final in zip(samples, aux, final, strict=True)
     ]
-    return torch.from_numpy(np.array(found, dtype=np.uint32))
+    checksums = [sample_checksum(sample, channels_checksum) for sample in stored]
+    return torch.from_numpy(np.array(checksums, dtype=np.uint32))
 
 
 def _offsets(counts: list[int]) -> Tensor:
@@ -108,16 +94,13 @@ def _offsets(counts: list[int]) -> Tensor:
 
 
 def _assert_sound(sample: StatesSample) -> None:
-    tokens, finals = len(sample.token_ids), len(sample.final_states)
-    hidden = sample.final_states.shape[1]
+    tokens, (finals, hidden) = len(sample.token_ids), sample.final_states.shape
     assert sample.codec is None, "states are encoded once"
     assert sample.token_ids.dtype == torch.int32 and sample.supervised_mask.dtype == torch.uint8
     assert sample.aux_states.dtype == sample.final_states.dtype == torch.bfloat16
-    assert (
-        sample.supervised_mask.shape == (tokens,)
-        and sample.aux_states.shape == (tokens, 3 * hidden)
-        and sample.final_positions.shape == (finals,)
-    )
+    assert sample.supervised_mask.shape == (tokens,)
+    assert sample.aux_states.shape == (tokens, 3 * hidden)
+    assert sample.final_positions.shape == (finals,)
     # Positions are not stored: the mask says which they are.
     assert torch.equal(sample.final_positions, teacher_positions(sample.supervised_mask)), (
         "final states stand one before each supervised token"

@@ -1,10 +1,11 @@
-"""Endpoints of one target: which are alive, and who has the fewest requests.
+"""The endpoint pool: which endpoints of the target are healthy, and which has the fewest requests.
 
-    available ──a failure, and a short request of our own fails too──▶ set aside
-        ▲                                                                 │
-        └────────────── a short request succeeds, tried ever less often ──┘
+    healthy ──── a request fails, and a health check fails too ────▶ unhealthy
+       ▲                                                                │
+       └──────── a health check succeeds; tried ever less often ────────┘
 
-A failed request alone says nothing: the prompt may be at fault. The short request tells which.
+A failed request alone says nothing: the prompt may be at fault. The health check, a short request
+of our own, tells which.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 
 from pipeline.errors import EndpointError
 
-_LONGEST_DELAY = 60.0
+_MAX_BACKOFF = 60.0
 
-#: Whether an endpoint answers a short request. Raises EndpointError when it refuses it: then ours is at fault.
-Probe = Callable[[str], Awaitable[bool]]
+#: Whether an endpoint replies to a short request. Raises EndpointError when it refuses it: then the
+#: configuration is at fault.
+HealthCheck = Callable[[str], Awaitable[bool]]
 
 
 @dataclass(eq=False)
@@ -27,101 +29,98 @@ class Endpoint:
     """A server."""
 
     url: str
-    available: bool = True
-    under_way: int = 0
-    probed: float = float("-inf")  # when it was last tried with a short request
+    healthy: bool = True
+    in_flight: int = 0
+    last_check: float = float("-inf")  # when the last health check ended
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Fleet:
-    """All endpoints of a run. Lives in one event loop."""
+class EndpointPool:
+    """All endpoints of a run, used in one event loop."""
 
     def __init__(
-        self, urls: Sequence[str], probe: Probe, *, backoff: float, patience: float
+        self, urls: Sequence[str], health_check: HealthCheck, *, backoff: float, max_outage: float
     ) -> None:
         self._endpoints = [Endpoint(url) for url in urls]
-        self._probe, self._backoff, self._patience = probe, backoff, patience
-        self._changed = asyncio.Condition()
-        self._troubled: float | None = None  # since when there is trouble and nobody has answered
-        self._reviving: set[asyncio.Task[None]] = set()
+        self._health_check, self._backoff, self._max_outage = health_check, backoff, max_outage
+        self._recovered = asyncio.Condition()
+        self._outage_start: float | None = None  # of failures since which nobody has replied
+        self._recoveries: set[asyncio.Task[None]] = set()
 
     async def pick(self, *, avoid: Endpoint | None) -> Endpoint:
-        """An available endpoint with few requests, another than `avoid` if there is one; waits for one.
+        """The healthy endpoint with the fewest requests, another than `avoid` if there is one.
 
-        Raises EndpointError when there is none for longer than the run's patience.
+        Waits for one. Raises EndpointError when there is none for longer than `max_outage`.
         """
-        while not self._available():
-            await self._wait_for_change()
-        return min(self._available(), key=lambda endpoint: (endpoint is avoid, endpoint.under_way))
+        while not self._healthy():
+            await self._wait_for_recovery()
+        return min(self._healthy(), key=lambda endpoint: (endpoint is avoid, endpoint.in_flight))
 
-    def heard(self) -> None:
-        """An endpoint answered."""
-        self._troubled = None
+    def mark_success(self) -> None:
+        """An endpoint replied."""
+        self._outage_start = None
 
-    def note_trouble(self) -> None:
-        """An endpoint could not answer. Raises EndpointError when that has been so, everywhere, for longer than the run's patience."""
+    def mark_failure(self) -> None:
+        """An endpoint did not reply. Raises EndpointError after `max_outage` seconds of it."""
         now = time.monotonic()
-        self._troubled = now if self._troubled is None else self._troubled
-        if now - self._troubled > self._patience:
+        self._outage_start = now if self._outage_start is None else self._outage_start
+        outage = now - self._outage_start
+        if outage > self._max_outage:
             raise EndpointError(
-                f"none of {len(self._endpoints)} endpoints has answered for {now - self._troubled:.1f} s",
+                f"none of {len(self._endpoints)} endpoints has answered for {outage:.1f} s",
                 where="synth.generator.endpoints",
                 fix="start the servers again and run the same command: finished shards are kept",
             )
 
-    async def is_alive(self, endpoint: Endpoint) -> bool:
-        """Whether an endpoint on which a request has just failed answers others; if not, it is set aside."""
+    async def is_healthy(self, endpoint: Endpoint) -> bool:
+        """Whether an endpoint on which a request has just failed passes a health check."""
         failed = time.monotonic()
         async with endpoint.lock:
-            if (
-                endpoint.available and endpoint.probed < failed
-            ):  # requests that fail together ask once
-                alive = await self._probe(endpoint.url)
-                endpoint.probed = time.monotonic()
-                if alive:
-                    self.heard()
+            # Requests that fail together check once.
+            if endpoint.healthy and endpoint.last_check < failed:
+                endpoint.healthy = await self._health_check(endpoint.url)
+                endpoint.last_check = time.monotonic()
+                if endpoint.healthy:
+                    self.mark_success()
                 else:
-                    self._set_aside(endpoint)
-        return endpoint.available
+                    self._start_recovery(endpoint)
+        return endpoint.healthy
 
     async def close(self) -> None:
-        """Stop looking after endpoints that were set aside."""
-        for task in self._reviving:
+        """Stop checking unhealthy endpoints."""
+        for task in self._recoveries:
             task.cancel()
-        await asyncio.gather(*self._reviving, return_exceptions=True)
+        await asyncio.gather(*self._recoveries, return_exceptions=True)
 
-    def _set_aside(self, endpoint: Endpoint) -> None:
-        endpoint.available = False
-        task = asyncio.create_task(self._revive(endpoint))
-        self._reviving.add(task)
-        task.add_done_callback(self._reviving.discard)
+    def _start_recovery(self, endpoint: Endpoint) -> None:
+        task = asyncio.create_task(self._recover(endpoint))
+        self._recoveries.add(task)
+        task.add_done_callback(self._recoveries.discard)
 
-    async def _revive(self, endpoint: Endpoint) -> None:
+    async def _recover(self, endpoint: Endpoint) -> None:
+        """Check an unhealthy endpoint until it is healthy again."""
         delay = self._backoff
-        while not endpoint.available:
+        while not endpoint.healthy:
             await asyncio.sleep(delay)
-            delay = min(2 * delay, _LONGEST_DELAY)
+            delay = min(2 * delay, _MAX_BACKOFF)
             try:
-                endpoint.available = await self._probe(endpoint.url)
+                endpoint.healthy = await self._health_check(endpoint.url)
             except EndpointError:
                 continue  # a server that starts may refuse what it takes later
-        self.heard()
-        async with self._changed:
-            self._changed.notify_all()
+        self.mark_success()
+        async with self._recovered:
+            self._recovered.notify_all()
 
-    async def _wait_for_change(self) -> None:
-        """Wait for an endpoint to come back."""
-        self.note_trouble()
-        assert self._troubled is not None
-        left = self._troubled + self._patience - time.monotonic()
-        async with self._changed:
+    async def _wait_for_recovery(self) -> None:
+        self.mark_failure()
+        assert self._outage_start is not None
+        left = self._outage_start + self._max_outage - time.monotonic()
+        async with self._recovered:
             try:
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: bool(self._available())),
-                    timeout=max(left, 0) + 0.01,
-                )
+                async with asyncio.timeout(max(left, 0) + 0.01):
+                    await self._recovered.wait_for(lambda: bool(self._healthy()))
             except TimeoutError:
-                return  # the caller looks again, and out of patience it gives up
+                return  # the caller looks again, and after `max_outage` it gives up
 
-    def _available(self) -> list[Endpoint]:
-        return [endpoint for endpoint in self._endpoints if endpoint.available]
+    def _healthy(self) -> list[Endpoint]:
+        return [endpoint for endpoint in self._endpoints if endpoint.healthy]

@@ -1,13 +1,13 @@
-"""Servers of the target as a generator: many requests at once, over several endpoints.
+"""Servers of the target as a backend: many requests at once, over a pool of endpoints.
 
-    what happens                                  what follows
-    the response is read                          a reply, or a counted rejection (exact.py)
-    429, 502, 503: busy                           the same again after a while
-    timeout, cut connection, 5xx, no JSON         the endpoint is tried with a short request of ours:
-        it fails too                                  set aside until it answers again; the prompt goes elsewhere
-        it succeeds                                   the prompt is tried again, `retries` times, then counted
-    400, 413, 422                                 the same question; if the short request succeeds, counted
-    401, 403, 404 …                               the run stops: no prompt is at fault
+    what happens                             what follows
+    200                                      a reply, or a counted rejection (token_ids.py)
+    429, 502, 503: busy                      the same again after a while
+    timeout, cut connection, 5xx, no JSON    the endpoint gets a health check, a short request:
+        it fails too                             unhealthy until it replies; another is asked
+        it succeeds                              the prompt is tried `retries` times, then counted
+    400, 413, 422                            the same check; if it succeeds, the prompt is counted
+    401, 403, 404 …                          the run stops: no prompt is at fault
 
 The caller's thread hands out requests and takes replies; an event loop in another does the waiting.
 """
@@ -15,289 +15,228 @@ The caller's thread hands out requests and takes replies; an event loop in anoth
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
 
 from pipeline.config import GeneratorSection
 from pipeline.console import notice
 from pipeline.decoder.request import Request
-from pipeline.errors import ConfigError, EndpointError, MissingPackage
-from pipeline.synth.generate.conversations import Reply, Take
-from pipeline.synth.generate.endpoints import Endpoint, Fleet
-from pipeline.synth.generate.servers import Server, Unreadable, pick_server
-from pipeline.synth.generate.token_ids import Reader
+from pipeline.errors import EndpointError, MissingPackage
+from pipeline.synth.generate.backend import NextRequest, Reply
+from pipeline.synth.generate.client import (
+    EndpointBusy,
+    EndpointClient,
+    RequestFailed,
+    RequestRefused,
+    open_http,
+)
+from pipeline.synth.generate.endpoints import Endpoint, EndpointPool
+from pipeline.synth.generate.servers import ServerApi, pick_api
+from pipeline.synth.generate.token_ids import TokenIdReader
 from pipeline.target.template import ChatTemplate
 
-if TYPE_CHECKING:
-    import httpx
-
-_BUSY = frozenset({429, 502, 503})
-_THIS_PROMPT = frozenset({400, 413, 422})
-#: Rejections that no single prompt explains.
-_MISUNDERSTANDINGS = frozenset(
+#: Statuses of a refusal that may be this prompt's fault.
+_PROMPT_STATUSES = frozenset({400, 413, 422})
+#: Rejections that no single prompt explains: the server is not what the configuration says.
+_CONFIG_REJECTIONS = frozenset(
     {"remote:other_prompt", "remote:too_long", "remote:other_vocabulary"}
 )
-_CONNECT_SECONDS, _PROBE_SECONDS, _LONGEST_DELAY = 10.0, 60.0, 60.0
+_HEALTH_CHECK_SECONDS, _MAX_BACKOFF = 60.0, 60.0
 _WHERE = "synth.generator.endpoints"
 
 
-class _Failed(Exception):
-    """A request that failed, and why; perhaps through the prompt, perhaps through the endpoint."""
-
-
-class _Busy(Exception):
-    """The endpoint asks to come back later."""
-
-
-class _Refused(Exception):
-    """The endpoint understood and said no."""
-
-    def __init__(self, status: int, text: str) -> None:
-        self.status = status
-        super().__init__(f"HTTP {status}: {' '.join(text.split())[:200]}")
-
-
-class RemoteAnswer:
+class RemoteBackend:
     """The servers that the section names."""
 
-    ignores_neighbours = (
-        True  # nobody promises more: a server batches with whatever else it is asked
-    )
+    batch_invariant = True  # nobody promises more: a server batches with whatever else it is asked
 
     def __init__(
         self, section: GeneratorSection, template: ChatTemplate, *, source: str, vocabulary: int
     ) -> None:
-        self._section, self._template = section, template
-        self._server: Server = pick_server(section, template, model=source)
-        self._reader = Reader(template, vocabulary=vocabulary)
-        self._headers = _headers(section)
-        self._urls = [url.rstrip("/") for url in section.endpoints]
+        self._section = section
+        self._api = pick_api(section, template, model=source)
+        self._reader = TokenIdReader(template, vocabulary=vocabulary)
+        prompt_ids = tuple(template.start("Hello."))
+        self._health_check = Request("health check", prompt_ids, 1, template.stop_ids)
 
     def check(self) -> None:
-        """Try every endpoint with a short request. Raises EndpointError when none is there, or one does not do as asked."""
-        notes = asyncio.run(self._check())
-        for note in notes:
-            notice("synth", note)
-        if len(notes) == len(self._urls):
-            raise EndpointError(
-                f"no endpoint answers: {notes[0]}",
-                where=_WHERE,
-                fix="start the servers, or correct their addresses",
-            )
+        """Send every endpoint a short request.
 
-    def __call__(self, take: Take) -> Iterator[Reply]:
+        Raises EndpointError when none replies, or one does not do as asked.
+        """
+        problems = asyncio.run(self._check())
+        for problem in problems:
+            notice("synth", problem)
+        if len(problems) == len(self._section.endpoints):
+            problem = f"no endpoint answers: {problems[0]}"
+            fix = "start the servers, or correct their addresses"
+            raise EndpointError(problem, where=_WHERE, fix=fix)
+
+    async def _check(self) -> list[str]:
+        async with self._session() as session:
+            return await session.check_endpoints()
+
+    def generate(self, next_request: NextRequest) -> Iterator[Reply]:
         """Replies as they come, in any order. Raises EndpointError when the servers are gone."""
         from anyio.from_thread import start_blocking_portal
 
         done: SimpleQueue[Future[Reply]] = SimpleQueue()
-        under_way: set[Future[Reply]] = set()
+        in_flight: set[Future[Reply]] = set()
         with (
             start_blocking_portal() as portal,
-            portal.wrap_async_context_manager(_Session(self)) as session,
+            portal.wrap_async_context_manager(self._session()) as session,
         ):
             try:
                 while True:
-                    while (
-                        len(under_way) < self._section.concurrency
-                        and (request := take()) is not None
+                    while len(in_flight) < self._section.concurrency and (
+                        request := next_request()
                     ):
-                        future = portal.start_task_soon(session.ask, request)
-                        under_way.add(future)
+                        future = portal.start_task_soon(session.generate, request)
+                        in_flight.add(future)
                         future.add_done_callback(done.put)
-                    if not under_way:
+                    if not in_flight:
                         return
                     future = done.get()
-                    under_way.discard(future)
+                    in_flight.discard(future)
                     yield future.result()
             finally:
-                for future in under_way:
+                for future in in_flight:
                     future.cancel()
 
-    async def _check(self) -> list[str]:
-        """What is wrong with the endpoints that do not answer now."""
-        async with _Session(self) as session:
-            return [
-                note
-                for note in await asyncio.gather(
-                    *(session.first_contact(url) for url in self._urls)
-                )
-                if note
-            ]
+    def _session(self) -> _Session:
+        return _Session(self._section, self._api, self._reader, self._health_check)
 
 
 class _Session:
-    """One event loop's client and fleet."""
+    """One event loop's client and endpoint pool."""
 
-    def __init__(self, owner: RemoteAnswer) -> None:
-        self._section, self._server, self._reader = owner._section, owner._server, owner._reader
-        self._headers, self._urls = owner._headers, owner._urls
-        self._canary = Request(
-            "canary", tuple(owner._template.start("Hello.")), 1, owner._template.stop_ids
-        )
+    def __init__(
+        self,
+        section: GeneratorSection,
+        api: ServerApi,
+        reader: TokenIdReader,
+        health_check: Request,
+    ) -> None:
+        self._section, self._api, self._reader = section, api, reader
+        self._health_check = health_check
+        self._urls = [url.rstrip("/") for url in section.endpoints]
 
     async def __aenter__(self) -> _Session:
-        import httpx
-
         section = self._section
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=section.concurrency)
-        timeout = httpx.Timeout(section.timeout_seconds, connect=_CONNECT_SECONDS)
         self._stack = AsyncExitStack()
-        self._client: httpx.AsyncClient = await self._stack.enter_async_context(
-            httpx.AsyncClient(headers=self._headers, limits=limits, timeout=timeout)
-        )
-        self._fleet = Fleet(
+        http = await self._stack.enter_async_context(open_http(section))
+        self._client = EndpointClient(http, self._api, self._reader)
+        self._pool = EndpointPool(
             self._urls,
-            self._probe,
+            self._is_healthy,
             backoff=section.backoff_seconds,
-            patience=section.patience_seconds,
+            max_outage=section.patience_seconds,
         )
-        self._stack.push_async_callback(self._fleet.close)
+        self._stack.push_async_callback(self._pool.close)
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    async def ask(self, request: Request) -> Reply:
+    async def check_endpoints(self) -> list[str]:
+        """Why endpoints do not reply now. Raises EndpointError when one does not do as asked."""
+        problems = await asyncio.gather(*map(self._check_endpoint, self._urls))
+        return [problem for problem in problems if problem]
+
+    async def generate(self, request: Request) -> Reply:
         """The reply to a request, however many attempts that takes."""
-        if not self._server.can_send(request):
+        if not self._api.can_send(request):
             return Reply(request.request_id, rejected="remote:prompt_not_text")
-        failures, losses = 0, 0
+        retries, backoff = self._section.retries, self._section.backoff_seconds
+        # One prompt may lose some endpoints, but not take down one after the other for ever.
+        max_lost = retries + 2 * len(self._urls)
+        failures = lost = 0
         endpoint: Endpoint | None = None
         busy_since: float | None = None
         while True:
-            endpoint = await self._fleet.pick(avoid=endpoint)
+            endpoint = await self._pool.pick(avoid=endpoint)
             try:
                 return await self._attempt(endpoint, request)
-            except _Busy:
-                self._fleet.note_trouble()
+            except EndpointBusy:
+                self._pool.mark_failure()
                 busy_since = busy_since or time.monotonic()
                 if time.monotonic() - busy_since > self._section.patience_seconds:
                     return Reply(request.request_id, rejected="remote:busy")
-                await asyncio.sleep(self._section.backoff_seconds)
-            except _Refused as refused:
-                if refused.status not in _THIS_PROMPT:
-                    raise _misunderstood(endpoint.url, str(refused)) from None
-                if await self._fleet.is_alive(endpoint):
+                await asyncio.sleep(backoff)
+            except RequestRefused as refused:
+                if refused.status not in _PROMPT_STATUSES:
+                    raise _misconfigured(endpoint.url, str(refused)) from None
+                if await self._pool.is_healthy(endpoint):
                     return Reply(request.request_id, rejected=f"remote:refused_{refused.status}")
-            except _Failed as failed:
-                if await self._fleet.is_alive(endpoint):
+            except RequestFailed as failed:
+                if await self._pool.is_healthy(endpoint):
                     failures += 1
-                    await asyncio.sleep(
-                        min(self._section.backoff_seconds * 2 ** (failures - 1), _LONGEST_DELAY)
-                    )
-                else:  # one prompt may lose some endpoints, but not take down one after the other for ever
-                    losses += 1
-                if failures > self._section.retries or losses > self._section.retries + 2 * len(
-                    self._urls
-                ):
+                    await asyncio.sleep(min(backoff * 2 ** (failures - 1), _MAX_BACKOFF))
+                else:
+                    lost += 1
+                if failures > retries or lost > max_lost:
                     return Reply(request.request_id, rejected=f"remote:{failed}")
 
-    async def first_contact(self, url: str) -> str | None:
-        """None when the endpoint does as asked, else why it does not answer. Raises EndpointError when it refuses."""
+    async def _attempt(self, endpoint: Endpoint, request: Request) -> Reply:
+        endpoint.in_flight += 1
         try:
-            reply = await self._post(
-                url, self._canary, timeout=min(self._section.timeout_seconds, _PROBE_SECONDS)
-            )
-        except _Refused as refused:
-            raise _misunderstood(url, str(refused)) from None
-        except (_Failed, _Busy) as failed:
+            timeout = self._section.timeout_seconds
+            reply = await self._client.post(endpoint.url, request, timeout=timeout)
+        finally:
+            endpoint.in_flight -= 1
+        self._pool.mark_success()
+        return reply
+
+    async def _check_endpoint(self, url: str) -> str | None:
+        """Why the endpoint does not reply, if so. Raises EndpointError when it refuses."""
+        try:
+            reply = await self._post_health_check(url)
+        except (RequestFailed, EndpointBusy) as failed:
             return f"{url} is set aside for now: {failed or 'busy'}"
-        if reply.rejected in _MISUNDERSTANDINGS:
-            raise _misunderstood(
-                url, f"its answer to a short request cannot be used ({reply.rejected})"
-            )
+        if reply.rejected in _CONFIG_REJECTIONS:
+            problem = f"its reply to a short request cannot be used ({reply.rejected})"
+            raise _misconfigured(url, problem)
         if not reply.exact and self._section.backend != "openai":
             notice("synth", f"{url} gives no token ids: its text is tokenised again and checked")
         return None
 
-    async def _attempt(self, endpoint: Endpoint, request: Request) -> Reply:
-        endpoint.under_way += 1
+    async def _is_healthy(self, url: str) -> bool:
+        """Whether a request that any healthy server replies to at once gets its reply."""
         try:
-            reply = await self._post(endpoint.url, request, timeout=self._section.timeout_seconds)
-        finally:
-            endpoint.under_way -= 1
-        self._fleet.heard()
-        return reply
-
-    async def _probe(self, url: str) -> bool:
-        """Whether a request that any healthy server answers at once is answered."""
-        try:
-            await self._post(
-                url, self._canary, timeout=min(self._section.timeout_seconds, _PROBE_SECONDS)
-            )
-        except _Refused as refused:
-            raise _misunderstood(url, str(refused)) from None
-        except (_Failed, _Busy):
+            await self._post_health_check(url)
+        except (RequestFailed, EndpointBusy):
             return False
         return True
 
-    async def _post(self, url: str, request: Request, *, timeout: float) -> Reply:
-        """One HTTP request. Raises _Busy, _Refused or _Failed."""
-        import httpx
-
-        payload = self._server.payload(request)
+    async def _post_health_check(self, url: str) -> Reply:
+        timeout = min(self._section.timeout_seconds, _HEALTH_CHECK_SECONDS)
         try:
-            # httpx limits the wait for each piece; a server that drips bytes needs a limit on the whole.
-            async with asyncio.timeout(timeout):
-                response = await self._client.post(url + self._server.path, json=payload)
-        except (TimeoutError, httpx.TimeoutException):
-            raise _Failed("timeout") from None
-        except httpx.ConnectError:
-            raise _Failed("unreachable") from None
-        except (httpx.HTTPError, httpx.InvalidURL):
-            raise _Failed("disconnected") from None
-        if response.status_code in _BUSY:
-            raise _Busy
-        if response.status_code >= 500:
-            raise _Failed(f"error_{response.status_code}")
-        if response.status_code >= 300:
-            raise _Refused(response.status_code, response.text)
-        return self._read(request, response)
-
-    def _read(self, request: Request, response: httpx.Response) -> Reply:
-        try:
-            body: Any = response.json()
-            return self._reader.reply(request, self._server.read(body))
-        except (ValueError, Unreadable):  # truncated JSON, or JSON of something else
-            raise _Failed("unreadable") from None
+            return await self._client.post(url, self._health_check, timeout=timeout)
+        except RequestRefused as refused:
+            raise _misconfigured(url, str(refused)) from None
 
 
 def open_remote(
     section: GeneratorSection, template: ChatTemplate, *, source: str, vocabulary: int
-) -> RemoteAnswer:
-    """The section's servers, after a first contact. Raises EndpointError, ConfigError or MissingPackage."""
+) -> RemoteBackend:
+    """The section's servers, checked once. Raises EndpointError, ConfigError or MissingPackage."""
     try:
         import httpx  # noqa: F401
     except ImportError:
-        raise MissingPackage(
-            "needs the pip package httpx", where="synth.generator.backend", fix="pip install httpx"
-        ) from None
-    answer = RemoteAnswer(section, template, source=source, vocabulary=vocabulary)
-    answer.check()
-    return answer
+        problem, fix = "needs the pip package httpx", "pip install httpx"
+        raise MissingPackage(problem, where="synth.generator.backend", fix=fix) from None
+    backend = RemoteBackend(section, template, source=source, vocabulary=vocabulary)
+    backend.check()
+    return backend
 
 
-def _headers(section: GeneratorSection) -> dict[str, str]:
-    if section.api_key_env is None:
-        return {}
-    key = os.environ.get(section.api_key_env)
-    if not key:
-        raise ConfigError(
-            f"the environment has no {section.api_key_env}",
-            where="synth.generator.api_key_env",
-            fix=f"export {section.api_key_env}=…",
-        )
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _misunderstood(url: str, problem: str) -> EndpointError:
+def _misconfigured(url: str, problem: str) -> EndpointError:
     return EndpointError(
         f"does not do what is asked: {problem}",
-        where=f"synth.generator.endpoints {url}",
-        fix="check base URL, generator.model, generator.backend and the server's version; with prompt: text, also its tokenizer",
+        where=f"{_WHERE} {url}",
+        fix="check base URL, generator.model, generator.backend and the server's version; "
+        "with prompt: text, also its tokenizer",
     )

@@ -1,10 +1,10 @@
-"""What is sent to a server and how its response is read, one class a kind of server.
+"""What is sent to a server and how its reply is read, one class for each API.
 
-    vllm     POST …/v1/completions   prompt ids in, `token_ids` and `prompt_token_ids` out (return_token_ids)
+    vllm     POST …/v1/completions   prompt ids in, `token_ids` and `prompt_token_ids` out
     openai   POST …/v1/completions   only fields of the OpenAI API; text out
     sglang   POST …/generate         `input_ids` in, `output_ids` out
 
-SamplingParams parameters are always spelled out: a server's own defaults, taken from the model's
+Sampling parameters are always spelled out: a server's own defaults, taken from the model's
 generation_config.json, would otherwise fill the gaps.
 """
 
@@ -23,12 +23,12 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class Unreadable(Exception):
-    """A response that is not what the server's API promises."""
+    """JSON that is not what the server's API promises."""
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A response, before anything in it is believed."""
+class ServerReply:
+    """What a server sent, before anything in it is believed."""
 
     text: str
     finish_reason: Literal["stop", "length"]
@@ -39,8 +39,8 @@ class Answered:
     completion_tokens: int | None = None
 
 
-class Server(Protocol):
-    """A kind of server."""
+class ServerApi(Protocol):
+    """The API of one kind of server."""
 
     path: str  # behind an endpoint's base URL
 
@@ -50,21 +50,20 @@ class Server(Protocol):
     def payload(self, request: Request) -> dict[str, Any]:
         """The JSON body of a request."""
 
-    def read(self, body: Any) -> Answered:
-        """The response's JSON. Raises Unreadable."""
+    def read(self, body: Any) -> ServerReply:
+        """The JSON that came back. Raises Unreadable."""
 
 
-def pick_server(section: GeneratorSection, template: ChatTemplate, *, model: str) -> Server:
-    """The kind of server that the section names."""
+def pick_api(section: GeneratorSection, template: ChatTemplate, *, model: str) -> ServerApi:
+    """The API of the servers that the section names."""
     if section.backend == "sglang":
-        return SglangServer()
+        return SglangApi()
     as_text = template if section.prompt == "text" else None
-    return CompletionsServer(
-        section.model or model, extended=section.backend == "vllm", as_text=as_text
-    )
+    extended = section.backend == "vllm"
+    return CompletionsApi(section.model or model, extended=extended, as_text=as_text)
 
 
-class CompletionsServer:
+class CompletionsApi:
     """OpenAI's completions API; `extended` by vLLM's fields. `as_text` sends prompts as text."""
 
     path = "/completions"
@@ -75,44 +74,33 @@ class CompletionsServer:
     def can_send(self, request: Request) -> bool:
         if self._as_text is None:
             return True
-        return (
-            tuple(self._as_text.encode(self._as_text.text(request.prompt_ids, special=True)))
-            == request.prompt_ids
-        )
+        text = self._as_text.text(request.prompt_ids, special=True)
+        return tuple(self._as_text.encode(text)) == request.prompt_ids
 
     def payload(self, request: Request) -> dict[str, Any]:
         assert self._extended or not request.top_k, "the configuration refuses top_k here"
-        fields: dict[str, Any] = {
+        prompt: str | list[int] = list(request.prompt_ids)
+        if self._as_text is not None:
+            prompt = self._as_text.text(request.prompt_ids, special=True)
+        payload: dict[str, Any] = {
             "model": self._model,
-            "prompt": self._as_text.text(request.prompt_ids, special=True)
-            if self._as_text
-            else list(request.prompt_ids),
+            "prompt": prompt,
             "max_tokens": request.max_new_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "seed": request.seed,
         }
         if self._extended:
-            # -1 is "no limit" in every version of vLLM. The text keeps special tokens, for when ids are missing.
-            fields |= {
-                "top_k": request.top_k or -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "stop_token_ids": list(request.stop_ids),
-            }
-            fields |= {
-                "return_token_ids": True,
-                "skip_special_tokens": False,
-                "add_special_tokens": False,
-            }
-        return fields
+            payload |= _extensions(request)
+            payload |= {"return_token_ids": True, "add_special_tokens": False}
+        return payload
 
-    def read(self, body: Any) -> Answered:
-        found = _parse(_Completions, body)
-        if len(found.choices) != 1:
-            raise Unreadable(f"{len(found.choices)} choices")
-        choice, usage = found.choices[0], found.usage or _Usage()
-        return Answered(
+    def read(self, body: Any) -> ServerReply:
+        completions = _parse(_Completions, body)
+        if len(completions.choices) != 1:
+            raise Unreadable(f"{len(completions.choices)} choices")
+        choice, usage = completions.choices[0], completions.usage or _Usage()
+        return ServerReply(
             text=choice.text,
             finish_reason=choice.finish_reason,
             token_ids=_ids(choice.token_ids),
@@ -123,7 +111,7 @@ class CompletionsServer:
         )
 
 
-class SglangServer:
+class SglangApi:
     """SGLang's own API."""
 
     path = "/generate"
@@ -136,31 +124,35 @@ class SglangServer:
             "max_new_tokens": request.max_new_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "top_k": request.top_k or -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "stop_token_ids": list(request.stop_ids),
-            "skip_special_tokens": False,
+            **_extensions(request),
         }
-        if request.temperature > 0:
-            sampling["sampling_seed"] = (
-                request.seed
-            )  # unknown to old versions, and of no use to greedy decoding
+        if request.temperature > 0:  # old versions do not know it, and greedy decoding needs none
+            sampling["sampling_seed"] = request.seed
         return {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "stream": False}
 
-    def read(self, body: Any) -> Answered:
-        found = _parse(_Generated, body)
-        meta = found.meta_info
-        return Answered(
-            text=found.text,
+    def read(self, body: Any) -> ServerReply:
+        generated = _parse(_Generated, body)
+        meta = generated.meta_info
+        matched = meta.finish_reason.matched
+        return ServerReply(
+            text=generated.text,
             finish_reason=meta.finish_reason.type,
-            token_ids=_ids(found.output_ids),
-            stop_id=meta.finish_reason.matched
-            if isinstance(meta.finish_reason.matched, int)
-            else None,
+            token_ids=_ids(generated.output_ids),
+            stop_id=matched if isinstance(matched, int) else None,
             prompt_tokens=meta.prompt_tokens,
             completion_tokens=meta.completion_tokens,
         )
+
+
+def _extensions(request: Request) -> dict[str, Any]:
+    """Parameters that vLLM and SGLang know beside OpenAI's."""
+    return {
+        "top_k": request.top_k or -1,  # -1 is "no limit" in every version of both
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(request.stop_ids),
+        "skip_special_tokens": False,  # the text keeps them, for when ids are missing
+    }
 
 
 class _Choice(BaseModel):
@@ -206,5 +198,5 @@ def _parse(model: type[Body], body: Any) -> Body:
         raise Unreadable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _ids(found: list[int] | None) -> tuple[int, ...] | None:
-    return None if found is None else tuple(found)
+def _ids(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)

@@ -1,4 +1,4 @@
-"""From a server's response to the token ids that were generated, or a reason why they are not known.
+"""From what a server sent to the token ids that it generated, or a reason why they are not known.
 
 ids      given by the server: the reply is exact
 text     encoded again: accepted only if nothing contradicts that these are the generated ids
@@ -16,66 +16,58 @@ remote:empty            nothing was generated
 from __future__ import annotations
 
 from pipeline.decoder.request import Request
-from pipeline.synth.generate.conversations import Reply
-from pipeline.synth.generate.servers import Answered
+from pipeline.synth.generate.backend import Reply
+from pipeline.synth.generate.servers import ServerReply
 from pipeline.target.template import ChatTemplate
 
 _REPLACEMENT = "\ufffd"  # stands for bytes that are no text: half a character, cut at the limit
 
 
-class Reader:
-    """Reads the responses of one target."""
+class TokenIdReader:
+    """Reads the replies that servers of one target send."""
 
     def __init__(self, template: ChatTemplate, *, vocabulary: int) -> None:
         self._template, self._vocabulary = template, vocabulary
 
-    def reply(self, request: Request, answered: Answered) -> Reply:
+    def reply(self, request: Request, sent: ServerReply) -> Reply:
         """The reply, or its rejection."""
-        if not _read_our_prompt(request, answered):
+        if not _read_our_prompt(request, sent):
             return Reply(request.request_id, rejected="remote:other_prompt")
-        exact = answered.token_ids is not None
-        ids = self._given(request, answered) if exact else self._encoded(request, answered)
+        exact = sent.token_ids is not None
+        ids = self._given(request, sent) if exact else self._encoded(request, sent)
         if isinstance(ids, str):
             return Reply(request.request_id, rejected=f"remote:{ids}")
         problem = self._problem(request, ids)
         if problem:
             return Reply(request.request_id, rejected=f"remote:{problem}")
-        return Reply(
-            request.request_id,
-            ids,
-            "stop" if ids[-1] in request.stop_ids else "length",
-            exact=exact,
-        )
+        stopped = ids[-1] in request.stop_ids
+        return Reply(request.request_id, ids, "stop" if stopped else "length", exact=exact)
 
-    def _given(self, request: Request, answered: Answered) -> tuple[int, ...] | str:
+    def _given(self, request: Request, sent: ServerReply) -> tuple[int, ...] | str:
         """The server's ids, with the token that ended the reply."""
-        ids = answered.token_ids
+        ids = sent.token_ids
         assert ids is not None
-        if answered.finish_reason == "length" or (ids and ids[-1] in request.stop_ids):
+        if sent.finish_reason == "length" or (ids and ids[-1] in request.stop_ids):
             return ids
-        if answered.stop_id in request.stop_ids:  # it names the stop token, but leaves it out
-            return (*ids, answered.stop_id)
-        if answered.completion_tokens == len(ids) + 1 and len(request.stop_ids) == 1:
+        if sent.stop_id in request.stop_ids:  # it names the stop token, but leaves it out
+            return (*ids, sent.stop_id)
+        if sent.completion_tokens == len(ids) + 1 and len(request.stop_ids) == 1:
             return (*ids, *request.stop_ids)
         return "no_stop_token"
 
-    def _encoded(self, request: Request, answered: Answered) -> tuple[int, ...] | str:
+    def _encoded(self, request: Request, sent: ServerReply) -> tuple[int, ...] | str:
         """The text as ids, with the token that ended the reply."""
-        ids = tuple(self._template.encode(answered.text))
-        if _REPLACEMENT in answered.text or self._template.text(ids, special=True) != answered.text:
+        ids = tuple(self._template.encode(sent.text))
+        if _REPLACEMENT in sent.text or self._template.text(ids, special=True) != sent.text:
             return "not_text"
-        if answered.finish_reason == "stop" and not (ids and ids[-1] in request.stop_ids):
-            stop = (
-                answered.stop_id
-                if answered.stop_id in request.stop_ids
-                else self._usual_stop(request)
-            )
+        if sent.finish_reason == "stop" and not (ids and ids[-1] in request.stop_ids):
+            stop = sent.stop_id if sent.stop_id in request.stop_ids else self._usual_stop(request)
             if stop is None:
                 return "no_stop_token"
             ids = (*ids, stop)
         # Servers differ in whether they count the stop token.
-        counts = {len(ids), len(ids) - 1} if answered.finish_reason == "stop" else {len(ids)}
-        return ids if answered.completion_tokens in {None, *counts} else "other_count"
+        counts = {len(ids), len(ids) - 1} if sent.finish_reason == "stop" else {len(ids)}
+        return ids if sent.completion_tokens in {None, *counts} else "other_count"
 
     def _usual_stop(self, request: Request) -> int | None:
         """The only stop token there is, or the one that the template writes behind a reply."""
@@ -91,7 +83,7 @@ class Reader:
         return "past_stop" if any(id in request.stop_ids for id in ids[:-1]) else None
 
 
-def _read_our_prompt(request: Request, answered: Answered) -> bool:
-    if answered.prompt_ids is not None:
-        return answered.prompt_ids == request.prompt_ids
-    return answered.prompt_tokens in (None, len(request.prompt_ids))
+def _read_our_prompt(request: Request, sent: ServerReply) -> bool:
+    if sent.prompt_ids is not None:
+        return sent.prompt_ids == request.prompt_ids
+    return sent.prompt_tokens in (None, len(request.prompt_ids))

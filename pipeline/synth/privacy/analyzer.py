@@ -18,94 +18,86 @@ _LANGUAGE = "en"
 _BATCH = 64  # texts that spaCy processes together
 _LEMMAS = "eagle3_lower_case"
 
-#: Entities that never occur without one of the marks below: when nothing else is wanted, most prompts need no reading.
+#: Entities that never occur without a match of `_NUMERIC_CHARACTERS`: when nothing else is wanted,
+#: most prompts need no analysis.
 _NUMERIC = frozenset(
-    {
-        "EMAIL_ADDRESS",
-        "PHONE_NUMBER",
-        "CREDIT_CARD",
-        "IBAN_CODE",
-        "US_SSN",
-        "IP_ADDRESS",
-        "ADDRESS",
-        "CRYPTO",
-        "US_BANK_NUMBER",
-        "US_PASSPORT",
-    }
-    | {"MEDICAL_LICENSE", "US_ITIN", "UK_NHS"}
+    {"EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "IBAN_CODE", "US_SSN", "US_ITIN", "UK_NHS"}
+    | {"IP_ADDRESS", "ADDRESS", "CRYPTO", "US_BANK_NUMBER", "US_PASSPORT", "MEDICAL_LICENSE"}
 )
-_MARKS = re.compile(r"\d(?:\D{0,3}\d){3}|@|::|[A-Za-z0-9]{25}")
+_NUMERIC_CHARACTERS = re.compile(r"\d(?:\D{0,3}\d){3}|@|::|[A-Za-z0-9]{25}")
 _SEVEN_DIGITS = re.compile(r"\d(?:[ ().\-/]{0,3}\d){6}")
 
 
 class Analyzer:
-    """presidio over many texts. `findable` are the entity types that some recogniser can really report."""
+    """presidio over many texts.
+
+    `supported_entities` are the types that some recogniser can really report. presidio also lists
+    entities that only other spaCy pipelines tag; asked for, they would silently never be found.
+    """
 
     def __init__(self, section: PiiSection, wanted: Iterable[str]) -> None:
-        # presidio logs about languages and labels that are of no concern here, and in debug mode values.
+        # presidio logs about languages and labels, which do not matter here, and values in debug.
         logging.getLogger("presidio-analyzer").setLevel(logging.ERROR)
         self._wanted = sorted(wanted)
         self._nlp = _load_nlp(section.spacy_model)
-        tagged = _tagged(self._nlp)
-        self.uses_ner = bool(tagged & set(self._wanted))
+        ner_entities = _ner_entities(self._nlp)
+        self.uses_ner = bool(ner_entities & set(self._wanted))
         if not self.uses_ner:
             self._nlp.get_nlp(_LANGUAGE).select_pipes(enable=[_LEMMAS])
         self._engine = _build_engine(self._nlp, section)
-        patterns = {
+        self.supported_entities = ner_entities | {
             entity
-            for found in self._engine.registry.recognizers
-            if found.name != "SpacyRecognizer"
-            for entity in found.supported_entities
+            for recognizer in self._engine.registry.recognizers
+            if recognizer.name != "SpacyRecognizer"
+            for entity in recognizer.supported_entities
         }
-        # presidio also lists entities that other spaCy pipelines would tag; with this one they would silently never be found.
-        self.findable = patterns | tagged
-        self._reads_all = self.uses_ner or not set(self._wanted) <= _NUMERIC
-        self._asked = [entity for entity in self._wanted if entity in self.findable]
-        self._keep_wanted()
+        self._entities = [entity for entity in self._wanted if entity in self.supported_entities]
+        self._analyses_every_text = self.uses_ner or not set(self._wanted) <= _NUMERIC
+        self._drop_unused_recognizers()
 
     def analyse(self, texts: Sequence[str]) -> Iterator[tuple[list[Finding], Any]]:
-        """(findings of every score, spaCy document or None) of each text, batched through spaCy. A document is valid until the next one."""
-        worth = [text for text in texts if self._is_worth_a_look(text)]
-        # spaCy remembers every word that it has met; the zone forgets those of these texts, so that memory does not grow with the corpus.
+        """(findings of every score, spaCy document or None) of each text, batched through spaCy.
+
+        A document is valid until the next one.
+        """
+        candidates = [text for text in texts if self._may_contain_entity(text)]
+        # spaCy remembers every word that it has met; the zone forgets those of these texts, so that
+        # memory does not grow with the corpus.
         with self._nlp.get_nlp(_LANGUAGE).memory_zone():
-            artifacts = self._nlp.process_batch(worth, _LANGUAGE, batch_size=_BATCH)
+            artifacts = self._nlp.process_batch(candidates, _LANGUAGE, batch_size=_BATCH)
             for text in texts:
-                yield (
-                    self._analysed(text, next(artifacts)[1])
-                    if self._is_worth_a_look(text)
-                    else ([], None)
-                )
+                if self._may_contain_entity(text):
+                    yield self._analyse_one(text, next(artifacts)[1])
+                else:
+                    yield [], None
 
-    def _analysed(self, text: str, read: Any) -> tuple[list[Finding], Any]:
-        results = (
-            self._engine.analyze(
-                text, _LANGUAGE, entities=self._asked, score_threshold=0.0, nlp_artifacts=read
-            )
-            if self._asked
-            else []
+    def _analyse_one(self, text: str, artifacts: Any) -> tuple[list[Finding], Any]:
+        if not self._entities:
+            return [], artifacts.tokens
+        results = self._engine.analyze(
+            text, _LANGUAGE, entities=self._entities, score_threshold=0.0, nlp_artifacts=artifacts
         )
-        return [
-            Finding(result.start, result.end, result.entity_type, result.score)
-            for result in results
-        ], read.tokens
+        findings = [Finding(r.start, r.end, r.entity_type, r.score) for r in results]
+        return findings, artifacts.tokens
 
-    def _is_worth_a_look(self, text: str) -> bool:
-        return self._reads_all or _MARKS.search(text) is not None
+    def _may_contain_entity(self, text: str) -> bool:
+        return self._analyses_every_text or _NUMERIC_CHARACTERS.search(text) is not None
 
-    def _keep_wanted(self) -> None:
-        registry = self._engine.registry
-        wanted = [
-            found
-            for found in registry.recognizers
-            if set(found.supported_entities) & set(self._wanted)
-        ]
+    def _drop_unused_recognizers(self) -> None:
+        registry, wanted = self._engine.registry, set(self._wanted)
         registry.recognizers = [
-            found for found in wanted if self.uses_ner or found.name != "SpacyRecognizer"
+            recognizer
+            for recognizer in registry.recognizers
+            if wanted & set(recognizer.supported_entities)
+            and (self.uses_ner or recognizer.name != "SpacyRecognizer")
         ]
 
 
 def _load_nlp(spacy_model: str) -> Any:
-    """presidio's spaCy engine with tokenizer and entity recogniser; tagging and parsing, half of the time, serve no recogniser."""
+    """presidio's spaCy engine with tokenizer and entity recogniser only.
+
+    Tagging and parsing, half of the time, serve no recogniser.
+    """
     import spacy
     from presidio_analyzer.nlp_engine import SpacyNlpEngine
     from spacy.language import Language
@@ -113,27 +105,26 @@ def _load_nlp(spacy_model: str) -> Any:
     if not Language.has_factory(_LEMMAS):
         Language.component(_LEMMAS, func=_lower_case)
 
-    class LightSpacyEngine(SpacyNlpEngine):
+    class NerSpacyEngine(SpacyNlpEngine):
         def load(self) -> None:
-            nlp = spacy.load(
-                spacy_model, exclude=["tagger", "parser", "attribute_ruler", "lemmatizer", "senter"]
-            )
+            unused = ["tagger", "parser", "attribute_ruler", "lemmatizer", "senter"]
+            nlp = spacy.load(spacy_model, exclude=unused)
             nlp.add_pipe(_LEMMAS)
             self.nlp = {_LANGUAGE: nlp}  # type: ignore[assignment]
 
-    engine = LightSpacyEngine(models=[{"lang_code": _LANGUAGE, "model_name": spacy_model}])
+    engine = NerSpacyEngine(models=[{"lang_code": _LANGUAGE, "model_name": spacy_model}])
     engine.load()
     return engine
 
 
 def _lower_case(document: Any) -> Any:
-    """Lemmas for presidio's context words, which it looks for as parts of lemmas: "phones" contains "phone"."""
+    """Lemmas for presidio's context words, which it matches as parts of lemmas: phone in phones."""
     for token in document:
         token.lemma_ = token.lower_
     return document
 
 
-def _tagged(nlp: Any) -> set[str]:
+def _ner_entities(nlp: Any) -> set[str]:
     """presidio's names of what this spaCy pipeline tags."""
     pipe = nlp.get_nlp(_LANGUAGE)
     labels = pipe.get_pipe("ner").labels if pipe.has_pipe("ner") else ()
@@ -155,13 +146,9 @@ def _build_engine(nlp: Any, section: PiiSection) -> Any:
     for recognizer in (_email_recognizer(), _phone_recognizer(), *_own_recognizers(section)):
         registry.add_recognizer(recognizer)
     for recognizer in registry.recognizers:
-        more = [
-            word
-            for entity in recognizer.supported_entities
-            for word in section.context_words.get(entity, ())
-        ]
-        if more:
-            recognizer.context = [*(recognizer.context or ()), *more]
+        for entity in recognizer.supported_entities:
+            if words := section.context_words.get(entity):
+                recognizer.context = [*(recognizer.context or ()), *words]
     return AnalyzerEngine(registry=registry, nlp_engine=nlp, supported_languages=[_LANGUAGE])
 
 
@@ -183,19 +170,22 @@ def _email_recognizer() -> Any:
 
 
 def _phone_recognizer() -> Any:
-    """presidio's phone recogniser, asked only about texts with enough digits in a row: it tries eight countries on every number."""
+    """presidio's phone recogniser, run only on texts with enough digits in a row.
+
+    It tries eight countries on every number.
+    """
     from presidio_analyzer import RecognizerResult
     from presidio_analyzer.predefined_recognizers import PhoneRecognizer
 
-    class SparingPhoneRecognizer(PhoneRecognizer):
+    class PrefilteredPhoneRecognizer(PhoneRecognizer):
         def analyze(
             self, text: str, entities: list[str], nlp_artifacts: Any = None
         ) -> list[RecognizerResult]:
-            return (
-                super().analyze(text, entities, nlp_artifacts) if _SEVEN_DIGITS.search(text) else []
-            )
+            if not _SEVEN_DIGITS.search(text):
+                return []
+            return super().analyze(text, entities, nlp_artifacts)
 
-    return SparingPhoneRecognizer()
+    return PrefilteredPhoneRecognizer()
 
 
 def _own_recognizers(section: PiiSection) -> list[Any]:

@@ -1,7 +1,7 @@
 """Google Cloud DLP (Sensitive Data Protection) as a further inspector.
 
-Texts travel as rows of a one-column table, many in one request; a finding names its row and its
-code points, which are Python's string offsets. A reply that says it was cut short is asked again in
+Texts are sent as rows of a one-column table, many in one request; a finding names its row and its
+code points, which are Python's string offsets. A request whose result was truncated is repeated in
 halves, so that no finding is lost to a limit.
 """
 
@@ -17,8 +17,8 @@ from pipeline.synth.privacy.finding import Finding
 _ROWS = 500
 _REQUEST_BYTES = 400_000  # of texts; the service refuses requests above half a megabyte
 
-#: Cloud DLP's names for what this project calls otherwise.
-_NAMES = {
+#: Cloud DLP's info types whose entity has another name here.
+_ENTITIES = {
     "CREDIT_CARD_NUMBER": "CREDIT_CARD",
     "US_SOCIAL_SECURITY_NUMBER": "US_SSN",
     "STREET_ADDRESS": "ADDRESS",
@@ -37,7 +37,7 @@ _SCORES = {
 
 
 class GoogleInspector:
-    """Asks Cloud DLP about texts. `client` replaces the one made from application-default credentials.
+    """Sends texts to Cloud DLP. `client` replaces the one of the application-default credentials.
 
     Raises MissingPackage without google-cloud-dlp, EndpointError when the service cannot be used,
     DataError for a text that is too long for one request.
@@ -59,31 +59,30 @@ class GoogleInspector:
 
     def inspect(self, texts: Sequence[str]) -> list[list[Finding]]:
         """Findings of each text, in the order of the texts."""
-        found: list[list[Finding]] = [[] for _ in texts]
+        findings: list[list[Finding]] = [[] for _ in texts]
         for rows in _batches(texts):
-            self._inspect_rows(texts, rows, found)
-        return [sorted(findings) for findings in found]
+            for row, finding in self._inspect_rows(texts, rows):
+                findings[row].append(finding)
+        return [sorted(of_text) for of_text in findings]
 
     def _inspect_rows(
-        self, texts: Sequence[str], rows: Sequence[int], found: list[list[Finding]]
-    ) -> None:
-        result = self._ask([texts[row] for row in rows])
+        self, texts: Sequence[str], rows: Sequence[int]
+    ) -> Iterator[tuple[int, Finding]]:
+        """(index of the text, finding) for the texts of these indices."""
+        result = self._request([texts[row] for row in rows])
         if result.findings_truncated and len(rows) > 1:
             middle = len(rows) // 2
-            self._inspect_rows(texts, rows[:middle], found)
-            self._inspect_rows(texts, rows[middle:], found)
+            yield from self._inspect_rows(texts, rows[:middle])
+            yield from self._inspect_rows(texts, rows[middle:])
             return
         for finding in result.findings:
-            row = rows[
-                finding.location.content_locations[0].record_location.table_location.row_index
-            ]
-            span = finding.location.codepoint_range
-            entity = _NAMES.get(finding.info_type.name, finding.info_type.name)
-            found[row].append(
-                Finding(span.start, span.end, entity, _SCORES.get(finding.likelihood.name, 0.5))
-            )
+            location, span = finding.location.content_locations[0], finding.location.codepoint_range
+            row = rows[location.record_location.table_location.row_index]
+            entity = _ENTITIES.get(finding.info_type.name, finding.info_type.name)
+            score = _SCORES.get(finding.likelihood.name, 0.5)
+            yield row, Finding(span.start, span.end, entity, score)
 
-    def _ask(self, texts: Sequence[str]) -> Any:
+    def _request(self, texts: Sequence[str]) -> Any:
         from google.api_core.exceptions import GoogleAPIError
 
         types = self._types
@@ -100,10 +99,9 @@ class GoogleInspector:
             ),
             item=types.ContentItem(table=table),
         )
+        timeout = self._section.timeout
         try:
-            return self._client.inspect_content(
-                request=request, timeout=self._section.timeout
-            ).result
+            return self._client.inspect_content(request=request, timeout=timeout).result
         except GoogleAPIError as error:
             raise EndpointError(
                 f"Cloud DLP refused or did not answer: {str(error).splitlines()[0]}",

@@ -1,7 +1,7 @@
 """Personal data and secrets in text.
 
     presidio with a real spaCy pipeline   what checksums, formats and a language model can tell
-    numbers, addresses, names             where presidio is weak (docs/pii.md has the measurements)
+    recognisers, addresses                where presidio is weak (docs/pii.md has the measurements)
     secrets                               credentials
     dlp                                   another inspector, where the run names one
 
@@ -19,21 +19,27 @@ from pipeline.config import DlpSection, PiiSection
 from pipeline.errors import ConfigError, MissingPackage
 from pipeline.synth.privacy.addresses import find_addresses
 from pipeline.synth.privacy.analyzer import Analyzer
-from pipeline.synth.privacy.finding import Finder, Finding, sure_enough, without_overlap
-from pipeline.synth.privacy.names import find_names, mislabelled_names
-from pipeline.synth.privacy.numbers import number_finders
+from pipeline.synth.privacy.finding import Finder, Finding, above_threshold, without_overlap
+from pipeline.synth.privacy.recognisers import NUMBER_FINDERS, find_names, mislabelled_names
 from pipeline.synth.privacy.secrets import SECRET_ENTITIES, find_secrets
+
+#: This project's own finders by entity.
+_FINDERS: dict[str, tuple[Finder, ...]] = {
+    **NUMBER_FINDERS,
+    "ADDRESS": (find_addresses,),
+    "PERSON": (find_names,),
+}
 
 
 class Inspector(Protocol):
-    """A further opinion on many texts; its findings are taken as they are."""
+    """A further detector over many texts; its findings are taken as they are, at any score."""
 
     def inspect(self, texts: Sequence[str]) -> list[list[Finding]]:
         """Findings of each text."""
 
 
 class PiiFilter:
-    """What looks for the configured entities, and for secrets.
+    """Detects the configured entities, and secrets.
 
     Raises MissingPackage when presidio, detect-secrets or the spaCy pipeline is not installed,
     ConfigError for an entity type that nothing here finds.
@@ -47,64 +53,56 @@ class PiiFilter:
         inspector: Inspector | None = None,
     ) -> None:
         _require("presidio_analyzer", "presidio-analyzer", "synth.pii")
-        _require(
-            section.spacy_model, section.spacy_model.replace("_", "-"), "synth.pii.spacy_model"
-        )
+        model = section.spacy_model
+        _require(model, model.replace("_", "-"), "synth.pii.spacy_model")
         if section.secrets:
             _require("detect_secrets", "detect-secrets", "synth.pii.secrets")
-        finders = _finders()
         wanted = {*section.entities, *(spec.entity for spec in section.recognizers)}
         self._analyzer = Analyzer(section, wanted)
-        _check_entities(section, self._analyzer.findable | set(finders))
-        self._finders = [
-            finder for entity in sorted(wanted & set(finders)) for finder in finders[entity]
-        ]
+        _check_entities(section, self._analyzer.supported_entities | set(_FINDERS))
+        own = sorted(wanted & set(_FINDERS))
+        self._finders: list[Finder] = [finder for entity in own for finder in _FINDERS[entity]]
         if section.secrets:
             self._finders.append(find_secrets)
         self._finds_names = "PERSON" in wanted
         self._threshold, self._thresholds = section.score_threshold, section.thresholds
-        self._inspector = inspector or _inspector(dlp or DlpSection())
+        self._inspector = inspector or _open_inspector(dlp or DlpSection())
         self.entities = sorted({*wanted, *(SECRET_ENTITIES if section.secrets else ())})
         self.uses_ner = self._analyzer.uses_ner
 
     def find_all(self, texts: Sequence[str]) -> list[list[Finding]]:
         """Findings of each text, in text order, none overlapping."""
-        return [without_overlap(findings) for findings in self.opinions(texts)]
+        return [without_overlap(findings) for findings in self.find_overlapping(texts)]
 
-    def opinions(self, texts: Sequence[str]) -> list[list[Finding]]:
-        """Findings of each text as they come: the same characters may be several types."""
+    def find_overlapping(self, texts: Sequence[str]) -> list[list[Finding]]:
+        """Findings of each text, unmerged: the same characters may be of several types."""
         inspected = self._inspector.inspect(texts) if self._inspector else [[] for _ in texts]
         analysed = self._analyzer.analyse(texts)
         return [
-            self._judged(text, *pair) + further
-            for text, pair, further in zip(texts, analysed, inspected, strict=True)
+            self._find(text, *analysis) + further
+            for text, analysis, further in zip(texts, analysed, inspected, strict=True)
         ]
 
     def check(self, text: str) -> list[str]:
         """Entity types found in `text`, sorted."""
         return sorted({finding.entity for finding in self.find_all([text])[0]})
 
-    def _judged(self, text: str, by_presidio: list[Finding], document: Any) -> list[Finding]:
+    def _find(self, text: str, by_presidio: list[Finding], document: Any) -> list[Finding]:
         own = [finding for finder in self._finders for finding in finder(text)]
         if self._finds_names:
             own += mislabelled_names(document)
-        return sure_enough([*by_presidio, *own], self._threshold, self._thresholds)
-
-
-def _finders() -> dict[str, list[Finder]]:
-    """This project's own finders by entity."""
-    return {**number_finders(), "ADDRESS": [find_addresses], "PERSON": [find_names]}
+        return above_threshold([*by_presidio, *own], self._threshold, self._thresholds)
 
 
 def _check_entities(section: PiiSection, known: set[str]) -> None:
     """A misspelt type would silently never be found."""
-    for field, names in (
-        ("entities", section.entities),
-        ("thresholds", section.thresholds),
-        ("context_words", section.context_words),
+    with_secrets = known | set(SECRET_ENTITIES)
+    for field, entities, allowed in (
+        ("entities", section.entities, known),
+        ("thresholds", section.thresholds, with_secrets),
+        ("context_words", section.context_words, with_secrets),
     ):
-        allowed = known if field == "entities" else known | set(SECRET_ENTITIES)
-        for entity in names:
+        for entity in entities:
             if entity not in allowed:
                 raise ConfigError(
                     f"no recogniser finds {entity!r}",
@@ -113,7 +111,7 @@ def _check_entities(section: PiiSection, known: set[str]) -> None:
                 )
 
 
-def _inspector(section: DlpSection) -> Inspector | None:
+def _open_inspector(section: DlpSection) -> Inspector | None:
     if section.backend == "none":
         return None
     from pipeline.synth.privacy.dlp import GoogleInspector
@@ -123,5 +121,6 @@ def _inspector(section: DlpSection) -> Inspector | None:
 
 def _require(module: str, package: str, where: str) -> None:
     if not module.isidentifier() or importlib.util.find_spec(module) is None:
-        fix = f"pip install {package}, or set synth.pii.enabled=false for data known to be free of personal data"
+        without = "set synth.pii.enabled=false for data known to be free of personal data"
+        fix = f"pip install {package}, or {without}"
         raise MissingPackage(f"the pip package {package} is not installed", where=where, fix=fix)

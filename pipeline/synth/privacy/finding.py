@@ -2,7 +2,7 @@
 
     text        mail anna@example.com or 10.0.0.1
     findings         EMAIL_ADDRESS 1.0   IP_ADDRESS 0.95
-                          └ URL 0.5 ┘                        overlaps the e-mail, less sure: gone
+                          └ URL 0.5 ┘                        overlaps the e-mail, scores less: gone
 
 A finding holds offsets and a type, never the characters themselves.
 """
@@ -23,14 +23,14 @@ class Finding(NamedTuple):
     score: float
 
 
-#: Looks at one text. Finders are pure functions of it.
+#: Reads one text. Finders are pure functions of it.
 Finder = Callable[[str], Iterable[Finding]]
 
 
 def pattern_finder(
     entity: str, patterns: Sequence[tuple[str, float]], flags: re.RegexFlag = re.IGNORECASE
 ) -> Finder:
-    """A finder for (regex, score) pairs. Where a regex has a group named `value`, that is what was found."""
+    """A finder for (regex, score) pairs; where a regex has a group `value`, that is the finding."""
     compiled = [(re.compile(regex, flags), score) for regex, score in patterns]
 
     def find(text: str) -> Iterator[Finding]:
@@ -42,23 +42,21 @@ def pattern_finder(
     return find
 
 
-def sure_enough(
+def above_threshold(
     findings: Iterable[Finding], threshold: float, by_entity: Mapping[str, float]
 ) -> list[Finding]:
     """Findings that reach their entity's threshold, or the general one."""
-    return [
-        finding for finding in findings if finding.score >= by_entity.get(finding.entity, threshold)
-    ]
+    return [f for f in findings if f.score >= by_entity.get(f.entity, threshold)]
 
 
 def without_overlap(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings in text order; of those that overlap, the surest gives the type and all give the extent."""
+    """Findings in text order; of overlapping ones the best score gives the type, all the extent."""
     merged: list[Finding] = []
-    for found in sorted(findings, key=lambda found: (found.start, -found.end, found.entity)):
-        if not merged or found.start >= merged[-1].end:
-            merged.append(found)
+    for finding in sorted(findings, key=lambda f: (f.start, -f.end, f.entity)):
+        if not merged or finding.start >= merged[-1].end:
+            merged.append(finding)
             continue
         before = merged[-1]
-        surest = found if found.score > before.score else before
-        merged[-1] = Finding(before.start, max(before.end, found.end), surest.entity, surest.score)
+        best = finding if finding.score > before.score else before
+        merged[-1] = Finding(before.start, max(before.end, finding.end), best.entity, best.score)
     return merged

@@ -29,48 +29,49 @@ class Ledger:
 
     def __init__(self, salt: bytes) -> None:
         self._salt = salt
-        self._found: dict[str, dict[str, dict[str, int]]] = {}
+        self._counts: dict[str, dict[str, dict[str, int]]] = {}  # where → entity → hash → times
 
     def note(self, where: str, text: str, findings: Iterable[Finding]) -> None:
-        """Remember findings of one text of the kind `where` ("prompts" or "responses")."""
+        """Count findings of one text of the kind `where` ("prompts" or "responses")."""
         for finding in findings:
-            values = self._found.setdefault(where, {}).setdefault(finding.entity, {})
+            values = self._counts.setdefault(where, {}).setdefault(finding.entity, {})
             key = self._hash(finding.entity, text[finding.start : finding.end])
             values[key] = values.get(key, 0) + 1
 
     def take(self) -> dict[str, Any]:
-        """{"prompts": {"EMAIL_ADDRESS": {"findings": 3, "values": {hash: times}}}, "responses": …}, and forget it."""
-        found, self._found = self._found, {}
+        """{"prompts": {"EMAIL_ADDRESS": {"findings": 3, "values": {hash: times}}}, "responses": …}.
+
+        Counting starts again from nothing.
+        """
+        counts, self._counts = self._counts, {}
         return {
             where: {
                 entity: {"findings": sum(values.values()), "values": dict(sorted(values.items()))}
                 for entity, values in sorted(entities.items())
             }
-            for where, entities in sorted(found.items())
+            for where, entities in sorted(counts.items())
         }
 
     def _hash(self, entity: str, value: str) -> str:
-        return hmac.new(
-            self._salt, f"{entity}\0{normal_form(value)}".encode(), hashlib.sha256
-        ).hexdigest()[:_HEX_DIGITS]
+        message = f"{entity}\0{normal_form(value)}".encode()
+        return hmac.new(self._salt, message, hashlib.sha256).hexdigest()[:_HEX_DIGITS]
 
 
 def read_salt(variable: str) -> bytes:
-    """The salt in the environment variable, or this user's own, made at first use. Raises ConfigError where neither works."""
-    given = os.environ.get(variable)
-    if given:
-        return given.encode()
-    state = (
-        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        / "eagle3"
-        / "pii-salt"
-    )
+    """The salt in the environment variable, or this user's own, made at first use.
+
+    Raises ConfigError where neither works.
+    """
+    if salt := os.environ.get(variable):
+        return salt.encode()
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    path = state / "eagle3" / "pii-salt"
     try:
-        return _read_or_make(state)
+        return _read_or_make(path)
     except OSError as error:
         raise ConfigError(
             f"cannot be read or made: {error.strerror}",
-            where=str(state),
+            where=str(path),
             fix=f"set the environment variable {variable}",
         ) from None
 
@@ -82,7 +83,7 @@ def _read_or_make(path: Path) -> bytes:
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(secrets.token_bytes(_KEY_BYTES))
         try:
-            os.link(fresh, path)  # whoever links first decides; nobody reads a half-written salt
+            os.link(fresh, path)  # the first link wins; nobody reads a half-written salt
         except FileExistsError:
             pass
         finally:

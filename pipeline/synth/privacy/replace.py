@@ -19,44 +19,13 @@ from pipeline.records import digest
 from pipeline.synth.privacy.finding import Finding
 
 _FIRST = (
-    "Robin",
-    "Alex",
-    "Sam",
-    "Jamie",
-    "Casey",
-    "Morgan",
-    "Riley",
-    "Taylor",
-    "Jordan",
-    "Quinn",
-    "Avery",
-    "Rowan",
-    "Skyler",
-    "Emery",
-    "Finley",
-    "Hayden",
-    "Kendall",
-    "Logan",
-    "Marlow",
-    "Noel",
-)
+    "Robin", "Alex", "Sam", "Jamie", "Casey", "Morgan", "Riley", "Taylor", "Jordan", "Quinn",
+    "Avery", "Rowan", "Skyler", "Emery", "Finley", "Hayden", "Kendall", "Logan", "Marlow", "Noel",
+)  # fmt: skip
 _LAST = (
-    "Ashby",
-    "Birchall",
-    "Cotterdale",
-    "Dunmoor",
-    "Elmridge",
-    "Farrowby",
-    "Glenhurst",
-    "Hollinside",
-    "Ivydale",
-    "Kestrow",
-    "Larkham",
-    "Merrowdown",
-    "Netherby",
-    "Oakshaw",
-    "Penhallam",
-)
+    "Ashby", "Birchall", "Cotterdale", "Dunmoor", "Elmridge", "Farrowby", "Glenhurst", "Hollinside",
+    "Ivydale", "Kestrow", "Larkham", "Merrowdown", "Netherby", "Oakshaw", "Penhallam",
+)  # fmt: skip
 
 #: Entity → the invented value with this number, counted from 1.
 _INVENTED: dict[str, Callable[[int], str]] = {
@@ -68,31 +37,33 @@ _INVENTED: dict[str, Callable[[int], str]] = {
     "ADDRESS": lambda number: f"{number} Example Street, Sampletown",
     "URL": lambda number: f"https://example.com/{number}",
 }
-_RECOGNISED = re.compile(
-    r"person\d+@example\.com|(?:\+?1[ .\-])?[(]?202[)]?[ .\-]555[ .\-]01\d\d|0000[ \-]?0000[ \-]?0000[ \-]?\d{4}|000-00-\d{4}|192\.0\.2\.\d{1,3}"
+#: What they look like in a reply, which may write them a little differently.
+_INVENTED_FORMS = re.compile(
+    r"person\d+@example\.com|(?:\+?1[ .\-])?[(]?202[)]?[ .\-]555[ .\-]01\d\d"
+    r"|0000[ \-]?0000[ \-]?0000[ \-]?\d{4}|000-00-\d{4}|192\.0\.2\.\d{1,3}"
     r"|\d+ Example Street(?:, Sampletown)?|https?://example\.com/\d+|EXAMPLE-[A-Z_]+-\d+",
     re.IGNORECASE,
 )
-_NAMES = (
-    frozenset(f"{first} {last}" for first in _FIRST for last in _LAST)
-    | frozenset(_FIRST)
-    | frozenset(_LAST)
+_INVENTED_NAMES = frozenset(
+    [*_FIRST, *_LAST, *(f"{first} {last}" for first in _FIRST for last in _LAST)]
 )
 
 
 def redacted(text: str, findings: Sequence[Finding]) -> str:
-    """`text` with `<ENTITY_TYPE>` in place of every finding; findings are in text order and do not overlap."""
+    """`text` with `<ENTITY_TYPE>` in place of every finding.
+
+    Findings are in text order and do not overlap.
+    """
     return _replaced(text, findings, lambda entity, _: f"<{entity}>")
 
 
 class Pseudonyms:
-    """The invented values of one conversation: the same value gets the same one in all its turns."""
+    """The invented values of one conversation: in all its turns the same one for the same value."""
 
     def __init__(self, seed: int, conversation: tuple[str, str]) -> None:
-        self._offset = int(
-            digest([seed, *conversation])[:8], 16
-        )  # so that not every conversation is about the same person
-        self._given: dict[tuple[str, str], str] = {}
+        # An offset, so that not every conversation is about the same person.
+        self._offset = int(digest([seed, *conversation])[:8], 16)
+        self._assigned: dict[tuple[str, str], str] = {}
         self._numbers: dict[str, int] = {}
 
     def apply(self, text: str, findings: Sequence[Finding]) -> str:
@@ -101,30 +72,31 @@ class Pseudonyms:
 
     def _value(self, entity: str, original: str) -> str:
         key = (entity, normal_form(original))
-        if key not in self._given:
-            self._given[key] = self._invent(entity)
+        if key not in self._assigned:
+            self._assigned[key] = self._invent(entity)
             if entity == "PERSON":
-                self._give_parts(original, self._given[key])
-        return self._given[key]
+                self._assign_name_parts(original, self._assigned[key])
+        return self._assigned[key]
 
     def _invent(self, entity: str) -> str:
         number = self._numbers[entity] = self._numbers.get(entity, 0) + 1
         if entity == "PERSON":
-            place = self._offset + number - 1
-            return f"{_FIRST[place % len(_FIRST)]} {_LAST[place % len(_LAST)]}"
+            index = self._offset + number - 1
+            return f"{_FIRST[index % len(_FIRST)]} {_LAST[index % len(_LAST)]}"
         return _INVENTED[entity](number) if entity in _INVENTED else f"EXAMPLE-{entity}-{number}"
 
-    def _give_parts(self, original: str, invented: str) -> None:
+    def _assign_name_parts(self, original: str, invented: str) -> None:
         """A later "Anna" is the Anna Schmidt of before."""
         words = original.split()
         if len(words) > 1:
             for word, part in zip((words[0], words[-1]), invented.split(), strict=True):
-                self._given.setdefault(("PERSON", normal_form(word)), part)
+                self._assigned.setdefault(("PERSON", normal_form(word)), part)
 
 
 def is_invented(text: str) -> bool:
     """Whether a finding is one of our own invented values, which a reply may repeat."""
-    return _RECOGNISED.fullmatch(text.strip()) is not None or text.strip() in _NAMES
+    text = text.strip()
+    return _INVENTED_FORMS.fullmatch(text) is not None or text in _INVENTED_NAMES
 
 
 def normal_form(value: str) -> str:
@@ -135,9 +107,7 @@ def normal_form(value: str) -> str:
 def _replaced(text: str, findings: Sequence[Finding], value: Callable[[str, str], str]) -> str:
     pieces, position = [], 0
     for finding in findings:
-        pieces += [
-            text[position : finding.start],
-            value(finding.entity, text[finding.start : finding.end]),
-        ]
+        original = text[finding.start : finding.end]
+        pieces += [text[position : finding.start], value(finding.entity, original)]
         position = finding.end
     return "".join([*pieces, text[position:]])

@@ -1,7 +1,8 @@
 """How well personal data is found, measured on labelled text: `eagle3 pii-score FILE…`.
 
-A record with `spans` is labelled:   {"text", "spans": [{"start", "end", "type"}]}, offsets in characters, end exclusive
-A record with `turns` is a prompt:   whatever is found in it counts as a false alarm
+A record with `spans` is labelled:   {"text", "spans": [{"start", "end", "type"}]}, offsets in
+                                     characters, end exclusive
+A record with `turns` is a prompt:   every finding in it counts as a false alarm
 
     recall      gold spans of a type that some finding of that type overlaps, of all its gold spans
     precision   findings of a type that overlap some gold span of that type, of all its findings
@@ -16,17 +17,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import DlpSection, PiiSection
 from pipeline.errors import DataError
 from pipeline.prompts.files import read_jsonl
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.synth.privacy.finding import Finding, without_overlap
+from pipeline.synth.privacy.secrets import SECRET_ENTITIES
 
-#: Names that label sets use → the entity that finds them. A type that is not here and no entity either is left out.
+#: Names that label sets use → the entity here. A type that is neither is left out.
 ALIASES = {
     "IBAN": "IBAN_CODE",
     "CRYPTO_WALLET": "CRYPTO",
@@ -39,45 +41,61 @@ ALIASES = {
 }
 #: Measured types. ADDRESS and PERSON are measured whether or not the policy has them on.
 MEASURED = (
-    "EMAIL_ADDRESS",
-    "PHONE_NUMBER",
-    "CREDIT_CARD",
-    "IBAN_CODE",
-    "US_SSN",
-    "IP_ADDRESS",
-    "API_KEY",
-    "PASSWORD",
-    "PRIVATE_KEY",
-    "CRYPTO",
-    "MEDICAL_LICENSE",
-    "PERSON",
-    "ADDRESS",
-)
+    "EMAIL_ADDRESS", "PHONE_NUMBER", "CREDIT_CARD", "IBAN_CODE", "US_SSN", "IP_ADDRESS", "API_KEY",
+    "PASSWORD", "PRIVATE_KEY", "CRYPTO", "MEDICAL_LICENSE", "PERSON", "ADDRESS",
+)  # fmt: skip
 FULL_NAME = "PERSON (two words or more)"
-_CHUNK = 512  # records scored together
+_DEFINITION = (
+    "a finding and a gold span of the same type agree when they have at least one character in"
+    " common"
+)
+_CHUNK = 512  # texts analysed together
+
+
+class GoldSpan(NamedTuple):
+    """Characters [start, end) that are labelled as an entity."""
+
+    start: int
+    end: int
+    entity: str
 
 
 @dataclass
 class EntityCounts:
-    """Counts of one entity."""
+    """Gold spans and findings of one entity, and how many of each agree with some of the other."""
 
     gold: int = 0
-    hit: int = 0
-    found: int = 0
-    right: int = 0
+    gold_matched: int = 0
+    findings: int = 0
+    findings_matched: int = 0
 
     @property
     def recall(self) -> float | None:
-        return round(self.hit / self.gold, 4) if self.gold else None
+        return round(self.gold_matched / self.gold, 4) if self.gold else None
 
     @property
     def precision(self) -> float | None:
-        return round(self.right / self.found, 4) if self.found else None
+        return round(self.findings_matched / self.findings, 4) if self.findings else None
+
+    def add(self, gold: Sequence[GoldSpan], findings: Sequence[Finding]) -> None:
+        """Count the spans and findings of one text."""
+        self.gold += len(gold)
+        self.gold_matched += sum(any(_overlap(span, f) for f in findings) for span in gold)
+        self.findings += len(findings)
+        self.findings_matched += sum(any(_overlap(span, f) for span in gold) for f in findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "recall": self.recall,
+            "precision": self.precision,
+            "gold": self.gold,
+            "found": self.findings,
+        }
 
 
 @dataclass
 class Score:
-    """What the files gave."""
+    """Counts over all files."""
 
     entities: dict[str, EntityCounts] = field(default_factory=dict)
     labelled: int = 0
@@ -88,25 +106,20 @@ class Score:
 
     def as_json(self) -> dict[str, Any]:
         """The scores with their definition."""
-        entities = {
-            name: {
-                "recall": tally.recall,
-                "precision": tally.precision,
-                "gold": tally.gold,
-                "found": tally.found,
-            }
-            for name, tally in self.entities.items()
-            if tally.gold or tally.found
-        }
-        share = round(self.flagged / self.prompts, 5) if self.prompts else None
         return {
-            "definition": "a finding and a gold span of the same type agree when they have at least one character in common",
+            "definition": _DEFINITION,
             "labelled_records": self.labelled,
-            "entities": entities,
+            "entities": {
+                name: counts.as_json()
+                for name, counts in self.entities.items()
+                if counts.gold or counts.findings
+            },
             "prompts": {
                 "records": self.prompts,
                 "flagged": self.flagged,
-                "false_positive_rate": share,
+                "false_positive_rate": (
+                    round(self.flagged / self.prompts, 5) if self.prompts else None
+                ),
                 "by_entity": dict(sorted(self.flagged_by.items())),
             },
             "per_second": {name: round(rate, 1) for name, rate in self.rates.items()},
@@ -114,7 +127,7 @@ class Score:
 
 
 def score_files(files: Sequence[str], policy: PiiSection, dlp: DlpSection | None = None) -> Score:
-    """Score every record of the files. Raises DataError for one that is neither labelled nor a prompt."""
+    """Score every record. Raises DataError for one that is neither labelled nor a prompt."""
     records = [_checked(record, where) for file in files for where, record in read_jsonl(file)]
     labelled = [record for record in records if "spans" in record]
     prompts = [record["turns"] for record in records if "spans" not in record]
@@ -127,169 +140,117 @@ def score_files(files: Sequence[str], policy: PiiSection, dlp: DlpSection | None
 
 
 def _checked(record: Any, where: str) -> dict[str, Any]:
-    if isinstance(record, dict) and isinstance(record.get("turns"), list):
-        return record
-    if (
-        not isinstance(record, dict)
-        or not isinstance(record.get("text"), str)
-        or not isinstance(record.get("spans"), list)
-    ):
-        raise DataError(
-            "is neither labelled nor a prompt",
-            where=where,
-            fix='write {"text", "spans": [{"start", "end", "type"}]} or {"turns": ["…"]}',
-        )
-    for span in record["spans"]:
-        if not isinstance(span, dict) or not all(
-            isinstance(span.get(key), kind)
-            for key, kind in (("start", int), ("end", int), ("type", str))
-        ):
-            raise DataError(
-                "has a span without start, end and type",
-                where=f"{where}: spans",
-                fix='write {"start": 3, "end": 9, "type": "PERSON"}',
-            )
-    return record
+    fields = record if isinstance(record, dict) else {}
+    if isinstance(fields.get("turns"), list):
+        return fields
+    if not isinstance(fields.get("text"), str) or not isinstance(fields.get("spans"), list):
+        fix = 'write {"text", "spans": [{"start", "end", "type"}]} or {"turns": ["…"]}'
+        raise DataError("is neither labelled nor a prompt", where=where, fix=fix)
+    if not all(_is_span(span) for span in fields["spans"]):
+        fix = 'write {"start": 3, "end": 9, "type": "PERSON"}'
+        raise DataError("has a span without start, end and type", where=f"{where}: spans", fix=fix)
+    return fields
+
+
+def _is_span(span: Any) -> bool:
+    kinds = {"start": int, "end": int, "type": str}
+    return isinstance(span, dict) and all(isinstance(span.get(key), kinds[key]) for key in kinds)
 
 
 def _score_labelled(
     score: Score, records: Sequence[dict[str, Any]], policy: PiiSection, dlp: DlpSection | None
 ) -> None:
-    entities = tuple(
-        sorted({*policy.entities, *(set(MEASURED) - {"API_KEY", "PASSWORD", "PRIVATE_KEY"})})
-    )
-    everything = PiiFilter(policy.model_copy(update={"entities": entities, "secrets": True}), dlp)
+    entities = tuple(sorted({*policy.entities, *MEASURED} - set(SECRET_ENTITIES)))
+    pii = PiiFilter(policy.model_copy(update={"entities": entities, "secrets": True}), dlp)
     score.entities = {name: EntityCounts() for name in (*MEASURED, FULL_NAME)}
-    found = _timed(
-        score,
-        "all entities, with spaCy's entity recogniser",
-        everything,
-        [record["text"] for record in records],
-    )
-    for record, findings in zip(records, found, strict=True):
-        only = (record.get("meta") or {}).get("entity_under_test")
-        gold = [
-            (span["start"], span["end"], ALIASES.get(span["type"], span["type"]))
-            for span in record["spans"]
-        ]
-        findings = _distinct(findings)
-        for entity in MEASURED if only is None else {ALIASES.get(only, only)} & set(MEASURED):
-            _count(
-                score.entities[entity],
-                [span for span in gold if span[2] == entity],
-                [finding for finding in findings if finding.entity == entity],
-            )
-        names = [
-            span
-            for span in gold
-            if span[2] == "PERSON" and len(record["text"][span[0] : span[1]].split()) > 1
-        ]
-        _count(
-            score.entities[FULL_NAME],
-            names,
-            [finding for finding in findings if finding.entity == "PERSON"],
-        )
-    score.entities[FULL_NAME].found = 0  # a finding cannot be told to look for full names only
+    name, texts = "all entities, with spaCy's entity recogniser", [r["text"] for r in records]
+    findings_of_texts = _find_timed(score, name, pii, texts, records=len(records))
+    for record, findings in zip(records, findings_of_texts, strict=True):
+        _score_record(score.entities, record, _merged_within_entity(findings))
+    # No finding looks for full names only, so their precision would say nothing.
+    score.entities[FULL_NAME].findings = 0
 
 
-def _distinct(findings: Sequence[Finding]) -> list[Finding]:
-    """Several finders of one type may agree; that is one finding."""
-    types = {finding.entity for finding in findings}
+def _score_record(
+    counts: dict[str, EntityCounts], record: dict[str, Any], findings: Sequence[Finding]
+) -> None:
+    gold = [
+        GoldSpan(span["start"], span["end"], ALIASES.get(span["type"], span["type"]))
+        for span in record["spans"]
+    ]
+    only = (record.get("meta") or {}).get("entity_under_test")
+    for entity in MEASURED:
+        if only is None or entity == ALIASES.get(only, only):
+            of_type = [span for span in gold if span.entity == entity]
+            counts[entity].add(of_type, [f for f in findings if f.entity == entity])
+    persons = [span for span in gold if span.entity == "PERSON"]
+    full = [span for span in persons if len(record["text"][span.start : span.end].split()) > 1]
+    counts[FULL_NAME].add(full, [f for f in findings if f.entity == "PERSON"])
+
+
+def _merged_within_entity(findings: Sequence[Finding]) -> list[Finding]:
+    """Several recognisers of one entity may agree; that is one finding."""
     return [
-        found
-        for entity in sorted(types)
-        for found in without_overlap(finding for finding in findings if finding.entity == entity)
+        merged
+        for entity in sorted({f.entity for f in findings})
+        for merged in without_overlap(f for f in findings if f.entity == entity)
     ]
 
 
-def _count(
-    tally: EntityCounts, gold: Sequence[tuple[int, int, str]], findings: Sequence[Finding]
-) -> None:
-    tally.gold += len(gold)
-    tally.found += len(findings)
-    tally.hit += sum(
-        any(finding.start < end and start < finding.end for finding in findings)
-        for start, end, _ in gold
-    )
-    tally.right += sum(
-        any(finding.start < end and start < finding.end for start, end, _ in gold)
-        for finding in findings
-    )
+def _overlap(span: GoldSpan, finding: Finding) -> bool:
+    return finding.start < span.end and span.start < finding.end
 
 
 def _score_prompts(
     score: Score, prompts: Sequence[Sequence[str]], policy: PiiSection, dlp: DlpSection | None
 ) -> None:
-    configured = PiiFilter(policy, dlp)
-    name = (
-        "policy, with spaCy's entity recogniser"
-        if configured.uses_ner
-        else "policy, patterns and secrets"
-    )
-    found = iter(
-        _timed(
-            score,
-            name,
-            configured,
-            [turn for turns in prompts for turn in turns],
-            records=len(prompts),
-        )
-    )
+    pii = PiiFilter(policy, dlp)
+    recognisers = "with spaCy's entity recogniser" if pii.uses_ner else "patterns and secrets"
+    texts = [turn for turns in prompts for turn in turns]
+    findings = _find_timed(score, f"policy, {recognisers}", pii, texts, records=len(prompts))
+    remaining = iter(findings)
     for turns in prompts:
-        types = {finding.entity for _ in turns for finding in next(found)}
-        score.flagged += bool(types)
-        score.flagged_by.update(types)
+        entities = {finding.entity for _ in turns for finding in next(remaining)}
+        score.flagged += bool(entities)
+        score.flagged_by.update(entities)
 
 
-def _timed(
-    score: Score, name: str, pii: PiiFilter, texts: Sequence[str], *, records: int | None = None
-) -> Iterable[list[Finding]]:
+def _find_timed(
+    score: Score, name: str, pii: PiiFilter, texts: Sequence[str], *, records: int
+) -> list[list[Finding]]:
+    """Findings of each text, unmerged; sets the rate called `name`, in records a second."""
     pii.find_all(["warm-up"])
     begun = time.perf_counter()
-    found = [
-        findings
-        for start in range(0, len(texts), _CHUNK)
-        for findings in pii.opinions(texts[start : start + _CHUNK])
-    ]
-    score.rates[name] = (records or len(texts)) / (time.perf_counter() - begun)
-    return found
+    chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
+    findings = [of_text for chunk in chunks for of_text in pii.find_overlapping(chunk)]
+    score.rates[name] = records / (time.perf_counter() - begun)
+    return findings
 
 
 def print_score(score: Score) -> None:
     """The scores as tables."""
-    from rich.table import Table
-
     from pipeline.console import console
 
     if score.labelled:
-        table = Table(
-            "entity",
-            "recall",
-            "precision",
-            "gold spans",
-            "findings",
-            title=f"{score.labelled:,} labelled records",
-            title_justify="left",
-        )
-        for name, values in score.as_json()["entities"].items():
-            shares = (
-                "–" if share is None else f"{share:.3f}"
-                for share in (values["recall"], values["precision"])
-            )
-            table.add_row(
-                name,
-                *shares,
-                f"{values['gold']:,}",
-                f"{values['found']:,}" if values["found"] else "–",
-            )
-        console.print(table)
+        console.print(_table(score))
     if score.prompts:
-        types = (
-            ", ".join(f"{entity} {count}" for entity, count in sorted(score.flagged_by.items()))
-            or "none"
-        )
-        console.print(
-            f"{score.flagged:,} of {score.prompts:,} prompts flagged ({score.flagged / score.prompts:.2%}): {types}"
-        )
+        by_entity = ", ".join(f"{name} {count}" for name, count in sorted(score.flagged_by.items()))
+        flagged = f"{score.flagged:,} of {score.prompts:,} prompts flagged"
+        console.print(f"{flagged} ({score.flagged / score.prompts:.2%}): {by_entity or 'none'}")
     for name, rate in score.rates.items():
         console.print(f"{rate:,.0f} a second: {name}")
+
+
+def _table(score: Score) -> Any:
+    from rich.table import Table
+
+    title = f"{score.labelled:,} labelled records"
+    columns = ("entity", "recall", "precision", "gold spans", "findings")
+    table = Table(*columns, title=title, title_justify="left")
+    for name, counts in score.entities.items():
+        if counts.gold or counts.findings:
+            ratios = (counts.recall, counts.precision)
+            cells = ["–" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+            findings = f"{counts.findings:,}" if counts.findings else "–"
+            table.add_row(name, *cells, f"{counts.gold:,}", findings)
+    return table

@@ -1,4 +1,4 @@
-"""Credentials in text, looked for whatever `synth.pii.entities` says.
+"""Credentials in text, detected whatever `synth.pii.entities` says.
 
 detect-secrets' plugins read the text line by line; they know the issuers' key formats, credentials
 in URLs, quoted passwords in code, and strings of high entropy. What they leave out is here: keys of
@@ -18,9 +18,9 @@ from pipeline.synth.privacy.finding import Finding, pattern_finder
 #: Entity types of this module.
 SECRET_ENTITIES = ("API_KEY", "PASSWORD", "PRIVATE_KEY")
 
-_SURE = 0.9
+_SCORE = 0.9
 
-#: Not used: addresses are not secrets (IP_ADDRESS covers them), and a key's first line is not the key.
+#: Not used: addresses are not secrets (IP_ADDRESS covers them), a key's first line is not the key.
 _UNUSED = frozenset({"IPPublicDetector", "PrivateKeyDetector"})
 _PASSWORDS = frozenset({"BasicAuthDetector"})
 _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
@@ -28,23 +28,32 @@ _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
 _KEYS = (
     r"\bsk-(?:[A-Za-z]{2,10}-)*[A-Za-z0-9_\-]{20,}",  # OpenAI's newer forms, Anthropic
     r"\bASIA[0-9A-Z]{16}\b",  # AWS, temporary
-    r"\bgh[pousr]_[A-Za-z0-9]{30,}\b|\bgithub_pat_[A-Za-z0-9_]{30,}\b",  # detect-secrets reports only the prefix
+    # GitHub: detect-secrets reports only the prefix.
+    r"\bgh[pousr]_[A-Za-z0-9]{30,}\b|\bgithub_pat_[A-Za-z0-9_]{30,}\b",
     r"\bAIza[0-9A-Za-z_\-]{35}(?![0-9A-Za-z_\-])",  # Google
     r"\bhf_[A-Za-z0-9]{30,}\b",  # Hugging Face
-    r"\b(?:api|tok|token|key|secret|pat|pk|rk|sk|live|test)[_\-](?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{24,}\b",
+    r"\b(?:api|tok|token|key|secret|pat|pk|rk|sk|live|test)[_\-]"
+    r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{24,}\b",
     r"(?i:\b(?:api|access|secret|auth)[_\- ]?(?:key|token))['\"]?\s*(?:[:=]|\bis\b)\s*['\"]?"
     r"(?P<value>(?=[A-Za-z_\-]*[0-9])(?=[0-9_\-]*[A-Za-z])[A-Za-z0-9_\-/+]{16,})",
 )
 #: To the end of the text where the closing line is missing: half a key is a key.
-_PEM = r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|\Z)"
+_PEM = (
+    r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?"
+    r"(?:-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----|\Z)"
+)
 
-_find_keys = pattern_finder("API_KEY", [(key, _SURE) for key in _KEYS], re.RegexFlag(0))
-_find_pem = pattern_finder("PRIVATE_KEY", [(_PEM, _SURE)])
+_find_keys = pattern_finder("API_KEY", [(key, _SCORE) for key in _KEYS], re.NOFLAG)
+_find_pem = pattern_finder("PRIVATE_KEY", [(_PEM, _SCORE)])
 
-_PASSWORD_WORD = r"\b\w*(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe)s?\b"
+_PASSWORD_WORD = (
+    r"\b\w*(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe)"
+    r"s?\b"
+)
 _LINK = r"(?:\s(?:is|was|to|of|for \w+ (?:is|was))\b)?"
 _QUOTED_PASSWORD = re.compile(
-    rf"{_PASSWORD_WORD}[\"']?{_LINK}\s?[:=]?\s?(?P<quote>['\"`])(?P<value>[^'\"`\n]{{4,40}})(?P=quote)",
+    rf"{_PASSWORD_WORD}[\"']?{_LINK}\s?[:=]?\s?"
+    r"(?P<quote>['\"`])(?P<value>[^'\"`\n]{4,40})(?P=quote)",
     re.IGNORECASE,
 )
 _BARE_PASSWORD = re.compile(
@@ -53,10 +62,21 @@ _BARE_PASSWORD = re.compile(
 _LOGIN_PAIR = re.compile(r"[\w.+\-]+@[\w\-]+(?:\.[\w\-]+)+\s?[/:]\s?(?P<value>[^\s\"'`|,]{6,40})")
 _IN_URL = re.compile(r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s:/@]+:[^\s:/@]{3,}@")
 
+#: Whatever any plugin reports contains one of these; most lines of most prompts do not, and are
+#: skipped.
+_MAY_CONTAIN_SECRET = re.compile(
+    r"(?i)(?=[A-Za-z_\-+/=.:]*[0-9])[A-Za-z0-9_\-+/=.:]{16,}"
+    r"|pass|pwd|secret|key|token|auth|contrase|cred|://\S*:\S*@"
+)
+_PLACEHOLDER = re.compile(r"[<{\[%$].*|.*[:?]\s*|[*x•.]+|[a-z_]+(?: [a-z_]+)+")
+_CODE_INSIDE = re.compile(r"[(\[{][)\]}]|[()\[\]{}<>;]{2}|^\w+[(\[.]|[<>;{}]|://|@\w+\.\w")
+_CODE_WHOLE = re.compile(r"[\w.]+\(.*|.*\)|[\w.]*=.*|\$\{?\w+\}?|\w+(?:\.\w+)+|[\w\-]+\[.*")
+_SIGN_INSIDE = re.compile(r"\w[^\w\s.,:;/'\-]+|^[!#$%&*+@^~]\w")
 
-#: Whatever any plugin finds holds one of these; most lines of most prompts hold none, and are not looked at further.
-_WORTH_A_LOOK = re.compile(
-    r"(?i)(?=[A-Za-z_\-+/=.:]*[0-9])[A-Za-z0-9_\-+/=.:]{16,}|pass|pwd|secret|key|token|auth|contrase|cred|://\S*:\S*@"
+#: An assigned value, and the names that say it is no secret.
+_ASSIGNMENT = re.compile(r"(\w+)['\"]?\]?\s*(?:=|:|=>)\s*[rbf]?['\"]$")
+_NO_SECRET_NAME = re.compile(
+    r"(?i)hash|sha|md5|digest|commit|sum|uuid|guid|id$|etag|expected|output|alphabet"
 )
 _PASSWORD_HINT = re.compile(r"(?i)pass|pwd|kennwort|contrase")
 
@@ -70,77 +90,72 @@ def find_secrets(text: str) -> Iterator[Finding]:
 
 
 def _passwords(text: str) -> Iterator[Finding]:
-    named = _PASSWORD_HINT.search(text) is not None
-    for match in _IN_URL.finditer(text) if "://" in text else ():
-        yield Finding(match.start(), match.end(), "PASSWORD", _SURE)
-    for match in _QUOTED_PASSWORD.finditer(text) if named else ():
-        if _is_no_code(match["value"]):
-            yield Finding(*match.span("value"), "PASSWORD", _SURE)
-    for regex, possible in ((_BARE_PASSWORD, named), (_LOGIN_PAIR, "@" in text)):
-        for match in regex.finditer(text) if possible else ():
-            value = match["value"].rstrip(".,;:?")
-            if _looks_chosen(value):
-                yield Finding(
-                    match.start("value"), match.start("value") + len(value), "PASSWORD", _SURE
-                )
+    mentions_password = _PASSWORD_HINT.search(text) is not None
+    if "://" in text:
+        for match in _IN_URL.finditer(text):
+            yield Finding(*match.span(), "PASSWORD", _SCORE)
+    if mentions_password:
+        for match in _QUOTED_PASSWORD.finditer(text):
+            if not _is_placeholder(match["value"]):
+                yield Finding(*match.span("value"), "PASSWORD", _SCORE)
+        yield from _unquoted_passwords(text, _BARE_PASSWORD)
+    if "@" in text:
+        yield from _unquoted_passwords(text, _LOGIN_PAIR)
 
 
-def _is_no_code(value: str) -> bool:
-    """A quoted value, not a placeholder or a prompt such as 'Password: '."""
-    return bool(value.strip()) and not re.fullmatch(
-        r"[<{\[%$].*|.*[:?]\s*|[*x•.]+|[a-z_]+(?: [a-z_]+)+", value
-    )
+def _unquoted_passwords(text: str, regex: re.Pattern[str]) -> Iterator[Finding]:
+    for match in regex.finditer(text):
+        value, start = match["value"].rstrip(".,;:?"), match.start("value")
+        if _looks_like_password(value):
+            yield Finding(start, start + len(value), "PASSWORD", _SCORE)
 
 
-def _looks_chosen(value: str) -> bool:
+def _is_placeholder(value: str) -> bool:
+    """A quoted value that stands for one, is code, or is a prompt such as 'Password: '."""
+    return not value.strip() or bool(_PLACEHOLDER.fullmatch(value))
+
+
+def _looks_like_password(value: str) -> bool:
     """Letters mixed with digits or signs inside, and nothing that only code contains."""
-    if re.search(
-        r"[(\[{][)\]}]|[()\[\]{}<>;]{2}|^\w+[(\[.]|[<>;{}]|://|@\w+\.\w", value
-    ) and not re.search(r"\d.*[^\w\s]|[^\w\s].*\d", value):
+    if _CODE_INSIDE.search(value) and not re.search(r"\d.*[^\w\s]|[^\w\s].*\d", value):
         return False
-    if re.fullmatch(
-        r"[\w.]+\(.*|.*\)|[\w.]*=.*|\$\{?\w+\}?|\w+(?:\.\w+)+|[\w\-]+\[.*", value
-    ) and not re.search(r"\d", value):
+    if _CODE_WHOLE.fullmatch(value) and not re.search(r"\d", value):
         return False
-    letters, digits = (
-        any(character.isalpha() for character in value),
-        any(character.isdigit() for character in value),
-    )
-    signs = re.search(r"\w[^\w\s.,:;/'\-]+|^[!#$%&*+@^~]\w", value)
-    return letters and (digits or bool(signs))
+    has_letters = any(character.isalpha() for character in value)
+    has_digits = any(character.isdigit() for character in value)
+    return has_letters and (has_digits or bool(_SIGN_INSIDE.search(value)))
 
 
 def _by_plugins(text: str) -> Iterator[Finding]:
     offset = 0
     for line in text.split("\n"):
-        if _WORTH_A_LOOK.search(line):
+        if _MAY_CONTAIN_SECRET.search(line):
             for start, end, entity in _line_secrets(line):
-                yield Finding(offset + start, offset + end, entity, _SURE)
+                yield Finding(offset + start, offset + end, entity, _SCORE)
         offset += len(line) + 1
 
 
 def _line_secrets(line: str) -> Iterator[tuple[int, int, str]]:
+    """(start, end, entity) of what detect-secrets reports in one line."""
     for plugin in _plugins():
         name = type(plugin).__name__
         for secret in plugin.analyze_line(filename="prompt", line=line, line_number=1) or ():
             value = secret.secret_value
             start = line.find(value) if value else -1
             if start >= 0 and _is_plausible(name, line, start, value):
-                yield (
-                    start,
-                    start + len(value),
-                    "PASSWORD"
-                    if name in _PASSWORDS or _names_password(name, line[:start])
-                    else "API_KEY",
-                )
+                yield start, start + len(value), _entity(name, line[:start])
 
 
-def _names_password(plugin: str, before: str) -> bool:
-    return plugin == "KeywordDetector" and re.search(r"(?i)pass|pwd|contrase", before) is not None
+def _entity(plugin: str, before: str) -> str:
+    names_password = plugin == "KeywordDetector" and re.search(r"(?i)pass|pwd|contrase", before)
+    return "PASSWORD" if plugin in _PASSWORDS or names_password else "API_KEY"
 
 
 def _is_plausible(plugin: str, line: str, start: int, value: str) -> bool:
-    """detect-secrets' own heuristics against false alarms; entropy counts only for an assigned value that is not named a hash."""
+    """detect-secrets' own heuristics against false alarms.
+
+    Entropy counts only for an assigned value that is not named a hash.
+    """
     from detect_secrets.filters import heuristic
 
     if (
@@ -150,14 +165,11 @@ def _is_plausible(plugin: str, line: str, start: int, value: str) -> bool:
     ):
         return False
     if plugin in _ENTROPY:
-        assigned = re.search(r"(\w+)['\"]?\]?\s*(?:=|:|=>)\s*[rbf]?['\"]$", line[:start])
-        return assigned is not None and not re.search(
-            r"(?i)hash|sha|md5|digest|commit|sum|uuid|guid|id$|etag|expected|output|alphabet",
-            assigned[1],
-        )
-    return plugin != "KeywordDetector" or not (
-        heuristic.is_potential_uuid(value) or heuristic.is_indirect_reference(line)
-    )
+        assigned = _ASSIGNMENT.search(line[:start])
+        return assigned is not None and not _NO_SECRET_NAME.search(assigned[1])
+    if plugin == "KeywordDetector":
+        return not (heuristic.is_potential_uuid(value) or heuristic.is_indirect_reference(line))
+    return True
 
 
 @functools.cache

@@ -16,37 +16,13 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, CorruptShard
-from pipeline.store.states import Room, StatesSample
+from pipeline.store.states import StatesSample
+from pipeline.store.states.sample import as_bytes
 
 #: The first two tokens of a document cannot be predicted: position 0 at step 0 predicts token 2.
 FIRST_LABEL = 2
 
 _FIX = "run `eagle3 features --force`"
-
-
-class Outline(Protocol):
-    """What is known of a shard without reading its states."""
-
-    def __len__(self) -> int: ...
-    def origin(self, index: int) -> tuple[str, str]: ...  # id, source
-    def tokens(self, index: int) -> tuple[Tensor, Tensor]: ...
-
-
-class Corpus(Protocol):
-    """Shards by number. Every method may be called from several threads at once."""
-
-    @property
-    def readers(self) -> int: ...  # threads that read samples fastest together
-
-    def __len__(self) -> int: ...
-    def rows(self, shard: int) -> int: ...  # samples, known without opening it
-    def outline(self, shard: int) -> Outline: ...
-    def outlines(self) -> Iterator[Outline]: ...  # of all shards in order
-    def sample(
-        self, shard: int, index: int, room: Room | None = None
-    ) -> StatesSample: ...  # checked; states possibly as stored
-    def prefetch(self, shard: int) -> None: ...  # it will be asked for soon
-    def announce(self, piece: Piece) -> None: ...  # likewise; returns at once
 
 
 class Piece(NamedTuple):
@@ -62,6 +38,39 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
+class Outline(Protocol):
+    """What is known of a shard without reading its states."""
+
+    def __len__(self) -> int: ...
+    def origin(self, index: int) -> tuple[str, str]: ...  # id, source
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]: ...  # ids, supervised mask
+
+
+class Corpus(Protocol):
+    """Shards by number. Every method may be called from several threads at once."""
+
+    @property
+    def reading_threads(self) -> int: ...  # as many as read fastest together
+
+    def __len__(self) -> int: ...
+    def rows(self, shard: int) -> int: ...  # samples, known without opening it
+    def outline(self, shard: int) -> Outline: ...
+    def outlines(self) -> Iterator[Outline]: ...  # of all shards in order
+    def prefetch(self, shard: int) -> None: ...  # it will be asked for soon
+    def announce(self, piece: Piece) -> None: ...  # likewise; returns at once
+
+    def new_rows(self, piece: Piece, tokens: int) -> tuple[Tensor, Tensor]:
+        """Memory for aux and final states of `tokens` tokens, in rows like those of `piece`."""
+        ...
+
+    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+        """The piece as a sample of its own (see `cut_into`), in the first of the given rows.
+
+        Raises CorruptShard for bytes that are not those that were written.
+        """
+        ...
+
+
 class HeldOut(NamedTuple):
     """A sample that is decoded and not trained on."""
 
@@ -72,46 +81,41 @@ class HeldOut(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What the corpus holds for training: held-out and dropped samples count in `rejected` alone."""
+    """What a corpus holds for training; held-out and dropped samples are in `rejected` alone."""
 
     pieces: tuple[Piece, ...]  # in stored order
     samples: int
     tokens: int
     supervised: int
     counts: dict[str, Tensor]  # source → [V] int64, supervised occurrences of each target token
-    rejected: dict[str, int]  # samples that were left out, and pieces of samples that teach nothing
+    rejected: dict[str, int]  # samples that were left out, pieces that teach nothing
     split: int  # samples that were cut into several pieces
 
 
 def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[HeldOut, ...]:
-    """`count` samples drawn with `seed`. Passed over: those without a reply, or with a prompt above `longest` tokens.
+    """`count` samples drawn with `seed`, with a reply and a prompt of at most `longest` tokens.
 
     Raises ConfigError when there are too few, or none would be left to train on.
     """
-    order = [
-        (shard, sample) for shard in range(len(corpus)) for sample in range(corpus.rows(shard))
-    ]
-    random.Random(f"{seed}/held-out").shuffle(order)
+    stored = [(shard, index) for shard in range(len(corpus)) for index in range(corpus.rows(shard))]
+    random.Random(f"{seed}/held-out").shuffle(stored)
     chosen: list[HeldOut] = []
-    for shard, sample in order:
+    for shard, index in stored:
         if len(chosen) == count:
             break
         outline = corpus.outline(shard)
-        token_ids, mask = outline.tokens(sample)
+        token_ids, mask = outline.tokens(index)
         prompt = int(mask.argmax()) if bool(mask.any()) else 0
         if 0 < prompt <= longest:
-            chosen.append(
-                HeldOut(
-                    shard, sample, outline.origin(sample)[0], tuple(token_ids[:prompt].tolist())
-                )
-            )
-    if len(chosen) < count or len(order) == count:
-        problem = f"{count} samples cannot be held out: of {len(order):,} stored ones {len(chosen):,} have a prompt of 1 to {longest} tokens"
-        raise ConfigError(
-            problem,
-            where="train.evaluate_prompts",
-            fix="lower it, or make more samples; some must be left to train on",
+            prompt_ids = tuple(token_ids[:prompt].tolist())
+            chosen.append(HeldOut(shard, index, outline.origin(index)[0], prompt_ids))
+    if len(chosen) < count or len(stored) == count:
+        problem = (
+            f"{count} samples cannot be held out: of {len(stored):,} stored ones {len(chosen):,} "
+            f"have a prompt of 1 to {longest} tokens"
         )
+        fix = "lower it, or make more samples; some must be left to train on"
+        raise ConfigError(problem, where="train.evaluate_prompts", fix=fix)
     return tuple(chosen)
 
 
@@ -123,7 +127,7 @@ def survey(
     long_samples: Literal["split", "drop"] = "split",
     held_out: Sequence[HeldOut] = (),
 ) -> Survey:
-    """Read all ids and masks once; samples longer than `budget` tokens are cut, or dropped and counted.
+    """Read all ids and masks once; samples of more than `budget` tokens are cut, or dropped.
 
     A cut sample loses no token, and its states were computed with all of their context. Only
     predictions that would look across a cut are lost: the first two tokens of a later piece at
@@ -142,72 +146,79 @@ def survey(
             _check_ids(token_ids, vocab_size, shard, index)
             if (shard, index) in excluded:
                 continue
-            if len(token_ids) > budget and long_samples == "drop":
+            length = len(token_ids)
+            if length > budget and long_samples == "drop":
                 rejected["longer_than_batch"] += 1
                 continue
-            cut = [
-                Piece(shard, index, start, min(start + budget, len(token_ids)))
-                for start in range(0, len(token_ids), budget)
-            ]
-            useful = [
-                piece for piece in cut if bool(mask[piece.start + FIRST_LABEL : piece.stop].any())
-            ]
+            starts = range(0, length, budget)
+            parts = [Piece(shard, index, at, min(at + budget, length)) for at in starts]
+            useful = [part for part in parts if _teaches(part, mask)]
             if useful:
-                rejected["piece_without_supervised_tokens"] += len(cut) - len(useful)
+                rejected["piece_without_supervised_tokens"] += len(parts) - len(useful)
+                split += len(parts) > 1
             else:
                 rejected["no_supervised_tokens"] += 1
             pieces += useful
-            split += bool(useful) and len(cut) > 1
-            labels = token_ids[mask.bool()].long()
-            seen = counts.setdefault(
-                outline.origin(index)[1], torch.zeros(vocab_size, dtype=torch.int64)
-            )
-            seen.index_add_(0, labels, torch.ones_like(labels))
-            samples, tokens, supervised = (
-                samples + 1,
-                tokens + len(token_ids),
-                supervised + len(labels),
-            )
-    return Survey(
-        tuple(pieces),
-        samples,
-        tokens,
-        supervised,
-        counts,
-        {reason: count for reason, count in rejected.items() if count},
-        split,
-    )
+            samples, tokens = samples + 1, tokens + length
+            supervised += _count(outline.origin(index)[1], token_ids, mask, vocab_size, counts)
+    reasons = {reason: count for reason, count in rejected.items() if count}
+    return Survey(tuple(pieces), samples, tokens, supervised, counts, reasons, split)
 
 
-def read_piece(corpus: Corpus, piece: Piece, room: Room | None = None) -> StatesSample:
-    """The piece as a sample of its own (see `cut`), states as the corpus hands them out, in the `room` for them.
-
-    Raises CorruptShard for bytes that are not those that were written.
-    """
-    return cut(corpus.sample(piece.shard, piece.sample, room), piece.start, piece.stop)
-
-
-def cut(whole: StatesSample, start: int, stop: int) -> StatesSample:
-    """Tokens [start, stop) as a sample of their own, with the final states that teach a label among them:
+def final_rows(positions: Tensor, start: int, stop: int) -> slice:
+    """Of a sample's final states, those that teach a label of its tokens [start, stop):
 
     position      start  start+1  …  stop-2  stop-1
-    its label       –    start+2  …  stop-1    –       FIRST_LABEL tokens into the document, or later
+    its label       –    start+2  …  stop-1    –       FIRST_LABEL tokens into the piece, or later
     """
-    first, last = whole.final_positions.numpy().searchsorted((start + FIRST_LABEL - 1, stop - 1))
+    first, last = positions.numpy().searchsorted((start + FIRST_LABEL - 1, stop - 1))
+    return slice(int(first), int(last))
+
+
+def cut_into(whole: StatesSample, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+    """A piece of `whole` as a sample of its own, its states copied to the first of the given rows.
+
+    Of its final states only those that teach a label are kept (see `final_rows`).
+    """
+    tokens = slice(piece.start, piece.stop)
+    finals = final_rows(whole.final_positions, piece.start, piece.stop)
     return replace(
         whole,
-        token_ids=whole.token_ids[start:stop],
-        supervised_mask=whole.supervised_mask[start:stop],
-        aux_states=whole.aux_states[start:stop],
-        final_states=whole.final_states[first:last],
-        final_positions=whole.final_positions[first:last] - start,
+        token_ids=whole.token_ids[tokens],
+        supervised_mask=whole.supervised_mask[tokens],
+        aux_states=_copy(whole.aux_states[tokens], aux),
+        final_states=_copy(whole.final_states[finals], final),
+        final_positions=whole.final_positions[finals] - piece.start,
     )
+
+
+def _copy(rows: Tensor, memory: Tensor) -> Tensor:
+    """The first rows of `memory`, now equal to `rows`.
+
+    The copy is numpy's, with one thread: torch would start a team of threads for each thread that
+    reads batches, and they would take the cores from training.
+    """
+    copied = memory[: len(rows)]
+    as_bytes(copied)[:] = as_bytes(rows)
+    return copied
+
+
+def _teaches(piece: Piece, mask: Tensor) -> bool:
+    return bool(mask[piece.start + FIRST_LABEL : piece.stop].any())
+
+
+def _count(
+    source: str, token_ids: Tensor, mask: Tensor, vocab_size: int, counts: dict[str, Tensor]
+) -> int:
+    """Add a sample's supervised tokens to those of its `source`; returns how many there are."""
+    supervised = token_ids[mask.bool()].long()
+    of_source = counts.setdefault(source, torch.zeros(vocab_size, dtype=torch.int64))
+    of_source.index_add_(0, supervised, torch.ones_like(supervised))
+    return len(supervised)
 
 
 def _check_ids(token_ids: Tensor, vocab_size: int, shard: int, index: int) -> None:
     if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-        raise CorruptShard(
-            f"a token id is outside the target's {vocab_size}",
-            where=f"states shard {shard}, sample {index}: token_ids",
-            fix=_FIX,
-        )
+        problem = f"a token id is outside the target's {vocab_size}"
+        where = f"states shard {shard}, sample {index}: token_ids"
+        raise CorruptShard(problem, where=where, fix=_FIX)

@@ -79,23 +79,26 @@ def shuffle(pieces: Sequence[Piece], draw: random.Random) -> list[Piece]:
 
 
 def pack(order: Iterable[Piece], budget: int) -> Iterator[list[Piece]]:
-    """Each piece goes into the fullest open batch that has room for it; a full or crowded-out batch is emitted."""
-    waiting: list[tuple[int, list[Piece]]] = []  # (tokens, pieces)
+    """Each piece goes into the fullest open batch that it fits into, else into a new one.
+
+    A batch is emitted when it is full, or when there are too many open ones and it is the fullest.
+    """
+    batches: list[tuple[int, list[Piece]]] = []  # open ones: (tokens, pieces)
     for piece in order:
-        fitting = [
-            place for place, (tokens, _) in enumerate(waiting) if tokens + piece.length <= budget
-        ]
-        if fitting:
-            best = max(fitting, key=lambda place: waiting[place][0])
-            tokens, members = waiting.pop(best)
+        tokens, pieces = _pop_fullest(batches, budget - piece.length)
+        if not pieces and len(batches) == OPEN_BATCHES:
+            yield _pop_fullest(batches, budget)[1]
+        tokens, pieces = tokens + piece.length, [*pieces, piece]
+        if tokens == budget:
+            yield pieces
         else:
-            if len(waiting) == OPEN_BATCHES:
-                fullest = max(range(len(waiting)), key=lambda place: waiting[place][0])
-                yield waiting.pop(fullest)[1]
-            tokens, members = 0, []
-        members = [*members, piece]
-        if tokens + piece.length == budget:
-            yield members
-        else:
-            waiting.append((tokens + piece.length, members))
-    yield from (members for _, members in waiting)
+            batches.append((tokens, pieces))
+    yield from (pieces for _, pieces in batches)
+
+
+def _pop_fullest(batches: list[tuple[int, list[Piece]]], limit: int) -> tuple[int, list[Piece]]:
+    """The fullest open batch of at most `limit` tokens, the oldest of equals; else an empty one."""
+    fitting = [number for number, (tokens, _) in enumerate(batches) if tokens <= limit]
+    if not fitting:
+        return 0, []
+    return batches.pop(max(fitting, key=lambda number: batches[number][0]))

@@ -1,1 +1,5 @@
-"""How a head begins: random, from the target's last layer, by least squares, or from an earlier head."""
+"""How a head begins.
+
+initial_head.py    shape and size limit, draft vocabulary, first weights; or an earlier head
+least_squares.py   the head's linear parts solved on the first batches
+"""

@@ -1,7 +1,8 @@
 """How far the head's distribution q is from the teacher's p, with the output layer inside.
 
-    cross_entropy  -Σ p log q             EAGLE-3 (Li et al. 2025, arXiv:2503.01840), SafeAILab's trainer
-    kl             Σ p log(p/q)           the same gradients; 0 for a perfect head (DistillSpec, arXiv:2310.08461)
+    cross_entropy  -Σ p log q             EAGLE-3 (Li et al. 2025, arXiv:2503.01840)
+    kl             Σ p log(p/q)           the same gradients; 0 for a perfect head
+                                          (DistillSpec, arXiv:2310.08461)
     tv             1 - a,  a = Σ min(p,q) a is the probability that a drafted token is accepted
                                           (Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6)
     lk             -log a                 LK losses (Samarin et al. 2026, arXiv:2602.23881)
@@ -13,8 +14,8 @@ With z the logits, q = softmax(z), the gradients that `OutputLoss` uses:
 
 All are over the draft vocabulary, to which p is restricted, and in float32 or wider.
 
-Shapes: L labels, K steps, R = K·c rows of a chunk of c labels, b labels of a part of it, H hidden size,
-Vd draft vocabulary.
+Shapes: L labels, K steps, R = K·c rows of a chunk of c labels, b labels of a part of it, H hidden
+size, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor
 
 Loss = Literal["cross_entropy", "kl", "tv", "lk"]
 
-#: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of its
-#: gradient; from a thousand rows upward (draft vocabulary 8,192) the products run at full speed.
+#: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of
+#: its gradient; from a thousand rows upward (draft vocabulary 8,192) the products are fast.
 _CHUNK_LOGITS = 8 << 20
 #: Logits taken through softmax at one time, in float32: as many as stay in a core's cache.
 _PART_LOGITS = 1 << 18
@@ -36,9 +37,9 @@ _PART_LOGITS = 1 << 18
 class OutputLoss(torch.autograd.Function):
     """Output layer, softmax, divergence and accuracy in one pass over chunks of labels.
 
-    The gradient of the logits is known as soon as they are, and overwrites them: logits of all labels
-    never exist together, nor do logits and gradients, and each label's teacher distribution is
-    computed once for all steps.
+    The gradient of the logits is known as soon as they are, and overwrites them: logits of all
+    labels never exist together, nor do logits and gradients, and each label's teacher distribution
+    is computed once for all steps.
     """
 
     @staticmethod
@@ -47,12 +48,13 @@ class OutputLoss(torch.autograd.Function):
         states: Tensor,
         weight: Tensor,
         teacher_states: Tensor,
-        teacher: Tensor,
+        target_output_rows: Tensor,
         scales: Tensor,
         draft_ids: Tensor,
         loss: Loss,
     ) -> tuple[Tensor, Tensor]:
-        """states [K, L, H], weight and teacher [Vd, H], teacher_states [L, H], scales [K, L], draft_ids [L] → loss, hits [K].
+        """→ loss, hits [K]. states [K, L, H], teacher_states [L, H], scales [K, L], draft_ids [L];
+        weight and target_output_rows [Vd, H] make the head's and the teacher's logits.
 
         A weight that requires no gradient (a frozen lm_head) costs none.
         """
@@ -63,28 +65,27 @@ class OutputLoss(torch.autograd.Function):
         states_grad = torch.empty_like(states) if states_wanted else None
         weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if weight_wanted else None
         size = max(1, min(labels, _CHUNK_LOGITS // (steps * len(weight))))
-        memory = states.new_empty(
-            steps * size, len(weight)
-        )  # one for all chunks: fresh pages are slow
+        # One for all chunks: fresh pages are slow.
+        memory = states.new_empty(steps * size, len(weight))
         for start in range(0, labels, size):
-            own = slice(start, min(start + size, labels))
-            x = states[:, own].flatten(0, 1)  # [R, H]
+            chunk = slice(start, min(start + size, labels))
+            x = states[:, chunk].flatten(0, 1)  # [R, H]
             logits = torch.mm(x, weight.T, out=memory[: len(x)])  # [R, Vd]
-            value, right = _compare_in_place(
+            chunk_loss, chunk_hits = _compare_in_place(
                 logits.view(steps, -1, len(weight)),
-                teacher_states[own] @ teacher.T,
-                scales[:, own],
-                draft_ids[own],
+                teacher_states[chunk] @ target_output_rows.T,
+                scales[:, chunk],
+                draft_ids[chunk],
                 loss,
             )
-            total, hits = total + value, hits + right
+            total, hits = total + chunk_loss, hits + chunk_hits
             if states_grad is not None:
-                states_grad[:, own] = (logits @ weight).view(steps, -1, x.shape[1])
+                states_grad[:, chunk] = (logits @ weight).view(steps, -1, x.shape[1])
             if weight_grad is not None:
                 weight_grad += logits.T @ x
-        ctx.save_for_backward(
-            states_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
-        )
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight.dtype)
+        ctx.save_for_backward(states_grad, weight_grad)
         ctx.mark_non_differentiable(hits)
         return total, hits
 
@@ -96,43 +97,43 @@ class OutputLoss(torch.autograd.Function):
 
 
 def _compare_in_place(
-    logits: Tensor, truth: Tensor, scales: Tensor, draft_ids: Tensor, loss: Loss
+    logits: Tensor, teacher_logits: Tensor, scales: Tensor, draft_ids: Tensor, loss: Loss
 ) -> tuple[Tensor, Tensor]:
-    """Scaled sum of the divergences and hits [K]; logits [K, c, Vd] become the gradients by themselves.
+    """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 
-    truth [c, Vd] are the teacher's logits, scales [K, c] in the type to compute in, draft_ids [c].
+    teacher_logits [c, Vd], scales [K, c] in the type to compute in, draft_ids [c].
     """
     steps, labels, width = logits.shape
     total, hits = scales.new_zeros(()), torch.zeros(steps, dtype=torch.int64, device=logits.device)
     size = max(1, _PART_LOGITS // (steps * width))
     for start in range(0, labels, size):
-        own = slice(start, start + size)
-        scale = scales[:, own]  # [K, b]
-        p = torch.softmax(truth[own].to(scales.dtype), dim=-1)  # [b, Vd]
-        z = logits[:, own].to(scales.dtype)  # [K, b, Vd]
+        part = slice(start, start + size)
+        scale = scales[:, part]  # [K, b]
+        p = torch.softmax(teacher_logits[part].to(scales.dtype), dim=-1)  # [b, Vd]
+        z = logits[:, part].to(scales.dtype)  # [K, b, Vd]
         best = z.max(-1)
-        hits += ((best.indices == draft_ids[own]) & (scale > 0)).sum(1)
-        divergence, slope = _compare(z, best.values, p, loss)
+        hits += ((best.indices == draft_ids[part]) & (scale > 0)).sum(1)
+        divergence, slope = _divergence(z, best.values, p, loss)
         total += (divergence * scale).sum()
-        logits[:, own] = slope.mul_(scale[..., None])
+        logits[:, part] = slope.mul_(scale[..., None])
     return total, hits
 
 
-def _compare(z: Tensor, best: Tensor, p: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Divergence [K, b] of softmax(z [K, b, Vd]) from p [b, Vd], and its gradient by z [K, b, Vd]; best [K, b] is z's maximum."""
+def _divergence(z: Tensor, best: Tensor, p: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Divergence [K, b] of softmax(z [K, b, Vd]) from p [b, Vd], and its gradient by z [K, b, Vd].
+
+    best [K, b] is z's maximum.
+    """
     q = torch.softmax(z, dim=-1)
     if loss in ("cross_entropy", "kl"):
-        normaliser = (
-            best - q.amax(-1).log()
-        )  # log Σ exp z, from the largest logit and its probability
+        # log Σ exp z, from the largest logit and its probability
+        normaliser = best - q.amax(-1).log()
         divergence = normaliser - (z * p).sum(-1)
         entropy = -torch.xlogy(p, p).sum(-1) if loss == "kl" else 0
         return divergence - entropy, q.sub_(p)
     captured = (q < p).to(q.dtype)  # m
     accepted = torch.minimum(q, p).sum(-1)  # a
     slope = q * ((q * captured).sum(-1, keepdim=True) - captured)
-    return (
-        (1 - accepted, slope)
-        if loss == "tv"
-        else (-accepted.log(), slope.div_(accepted.unsqueeze(-1)))
-    )
+    if loss == "tv":
+        return 1 - accepted, slope
+    return -accepted.log(), slope.div_(accepted.unsqueeze(-1))

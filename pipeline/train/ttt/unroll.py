@@ -10,8 +10,8 @@ Read from a label, the supervised token at position j of its document: step k pr
 position i = j-k-2 (absent when that is before the document), and its teacher is the target's
 distribution at position j-1, whatever the step.
 
-Keys and values of later steps are seen by their own position only. So after step 0 the head is
-computed for the rows that still have a label ahead, and for no others.
+Keys and values of later steps are attended to by their own position only. So after step 0 the head
+is computed for the rows that still have a label ahead, and for no others.
 
 Shapes: N tokens, S labels, A continuing rows, H hidden size, V target and Vd draft vocabulary.
 """
@@ -29,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
-from pipeline.train.ttt.attention import Seen, UnrolledAttention
+from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
 
 #: `Eagle3Head.step` before and behind attention
-Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-Finish = Callable[[Tensor, Tensor], Tensor]
+ProjectQkv = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+AfterAttention = Callable[[Tensor, Tensor], Tensor]
 
 
 class Unroll(NamedTuple):
@@ -41,31 +41,28 @@ class Unroll(NamedTuple):
 
     outputs: tuple[Tensor, ...]  # step 0 [N, H], later steps [A, H]
     rows: Tensor  # int64 [A], flat positions that later steps were computed for
-    place: Tensor  # int64 [N], where a flat position stands in `rows`; 0 when it does not
+    row_of: Tensor  # int64 [N], index of a flat position in `rows`; 0 when it is not in there
 
 
 class Layer(NamedTuple):
-    """How a step is computed: the head's layer before and behind attention, and what its backward pass keeps."""
+    """How a step is computed: the head's layer around attention, what the backward pass keeps."""
 
-    read: Read
-    finish: Finish
-    checkpointing: bool = (
-        False  # keep a step's inputs only and compute the step again in the backward pass
-    )
+    project_qkv: ProjectQkv
+    after_attention: AfterAttention
+    checkpointing: bool = False  # keep a step's inputs only; the backward pass computes it again
 
     @classmethod
     def of(cls, head: Eagle3Head, *, checkpointing: bool = False, compiled: bool = False) -> Layer:
-        """The layer of `head`. Compiled, each part is one graph for any number of rows; attention stays outside.
+        """The layer of `head`.
 
-        The compiled functions belong to this object: a copy of the head knows nothing of them.
+        Compiled, each part is one graph for any number of rows; attention stays outside. The
+        compiled functions belong to this object: a copy of the head knows nothing of them.
         """
-        if not compiled:
-            return cls(head.midlayer.read, head.finish, checkpointing)
-        return cls(
-            torch.compile(head.midlayer.read, dynamic=True),
-            torch.compile(head.finish, dynamic=True),
-            checkpointing,
-        )
+        project_qkv, after_attention = head.midlayer.project_qkv, head.after_attention
+        if compiled:
+            project_qkv = torch.compile(project_qkv, dynamic=True)
+            after_attention = torch.compile(after_attention, dynamic=True)
+        return cls(project_qkv, after_attention, checkpointing)
 
     def step(
         self,
@@ -73,21 +70,21 @@ class Layer(NamedTuple):
         embedding: Tensor,
         hidden: Tensor,
         attention: UnrolledAttention,
-        past: list[Seen],
-    ) -> tuple[Tensor, Seen]:
-        """Output [.., H] of step k and what later steps see of it."""
+        past: list[KeyValue],
+    ) -> tuple[Tensor, KeyValue]:
+        """Output [.., H] of step k, and its keys and values for later steps."""
 
         def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            mixed, seen = attention.mix(k, *self.read(embedding, hidden), past)
-            return self.finish(hidden, mixed), *seen
+            attention_output, own = attention.attend(k, *self.project_qkv(embedding, hidden), past)
+            return self.after_attention(hidden, attention_output), *own
 
-        # A step draws no random numbers, so there is no state to put back.
-        output, key, value = (
-            checkpoint(run, embedding, hidden, use_reentrant=False, preserve_rng_state=False)
-            if self.checkpointing
-            else run(embedding, hidden)
-        )
-        return output, Seen(key, value)
+        if self.checkpointing:  # a step draws no random numbers, so there is no state to put back
+            output, key, value = checkpoint(
+                run, embedding, hidden, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            output, key, value = run(embedding, hidden)
+        return output, KeyValue(key, value)
 
 
 def unroll(
@@ -100,27 +97,24 @@ def unroll(
     steps: int,
     layer: Layer | None = None,
 ) -> Unroll:
-    """Run the head for `steps` steps. embedding [V, H] is the target's; rows [A] ascending; layer is the head's own when None."""
+    """Run the head for `steps` steps. embedding [V, H] is the target's.
+
+    rows [A] ascending; layer is the head's own when None.
+    """
     layer = layer or Layer.of(head)
     attention = UnrolledAttention(batch.lengths, rows, rotary)
-    hidden, seen = layer.step(
-        0,
-        _embed(embedding, batch, _every(batch) + 1),
-        head.project(batch.aux_states),
-        attention,
-        [],
-    )
-    outputs, past = [hidden], [seen]
+    inputs = _embed(embedding, batch, _all_positions(batch) + 1)
+    hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [])
+    outputs, past = [hidden], [own]
     hidden = hidden[rows]
     for k in range(1, steps):
-        hidden, seen = layer.step(
-            k, _embed(embedding, batch, rows + k + 1), hidden, attention, list(past)
-        )
+        inputs = _embed(embedding, batch, rows + k + 1)
+        hidden, own = layer.step(k, inputs, hidden, attention, list(past))
         outputs.append(hidden)
-        past.append(seen)
-    place = torch.zeros_like(batch.token_ids)
-    place[rows] = torch.arange(len(rows), device=rows.device)
-    return Unroll(tuple(outputs), rows, place)
+        past.append(own)
+    row_of = torch.zeros_like(batch.token_ids)
+    row_of[rows] = torch.arange(len(rows), device=rows.device)
+    return Unroll(tuple(outputs), rows, row_of)
 
 
 def step_logits(
@@ -130,22 +124,22 @@ def step_logits(
 
     The last k+1 positions of a document have no input at step k; their rows mean nothing.
     """
-    done = unroll(head, embedding, batch, rotary, rows=_every(batch), steps=steps)
-    return [head.logits(output) for output in done.outputs]
+    unrolled = unroll(head, embedding, batch, rotary, rows=_all_positions(batch), steps=steps)
+    return [head.logits(output) for output in unrolled.outputs]
 
 
-def continuing_rows(batch: TrainBatch, wanted: Tensor, steps: int) -> Tensor:
-    """Flat positions that predict at least one wanted label after step 0, ascending [A].
+def continuing_rows(batch: TrainBatch, counted: Tensor, steps: int) -> Tensor:
+    """Flat positions that predict at least one counted label after step 0, ascending [A].
 
-    wanted [S] bool marks the labels that count.
+    counted [S] bool marks the labels that give a loss.
     """
     needed = torch.zeros(batch.tokens, dtype=torch.bool, device=batch.token_ids.device)
     for k in range(1, steps):
-        needed[(batch.labels - k - 2)[wanted & (batch.depths >= k + 2)]] = True
+        needed[(batch.labels - k - 2)[counted & (batch.depths >= k + 2)]] = True
     return needed.nonzero().flatten()
 
 
-def _every(batch: TrainBatch) -> Tensor:
+def _all_positions(batch: TrainBatch) -> Tensor:
     return torch.arange(batch.tokens, device=batch.token_ids.device)
 
 
@@ -153,6 +147,6 @@ def _embed(embedding: Tensor, batch: TrainBatch, positions: Tensor) -> Tensor:
     """Embeddings of the tokens at flat `positions`.
 
     Beyond its document a position reads a neighbour's token; such positions carry no label, and
-    their keys are seen by nobody else.
+    no other position attends to their keys.
     """
     return F.embedding(batch.token_ids[positions.clamp(max=batch.tokens - 1)], embedding)

@@ -1,8 +1,8 @@
 """Where the Triton kernels run: on a GPU if there is one, else in Triton's interpreter.
 
-Whether kernels are interpreted is settled when Triton is first imported, and other tests, or transformers,
-have imported it by now. So without a GPU the tests of `test_triton*.py` run in one process of their own,
-and each reports here what became of it there.
+Whether kernels are interpreted is settled when Triton is first imported, and other tests, or
+transformers, have imported it by now. So without a GPU the tests of `test_triton*.py` run in one
+process of their own, and each reports here what became of it there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def device() -> torch.device:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test of the suite here if kernels run here, else answer with its outcome in the interpreter."""
+    """Run a kernel's test here if kernels run here, else answer with its interpreted outcome."""
     if not _is_kernel_test(pyfuncitem) or INTERPRETED or torch.cuda.is_available():
         return None
     session = pyfuncitem.session
@@ -60,23 +60,10 @@ def _interpret(tests: list[str]) -> dict[str, str | None]:
 
 
 def _run(tests: list[str], report: Path) -> dict[str, str | None]:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-        *tests,
-    ]
-    done = subprocess.run(
-        command,
-        cwd=_ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    quietly = "-q", "-p", "no:cacheprovider", f"--junitxml={report}"
+    command = [sys.executable, "-m", "pytest", *quietly, *tests]
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=_ROOT, env=interpreted, capture_output=True, text=True)
     if not report.exists():
         return {"no report": done.stdout + done.stderr}
     return {

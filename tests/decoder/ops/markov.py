@@ -1,9 +1,9 @@
-"""A target small enough to know exactly, decoded by the real operations, and the tests that compare counts.
+"""A target small enough to know exactly, decoded by the real operations, and tests of counts.
 
 Shapes: V vocabulary, S = V² states (the last two tokens), B rows, N nodes, L emitted tokens.
 
-The trees of a drafter depend on the state only, so all S of them are drafted once and every round of
-every row takes the one of its state:
+The trees of a drafter depend on the state only, so all S of them are drafted once and every round
+of every row takes the one of its state:
 
     forest   state 0   root ─┬─ a ─── c        round of row b   tree     forest[state[b]]
              state 1   root ─── b ─── a                         logits   target[state of each node]
@@ -42,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Shape:
-    """A dynamic tree: each step drafts `width` children of the `beam` best nodes of the step before."""
+    """A dynamic tree: each step drafts `width` children of the `beam` best nodes before it."""
 
     steps: int
     width: int
@@ -162,7 +162,7 @@ def speculative(
 
 
 def next_token(logits: list[float], settings: Settings) -> list[float]:
-    """Probabilities after temperature, then top-k, then top-p, in fp64; equals stay or go together."""
+    """Probabilities after temperature, top-k, then top-p, in fp64; equals stay or go together."""
     if settings.temperature == 0:
         return [float(index == logits.index(max(logits))) for index in range(len(logits))]
     weights = (torch.tensor(logits, dtype=torch.float64) / settings.temperature).softmax(0).tolist()
@@ -198,7 +198,7 @@ def count_sequences(tokens: Tensor) -> Tensor:
 
 
 def p_value_exact(counts: Tensor, probabilities: Tensor) -> float:
-    """G-test of goodness of fit: the chance of counts [K] at least as far from `probabilities` [K]."""
+    """G-test of goodness of fit: the chance of counts [K] as far from `probabilities` [K]."""
     if counts[probabilities == 0].any():
         return 0.0
     expected = probabilities * counts.sum()
@@ -209,18 +209,18 @@ def p_value_exact(counts: Tensor, probabilities: Tensor) -> float:
 
 
 def p_value_same(first: Tensor, second: Tensor) -> float:
-    """G-test of two samples: the chance of counts [K] at least as far from each other under one distribution."""
+    """G-test of two samples: the chance of counts [K] as far apart under one distribution."""
     total = (first + second).double()
     order = total.argsort()
-    share = first.sum() / total.sum()
+    fraction = first.sum() / total.sum()
     observed = torch.stack((first, second))[:, order].double()
-    expected = torch.stack((total * share, total * (1 - share)))[:, order]
+    expected = torch.stack((total * fraction, total * (1 - fraction)))[:, order]
     cells = _pooled(torch.cat((observed, expected)), total[order], 20.0)
     return _chi_square_tail(cells[:2], cells[2:])
 
 
 def _pooled(columns: Tensor, size: Tensor, least: float) -> Tensor:
-    """columns [R, K] sorted by `size`, with the first ones summed so that every cell has size ≥ least."""
+    """columns [R, K] sorted by `size`, the first ones summed: every cell has size ≥ least."""
     small = int((size < least).sum())
     while 0 < size[:small].sum() < least:
         small += 1
@@ -232,7 +232,10 @@ def _pooled(columns: Tensor, size: Tensor, least: float) -> Tensor:
 
 
 def _chi_square_tail(observed: Tensor, expected: Tensor) -> float:
-    """Upper tail of G = 2 Σ observed · ln(observed / expected), chi-square with one degree less than cells."""
+    """Upper tail of G = 2 Σ observed · ln(observed / expected).
+
+    Chi-square with one degree of freedom less than cells.
+    """
     freedom = observed.shape[-1] - 1
     if freedom == 0:
         return 1.0

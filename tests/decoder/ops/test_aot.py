@@ -1,4 +1,4 @@
-"""Every kernel compiles for three generations of GPUs, none of which is needed, and fits into their shared memory."""
+"""Every kernel compiles for three generations of GPUs, none of them here, and fits into each."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def run(*arguments: str, cache: Path, interpret: bool = False) -> subprocess.Com
 
 
 def test_every_kernel_is_recorded() -> None:
-    """A kernel that no operation launches, or that is not compiled ahead of time, would go untested.
+    """A kernel that no operation launches, or that is not compiled ahead of time, goes untested.
 
-    Recording also shows that shapes alone decide every grid and allocation: the tensors have no values.
+    Recording also shows that shapes alone decide every grid and allocation: the tensors have no
+    values.
     """
     defined = {
         name
@@ -91,7 +92,12 @@ def test_compiles_for_every_architecture(
 
 def test_fails_where_shared_memory_is_short(tmp_path: Path) -> None:
     """With a limit of 16 bytes, RMS norm's sum over eight warps no longer fits."""
-    code = "from pipeline.decoder.ops import aot\nif __name__ == '__main__':\n    aot.SHARED_LIMIT = {90: 16}\n    raise SystemExit(aot.main(['add_rms_norm']))"
+    code = """
+from bench import aot
+if __name__ == "__main__":
+    aot.SHARED_LIMIT = {90: 16}
+    raise SystemExit(aot.main(["add_rms_norm"]))
+"""
     script = tmp_path / "short.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\n", encoding="utf-8")
     done = run(str(script), cache=tmp_path / "cache")
@@ -103,7 +109,7 @@ def test_fails_where_shared_memory_is_short(tmp_path: Path) -> None:
 def test_fails_where_a_kernel_does_not_compile(tmp_path: Path) -> None:
     code = """
 from dataclasses import replace
-from pipeline.decoder.ops import aot
+from bench import aot
 variant = aot.variants()[0]
 aot.compile_variant(replace(variant, constants={**variant.constants, "BLOCK": 100}), 90)
 """

@@ -1,4 +1,4 @@
-"""The C++ kernels against the reference in float32, on fresh inputs, and against themselves in other company."""
+"""The C++ kernels against the reference in float32, and against themselves in other batches."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_propose_shows_nan(ops: CpuOps) -> None:
 
 
 def random_candidates(rows: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents and cumulative scores [rows, count] as a drafter lists them, with many equal scores."""
+    """Tokens, parents, cumulative scores [rows, count] as drafted, with many equal scores."""
     parents = torch.stack(
         [
             torch.randint(-1, index, (rows,)) if index else torch.full((rows,), -1)
@@ -250,25 +250,16 @@ def test_verify_accepts_a_whole_branch(ops: CpuOps) -> None:
 @pytest.mark.parametrize("layers", [1, 9])
 def test_compact(ops: CpuOps, layers: int) -> None:
     planes = bf16(layers, 2, 6, 3, PAGE, 64)
-    table, starts = (
-        torch.tensor([[3, 1], [5, 2], [4, 0]]),
-        torch.tensor([PAGE - 2, 0, 17]),
-    )  # the first branch crosses a page
+    block_table = torch.tensor([[3, 1], [5, 2], [4, 0]])
+    seq_lens = torch.tensor([PAGE - 2, 0, 17])  # the first branch crosses a page
     path = torch.tensor([[0, 2, 5, 9, 9], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]])
     wanted = planes.clone()
-    REFERENCE.compact(wanted, table, starts, path)
+    REFERENCE.compact(wanted, block_table, seq_lens, path)
     before = planes.clone()
-    ops.compact(planes, table, starts, path)
+    ops.compact(planes, block_table, seq_lens, path)
     for row, counts in enumerate([4, 5, 1]):
-        for entry in range(int(starts[row]) + counts):
-            place = (
-                slice(None),
-                slice(None),
-                int(table[row, entry // PAGE]),
-                slice(None),
-                entry % PAGE,
-            )
-            assert torch.equal(planes[place], wanted[place])
-    assert torch.equal(
-        planes[:, :, [0, 2, 4, 5]], before[:, :, [0, 2, 4, 5]]
-    )  # rows 1 and 2 move nothing
+        for entry in range(int(seq_lens[row]) + counts):
+            page, offset = int(block_table[row, entry // PAGE]), entry % PAGE
+            assert torch.equal(planes[:, :, page, :, offset], wanted[:, :, page, :, offset])
+    still = [0, 2, 4, 5]  # rows 1 and 2 move nothing
+    assert torch.equal(planes[:, :, still], before[:, :, still])

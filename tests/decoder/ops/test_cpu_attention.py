@@ -1,4 +1,4 @@
-"""Attention of the C++ kernels: against the reference, blind to what is not seen, and the same bits in any company."""
+"""Attention of the C++ kernels: like the reference, blind to what is masked, batch-invariant."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ class Cache:
             (2, rows * pages + 1, groups, PAGE, size), NAN, dtype=torch.bfloat16
         )
         self.keys_values = self.planes[0], self.planes[1]
-        self.table = torch.randperm(rows * pages).view(rows, pages) + 1
+        self.block_table = torch.randperm(rows * pages).view(rows, pages) + 1
 
     def wide(self) -> tuple[Tensor, Tensor]:
         return self.planes[0].float(), self.planes[1].float()
 
     def write(self, row: int, entries: Tensor, content: Tensor) -> None:
         """content [2, E, G, d]: keys and values of `entries` [E] of a row."""
-        slots = entry_slots(self.table[row : row + 1], entries[None])[0]
+        slots = entry_slots(self.block_table[row : row + 1], entries[None])[0]
         self.planes[:, slots // PAGE, :, slots % PAGE] = content.transpose(0, 1)
+
+    def attend(self, ops: CpuOps, query: Tensor, seq_lens: Tensor, mask: Tensor | None) -> Tensor:
+        return ops.tree_attention(query, *self.keys_values, self.block_table, seq_lens, mask)
 
 
 def random_tree(rows: int, nodes: int) -> Tensor:
@@ -75,44 +78,42 @@ def test_tree_attention(
     ops: CpuOps, heads: int, groups: int, size: int, prefixes: list[int], nodes: int, tree: bool
 ) -> None:
     rows = len(prefixes)
-    cache, starts = Cache(rows, max(prefixes) + nodes, groups, size), torch.tensor(prefixes)
+    cache, seq_lens = Cache(rows, max(prefixes) + nodes, groups, size), torch.tensor(prefixes)
     for row, prefix in enumerate(prefixes):
         cache.write(row, torch.arange(prefix + nodes), content(prefix + nodes, groups, size))
-    query, visible = (
-        torch.randn(rows, nodes, heads, size).bfloat16(),
-        random_tree(rows, nodes) if tree else None,
+    query = torch.randn(rows, nodes, heads, size).bfloat16()
+    mask = random_tree(rows, nodes) if tree else None
+    mixed = cache.attend(ops, query, seq_lens, mask)
+    wanted = REFERENCE.tree_attention(
+        query.float(), *cache.wide(), cache.block_table, seq_lens, mask
     )
-    mixed = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
-    wanted = REFERENCE.tree_attention(query.float(), *cache.wide(), cache.table, starts, visible)
     # Weights are rounded to bf16 before they mix values of size one: errors of 2^-9, averaging out.
     torch.testing.assert_close(mixed.float(), wanted, rtol=2.0**-7, atol=6e-3)
     assert (mixed.float() - wanted).square().mean().sqrt() < 2.0**-8 * wanted.square().mean().sqrt()
 
 
 def test_each_query_is_blind_to_what_it_does_not_see(ops: CpuOps) -> None:
-    """NaN in one branch, or behind a query of a prompt, reaches nobody else; the reference promises less."""
-    cache, starts = Cache(1, 400, 3, 64), torch.tensor([100])
+    """NaN in one branch, or behind a prompt's query, reaches nobody else.
+
+    The reference promises less.
+    """
+    cache, seq_lens = Cache(1, 400, 3, 64), torch.tensor([100])
     cache.write(0, torch.arange(400), content(400, 3, 64))
-    query, visible = torch.randn(1, 40, 9, 64).bfloat16(), random_tree(1, 40)
-    clean_tree = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
-    clean_chain = ops.tree_attention(query, *cache.keys_values, cache.table, starts, None)
+    query, mask = torch.randn(1, 40, 9, 64).bfloat16(), random_tree(1, 40)
+    clean_tree = cache.attend(ops, query, seq_lens, mask)
+    clean_chain = cache.attend(ops, query, seq_lens, None)
     cache.write(0, torch.tensor([105]), torch.full((2, 1, 3, 64), NAN, dtype=torch.bfloat16))
-    sees = ((visible >> 5) & 1).bool()[0]
-    tree = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
+    sees = ((mask >> 5) & 1).bool()[0]
+    tree = cache.attend(ops, query, seq_lens, mask)
     assert torch.equal(tree[0, ~sees], clean_tree[0, ~sees]) and tree[0, sees].isnan().all()
-    chain = ops.tree_attention(query, *cache.keys_values, cache.table, starts, None)
+    chain = cache.attend(ops, query, seq_lens, None)
     assert torch.equal(chain[0, :5], clean_chain[0, :5]) and chain[0, 5:].isnan().all()
 
 
 def test_seeing_nothing_gives_zeros(ops: CpuOps) -> None:
     cache = Cache(1, 10, 1, 64)
-    mixed = ops.tree_attention(
-        torch.randn(1, 1, 3, 64).bfloat16(),
-        *cache.keys_values,
-        cache.table,
-        torch.tensor([0]),
-        torch.tensor([[0]]),
-    )
+    query = torch.randn(1, 1, 3, 64).bfloat16()
+    mixed = cache.attend(ops, query, torch.tensor([0]), torch.tensor([[0]]))
     assert torch.equal(mixed, torch.zeros_like(mixed))
 
 
@@ -122,60 +123,43 @@ def test_a_node_of_a_tree_gets_the_bits_of_plain_decoding(
     ops: CpuOps, prefix: int, heads: int, groups: int, size: int
 ) -> None:
     nodes = 40
-    visible, known = random_tree(1, nodes), content(prefix + nodes, groups, size)
-    leaf = max(range(nodes), key=lambda node: int(visible[0, node]).bit_count())
-    branch = [node for node in range(leaf + 1) if int(visible[0, leaf]) >> node & 1]
-    places = torch.cat((torch.arange(prefix), prefix + torch.tensor(branch)))
+    mask, known = random_tree(1, nodes), content(prefix + nodes, groups, size)
+    leaf = max(range(nodes), key=lambda node: int(mask[0, node]).bit_count())
+    branch = [node for node in range(leaf + 1) if int(mask[0, leaf]) >> node & 1]
+    entries = torch.cat((torch.arange(prefix), prefix + torch.tensor(branch)))
     assert branch != list(range(len(branch)))  # there are gaps
     tree, chain = Cache(1, prefix + nodes, groups, size), Cache(1, prefix + nodes, groups, size)
     tree.write(0, torch.arange(prefix + nodes), known)
-    chain.write(0, torch.arange(len(places)), known[:, places])
-    query = torch.randn(1, nodes, heads, size).bfloat16()
+    chain.write(0, torch.arange(len(entries)), known[:, entries])
+    query, seq_lens = torch.randn(1, nodes, heads, size).bfloat16(), torch.tensor([prefix])
 
-    verified = ops.tree_attention(
-        query, *tree.keys_values, tree.table, torch.tensor([prefix]), visible
-    )[:, branch]
-    read = ops.tree_attention(
-        query[:, branch], *chain.keys_values, chain.table, torch.tensor([prefix]), None
-    )
-    assert torch.equal(verified, read)
+    verified = tree.attend(ops, query, seq_lens, mask)[:, branch]
+    assert torch.equal(verified, chain.attend(ops, query[:, branch], seq_lens, None))
     for step, node in enumerate(branch):
-        starts = torch.tensor([prefix + step])
-        for mask in (None, torch.tensor([[1]])):
-            decoded = ops.tree_attention(
-                query[:, node : node + 1], *chain.keys_values, chain.table, starts, mask
-            )
+        for alone in (None, torch.tensor([[1]])):
+            decoded = chain.attend(ops, query[:, node : node + 1], seq_lens + step, alone)
             assert torch.equal(decoded[:, 0], verified[:, step])
 
 
 def test_a_row_does_not_depend_on_the_batch_or_the_threads(ops: CpuOps) -> None:
     prefixes = [0, 17, 64, 200, 333]
-    cache, starts = Cache(5, 400, 3, 64), torch.tensor(prefixes)
+    cache, seq_lens = Cache(5, 400, 3, 64), torch.tensor(prefixes)
     for row in range(5):
         cache.write(row, torch.arange(400), content(400, 3, 64))
-    query, visible = torch.randn(5, 20, 9, 64).bfloat16(), random_tree(5, 20)
-    together = ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible)
+    query, mask = torch.randn(5, 20, 9, 64).bfloat16(), random_tree(5, 20)
+    together = cache.attend(ops, query, seq_lens, mask)
     for row in range(5):
         one = slice(row, row + 1)
-        assert torch.equal(
-            ops.tree_attention(
-                query[one], *cache.keys_values, cache.table[one], starts[one], visible[one]
-            ),
-            together[one],
-        )
+        block_table = cache.block_table[one]
+        alone = query[one], *cache.keys_values, block_table, seq_lens[one], mask[one]
+        assert torch.equal(ops.tree_attention(*alone), together[one])
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert torch.equal(
-            ops.tree_attention(query, *cache.keys_values, cache.table, starts, visible), together
-        )
+        assert torch.equal(cache.attend(ops, query, seq_lens, mask), together)
     finally:
         torch.set_num_threads(before)
-    # A table that is a view of a larger one.
-    wider = torch.cat((cache.table, cache.table), dim=1)
-    assert torch.equal(
-        ops.tree_attention(
-            query, *cache.keys_values, wider[:, : cache.table.shape[1]], starts, visible
-        ),
-        together,
-    )
+    # A block table that is a view of a larger one.
+    wider = torch.cat((cache.block_table, cache.block_table), dim=1)
+    cache.block_table = wider[:, : cache.block_table.shape[1]]
+    assert torch.equal(cache.attend(ops, query, seq_lens, mask), together)

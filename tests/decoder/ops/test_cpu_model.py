@@ -1,4 +1,4 @@
-"""A whole model on the native operations: near the reference, and the same bits whatever stands around a token."""
+"""A whole model on the C++ operations: near the reference, the same bits in any batch and tree."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_speculation_and_batches_change_no_bit(
     temperature: float,
 ) -> None:
     model = _model(make_target("llama"))
-    assert model.ops.name == "native"
+    assert model.ops.name == "cpu"
     requests = [
         replace(request, temperature=temperature, top_p=0.95, seed=int(request.request_id))
         for request in _requests()

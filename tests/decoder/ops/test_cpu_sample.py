@@ -1,4 +1,4 @@
-"""SamplingTensors in C++ against the definition: the kept set, the draw, the walk."""
+"""Sampling in C++ against the definition: the kept set, the draw, the walk."""
 
 from __future__ import annotations
 

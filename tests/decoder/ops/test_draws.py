@@ -1,4 +1,4 @@
-"""Random numbers and single draws: which tokens a draw may take, and what becomes of logits that are not numbers."""
+"""Random numbers and single draws: which tokens a draw may take, and what becomes of NaN."""
 
 from __future__ import annotations
 

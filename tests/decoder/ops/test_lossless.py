@@ -1,11 +1,11 @@
 """Speculative sampling is lossless: whatever the drafter proposes, the tokens are the target's own.
 
-Every emitted token is drawn from the target's distribution with a number that its seed and position
-fix; the draft decides only how many of them one round emits. So the first test asks for the same
-tokens as plain decoding, and the statistical ones for the right distribution: sequences of a Markov
-target, of which the exact probabilities are known, and of which 200,000 are drawn a case. A case passes
-at 1e-4 significance; the same test, with the same number of draws, must fail when one draw in a
-hundred is not the target's own.
+Every emitted token is drawn from the target's distribution with a number that its seed and
+position fix; the draft decides only how many of them one round emits. So the first test asks for
+the same tokens as plain decoding, and the statistical ones for the right distribution: sequences
+of a Markov target, of which the exact probabilities are known, and of which 200,000 are drawn a
+case. A case passes at 1e-4 significance; the same test, with the same number of draws, must fail
+when one draw in a hundred is not the target's own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STUBBORN[:, -2:] += 50
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Requests of each of `settings` in one batch, and the rounds that one row of `length` tokens takes."""
+    """Requests of each of `settings` in a batch; the rounds that a row of `length` tokens takes."""
 
     shape: Shape
     settings: tuple[Settings, ...] = (Settings(),)
@@ -48,9 +48,8 @@ class Case:
     drafter: Tensor = NOISY
     length: int = 3
     rounds: int | None = None  # None: it varies
-    plant: Literal["acceptance", "draws"] = (
-        "acceptance"  # which bias to plant: "draws" where nearly every draft is impossible or accepted
-    )
+    # Which bias to plant: "draws" where nearly every draft is impossible or accepted.
+    plant: Literal["acceptance", "draws"] = "acceptance"
 
 
 TREE = Shape(steps=2, width=3, beam=3, nodes=8)
@@ -97,18 +96,16 @@ class FavouriteDraws(TorchOps):
 
 
 class InflatedAcceptance(TorchOps):
-    """Biased: at one node in a hundred the drafter's favourite is accepted, whatever the target says."""
+    """Biased: at one node in a hundred the drafter's favourite is accepted regardless."""
 
     def sample(
         self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
     ) -> Tensor:
-        children = (
-            tree.parents[:, None] == torch.arange(tree.tokens.shape[1])[:, None]
-        )  # [B, N, N]: child of node
+        nodes = torch.arange(tree.tokens.shape[1])[:, None]
+        children = tree.parents[:, None] == nodes  # [B, N, N]: child of node
         children[:, :, 0] = False
-        favourite = tree.tokens.gather(
-            1, children.int().argmax(-1)
-        )  # [B, N]: of the first child drafted
+        first = children.int().argmax(-1)
+        favourite = tree.tokens.gather(1, first)  # [B, N]: of the first child drafted
         lucky = children.any(-1) & (uniform(sampling.seeds[:, None] + 2**40, positions) < BIAS)
         certain = torch.full_like(logits, float("-inf")).scatter_(-1, favourite[..., None], 0.0)
         return super().sample(

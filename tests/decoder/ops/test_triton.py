@@ -1,4 +1,4 @@
-"""Every Triton kernel against the reference in torch, on random shapes, with whatever must not matter poisoned.
+"""Every Triton kernel against the reference, on random shapes, what must not matter poisoned.
 
 Without a GPU these tests run in Triton's interpreter, see conftest.py.
 """
@@ -17,9 +17,9 @@ from pipeline.decoder.ops.base import PAGE, TorchOps, _keep_top
 from pipeline.decoder.ops.philox import uniform
 from pipeline.decoder.ops.triton.language import INTERPRETED, Pointer, Scalar, jit
 from pipeline.decoder.ops.triton.ops import TritonOps
-from pipeline.decoder.ops.triton.order import value_of
-from pipeline.decoder.ops.triton.random import uniform as uniform_in_kernel
 from pipeline.decoder.ops.triton.sampling import _largest, keep_top
+from pipeline.decoder.ops.triton.sampling import uniform as uniform_in_kernel
+from pipeline.decoder.ops.triton.top_k import value_of
 from pipeline.decoder.tree import SamplingTensors, Tree
 
 REFERENCE = TorchOps()
@@ -40,7 +40,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float(difference.nan_to_num(nan=float("inf")).max())
 
 
-# Rows ------------------------------------------------------------------------------------------------
+# Rows --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -70,7 +70,7 @@ def test_silu_mul(device: torch.device, dtype: torch.dtype, count: int, size: in
     assert error(OPS.silu_mul(x), REFERENCE.silu_mul(x.double())) < TOLERANCE[dtype]
 
 
-# Cache -----------------------------------------------------------------------------------------------
+# Cache -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -95,7 +95,7 @@ def test_rope_write(
     )
     positions = torch.randint(0, 500, (count,), device=device)
     slots = torch.randperm(pages * PAGE, device=device)[:count]
-    # A slice of a larger pool, as the model passes it; everything that is not written must stay as it is.
+    # A slice of a larger pool, as the model passes it; what is not written must stay as it is.
     pool = torch.full((2, 2, pages, groups, PAGE, size), float("nan"), dtype=dtype, device=device)
     wanted_pool = pool.double()
     query = OPS.rope_write(qkv, norms, 1e-6, rotary, positions, slots, *pool[1])
@@ -126,20 +126,22 @@ def test_compact(device: torch.device, dtype: torch.dtype, size: int, moved: int
     chance = seeded(size)
     rows, groups, pages = 3, 2, 4
     planes = torch.randn(2, 2, rows * pages, groups, PAGE, size, device=device).to(dtype)
-    table = torch.randperm(rows * pages, device=device).view(rows, pages)
-    starts = torch.tensor([0, 60, 127], device=device)  # within a page, across its end, at its end
+    block_table = torch.randperm(rows * pages, device=device).view(rows, pages)
+    seq_lens = torch.tensor(
+        [0, 60, 127], device=device
+    )  # within a page, across its end, at its end
     path = torch.zeros(rows, moved, dtype=torch.int64)
     for row in range(rows):
         real = chance.randint(1, moved)
         path[row, :real] = torch.tensor([0, *sorted(chance.sample(range(1, 40), real - 1))])
         path[row, real:] = path[row, real - 1]
     wanted = planes.clone()
-    REFERENCE.compact(wanted, table, starts, path.to(device))
-    OPS.compact(planes, table, starts, path.to(device))
+    REFERENCE.compact(wanted, block_table, seq_lens, path.to(device))
+    OPS.compact(planes, block_table, seq_lens, path.to(device))
     assert torch.equal(planes, wanted)
 
 
-# Logits ----------------------------------------------------------------------------------------------
+# Logits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -182,23 +184,25 @@ def test_propose(device: torch.device, dtype: torch.dtype, rows: int, size: int,
     assert error(scores, REFERENCE.propose(logits, k)[0]) < 1e-5
 
 
-# Trees -----------------------------------------------------------------------------------------------
+# Trees -------------------------------------------------------------------------------------------
 
 
 def candidates(
     chance: random.Random, rows: int, count: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, parents and cumulative scores [B, C] of random trees, with many equal scores and a small vocabulary."""
+    """Tokens, parents and cumulative scores [B, C] of random trees.
+
+    Many scores are equal, and the vocabulary is small.
+    """
     parents = torch.tensor(
-        [[chance.randint(-1, place - 1) for place in range(count)] for _ in range(rows)]
+        [[chance.randint(-1, index - 1) for index in range(count)] for _ in range(rows)]
     )
     scores = torch.zeros(rows, count)
     for row in range(rows):
-        for place in range(count):
-            parent = int(parents[row, place])
-            scores[row, place] = (
-                float(scores[row, parent]) if parent >= 0 else 0.0
-            ) - chance.choice((0.0, 0.25, 0.5, 2.0))
+        for index in range(count):
+            parent = int(parents[row, index])
+            above = float(scores[row, parent]) if parent >= 0 else 0.0
+            scores[row, index] = above - chance.choice((0.0, 0.25, 0.5, 2.0))
     return torch.randint(0, 20, (rows, count), device=device), parents.to(device), scores.to(device)
 
 
@@ -253,13 +257,13 @@ def test_verify(device: torch.device, seed: int, nodes: int) -> None:
             assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
 
-# SamplingTensors --------------------------------------------------------------------------------------------
+# Sampling ----------------------------------------------------------------------------------------
 
 
 @jit
 def uniform_kernel(seeds: Pointer, positions: Pointer, out: Pointer, BLOCK: tl.constexpr) -> None:
-    place = tl.arange(0, BLOCK)
-    tl.store(out + place, uniform_in_kernel(tl.load(seeds + place), tl.load(positions + place)))
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, uniform_in_kernel(tl.load(seeds + at), tl.load(positions + at)))
 
 
 @jit
@@ -267,35 +271,32 @@ def kept_kernel(
     logits: Pointer,
     values: Pointer,
     index: Pointer,
-    heat: Pointer,
-    share: Pointer,
-    limit: Pointer,
+    temperature: Pointer,
+    top_p: Pointer,
+    top_k: Pointer,
     kept: Pointer,
     size: Scalar,
     NEAR: tl.constexpr,
 ) -> None:
     """kept [B, 2]: how many candidates are listed, and the lowest image that is kept."""
     row = tl.program_id(0) * size
-    warmth = tl.load(heat + tl.program_id(0))
-    peak = tl.div_rn(value_of(_largest(logits + row, size, 1024)), warmth)
-    p, k = tl.load(share + tl.program_id(0)), tl.load(limit + tl.program_id(0))
+    temperature = tl.load(temperature + tl.program_id(0))
+    top_p, top_k = tl.load(top_p + tl.program_id(0)), tl.load(top_k + tl.program_id(0))
+    peak = tl.div_rn(value_of(_largest(logits + row, size, 1024)), temperature)
     count, least = keep_top(
-        logits + row, values + row, index + row, warmth, peak, p, k, size, NEAR, 1024, 4
-    )
+        logits + row, values + row, index + row,
+        temperature, peak, top_p, top_k, size, NEAR, 1024, 4,
+    )  # fmt: skip
     tl.store(kept + tl.program_id(0) * 2, count.to(tl.int64))
     tl.store(kept + tl.program_id(0) * 2 + 1, least)
 
 
 def settings(device: torch.device, rows: list[tuple[float, float, int]]) -> SamplingTensors:
     """SamplingTensors of rows (temperature, top_p, top_k), with seeds of more than 32 bits."""
-    heat, share, limit = zip(*rows, strict=True)
+    columns = (torch.tensor(column, device=device) for column in zip(*rows, strict=True))
+    temperature, top_p, top_k = columns
     seeds = torch.randint(0, 2**62, (len(rows),), device=device)
-    return SamplingTensors(
-        torch.tensor(heat, device=device),
-        torch.tensor(share, device=device),
-        torch.tensor(limit, device=device),
-        seeds,
-    )
+    return SamplingTensors(temperature, top_p, top_k, seeds)
 
 
 CASES = [
@@ -323,7 +324,10 @@ def test_uniform(device: torch.device) -> None:
 @pytest.mark.parametrize("near", [16.0, 0.5])
 @pytest.mark.parametrize("ties", [False, True])
 def test_kept_set(device: torch.device, seed: int, near: float, ties: bool) -> None:
-    """The same tokens survive top-k and top-p, ties included; with `near` small the candidates never suffice at first."""
+    """The same tokens survive top-k and top-p, ties included.
+
+    With a small `near` the candidates never suffice at first.
+    """
     seeded(seed)
     cases = [case for case in CASES if case[0] > 0]
     sampling = settings(device, cases)
@@ -372,7 +376,10 @@ def test_draw(device: torch.device, dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("seed", range(2))
 def test_sample(device: torch.device, dtype: torch.dtype, seed: int) -> None:
-    """Walks that go deep: the vocabulary is the tree's, so that draws often name a child. One row holds a NaN."""
+    """Walks that go deep: the vocabulary is the tree's, so that draws often name a child.
+
+    One row holds a NaN.
+    """
     chance = seeded(seed)
     sampling = settings(device, CASES)
     tree = random_tree(chance, len(CASES), 40, device)

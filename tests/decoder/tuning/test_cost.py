@@ -8,21 +8,20 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.random_target import RandomWeights
+from bench.random_target import random_head, random_model
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.tuning.cost import Costs, measure_costs, median_costs
 from pipeline.decoder.tuning.roofline import (
+    Roofline,
     draft_floor_seconds,
     eta,
     extend_floor_seconds,
     floor_seconds,
     s_max,
 )
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, shape_for
 
 SHAPE = TreeSection(top_k=3, steps=4, nodes=12)
 
@@ -40,26 +39,15 @@ def drafting() -> tuple[DecoderModel, Eagle3Drafter]:
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
-    device, dtype = torch.device("cpu"), torch.float32
-    model = DecoderModel(
+    model = random_model(
         config,
-        RandomWeights(config, device=device, dtype=dtype),
         (0, 1, 2),
-        device=device,
-        dtype=dtype,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
         max_length=256,
         ops=TorchOps(),
     )
-    head = Eagle3Head(
-        shape_for(
-            config,
-            draft_vocab_size=500,
-            intermediate_size=384,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-        )
-    )
-    random_init(head, seed=0)
+    head = random_head(config, torch.arange(500), intermediate_size=384, heads=4)
     return model, Eagle3Drafter(head, model, SHAPE)
 
 
@@ -70,7 +58,8 @@ def test_a_round_is_the_sum_of_its_pieces() -> None:
         extend={2: 1.5, 6: 3.5},
         other={4: 0.25, 20: 1.25},
     )
-    # 12 nodes lie half-way from 8 to 16, 3 beams half-way from 1 to 5, 4 steps half-way from 2 to 6, 12 nodes from 4 to 20.
+    # 12 nodes lie half-way from 8 to 16, 3 beams half-way from 1 to 5, 4 steps half-way from 2 to
+    # 6, 12 nodes from 4 to 20.
     assert costs.round_seconds(SHAPE) == 14.0 + 3 * 2.0 + 2.5 + 0.75
     assert costs.plain_seconds == 10.0
     assert costs.speedup(SHAPE, tau=4.65) == pytest.approx(4.65 * 10.0 / 23.25)
@@ -93,40 +82,35 @@ def test_yardstick() -> None:
 
 def test_floors(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
     model, _ = drafting
-    # q and o are 256 x 256, k and v 256 x 64, three MLP matrices 256 x 512, four layers; lm_head is 1000 x 256.
+    slow_memory = Roofline(1e6, 1e30, rows=3, context=100)
+    slow_arithmetic = Roofline(1e30, 1e6, rows=3, context=100)
+    # q and o are 256 x 256, k and v 256 x 64, three MLP matrices 256 x 512, four layers; lm_head is
+    # 1000 x 256.
     parameters = 4 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 512) + 1000 * 256
-    # Of 3 rows with 100 entries each the keys and values of 2 heads of 32 numbers are read, those of 5 tokens written.
+    # Of 3 rows with 100 entries each the keys and values of 2 heads of 32 numbers are read, those
+    # of 5 tokens written.
     numbers = parameters + 3 * (100 + 5) * 4 * 2 * 64
-    assert floor_seconds(model, 5, 3, 100, bandwidth=1e6, flops=1e30) == pytest.approx(
-        4 * numbers / 1e6
-    )
+    assert floor_seconds(model, 5, slow_memory) == pytest.approx(4 * numbers / 1e6)
     # Scores and sums over 100 entries take two multiply-adds for each of 256 numbers of a query.
     operations = 15 * (2 * parameters + 4 * 4 * 100 * 256)
-    assert floor_seconds(model, 5, 3, 100, bandwidth=1e30, flops=1e6) == pytest.approx(
-        operations / 1e6
-    )
+    assert floor_seconds(model, 5, slow_arithmetic) == pytest.approx(operations / 1e6)
 
 
 def test_floors_of_the_head(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
     _, drafter = drafting
+    slow_memory = Roofline(1e6, 1e30, rows=2, context=100)
+    slow_arithmetic = Roofline(1e30, 1e6, rows=2, context=100)
     # q, k and v have four heads of 32 and read 512 numbers; lm_head is 500 x 256, fc 256 x 768.
-    layer, vocabulary, projection = 3 * 512 * 128 + 128 * 256 + 3 * 256 * 384, 500 * 256, 256 * 768
+    layer, lm_head, fc = 3 * 512 * 128 + 128 * 256 + 3 * 256 * 384, 500 * 256, 256 * 768
     entries = 2 * (100 + 4) * 2 * 128
-    assert draft_floor_seconds(drafter, 4, 2, 100, bandwidth=1e6, flops=1e30) == pytest.approx(
-        4 * (layer + vocabulary + entries) / 1e6
-    )
-    operations = 2 * (4 * 2 * (layer + vocabulary) + 4 * 4 * 100 * 128)
-    assert draft_floor_seconds(drafter, 4, 2, 100, bandwidth=1e30, flops=1e6) == pytest.approx(
-        operations / 1e6
-    )
+    numbers = layer + lm_head + entries
+    assert draft_floor_seconds(drafter, 4, slow_memory) == pytest.approx(4 * numbers / 1e6)
+    operations = 2 * (4 * 2 * (layer + lm_head) + 4 * 4 * 100 * 128)
+    assert draft_floor_seconds(drafter, 4, slow_arithmetic) == pytest.approx(operations / 1e6)
     # Three steps: four tokens are read, one proposes.
-    assert extend_floor_seconds(drafter, 3, 2, 100, bandwidth=1e6, flops=1e30) == pytest.approx(
-        4 * (layer + vocabulary + projection + entries) / 1e6
-    )
-    operations = 2 * (4 * 2 * (layer + projection) + 2 * vocabulary + 4 * 4 * 100 * 128)
-    assert extend_floor_seconds(drafter, 3, 2, 100, bandwidth=1e30, flops=1e6) == pytest.approx(
-        operations / 1e6
-    )
+    assert extend_floor_seconds(drafter, 3, slow_memory) == pytest.approx(4 * (numbers + fc) / 1e6)
+    operations = 2 * (4 * 2 * (layer + fc) + 2 * lm_head + 4 * 4 * 100 * 128)
+    assert extend_floor_seconds(drafter, 3, slow_arithmetic) == pytest.approx(operations / 1e6)
 
 
 def test_measured_costs_make_sense(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
@@ -134,17 +118,9 @@ def test_measured_costs_make_sense(drafting: tuple[DecoderModel, Eagle3Drafter])
     costs = measure_costs(
         model, drafter, 2, 100, (16, 64), beam_counts=(1, 4), step_counts=(1, 4), repeats=9
     )
-    assert [list(curve) for curve in (costs.verify, costs.draft, costs.extend, costs.other)] == [
-        [1, 16, 64],
-        [1, 4],
-        [1, 4],
-        [16, 64],
-    ]
-    seconds = [
-        value
-        for curve in (costs.verify, costs.draft, costs.extend, costs.other)
-        for value in curve.values()
-    ]
+    curves = costs.verify, costs.draft, costs.extend, costs.other
+    assert [list(curve) for curve in curves] == [[1, 16, 64], [1, 4], [1, 4], [16, 64]]
+    seconds = [value for curve in curves for value in curve.values()]
     assert all(0 < value < 10 for value in seconds)
     assert costs.verify_seconds(64) > costs.verify_seconds(1)
     assert costs.verify_seconds(1) > costs.draft_seconds(1), "four layers against one"

@@ -9,32 +9,24 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench.random_target import random_head
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.request import Request, Statistics
+from pipeline.decoder.request import Request, Statistics, pool_acceptance
 from pipeline.decoder.tuning.cost import Costs
-from pipeline.decoder.tuning.tune import (
-    CANDIDATE_SHAPES,
-    WIDEST,
-    Traces,
-    acceptance,
-    best_shapes,
-    continuation_ranks,
-    replay,
-    trace,
-)
+from pipeline.decoder.tuning.trace import Traces, acceptance, continuation_ranks, replay, trace
+from pipeline.decoder.tuning.tune import BEAM_WIDTHS, CANDIDATE_SHAPES, WIDEST, best_shapes
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, shape_for
 from pipeline.errors import DataError, TargetError
 
 NEW_TOKENS = 40
 PROMPTS = [
-    [(3 * index + 5 * place * place) % 8 for place in range(2 + 9 * index)] for index in range(7)
+    [(3 * index + 5 * step * step) % 8 for step in range(2 + 9 * index)] for index in range(7)
 ]
-SHAPES = [
+_SIZES = [
     (1, 1, 2),
     (1, 5, 6),
     (2, 3, 6),
@@ -45,6 +37,7 @@ SHAPES = [
     (8, 2, 9),
     (8, 6, 48),
 ]
+SHAPES = [TreeSection(top_k=top_k, steps=steps, nodes=nodes) for top_k, steps, nodes in _SIZES]
 Pair = tuple[DecoderModel, Eagle3Head]
 
 
@@ -68,29 +61,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     model = DecoderModel.load(
         directory, (1, 3, 4), device=torch.device("cpu"), dtype=torch.float32, max_length=160
     )
-    head = Eagle3Head(
-        shape_for(
-            config,
-            draft_vocab_size=8,
-            intermediate_size=64,
-            num_attention_heads=None,
-            num_key_value_heads=None,
-        )
-    )
-    random_init(head, seed=3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.mul_(
-                12 if parameter.dim() > 1 else 1
-            )  # so that attention and positions weigh something
-    head.set_vocabulary(torch.arange(8))
+    # Scaled, so that attention and positions weigh something.
+    head = random_head(config, torch.arange(8), intermediate_size=64, seed=3, scale=12)
     return model, head
 
 
 @pytest.fixture(scope="module")
 def traces(pair: Pair) -> Traces:
     model, head = pair
-    return trace(model, Eagle3Drafter(head, model, WIDEST), PROMPTS, NEW_TOKENS, slots=4)
+    drafter = Eagle3Drafter(head, model, WIDEST)
+    return trace(model, drafter, PROMPTS, NEW_TOKENS, WIDEST, widths=BEAM_WIDTHS, slots=4)
 
 
 def _decode(pair: Pair, shape: TreeSection, stop_ids: tuple[int, ...] = ()) -> list[Statistics]:
@@ -101,14 +81,12 @@ def _decode(pair: Pair, shape: TreeSection, stop_ids: tuple[int, ...] = ()) -> l
         for index, prompt in enumerate(PROMPTS)
     ]
     engine = Engine(model, drafter=Eagle3Drafter(head, model, shape), slots=3)
-    done = {
-        completion.request_id: completion.statistics for completion in engine.generate(requests)
-    }
+    done = {each.request_id: each.statistics for each in engine.generate(requests)}
     return [done[request.request_id] for request in requests]
 
 
 def _costs(*, node: float, step: float) -> Costs:
-    """A token of plain decoding takes 1; each further node and each draft step take what is said."""
+    """A token of plain decoding takes 1; each further node and draft step what is given."""
     return Costs(
         verify={1: 1.0, 64: 1.0 + 63 * node},
         draft={1: step, 8: step},
@@ -117,40 +95,29 @@ def _costs(*, node: float, step: float) -> Costs:
     )
 
 
-@pytest.mark.parametrize(("top_k", "steps", "nodes"), SHAPES)
-def test_replayed_rounds_are_the_engines(
-    pair: Pair, traces: Traces, top_k: int, steps: int, nodes: int
-) -> None:
-    shape = TreeSection(top_k=top_k, steps=steps, nodes=nodes)
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda each: f"{each.top_k}-{each.steps}-{each.nodes}"
+)
+def test_replayed_rounds_are_the_engines(pair: Pair, traces: Traces, shape: TreeSection) -> None:
     measured = _decode(pair, shape)
     assert replay(traces, shape) == [each.rounds for each in measured]
     assert list(traces.lengths) == [each.round_tokens for each in measured]
-    tau = sum(each.round_tokens for each in measured) / sum(each.rounds for each in measured)
-    assert acceptance(traces, shape) == tau > 1.1
+    assert acceptance(traces, shape) == pool_acceptance(measured).tau > 1.1
 
 
 def test_shapes_differ_in_what_they_accept(traces: Traces) -> None:
     """Else the test above could pass with any shape's figures."""
-    lengths = [
-        acceptance(traces, TreeSection(top_k=top_k, steps=steps, nodes=nodes))
-        for top_k, steps, nodes in SHAPES
-    ]
-    assert len(set(lengths)) == len(SHAPES)
-    assert max(lengths) > 2
+    taus = [acceptance(traces, shape) for shape in SHAPES]
+    assert len(set(taus)) == len(SHAPES)
+    assert max(taus) > 2
 
 
 def test_replies_end_at_stop_tokens(pair: Pair) -> None:
     model, head = pair
     shape = TreeSection(top_k=4, steps=4, nodes=16)
+    drafter = Eagle3Drafter(head, model, shape)
     stopped = trace(
-        model,
-        Eagle3Drafter(head, model, shape),
-        PROMPTS,
-        NEW_TOKENS,
-        shape,
-        slots=3,
-        stop_ids=(6, 4),
-        widths=(4,),
+        model, drafter, PROMPTS, NEW_TOKENS, shape, widths=(4,), slots=3, stop_ids=(6, 4)
     )
     measured = _decode(pair, shape, stop_ids=(6, 4))
     assert replay(stopped, shape) == [each.rounds for each in measured]
@@ -173,27 +140,19 @@ def test_a_bigger_budget_never_accepts_less(traces: Traces) -> None:
 
 
 def test_ranks_are_the_places_in_the_tree() -> None:
-    """Against growing and walking real trees of every size; scores in halves, so that many are equal."""
+    """Against real trees of every size, grown and walked; many scores are equal halves."""
     generator = torch.Generator().manual_seed(5)
     rows, beams, depth, vocabulary = 300, 3, 4, 4
     tokens: list[Tensor] = []
     parents: list[Tensor] = []
     scores: list[Tensor] = []
-    above, total, first = (
-        torch.full((rows, 1), -1),
-        torch.zeros(rows, 1),
-        0,
-    )  # the beams' candidates and scores
+    # The beams' candidates and scores.
+    above, total, first = torch.full((rows, 1), -1), torch.zeros(rows, 1), 0
     for _ in range(depth):
-        gains = (
-            -torch.randint(0, 3, (rows, above.shape[1], beams), generator=generator).sort(-1).values
-            / 2
-        )
-        tokens.append(
-            torch.rand(rows, above.shape[1], vocabulary, generator=generator)
-            .topk(beams)
-            .indices.flatten(1)
-        )
+        width = above.shape[1]
+        gains = -torch.randint(0, 3, (rows, width, beams), generator=generator).sort(-1).values / 2
+        likely = torch.rand(rows, width, vocabulary, generator=generator)
+        tokens.append(likely.topk(beams).indices.flatten(1))
         parents.append(above.repeat_interleave(beams, dim=1))
         scores.append((total[:, :, None] + gains).flatten(1))
         total, best = scores[-1].topk(beams)
@@ -205,13 +164,8 @@ def test_ranks_are_the_places_in_the_tree() -> None:
     for steps in range(1, depth + 1):
         proposed = beams + (steps - 1) * beams**2
         for nodes in range(2, proposed + 2):
-            tree = TorchOps().grow_tree(
-                roots,
-                drafts[0][:, :proposed],
-                drafts[1][:, :proposed],
-                drafts[2][:, :proposed],
-                nodes,
-            )
+            cut = [part[:, :proposed] for part in drafts]
+            tree = TorchOps().grow_tree(roots, cut[0], cut[1], cut[2], nodes)
             predicted = torch.cat((wanted, wanted[:, -1:]), 1).gather(1, tree.depth)
             accepted = TorchOps().verify(tree, predicted, steps).counts - 1
             assert ((ranks[:, :steps, steps - 1] < nodes - 1).sum(1) == accepted).all()
@@ -222,21 +176,14 @@ def test_ranks_are_the_places_in_the_tree() -> None:
 def test_replay_by_hand() -> None:
     """Two replies; a draft of one beam and two steps that is right 2, 0, 1 | 1 times."""
     never = 1 << 30
-    right = torch.tensor(
-        [
-            [[0, 0], [never, 1]],
-            [[never, never], [never, never]],
-            [[0, 0], [never, never]],
-            [[0, 0], [never, never]],
-        ]
-    )
-    traces = Traces((3, 1), {1: right})
-    assert replay(traces, TreeSection(top_k=1, steps=2, nodes=3)) == [1, 1]
-    assert replay(traces, TreeSection(top_k=1, steps=1, nodes=2)) == [
-        2,
-        1,
-    ]  # two tokens, then two of which one is left
-    assert acceptance(traces, TreeSection(top_k=1, steps=1, nodes=2)) == 4 / 3
+    twice = [[0, 0], [never, 1]]
+    once = [[0, 0], [never, never]]
+    not_once = [[never, never], [never, never]]
+    traces = Traces((3, 1), {1: torch.tensor([twice, not_once, once, once])})
+    two, one = (TreeSection(top_k=1, steps=steps, nodes=steps + 1) for steps in (2, 1))
+    assert replay(traces, two) == [1, 1]
+    assert replay(traces, one) == [2, 1]  # two tokens, then two of which one is left
+    assert acceptance(traces, one) == 4 / 3
     with pytest.raises(ValueError, match="wider and deeper"):
         replay(traces, TreeSection(top_k=1, steps=3, nodes=4))
 
@@ -263,21 +210,14 @@ def test_choices_make_a_drafter(pair: Pair, traces: Traces) -> None:
     model, head = pair
     chosen = best_shapes({1: _costs(node=0.0, step=0.0), 4: _costs(node=1.0, step=0.0)}, traces)
     drafter = Eagle3Drafter(head, model, {rows: choice.shape for rows, choice in chosen.items()})
-    assert [drafter.shape_for(rows) for rows in (1, 3, 4, 9)] == [chosen[1].shape] * 2 + [
-        chosen[4].shape
-    ] * 2
+    few, many = chosen[1].shape, chosen[4].shape
+    assert [drafter.shape_for(rows) for rows in (1, 3, 4, 9)] == [few, few, many, many]
 
 
 def test_only_covered_shapes_are_chosen(pair: Pair) -> None:
     model, head = pair
-    narrow = trace(
-        model,
-        Eagle3Drafter(head, model, WIDEST),
-        PROMPTS[:2],
-        8,
-        TreeSection(top_k=3, steps=2, nodes=4),
-        slots=2,
-    )
+    drafter, limit = Eagle3Drafter(head, model, WIDEST), TreeSection(top_k=3, steps=2, nodes=4)
+    narrow = trace(model, drafter, PROMPTS[:2], 8, limit, widths=BEAM_WIDTHS, slots=2)
     shape = best_shapes({1: _costs(node=0.0, step=0.0)}, narrow)[1].shape
     assert (shape.top_k, shape.steps) <= (3, 2)
     with pytest.raises(ValueError, match="covered"):
@@ -291,25 +231,22 @@ def test_candidate_shapes_are_distinct_and_sensible() -> None:
     ]
     assert {shape.top_k for shape in CANDIDATE_SHAPES} == {1, 2, 3, 4, 6, 8}
     for shape in CANDIDATE_SHAPES:
-        assert (
-            max(shape.top_k, shape.steps)
-            < shape.nodes
-            <= 1 + shape.top_k + (shape.steps - 1) * shape.top_k**2
-        )
+        most = 1 + shape.top_k + (shape.steps - 1) * shape.top_k**2
+        assert max(shape.top_k, shape.steps) < shape.nodes <= most
 
 
 def test_what_cannot_be_traced(pair: Pair) -> None:
     model, head = pair
-    drafter = Eagle3Drafter(head, model, TreeSection(top_k=2, steps=2, nodes=4))
     shape = TreeSection(top_k=2, steps=2, nodes=4)
+    drafter, widths = Eagle3Drafter(head, model, shape), (1, 2)
     with pytest.raises(DataError, match="prompt 1: prompt_ids is empty"):
-        trace(model, drafter, [[1], []], 4, shape)
+        trace(model, drafter, [[1], []], 4, shape, widths=widths)
     with pytest.raises(DataError, match="no reply is longer"):
-        trace(model, drafter, [[1], [2]], 1, shape)
+        trace(model, drafter, [[1], [2]], 1, shape, widths=widths)
     with pytest.raises(ValueError, match="the drafter was made for 2"):
-        trace(model, drafter, [[1]], 4, WIDEST)
+        trace(model, drafter, [[1]], 4, WIDEST, widths=widths)
     spoilt = DecoderModel.__new__(DecoderModel)
     spoilt.__dict__.update(model.__dict__)
     spoilt.embedding = model.embedding * float("nan")
     with pytest.raises(TargetError, match="NaN"):
-        trace(spoilt, drafter, [[1]], 4, shape)
+        trace(spoilt, drafter, [[1]], 4, shape, widths=widths)

@@ -1,4 +1,4 @@
-"""The operations in C++ for CPUs, compiled on first use. Nothing else needs this folder: without it, ops/base.py serves.
+"""The operations in C++ for CPUs, compiled on first use; where it cannot run, ops/base.py serves.
 
 ops.py      CpuOps: what `TorchOps` promises, through ctypes
 library.py  finds a compiler, compiles src/, keeps the library in the cache

@@ -1,8 +1,8 @@
 """Compile the C++ kernels of src once a machine, and load them.
 
-The library is kept in ${XDG_CACHE_HOME:-~/.cache}/eagle3/native under a hash of everything that shapes
-it: sources, flags, compiler, processor. It is written to a temporary name and renamed, so that two
-processes may race and a killed compiler leaves nothing that looks finished.
+The library is kept in ${XDG_CACHE_HOME:-~/.cache}/eagle3/native under a hash of everything that
+shapes it: sources, flags, compiler, processor. It is written to a temporary name and renamed, so
+that two processes may race and a killed compiler leaves nothing that looks finished.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ import torch  # noqa: F401 — loads the OpenMP runtime that the kernels share
 from pipeline.config import cache_directory
 
 _SOURCES = Path(__file__).parent / "src"
-# Without -ffp-contract=off the compiler may fuse a product and a sum in one instance of a kernel and not in another,
-# and a token's result would depend on how many rows stand beside it.
+# Without -ffp-contract=off the compiler may fuse a product and a sum in one instance of a kernel
+# and not in another, and a token's result would depend on how many rows stand beside it.
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-shared", "-fPIC", "-std=c++17")
 _REQUIRED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 
-# Arguments of each function: p a pointer, i an int64, f a float; what stands before the colon is returned.
+# Arguments of each function: p a pointer, i an int64, f a float; before the colon, what it returns.
 _PROTOTYPES = {
     "packed_size": "i:ii",
-    "pack": ":piipi",
+    "pack": ":ppiii",
     "linear": ":ppppiiii",
-    "add_rms_norm": ":pppfppiii",
+    "add_rms_norm": ":pppppfiii",
     "silu_mul": ":ppiii",
-    "layer": ":pppfppppppi",
-    "rope_write": ":pppfpppppppiiiiii",
+    "layer": ":pppppppppfi",
+    "rope_write": ":ppppppppppfiiiiii",
     "tree_attention": ":ppppppppi",
     "argmax": ":ppiii",
     "most_proposed": "i:",
-    "propose": ":pippiii",
-    "grow_tree": ":ppppiiipppp",
+    "propose": ":pppiiii",
+    "grow_tree": ":ppppppppiii",
     "sample": ":pppppppppiiii",
-    "verify": ":pppiiippp",
-    "compact": ":piiiiipppiiii",
+    "verify": ":ppppppiii",
+    "compact": ":ppppiiiiiiiii",
 }
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -63,9 +63,8 @@ def load_library() -> ctypes.CDLL:
         raise Unavailable(f"cannot load {path}: {error}") from error
     if len(_openmp_runtimes()) > 1:
         # Two thread pools on the same cores would wait for each other.
-        raise Unavailable(
-            f"the compiler brought a second OpenMP runtime: {', '.join(_openmp_runtimes())}"
-        )
+        runtimes = ", ".join(_openmp_runtimes())
+        raise Unavailable(f"the compiler brought a second OpenMP runtime: {runtimes}")
     for name, prototype in _PROTOTYPES.items():
         result, _, arguments = prototype.partition(":")
         function = getattr(library, f"eagle3_{name}")
@@ -76,15 +75,11 @@ def load_library() -> ctypes.CDLL:
 
 def _processor() -> str:
     """Model and features of the processor, which decide what -march=native means."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise Unavailable(
-            f"the kernels are for x86-64 Linux, not {platform.machine()} {platform.system()}"
-        )
-    fields = dict(
-        re.findall(
-            r"^(model name|flags)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-    )
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) != ("Linux", "x86_64"):
+        raise Unavailable(f"the kernels are for x86-64 Linux, not {machine} {system}")
+    about = Path("/proc/cpuinfo").read_text()
+    fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", about, re.MULTILINE))
     missing = _REQUIRED - set(fields.get("flags", "").split())
     if missing:
         raise Unavailable(f"the processor lacks {', '.join(sorted(missing))}")
@@ -92,7 +87,7 @@ def _processor() -> str:
 
 
 def _openmp_runtime() -> str:
-    """Torch's OpenMP runtime; linking to this very file makes kernels and torch share one thread pool."""
+    """Torch's OpenMP runtime; linked to this very file, kernels and torch share one thread pool."""
     runtimes = _openmp_runtimes()
     if len(runtimes) != 1:
         raise Unavailable(f"torch must have loaded one OpenMP runtime, found {runtimes or 'none'}")
@@ -100,36 +95,25 @@ def _openmp_runtime() -> str:
 
 
 def _openmp_runtimes() -> list[str]:
-    return sorted(
-        set(
-            re.findall(
-                r"(/\S*/lib(?:gomp|i?omp5?)[-.]\S*)$",
-                Path("/proc/self/maps").read_text(),
-                re.MULTILINE,
-            )
-        )
-    )
+    mapped = Path("/proc/self/maps").read_text()
+    return sorted(set(re.findall(r"(/\S*/lib(?:gomp|i?omp5?)[-.]\S*)$", mapped, re.MULTILINE)))
 
 
 def _compiled(processor: str, runtime: str) -> Path:
     compiler = _compiler()
     sources = sorted(_SOURCES.glob("*.cpp"))
     try:
-        version = subprocess.run(
-            [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
-        ).stdout
+        version = _run([*compiler, "--version"], timeout=60)
         content = [file.read_text() for file in (*sources, *sorted(_SOURCES.glob("*.h")))]
-        key = hashlib.sha256(
-            "\0".join((*content, *_FLAGS, *compiler, version, processor, runtime)).encode()
-        ).hexdigest()[:32]
+        shaping = *content, *_FLAGS, *compiler, version, processor, runtime
+        key = hashlib.sha256("\0".join(shaping).encode()).hexdigest()[:32]
         path = cache_directory() / "native" / f"{key}.so"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             _compile(compiler, sources, runtime, path)
     except subprocess.CalledProcessError as error:
-        raise Unavailable(
-            f"{shlex.join(compiler)} failed: {error.stderr.strip()[-500:] or error.returncode}"
-        ) from error
+        problem = error.stderr.strip()[-500:] or error.returncode
+        raise Unavailable(f"{shlex.join(compiler)} failed: {problem}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"cannot compile the kernels: {error}") from error
     return path
@@ -138,18 +122,16 @@ def _compiled(processor: str, runtime: str) -> Path:
 def _compile(compiler: list[str], sources: list[Path], runtime: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="compiling-") as directory:
         output = Path(directory) / path.name
-        # Torch's runtime comes first and satisfies every symbol, so the compiler's own is not recorded.
-        command = [
-            *compiler,
-            *_FLAGS,
-            "-Wl,--as-needed",
-            *map(str, sources),
-            runtime,
-            "-o",
-            str(output),
-        ]
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
+        # Torch's runtime comes first and satisfies every symbol, so the compiler's own is not
+        # recorded.
+        linked = "-Wl,--as-needed", *map(str, sources), runtime
+        _run([*compiler, *_FLAGS, *linked, "-o", str(output)], timeout=600)
         output.replace(path)
+
+
+def _run(command: list[str], timeout: float) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout)
+    return done.stdout
 
 
 def _compiler() -> list[str]:

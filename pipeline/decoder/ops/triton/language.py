@@ -1,7 +1,7 @@
 """The dialect of the kernels: Triton, with names for the types of a kernel's arguments.
 
-Scalars of a grid (`tl.program_id`) are widened to 64 bits before they multiply a stride: a cache or a
-block of logits passes 2^31 elements on large machines.
+Scalars of a grid (`tl.program_id`) are widened to 64 bits before they multiply a stride: a cache or
+a block of logits passes 2^31 elements on large machines.
 """
 
 from __future__ import annotations

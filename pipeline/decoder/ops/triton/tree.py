@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl  # type: ignore[import-untyped]
 
 from pipeline.decoder.ops.triton.language import Pointer, Scalar, jit
-from pipeline.decoder.ops.triton.order import key_of
+from pipeline.decoder.ops.triton.top_k import key_of
 
 
 @jit
@@ -22,19 +22,17 @@ def grow_tree_kernel(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One tree a program. Every candidate finds its own node, then its ancestors by doubling its hops:
+    """One tree a program. Each candidate has its own node, then its ancestors by doubling its hops:
 
-    candidate     0  1  2  3  4          hop      parent where that is kept, else itself: below the root
-    kept          x     x     x          round 1  bits |= bits[hop], hop = hop[hop]: two generations seen
-    node          1  0  2  0  3          round 2  four generations, and so on: six rounds see 64
+    candidate   0  1  2  3  4      hop      parent where that is kept, else itself: below the root
+    kept        x     x     x      round 1  bits |= bits[hop], hop = hop[hop]: two generations
+    node        1  0  2  0  3      round 2  four generations, and so on: six rounds see 64
     """
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     inside = candidate < count
-    score = tl.load(scores + row * count + candidate, mask=inside, other=float("-inf")).to(
-        tl.float32
-    )
-    key = tl.where(inside, key_of(score, candidate), -(2**63))
+    score = tl.load(scores + row * count + candidate, mask=inside, other=float("-inf"))
+    key = tl.where(inside, key_of(score.to(tl.float32), candidate), -(2**63))
     bar = tl.max(key, axis=0)
     for _ in range(KEPT - 1):
         bar = tl.max(tl.where(key < bar, key, -(2**63)), axis=0)
@@ -73,7 +71,7 @@ def verify_kernel(
     steps: Scalar,
     NODES_BLOCK: tl.constexpr,
 ) -> None:
-    """One walk a program: whether a node agrees is known for all nodes at once, so that each step is one reduction."""
+    """One walk a program; all nodes are compared at once, so that each step is one reduction."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NODES_BLOCK)
     inside = (node > 0) & (node < nodes)
@@ -87,7 +85,7 @@ def verify_kernel(
         tl.store(emitted + out, tl.load(predicted + row * nodes + at))
         child = tl.min(tl.where(agrees & (parent == at), node, NODES_BLOCK), axis=0)
         # The last node is stored already: its child would lie deeper than a tree can be.
-        found = (child < NODES_BLOCK) & (step + 1 < steps)
-        accepted += found.to(tl.int64)
-        at = tl.where(found, child, at)
+        deeper = (child < NODES_BLOCK) & (step + 1 < steps)
+        accepted += deeper.to(tl.int64)
+        at = tl.where(deeper, child, at)
     tl.store(counts + row, accepted)

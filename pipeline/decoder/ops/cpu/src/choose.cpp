@@ -23,7 +23,8 @@ int64_t largest(const bf16* logits, int64_t size) {
     }
     if (nan) return -1;
     // A lane that never improved holds -inf and its own number, which is right when all are -inf.
-    const __mmask16 equal = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
+    const __mmask16 equal =
+        _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
     return _mm512_mask_reduce_min_epi32(equal, where);
 }
 
@@ -32,15 +33,18 @@ void best(const bf16* logits, int64_t size, int64_t k, float* score, int64_t* in
     int64_t held = 0;
     for (int64_t i = 0; i < size; i += kLanes) {
         __mmask16 worth = lanes(i, size);
-        if (held == k) worth = _mm512_mask_cmp_ps_mask(worth, load(logits + i, worth), _mm512_set1_ps(score[k - 1]), _CMP_GT_OQ);
+        if (held == k)
+            worth = _mm512_mask_cmp_ps_mask(worth, load(logits + i, worth),
+                                            _mm512_set1_ps(score[k - 1]), _CMP_GT_OQ);
         for (uint32_t bits = worth; bits; bits &= bits - 1) {
             const int64_t at = i + __builtin_ctz(bits);
             const float v = widen(logits[at]);
             if (held == k && !(v > score[k - 1])) continue;
-            int64_t place = held < k ? held++ : k - 1;
-            for (; place > 0 && score[place - 1] < v; --place) score[place] = score[place - 1], index[place] = index[place - 1];
-            score[place] = v;
-            index[place] = at;
+            int64_t position = held < k ? held++ : k - 1;
+            for (; position > 0 && score[position - 1] < v; --position)
+                score[position] = score[position - 1], index[position] = index[position - 1];
+            score[position] = v;
+            index[position] = at;
         }
     }
 }
@@ -50,7 +54,8 @@ float log_sum_exp(const bf16* logits, int64_t size, float most) {
     for (int64_t i = 0; i < size; i += kLanes) {
         const __mmask16 live = lanes(i, size);
         const __m512 below = _mm512_sub_ps(load(logits + i, live), _mm512_set1_ps(most));
-        sum = _mm512_mask_add_ps(sum, live, sum, exp2(_mm512_mul_ps(below, _mm512_set1_ps(kLog2e))));
+        sum =
+            _mm512_mask_add_ps(sum, live, sum, exp2(_mm512_mul_ps(below, _mm512_set1_ps(kLog2e))));
     }
     return most + std::log(_mm512_reduce_add_ps(sum));
 }
@@ -71,13 +76,16 @@ extern "C" {
 int64_t eagle3_most_proposed() { return kMostProposed; }
 
 // logits [rows, size] → index [rows].
-void eagle3_argmax(const bf16* logits, int64_t* index, int64_t rows, int64_t size, int64_t threads) {
+void eagle3_argmax(const bf16* logits, int64_t* index, int64_t rows, int64_t size,
+                   int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 1 << 15)
     for (int64_t row = 0; row < rows; ++row) index[row] = largest(logits + row * size, size);
 }
 
-// logits [rows, size] → log-probabilities and indices [rows, k], best first; k at most kMostProposed.
-void eagle3_propose(const bf16* logits, int64_t k, float* score, int64_t* index, int64_t rows, int64_t size, int64_t threads) {
+// logits [rows, size] → log-probabilities and indices [rows, k], best first; k at most
+// `kMostProposed`.
+void eagle3_propose(const bf16* logits, float* score, int64_t* index, int64_t k, int64_t rows,
+                    int64_t size, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 1 << 15)
     for (int64_t row = 0; row < rows; ++row) {
         const bf16* from = logits + row * size;
@@ -88,15 +96,20 @@ void eagle3_propose(const bf16* logits, int64_t k, float* score, int64_t* index,
 }
 
 // Candidates [rows, count] below roots [rows] → the best `kept` of each row behind its root: four
-// arrays [rows, kept + 1]; see grow_tree of reference.py.
-void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t* parents, const float* scores, int64_t rows, int64_t count,
-                      int64_t kept, int64_t* tree_tokens, int64_t* tree_parents, int64_t* ancestors, int64_t* depth) {
+// arrays [rows, kept + 1]; see grow_tree of base.py.
+void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t* parents,
+                      const float* scores, int64_t* tree_tokens, int64_t* tree_parents,
+                      int64_t* ancestors, int64_t* depth, int64_t rows, int64_t count,
+                      int64_t kept) {
     std::vector<int64_t> order(count), node_of(count);
     for (int64_t row = 0; row < rows; ++row) {
         const float* score = scores + row * count;
         for (int64_t i = 0; i < count; ++i) order[i] = i, node_of[i] = 0;
-        const auto better = [&](int64_t a, int64_t b) { return rank(score[a]) != rank(score[b]) ? rank(score[a]) > rank(score[b]) : a < b; };
-        if (kept < count) std::nth_element(order.begin(), order.begin() + kept, order.end(), better);
+        const auto better = [&](int64_t a, int64_t b) {
+            return rank(score[a]) != rank(score[b]) ? rank(score[a]) > rank(score[b]) : a < b;
+        };
+        if (kept < count)
+            std::nth_element(order.begin(), order.begin() + kept, order.end(), better);
         std::sort(order.begin(), order.begin() + kept);
         const int64_t at = row * (kept + 1);
         tree_tokens[at] = roots[row], tree_parents[at] = 0, ancestors[at] = 1, depth[at] = 0;
@@ -106,35 +119,43 @@ void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t
             node_of[candidate] = node;
             tree_tokens[at + node] = tokens[row * count + candidate];
             tree_parents[at + node] = parent;
-            ancestors[at + node] = ancestors[at + parent] | static_cast<int64_t>(uint64_t{1} << node);
+            const uint64_t bit = uint64_t{1} << node;
+            ancestors[at + node] = ancestors[at + parent] | static_cast<int64_t>(bit);
             depth[at + node] = depth[at + parent] + 1;
         }
     }
 }
 
-// Walk the branch that agrees with `predicted`: trees [rows, nodes] → path, emitted [rows, depth + 1], counts [rows].
-void eagle3_verify(const int64_t* tokens, const int64_t* parents, const int64_t* predicted, int64_t rows, int64_t nodes, int64_t depth,
-                   int64_t* path, int64_t* counts, int64_t* emitted) {
-    for (int64_t row = 0; row < rows; ++row, tokens += nodes, parents += nodes, predicted += nodes, path += depth + 1, emitted += depth + 1) {
+// Walk the branch that agrees with `predicted`: trees [rows, nodes] → path and emitted tokens
+// [rows, depth + 1], counts [rows].
+void eagle3_verify(const int64_t* tokens, const int64_t* parents, const int64_t* predicted,
+                   int64_t* path, int64_t* counts, int64_t* emitted, int64_t rows, int64_t nodes,
+                   int64_t depth) {
+    for (int64_t row = 0; row < rows; ++row) {
         int64_t node = 0, length = 1;
         path[0] = 0, emitted[0] = predicted[0];
         for (int64_t step = 1; step <= depth; ++step) {
             int64_t child = 1;
-            while (child < nodes && !(parents[child] == node && tokens[child] == predicted[node])) ++child;
+            while (child < nodes && !(parents[child] == node && tokens[child] == predicted[node]))
+                ++child;
             if (child < nodes) node = child, ++length;
             path[step] = node, emitted[step] = predicted[node];
         }
         counts[row] = length;
+        tokens += nodes, parents += nodes, predicted += nodes;
+        path += depth + 1, emitted += depth + 1;
     }
 }
 
-// Move entry starts + path[e] to starts + e in each of `planes` planes [pages, groups, page, bytes]. In
-// place and in order: an entry is overwritten only by one that comes after it. Repeats of the last node,
-// which only fill up the path, stay where they are.
-void eagle3_compact(char* data, int64_t planes, int64_t pages, int64_t groups, int64_t page, int64_t bytes, const int64_t* table,
-                    const int64_t* starts, const int64_t* path, int64_t rows, int64_t row_pages, int64_t length, int64_t threads) {
-    const auto place = [&](int64_t row, int64_t entry) {
-        return (table[row * row_pages + entry / page] * groups * page + entry % page) * bytes;
+// Move entry seq_len + path[e] to seq_len + e in each of `planes` planes [pages, groups, page,
+// bytes]. In place and in order: an entry is overwritten only by one that comes after it. Repeats
+// of the last node, which only fill up the path, stay where they are.
+void eagle3_compact(char* data, const int64_t* block_table, const int64_t* seq_lens,
+                    const int64_t* path, int64_t planes, int64_t pages, int64_t groups,
+                    int64_t page, int64_t bytes, int64_t rows, int64_t row_pages, int64_t length,
+                    int64_t threads) {
+    const auto offset = [&](int64_t row, int64_t entry) {
+        return (block_table[row * row_pages + entry / page] * groups * page + entry % page) * bytes;
     };
 #pragma omp parallel for num_threads(threads) if (planes * rows * length * groups * bytes > 1 << 16)
     for (int64_t plane = 0; plane < planes; ++plane) {
@@ -143,8 +164,10 @@ void eagle3_compact(char* data, int64_t planes, int64_t pages, int64_t groups, i
             for (int64_t e = 0; e < length; ++e) {
                 const int64_t node = path[row * length + e];
                 if (node == e || (e > 0 && node == path[row * length + e - 1])) continue;
-                char *to = base + place(row, starts[row] + e), *from = base + place(row, starts[row] + node);
-                for (int64_t group = 0; group < groups; ++group) std::memcpy(to + group * page * bytes, from + group * page * bytes, bytes);
+                char *to = base + offset(row, seq_lens[row] + e),
+                     *from = base + offset(row, seq_lens[row] + node);
+                for (int64_t group = 0; group < groups; ++group)
+                    std::memcpy(to + group * page * bytes, from + group * page * bytes, bytes);
             }
     }
 }

@@ -1,6 +1,7 @@
 // Sixteen bf16 numbers at a time, computed on as float32.
 //
-// Every helper takes a mask of live lanes where an array can end inside a vector; dead lanes read as zero.
+// Every helper takes a mask of live lanes where an array can end inside a vector; dead lanes read
+// as zero.
 #pragma once
 
 #include <immintrin.h>
@@ -68,15 +69,18 @@ inline void transpose(__m512i (&rows)[16]) {
         half[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
         half[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
     }
-    for (int i = 0; i < 16; i += 4) {  // rows[i + c]: columns c, 4 + c, 8 + c, 12 + c of rows i … i + 3
+    // rows[i + c]: columns c, 4 + c, 8 + c, 12 + c of rows i … i + 3
+    for (int i = 0; i < 16; i += 4) {
         rows[i] = _mm512_unpacklo_epi64(half[i], half[i + 2]);
         rows[i + 1] = _mm512_unpackhi_epi64(half[i], half[i + 2]);
         rows[i + 2] = _mm512_unpacklo_epi64(half[i + 1], half[i + 3]);
         rows[i + 3] = _mm512_unpackhi_epi64(half[i + 1], half[i + 3]);
     }
     for (int c = 0; c < 4; ++c) {
-        const __m512i top_even = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0x88), top_odd = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0xDD);
-        const __m512i low_even = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0x88), low_odd = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0xDD);
+        const __m512i top_even = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0x88),
+                      top_odd = _mm512_shuffle_i32x4(rows[c], rows[4 + c], 0xDD);
+        const __m512i low_even = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0x88),
+                      low_odd = _mm512_shuffle_i32x4(rows[8 + c], rows[12 + c], 0xDD);
         half[c] = _mm512_shuffle_i32x4(top_even, low_even, 0x88);
         half[4 + c] = _mm512_shuffle_i32x4(top_odd, low_odd, 0x88);
         half[8 + c] = _mm512_shuffle_i32x4(top_even, low_even, 0xDD);
@@ -101,4 +105,3 @@ inline __m512 exp2(__m512 x) {
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(y, whole);
 }
-

@@ -1,9 +1,9 @@
-"""A start by least squares: the solution against numpy's, and what it is worth before the first step."""
+"""A start by least squares: the solution against numpy's, and what it is worth."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig, TrainSection
+from pipeline.config import TrainSection
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init, start_lm_head
-from pipeline.records import Manifest
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
-from pipeline.train.data.batches import TrainBatch, pack_samples
-from pipeline.train.metrics import read_lines
+from pipeline.train.data.batches import TrainBatch
 from pipeline.train.start.least_squares import fc_scale, start_by_least_squares
 from pipeline.train.trainer import Trainer
-from pipeline.train.ttt.model import TttModel
-
-Configure = Callable[..., RunConfig]
-Store = Callable[..., Manifest]
+from pipeline.train.ttt.model import Objective, TttModel
+from tests.train.memory_corpus import pack_samples
+from tests.train.runs import Configure, Store, lines_of
 
 
 def whole(samples: list[StatesSample]) -> list[TrainBatch]:
@@ -39,19 +36,25 @@ def weights(target_directory: Path) -> TargetWeights:
 
 
 def fresh(small: Eagle3Head, weights: TargetWeights, **shape: int) -> Eagle3Head:
-    """A random head of the tiny target over its whole vocabulary, with the target's output layer."""
+    """A random head over the tiny target's whole vocabulary, with the target's output layer."""
     vocabulary, hidden = weights.lm_head().shape
-    sizes = {
-        "vocab_size": vocabulary,
-        "draft_vocab_size": vocabulary,
-        "hidden_size": hidden,
-        **shape,
-    }
-    head = Eagle3Head(small.shape.model_copy(update=sizes))
+    sizes = {"vocab_size": vocabulary, "draft_vocab_size": vocabulary, "hidden_size": hidden}
+    head = Eagle3Head(small.shape.model_copy(update=sizes | shape))
     random_init(head, 0)
     head.set_vocabulary(torch.arange(vocabulary))
     start_lm_head(head, weights.lm_head(), weights.final_norm())
     return head
+
+
+def model_of(head: Eagle3Head, weights: TargetWeights, steps: int) -> TttModel:
+    return TttModel(
+        head,
+        weights.embedding(),
+        weights.lm_head(),
+        Objective(steps, 0.8),
+        max_length=64,
+        dtype=torch.float32,
+    )
 
 
 def regressors(
@@ -75,65 +78,48 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     )
     batches = whole(states)
     norm = head.norm.weight.detach().double().numpy()
-    undo = norm / (norm**2 + (0.05 * np.sqrt((norm**2).mean())) ** 2)
-    found = start_by_least_squares(head, weights.embedding(), batches)
+    inverse = norm / (norm**2 + (0.05 * np.sqrt((norm**2).mean())) ** 2)
+    fit = start_by_least_squares(head, weights.embedding(), batches)
 
     x = regressors(batches, weights.embedding())
-    y = torch.cat([batch.teacher_states for batch in batches]).double().numpy() * undo
+    y = torch.cat([batch.teacher_states for batch in batches]).double().numpy() * inverse
     spread = np.sqrt((x**2).mean(0)) + 1e-3
     scaled = x / spread
     # Ridge as ordinary least squares with rows √λ · 1 under the data.
     extended = np.concatenate((scaled, np.sqrt(0.005 * len(x)) * np.eye(x.shape[1])))
-    solved = (
-        np.linalg.lstsq(extended, np.concatenate((y, np.zeros((x.shape[1], hidden)))), rcond=None)[
-            0
-        ]
-        / spread[:, None]
-    )
-    assert found.rows == len(x)
+    targets = np.concatenate((y, np.zeros((x.shape[1], hidden))))
+    solved = np.linalg.lstsq(extended, targets, rcond=None)[0] / spread[:, None]
+    assert fit.rows == len(x)
     np.testing.assert_allclose(head.fc.weight.detach().numpy(), solved[: 3 * hidden].T, atol=2e-4)
     attention = head.midlayer.self_attn
     groups, size = head.shape.num_key_value_heads, head.shape.head_dim
-    read = (
-        attention.v_proj.weight[:, :hidden]
-        .detach()
-        .view(groups, 1, size, hidden)
-        .expand(-1, 2, -1, -1)
-        .reshape(-1, hidden)
-    )
-    np.testing.assert_allclose(
-        (attention.o_proj.weight.detach() @ read).numpy(), solved[3 * hidden :].T, atol=2e-4
-    )
+    values = attention.v_proj.weight.detach()[:, :hidden].view(groups, 1, size, hidden)
+    read = values.expand(-1, 2, -1, -1).reshape(-1, hidden)
+    product = attention.o_proj.weight.detach() @ read
+    np.testing.assert_allclose(product.numpy(), solved[3 * hidden :].T, atol=2e-4)
     rest = y - scaled @ (solved * spread[:, None])
-    assert found.explained == pytest.approx(
-        1 - (rest**2).sum() / ((y - y.mean(0)) ** 2).sum(), abs=1e-4
-    )
-    assert 0 < found.explained_by_mlp < 1
+    explained = 1 - (rest**2).sum() / ((y - y.mean(0)) ** 2).sum()
+    assert fit.explained == pytest.approx(explained, abs=1e-4)
+    assert 0 < fit.explained_by_mlp < 1
 
 
 def test_a_solved_head_proposes_better_than_an_unsolved_one(
     small_head: Eagle3Head, weights: TargetWeights, states: list[StatesSample]
 ) -> None:
-    """With values of low rank, as heads have them. On its own samples: a random target has nothing that carries over to others."""
+    """With values of low rank, as heads have them.
+
+    On its own samples: a random target has nothing that carries over to others.
+    """
     head = fresh(small_head, weights)
     solved = copy.deepcopy(head)
     batches = whole(states)
     start_by_least_squares(solved, weights.embedding(), batches)
 
     def accuracy(one: Eagle3Head) -> float:
-        model = TttModel(
-            one,
-            weights.embedding(),
-            weights.lm_head(),
-            steps=1,
-            decay=0.8,
-            max_length=64,
-            dtype=torch.float32,
-        )
+        model = model_of(one, weights, steps=1)
         results = [model(batch) for batch in batches]
-        return float(sum(result.hits[0] for result in results)) / float(
-            sum(result.rows[0] for result in results)
-        )
+        hits = sum(int(result.hits[0]) for result in results)
+        return hits / sum(int(result.labels[0]) for result in results)
 
     assert accuracy(solved) > accuracy(head) + 0.1
 
@@ -153,41 +139,26 @@ def test_fc_learns_as_slowly_as_its_input_is_large(
 ) -> None:
     head, batches = fresh(small_head, weights), whole(states)
     rows = torch.cat([batch.aux_states[batch.labels - 2] for batch in batches])
-    louder = [
-        batch.__class__(
-            **{**vars(batch), "aux_states": batch.aux_states * 16 / rows.square().mean().sqrt()}
-        )
-        for batch in batches
-    ]
-    assert fc_scale(head, louder) == pytest.approx(1 / 16, rel=0.05)
-    quieter = [
-        batch.__class__(**{**vars(batch), "aux_states": batch.aux_states * 1e-3})
-        for batch in batches
-    ]
-    assert fc_scale(head, quieter) == 1.0
+
+    def scale_of(factor: float) -> float:
+        scaled = (replace(batch, aux_states=batch.aux_states * factor) for batch in batches)
+        return fc_scale(head, scaled)
+
+    assert scale_of(16 / float(rows.square().mean().sqrt())) == pytest.approx(1 / 16, rel=0.05)
+    assert scale_of(1e-3) == 1.0
 
 
-def test_the_engine_gives_fc_its_own_rate(
+def test_the_trainer_gives_fc_its_own_rate(
     small_head: Eagle3Head, weights: TargetWeights, states: list[StatesSample]
 ) -> None:
     head = fresh(small_head, weights)
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    model = TttModel(
-        head,
-        weights.embedding(),
-        weights.lm_head(),
-        steps=2,
-        decay=0.8,
-        max_length=64,
-        dtype=torch.float32,
-    )
-    engine = Trainer(model, TrainSection(dtype="float32"), torch.device("cpu"), fc_scale=0.0)
-    list(engine.step(whole(states)[:1], 1e-2))
-    after = engine.weights()
+    model, section = model_of(head, weights, steps=2), TrainSection(dtype="float32")
+    trainer = Trainer(model, section, torch.device("cpu"), fc_scale=0.0)
+    list(trainer.step(whole(states)[:1], 1e-2))
+    after, query = trainer.weights(), "midlayer.self_attn.q_proj.weight"
     assert torch.equal(after["fc.weight"], before["fc.weight"])
-    assert not torch.equal(
-        after["midlayer.self_attn.q_proj.weight"], before["midlayer.self_attn.q_proj.weight"]
-    )
+    assert not torch.equal(after[query], before[query])
 
 
 def test_a_run_begins_better_than_from_the_targets_last_layer(
@@ -198,5 +169,5 @@ def test_a_run_begins_better_than_from_the_targets_last_layer(
         config = tiny_config(start, epochs=1, dtype="float32", head={"init_layer": start})
         store_states(config)
         run(config)
-        first.append(read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")[0]["acc_0"])
+        first.append(lines_of(config)[0]["acc_0"])
     assert first[0] > first[1]

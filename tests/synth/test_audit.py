@@ -12,32 +12,20 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.records import Message, Sample, SamplingParams, Span
 from pipeline.synth import run
+from pipeline.synth.audit import Audit, StageCounts, audit_record
 from pipeline.synth.datasheet import write_datasheet
-from pipeline.synth.receipts import Audit, StageCounts, audit_record
 from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
 
 Configure = Callable[..., RunConfig]
 
 
-def test_the_receipts_add_up(make_config: Configure, prompts_file: Path, tmp_path: Path) -> None:
+def test_the_audit_adds_up(make_config: Configure, prompts_file: Path, tmp_path: Path) -> None:
+    free = {"id": "free", "source": "theirs", "turns": ["Anything"], "license": "none"}
+    own = {"id": "own", "source": "theirs|x", "turns": ["What else?"], "license": "CC0-1.0"}
     with prompts_file.open("a") as file:
-        file.write(
-            json.dumps({"id": "free", "source": "theirs", "turns": ["Anything"], "license": "none"})
-            + "\n"
-        )
-        file.write(
-            json.dumps(
-                {
-                    "id": "own",
-                    "source": "theirs|x",
-                    "turns": ["What else?"],
-                    "license": "CC0-1.0",
-                    "system": "Be brief.",
-                }
-            )
-            + "\n"
-        )
+        for record in (free, {**own, "system": "Be brief."}):
+            file.write(json.dumps(record) + "\n")
     config = make_config(
         max_new_tokens=24, sources=[{"source": str(prompts_file), "sampling": {"top_k": 40}}]
     )
@@ -45,37 +33,26 @@ def test_the_receipts_add_up(make_config: Configure, prompts_file: Path, tmp_pat
     folder = Path(config.run.uri) / "synth"
     audit = json.loads((folder / "audit.json").read_text(encoding="utf-8"))
     sheet = (folder / "datasheet.md").read_text(encoding="utf-8")
-    assert Audit.model_validate(audit).as_json() == (folder / "audit.json").read_text(
-        encoding="utf-8"
-    )
-    assert audit["prompts"] == {"loaded": 26, "selected": 25, "samples": 25} and audit[
-        "rejected"
-    ] == {"license:none": 1}
-    assert audit["licenses"] == {"CC0-1.0": 1, "MIT": 24} and audit["sources"]["theirs|x"][
-        "licenses"
-    ] == {"CC0-1.0": 1}
-    assert (
-        sum(source["tokens"] for source in audit["sources"].values())
-        == audit["tokens"]["all"]
-        == manifest.tokens
-    )
+    text = (folder / "audit.json").read_text(encoding="utf-8")
+    assert Audit.model_validate(audit).as_json() == text
+    assert audit["prompts"] == {"loaded": 26, "selected": 25, "samples": 25}
+    assert audit["rejected"] == {"license:none": 1}
+    assert audit["licenses"] == {"CC0-1.0": 1, "MIT": 24}
+    assert audit["sources"]["theirs|x"]["licenses"] == {"CC0-1.0": 1}
+    by_source = sum(source["tokens"] for source in audit["sources"].values())
+    assert by_source == audit["tokens"]["all"] == manifest.tokens
     assert audit["sampling"] == [
         {"temperature": 1.0, "top_p": 1.0, "top_k": 40, "max_new_tokens": 24, "samples": 25}
     ]
     assert sum(audit["ended"].values()) == 25 and sum(audit["finish_reasons"].values()) == 25
-    assert audit["template"][
-        "samples_with_system_prompt"
-    ] == 1 and "Be brief." not in sheet + json.dumps(audit)
+    assert audit["template"]["samples_with_system_prompt"] == 1
+    assert "Be brief." not in sheet + json.dumps(audit)
     assert audit["target"]["fingerprint"] == manifest.contract.fingerprint
     for name in ("audit.json", "datasheet.md"):
-        assert (
-            manifest.details[f"{name}_sha256"]
-            == hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        )
-    assert (
-        "| theirs\\|x | CC0-1.0 | 1 |" in sheet
-        and "| license:none | licence not on the allow-list | 1 |" in sheet
-    )
+        checksum = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        assert manifest.details[f"{name}_sha256"] == checksum
+    assert "| theirs\\|x | CC0-1.0 | 1 |" in sheet
+    assert "| license:none | licence not on the allow-list | 1 |" in sheet
     for length in audit["lengths"].values():
         assert sum(bar["count"] for bar in length["bars"]) == length["count"]
 
@@ -103,24 +80,20 @@ def test_personal_data_is_counted_by_type_and_never_shown(
     )
     run(config)
     text = (Path(config.run.uri) / "synth/audit.json").read_text(encoding="utf-8")
-    found = json.loads(text)["personal_data"]
-    assert found["dropped_prompts"] == {"EMAIL_ADDRESS": 2}
-    assert (
-        found["findings"]["prompts"]["EMAIL_ADDRESS"]["findings"],
-        found["findings"]["prompts"]["EMAIL_ADDRESS"]["values"],
-    ) == (2, 2)
+    personal_data = json.loads(text)["personal_data"]
+    assert personal_data["dropped_prompts"] == {"EMAIL_ADDRESS": 2}
+    addresses = personal_data["findings"]["prompts"]["EMAIL_ADDRESS"]
+    assert (addresses["findings"], addresses["values"]) == (2, 2)
     sheet = (Path(config.run.uri) / "synth/datasheet.md").read_text(encoding="utf-8")
     assert "| EMAIL_ADDRESS | 2 | 0 | 2 | 0 |" in sheet
     assert not [value for value in planted if value in text + sheet]
 
 
 def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
-    tally = StageCounts()
+    counts = StageCounts()
     lengths = [1] * 90 + [20] * 9 + [700]
-    tally.add(
-        [sample(index, length) for index, length in enumerate(lengths)],
-        {"ended": {"complete": 100}},
-    )
+    samples = [sample(index, length) for index, length in enumerate(lengths)]
+    counts.add(samples, {"ended": {"complete": 100}})
     config = make_config()
     details = {
         "prompts": {"loaded": 100, "selected": 100, "samples": 100},
@@ -128,14 +101,13 @@ def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
         "sampling": {"system_prompt": None},
         "template": {"kwargs": {}, "stop_ids": [1], "end_of_turn": 1},
     }
-    audit = audit_record(tally, details, {}, read_contract(config.target, resolve(config.target)))
+    audit = audit_record(counts, details, {}, read_contract(config.target, resolve(config.target)))
     reply = audit.lengths["reply"]
     assert (reply.median, reply.p90, reply.p99, reply.longest, reply.mean) == (1, 1, 20, 700, 9.7)
     assert {bar.start: bar.count for bar in reply.bars if bar.count} == {0: 90, 16: 9, 512: 1}
     drawn = write_datasheet(audit)
-    assert (
-        "     0+ " + "█" * 40 + " 90" in drawn and "    16+ " + "█" * 4 + " " * 36 + " 9" in drawn
-    )
+    assert "     0+ " + "█" * 40 + " 90" in drawn
+    assert "    16+ " + "█" * 4 + " " * 36 + " 9" in drawn
     assert "    32+ " + " " * 40 + " 0" in drawn and "   512+ ▏" + " " * 39 + " 1" in drawn
     assert "Not looked for" in drawn
 
@@ -166,11 +138,8 @@ def test_a_run_s_shards_open_in_datasets_and_pandas(make_config: Configure, tmp_
     frame = pandas.concat(pandas.read_parquet(path) for path in sorted(folder.glob("*.parquet")))
     assert frame["token_ids"].map(len).sum() == manifest.tokens
     span = frame["supervised"].iloc[0][0]
-    assert (
-        len(frame["token_ids"].iloc[0][span["start"] : span["end"]])
-        == span["end"] - span["start"]
-        > 0
-    )
+    supervised = frame["token_ids"].iloc[0][span["start"] : span["end"]]
+    assert len(supervised) == span["end"] - span["start"] > 0
 
 
 def sample(index: int, length: int) -> Sample:

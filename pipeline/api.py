@@ -1,0 +1,109 @@
+"""What a script needs, from one place: configure and run stages, decode, read what a run holds.
+
+    from pipeline.api import Request, load_config, open_engine, read_samples, read_states, run
+
+Everything else under `pipeline` may move between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from pipeline.config import RunConfig, TargetSection, TreeSection
+from pipeline.config import load as load_config
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.request import Completion, Request, Statistics
+from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
+from pipeline.errors import Eagle3Error
+from pipeline.features import run as run_features
+from pipeline.records import STAGES, Manifest, Sample, Stage
+from pipeline.serve_eval import run as run_eval
+from pipeline.store.location import Location, as_directory
+from pipeline.store.samples import read_samples as read_shard_of_samples
+from pipeline.store.stage_run import read_manifest, stage_location
+from pipeline.store.states import StatesReader, StatesSample
+from pipeline.synth import run as run_synth
+from pipeline.target.load import pick_device
+from pipeline.target.open import open_target
+from pipeline.target.template import ChatTemplate
+from pipeline.train import run as run_train
+
+__all__ = [
+    "ChatTemplate",
+    "Completion",
+    "Eagle3Error",
+    "Engine",
+    "Manifest",
+    "Request",
+    "RunConfig",
+    "Sample",
+    "StatesSample",
+    "Statistics",
+    "load_config",
+    "open_engine",
+    "read_samples",
+    "read_states",
+    "run",
+]
+
+_RUN = {"synth": run_synth, "features": run_features, "train": run_train, "eval": run_eval}
+
+
+def run(config: RunConfig, *stages: Stage) -> list[Manifest]:
+    """Run stages of `config` in the order given, by default all four; finished ones are kept.
+
+    Raises Eagle3Error for whatever the user can fix.
+    """
+    return [_RUN[stage](config) for stage in stages or STAGES]
+
+
+def open_engine(
+    source: str,
+    *,
+    head: str | None = None,
+    tree: TreeSection | None = None,
+    slots: int = 1,
+    max_length: int = 2048,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+) -> tuple[Engine, ChatTemplate]:
+    """The decoder on a target (as `target.source`), with the head at a directory or URI if given.
+
+    `tree` is the draft tree's shape, `slots` the requests decoded side by side, `max_length` the
+    most tokens of one, prompt and reply. Raises TargetError, HeadError, ContractMismatch.
+    """
+    section = TargetSection.model_validate({"source": source, "dtype": dtype, "device": device})
+    target = open_target(section)
+    model = DecoderModel.load(
+        target.directory,
+        target.contract.capture_layers,
+        device=pick_device(device),
+        dtype=getattr(torch, dtype),
+        max_length=max_length,
+    )
+    drafter = None
+    if head is not None:
+        with as_directory(Location(head), HEAD_FILES) as directory:
+            weights, _ = load_head(directory, expected=target.contract)
+        drafter = Eagle3Drafter(weights, model, tree or TreeSection())
+    return Engine(model, drafter=drafter, slots=slots), target.template()
+
+
+def read_samples(run_uri: str) -> Iterator[Sample]:
+    """The conversations of a finished synth stage, each shard's checksum compared first."""
+    location = stage_location(run_uri, "synth")
+    for shard in read_manifest(run_uri, "synth").shards:
+        yield from read_shard_of_samples(location, shard)
+
+
+def read_states(run_uri: str) -> Iterator[StatesSample]:
+    """The states of a finished features stage, decoded to bf16, each sample's checksum compared."""
+    location = stage_location(run_uri, "features")
+    for shard in read_manifest(run_uri, "features").shards:
+        reader = StatesReader(location, shard)
+        for index in range(len(reader)):
+            yield reader.sample(index)

@@ -1,0 +1,177 @@
+"""Every argument parser of the package."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+import pipeline
+from pipeline.records import STAGES, Stage
+
+_STAGES: dict[Stage, str] = {
+    "synth": "prompts to samples: filter, then let the target answer",
+    "features": "samples to states: the target's aux and final states",
+    "train": "states to head: train and export the draft head",
+    "eval": "head to report: acceptance length and speed of the head",
+}
+_RUN_URI = "the run's directory, as in run.uri"
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports misuse in one line, like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (fix: see {self.prog} --help)\n")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse `argv`; overrides may stand before, between and after the options."""
+    parser = _build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        parser.error(f"unknown option {unknown[0]!r}")
+    if rest and not hasattr(arguments, "overrides"):
+        parser.error(f"{arguments.command} takes no argument {rest[0]!r}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def _build_parser() -> Parser:
+    parser = Parser(
+        prog="eagle3",
+        description=pipeline.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"eagle3 {pipeline.__version__}")
+    # DeepSpeed's launcher puts it in front of every command; LOCAL_RANK says the same.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    _add_stages(commands)
+    _add_heads(commands)
+    _add_store(commands)
+    _add_pii_score(commands)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[Parser], name: str, help: str, *parents: Parser
+) -> Parser:
+    return commands.add_parser(name, help=help, description=help, parents=list(parents))
+
+
+def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
+    """The commands on a configuration."""
+    configured = Parser(add_help=False)
+    configured.add_argument(
+        "-c", "--config", required=True, metavar="FILE", help="YAML configuration of the run"
+    )
+    configured.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="replaces a value of the file; the value is YAML",
+    )
+    staged = Parser(add_help=False)
+    staged.add_argument(
+        "--plan", action="store_true", help="print what would be done, and do nothing"
+    )
+    staged.add_argument(
+        "--force",
+        action="store_true",
+        help="discard a stage's earlier output that belongs to another config or parent",
+    )
+    for stage in STAGES:
+        _command(commands, stage, _STAGES[stage], configured, staged)
+    in_order = "the four stages in order; finished ones are left as they are"
+    _command(commands, "run", in_order, configured, staged)
+    _command(commands, "show", "print the resolved configuration as YAML", configured)
+    _command(commands, "schema", "print the JSON schema of the configuration")
+
+
+def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:
+    """The commands on single heads; every directory may be an fsspec URI."""
+    empty = "it must be empty or not exist"
+    facts = "print contract, size, tensors, draft vocabulary, provenance and metrics of a head"
+    inspect = _command(commands, "inspect", facts)
+    inspect.add_argument("head", metavar="HEAD", help="head directory")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    written = "write a head in the format of SGLang, or of speculators and vLLM"
+    export = _command(commands, "export", written)
+    export.add_argument("head", metavar="HEAD", help="head directory")
+    export.add_argument(
+        "--format",
+        required=True,
+        choices=("sglang", "speculators"),
+        help="sglang is the format of a head directory itself",
+    )
+    export.add_argument("--out", required=True, metavar="DIR", help=f"directory to write; {empty}")
+    export.add_argument(
+        "--target",
+        metavar="SOURCE",
+        help="where the target is now, for its embedding; default: where the head was trained",
+    )
+
+    read = "read a head of another trainer, in either format, and make a head directory of it"
+    imported = _command(commands, "import", read)
+    imported.add_argument(
+        "head", metavar="DIR", help="directory with config.json and *.safetensors"
+    )
+    imported.add_argument(
+        "--target",
+        required=True,
+        metavar="SOURCE",
+        help="the target it was trained for, as in target.source",
+    )
+    imported.add_argument(
+        "--out", required=True, metavar="HEAD", help=f"head directory to write; {empty}"
+    )
+    imported.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32", "float16"),
+        help="the target's compute type, as in target.dtype",
+    )
+
+
+def _add_store(commands: argparse._SubParsersAction[Parser]) -> None:
+    """The commands on whole runs; every directory may be an fsspec URI."""
+    checked = "re-check every shard of every stage: size, SHA-256, content, contract, parents"
+    verify = _command(commands, "verify", checked)
+    verify.add_argument("uri", metavar="URI", help=_RUN_URI)
+
+    removed = "remove what killed writers left in a run; committed data is never touched"
+    gc = _command(commands, "gc", removed)
+    gc.add_argument("uri", metavar="URI", help=_RUN_URI)
+    gc.add_argument(
+        "--dry-run", action="store_true", help="list what would be removed, and remove nothing"
+    )
+    gc.add_argument(
+        "--quiet-minutes",
+        type=float,
+        default=60.0,
+        metavar="N",
+        help="leave younger files alone, a writer may be at work; default 60",
+    )
+
+
+def _add_pii_score(commands: argparse._SubParsersAction[Parser]) -> None:
+    measured = "measure the personal-data filter on labelled texts and on prompts"
+    score = _command(commands, "pii-score", measured)
+    score.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="JSONL with {text, spans} (recall, precision) or {turns} (false alarms)",
+    )
+    score.add_argument(
+        "-c",
+        "--config",
+        metavar="FILE",
+        help="YAML configuration whose synth.pii and synth.dlp to use; default: built-in policy",
+    )
+    score.add_argument("--json", action="store_true", help="print JSON")

@@ -1,0 +1,72 @@
+"""What holds for a whole process and shapes no output: threads, caches, retries, kernels.
+
+A key that is set decides, then the environment, then the default:
+
+    run.cache_dir              XDG_CACHE_HOME (its folder eagle3)   ~/.cache/eagle3
+    run.store_retry_seconds    EAGLE3_STORE_RETRY_SECONDS           300
+    run.store_timeout_seconds  EAGLE3_STORE_TIMEOUT_SECONDS         60
+    run.cpu_kernels            EAGLE3_CPU_KERNELS (0: off)          on
+
+Every stage begins with `prepare_process`; commands without a configuration take the environment's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeline.config.run import RunSection
+from pipeline.errors import ConfigError
+
+_run = RunSection()
+
+
+def prepare_process(run: RunSection) -> None:
+    """Take the settings of `run` for this process, torch's threads among them."""
+    global _run
+    _run = run
+    if run.threads:
+        import torch
+
+        torch.set_num_threads(run.threads)
+
+
+def cache_directory() -> Path:
+    """Where this machine keeps what can be made again: targets, kernels, shards, remote runs."""
+    if _run.cache_dir:
+        return Path(_run.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle3"
+
+
+def store_retry_seconds() -> float:
+    """How long one operation on a remote store is tried. Raises ConfigError."""
+    return _seconds(_run.store_retry_seconds, "EAGLE3_STORE_RETRY_SECONDS", 300.0)
+
+
+def store_timeout_seconds() -> float:
+    """How long a connection may be silent before it counts as dropped. Raises ConfigError."""
+    return _seconds(_run.store_timeout_seconds, "EAGLE3_STORE_TIMEOUT_SECONDS", 60.0)
+
+
+def cpu_kernels() -> bool:
+    """Whether the decoder may use the C++ kernels where this machine can run them."""
+    if _run.cpu_kernels is not None:
+        return _run.cpu_kernels
+    return os.environ.get("EAGLE3_CPU_KERNELS") != "0"
+
+
+def _seconds(key: float | None, variable: str, default: float) -> float:
+    if key is not None:
+        return key
+    text = os.environ.get(variable)
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(
+            f"{text!r} is not a number of seconds",
+            where=f"environment: {variable}",
+            fix=f"set it to a number of at least 0, or unset it for {default:.0f}",
+        )
+    return value

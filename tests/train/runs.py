@@ -1,0 +1,57 @@
+"""Trainings of these tests: what fixtures build, what a run leaves on disk, one that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.config import RunConfig
+from pipeline.records import Manifest
+from pipeline.train.metrics import VOLATILE, read_lines
+
+#: The fixtures `tiny_config` and `store_states`.
+Configure = Callable[..., RunConfig]
+Store = Callable[..., Manifest]
+
+TRAIN = """
+import json, sys
+from pipeline.config import parse
+from pipeline.train import run
+run(parse(json.loads(sys.argv[1])))
+"""
+
+
+def lines_of(config: RunConfig) -> list[dict[str, float]]:
+    """All lines of metrics."""
+    return read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")
+
+
+def without_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What two runs of the same training have in common."""
+    return [{name: value for name, value in line.items() if name not in VOLATILE} for line in lines]
+
+
+def head_of(config: RunConfig) -> Path:
+    return Path(config.run.uri) / "train" / "head"
+
+
+def kill_after(config: RunConfig, steps: int) -> None:
+    """Start training and kill it, -9, once it has logged `steps` steps."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", TRAIN, json.dumps(tree)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    until = time.monotonic() + 120
+    while len(lines_of(config)) < steps and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()[1]
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
