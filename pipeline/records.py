@@ -19,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pipeline.errors import ContractMismatch
 
 SCHEMA_VERSION = 1
+#: Of the states on disk, which docs/states-format.md describes; raised with every change that an
+#: older reader would misread.
+STATES_FORMAT = 2
 
 #: Layer id `i` names the residual stream *after* decoder layer `i` (0-based). SafeAILab calls the
 #: same tensor "entering layer i+1"; vLLM and speculators write `i+1`.

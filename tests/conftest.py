@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import RunSection, process
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -20,6 +22,12 @@ QUESTIONS = [
     for a in range(8)
     for word in ("plus", "minus", "times")
 ]
+
+
+@pytest.fixture(autouse=True)
+def reset_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees the cache directory or the limits of the run of another one."""
+    monkeypatch.setattr(process, "_run", RunSection())
 
 
 @pytest.fixture(scope="session")

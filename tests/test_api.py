@@ -19,7 +19,7 @@ synth:
   max_new_tokens: 24
   pii: {{enabled: false}}
 train:
-  head: {{draft_vocab_size: 64, init_layer: target_last, max_share_of_target: 1.0}}
+  head_config: {{draft_vocab_size: 64, init_layer: target_last, max_share_of_target: 1.0}}
   dtype: float32
   max_steps: 2
 eval: {{prompts: {prompts}, max_new_tokens: 8, hf_prompts: 0}}

@@ -69,8 +69,8 @@ def test_unknown_key_names_the_nearest(dotted: str, fix: str) -> None:
             "did you mean 'license'?",
         ),
         (
-            {**TREE, "train": {"head": {"init_layr": 1}}},
-            "train.head.init_layr",
+            {**TREE, "train": {"head_config": {"init_layr": 1}}},
+            "train.head_config.init_layr",
             "did you mean 'init_layer'?",
         ),
     ],
@@ -159,7 +159,7 @@ def test_yaml_that_is_no_mapping(tmp_path: Path, text: str) -> None:
         ("synth.system_prompt='a=b.c'", "synth.system_prompt", "a=b.c"),
         ("synth.system_prompt=", "synth.system_prompt", None),
         ("synth.pii.enabled=false", "synth.pii.enabled", False),
-        ("train.head.draft_vocab_size=512", "train.head.draft_vocab_size", 512),
+        ("train.head_config.draft_vocab_size=512", "train.head_config.draft_vocab_size", 512),
         ("train.learning_rate=1.0e-4", "train.learning_rate", 1e-4),
         (
             "train.learning_rate=1e-4",
@@ -209,7 +209,7 @@ def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         config.run = config.run  # type: ignore[misc]
     with pytest.raises(ValidationError, match="frozen"):
-        config.train.head.draft_vocab_size = 1  # type: ignore[misc]
+        config.train.head_config.draft_vocab_size = 1  # type: ignore[misc]
 
 
 def sections(model: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:

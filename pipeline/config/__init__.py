@@ -10,7 +10,13 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 
 from __future__ import annotations
 
-from pipeline.config.process import cache_directory, prepare_process
+from pipeline.config.process import (
+    cache_directory,
+    cpu_kernels,
+    prepare_process,
+    store_retry_seconds,
+    store_timeout_seconds,
+)
 from pipeline.config.reading import load, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import Section, TreeSection
@@ -43,7 +49,10 @@ __all__ = [
     "TrainSection",
     "TreeSection",
     "cache_directory",
+    "cpu_kernels",
     "load",
     "parse",
     "prepare_process",
+    "store_retry_seconds",
+    "store_timeout_seconds",
 ]

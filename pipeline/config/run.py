@@ -9,7 +9,7 @@ from pydantic import Field
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
 from pipeline.config.train import TrainSection
-from pipeline.records import Stage, digest
+from pipeline.records import STATES_FORMAT, Stage, digest
 
 #: What may change between two attempts at a stage: it does not decide what comes out.
 _NOT_IN_THE_OUTPUT: dict[str, Any] = {
@@ -75,9 +75,6 @@ class FeaturesSection(Section):
     encoding: Literal["bf16", "fp8", "int8"] = "int8"
     """Storage type of aux and final states; docs/states-format.md has the size, the error and the
     cost in τ of each."""
-    format: Literal[2] = 2
-    """Version of the states format; part of the configuration, so that older states are not taken
-    for these."""
     self_check_tolerance: float = Field(64, ge=0)
     """A sample of each shard is computed again alone; its states may differ by this many steps
     (eps) of target.dtype. 0: no check."""
@@ -130,4 +127,6 @@ class RunConfig(Section):
         section: Section | None = getattr(self, stage)
         target = self.target.model_dump(mode="json")
         own = section and section.model_dump(mode="json", exclude=_NOT_IN_THE_OUTPUT.get(stage))
+        if own and stage == "features":
+            own["format"] = STATES_FORMAT  # states of an older version are not taken for these
         return digest({"seed": self.run.seed, "target": target, stage: own})

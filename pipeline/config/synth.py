@@ -192,7 +192,7 @@ class GeneratorSection(Section):
     and counted."""
     backoff_seconds: float = Field(1.0, gt=0)
     """Wait before the first further attempt; doubles each time, at most a minute."""
-    patience_seconds: float = Field(300.0, gt=0)
+    outage_seconds: float = Field(300.0, gt=0)
     """The stage stops when no endpoint has answered for this long; the same command continues
     it."""
     across_shards: Literal["auto", "always", "never"] = "auto"
@@ -225,7 +225,7 @@ TRANSPORT_KEYS = {
     "timeout_seconds",
     "retries",
     "backoff_seconds",
-    "patience_seconds",
+    "outage_seconds",
     "across_shards",
 }
 

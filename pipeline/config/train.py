@@ -47,8 +47,8 @@ class HeadSection(Section):
 class TrainSection(Section):
     """Training of the head."""
 
-    head: HeadSection = HeadSection()
-    """Shape and initialisation of the head."""
+    head_config: HeadSection = HeadSection()
+    """Shape and initialisation of the head; `head` elsewhere names a head's directory."""
     ttt_steps: int = Field(5, gt=0)
     """Training-time-test steps K: the head is unrolled k = 0…K-1."""
     step_decay: float = Field(0.8, gt=0, le=1)

@@ -66,7 +66,7 @@ def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
 
 
 def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> TargetContract:
-    """The target's `contract` with the head's aux layers. Raises HeadError when the two do not fit."""
+    """The target's `contract` with the head's aux layers. Raises HeadError if they do not fit."""
     for name in ("hidden_size", "vocab_size"):
         of_target, of_head = getattr(contract, name), getattr(foreign.head.shape, name)
         if of_target != of_head:

@@ -28,7 +28,6 @@ def load_matching_target(config: RunConfig, expected: TargetContract) -> LoadedT
 
     Raises ContractMismatch when it is not the one that wrote the samples.
     """
-    torch.set_num_threads(config.run.threads)
     where = manifest_where(config.run.uri, "synth")
     target = open_target(config.target, expected=expected, where=where)
     return target.load(attention=register_packed_attention(), device_map=config.features.device_map)

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, prepare_process
 from pipeline.console import notice, progress_bar
 from pipeline.errors import DataError
 from pipeline.features.packing import into_shards
 from pipeline.features.plan import require_space
-from pipeline.records import Manifest, Sample
+from pipeline.records import STATES_FORMAT, Manifest, Sample
 from pipeline.store.samples import read_samples
 from pipeline.store.stage_run import StageRun, open_stage, read_manifest, stage_location
 
@@ -29,6 +29,7 @@ def run(config: RunConfig) -> Manifest:
 
     Raises MissingStage, StageConflict, ContractMismatch, DataError, StoreError.
     """
+    prepare_process(config.run)
     parent = read_manifest(config.run.uri, "synth")
     stage_run = open_stage(config, "features", parent)
     if stage_run.manifest:
@@ -78,15 +79,13 @@ def _finish(
     counts: Counter[str],
     rejected: Counter[str],
 ) -> Manifest:
-    from pipeline.store.states import FORMAT  # loads torch
-
     return stage_run.finish(
         contract=parent.contract,
         licenses=parent.licenses,
         sources=parent.sources,
         details={
             "encoding": config.features.encoding,
-            "format": FORMAT,
+            "format": STATES_FORMAT,
             "supervised_tokens": counts["supervised"],
             "samples": counts["samples"],
         },

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, prepare_process
 from pipeline.console import console, notice, progress_bar
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
@@ -35,13 +35,13 @@ def run(config: RunConfig) -> Manifest:
 
     Raises NotLossless when speculation changes the output.
     """
+    prepare_process(config.run)
     parent = None if config.eval.head else read_manifest(config.run.uri, "train")
     stage_run = open_stage(config, "eval", parent)
     if stage_run.manifest:
         tau = stage_run.manifest.details["acceptance_length"]
         notice("eval", f"complete: {tau:.2f} tokens a round; report at {_page(stage_run)}")
         return stage_run.manifest
-    torch.set_num_threads(config.run.threads)
     where = manifest_where(config.run.uri, "train")
     target = open_target(config.target, expected=parent.contract if parent else None, where=where)
     contract = target.contract

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.config import store_timeout_seconds
 from pipeline.errors import MissingPackage, StoreError
 from pipeline.store.backend import BLOCK, Checksum, FileInfo
 from pipeline.store.retry import (
@@ -22,7 +23,6 @@ from pipeline.store.retry import (
     AlteredUpload,
     is_transient,
     retry,
-    retry_policy,
     status_of,
 )
 
@@ -175,7 +175,7 @@ def _gcs_options() -> dict[str, Any]:
     logger = logging.getLogger("gcsfs")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.CRITICAL)
-    silence = retry_policy().timeout
+    silence = store_timeout_seconds()
     total = _REQUEST_TIMEOUTS * silence
     timeout = aiohttp.ClientTimeout(total=total, sock_connect=silence, sock_read=silence)
     return {"requests_timeout": timeout}

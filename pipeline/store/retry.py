@@ -1,6 +1,6 @@
 """Which failures of a remote store pass by themselves, and for how long it is tried again.
 
-    attempt ─ transient failure ─ wait w ─ attempt ─ … ─ until EAGLE3_STORE_RETRY_SECONDS are over
+    attempt ─ transient failure ─ wait w ─ attempt ─ … ─ until run.store_retry_seconds are over
                                   w = 0.5, 1, 2, … 30 s, each with up to half a second of jitter
 
 Transient: HTTP 408, 425, 429 and 5xx, refused, dropped and silent connections, unfinished bodies,
@@ -12,19 +12,18 @@ is for filesystems that never repeat. Every operation it repeats is idempotent.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from pipeline.config import store_retry_seconds
 from pipeline.console import notice
-from pipeline.errors import ConfigError
 
 T = TypeVar("T")
 
 #: What helps against a transient failure that did not pass in time.
 RETRY_LATER = (
     "run the same command again when the storage is well, "
-    "or raise EAGLE3_STORE_RETRY_SECONDS to wait longer for it"
+    "or raise run.store_retry_seconds or EAGLE3_STORE_RETRY_SECONDS to wait longer for it"
 )
 
 #: Seconds; the wait doubles with each failure.
@@ -49,21 +48,6 @@ class AlteredUpload(OSError):
     """The store holds other bytes than were sent, or has forgotten an upload that was under way."""
 
 
-class RetryPolicy(NamedTuple):
-    """How long a remote store is tried. Seconds."""
-
-    total: float  # of trying one operation
-    timeout: float  # without a byte on a connection, before it counts as dropped
-
-
-def retry_policy() -> RetryPolicy:
-    """From the environment: EAGLE3_STORE_RETRY_SECONDS (300), EAGLE3_STORE_TIMEOUT_SECONDS (60)."""
-    return RetryPolicy(
-        total=_seconds("EAGLE3_STORE_RETRY_SECONDS", 300.0),
-        timeout=_seconds("EAGLE3_STORE_TIMEOUT_SECONDS", 60.0),
-    )
-
-
 def retry(call: Callable[[], T], where: str) -> T:
     """The result of `call`, repeated while its failures are transient. Raises the last one."""
     import tenacity
@@ -78,7 +62,7 @@ def retry(call: Callable[[], T], where: str) -> T:
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
         wait=backoff + tenacity.wait_random(0, _FIRST_WAIT),
-        stop=tenacity.stop_after_delay(retry_policy().total),
+        stop=tenacity.stop_after_delay(store_retry_seconds()),
         before_sleep=log_retry,
         reraise=True,
     )
@@ -109,16 +93,3 @@ def status_of(error: Any) -> int | None:
         if isinstance(value, int | str) and str(value).isdigit() and 100 <= int(value) <= 599:
             return int(value)
     return None
-
-
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name)
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        fix = f"set it to a number of at least 0, or unset it for {default:.0f}"
-        problem = f"{text!r} is not a number of seconds"
-        raise ConfigError(problem, where=f"environment: {name}", fix=fix)
-    return value

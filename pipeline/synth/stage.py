@@ -19,10 +19,8 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from pipeline import __version__
-from pipeline.config import RunConfig, SynthSection
+from pipeline.config import RunConfig, SynthSection, prepare_process
 from pipeline.console import notice, progress_bar
 from pipeline.errors import StageConflict
 from pipeline.records import Manifest, Prompt, Sample, TargetContract
@@ -55,7 +53,7 @@ _SAMPLING = {
 
 def run(config: RunConfig) -> Manifest:
     """Do what is left of the stage. Raises Eagle3Error for whatever the user can fix."""
-    torch.set_num_threads(config.run.threads)
+    prepare_process(config.run)
     # Everything is loaded before the directory is touched: a mistake leaves no begun stage behind.
     pipeline = None if _is_finished(config) else SynthPipeline(config)
     stage_run = open_stage(config, "synth", None)

@@ -42,7 +42,7 @@ class TargetWeights:
         return tensor
 
     def count_parameters(self, *, tied: bool) -> int:
-        """Parameters by their shapes alone; `tied` leaves out an lm_head that copies the embedding."""
+        """Parameters, by shapes alone; `tied` leaves out an lm_head that copies the embedding."""
         return sum(
             prod(file.get_slice(name).get_shape())
             for name, file in self._files.items()

@@ -106,7 +106,7 @@ def _flops(config: RunConfig, hidden: int) -> int:
     """Of a supervised token's training: `fc` and the teacher once, all else in every step."""
     section, fc = config.train, 3 * hidden * hidden
     unrolled = 6 * (_parameters(config, hidden) - fc) * section.ttt_steps
-    return unrolled + 6 * fc + 2 * hidden * section.head.draft_vocab_size
+    return unrolled + 6 * fc + 2 * hidden * section.head_config.draft_vocab_size
 
 
 def _rate(config: RunConfig) -> float:
@@ -119,7 +119,7 @@ def _memory_bytes(config: RunConfig, contract: TargetContract) -> int:
     width = _bytes_of(section.dtype)
     optimiser = _parameters(config, hidden) * _BYTES_PER_PARAMETER[section.dtype]
     activations = section.batch_tokens * section.ttt_steps * _ACTIVATIONS * hidden * width
-    frozen = (contract.vocab_size + section.head.draft_vocab_size) * hidden * width
+    frozen = (contract.vocab_size + section.head_config.draft_vocab_size) * hidden * width
     return _INTERPRETER_BYTES + optimiser + activations + frozen
 
 
@@ -132,7 +132,7 @@ def _width(config: RunConfig, hidden: int) -> int:
 
     A manifest does not hold the target's own, 8/3 of the hidden size is the Llama family's.
     """
-    return config.train.head.intermediate_size or 8 * hidden // 3
+    return config.train.head_config.intermediate_size or 8 * hidden // 3
 
 
 def _parameters(config: RunConfig, hidden: int) -> int:
@@ -141,7 +141,7 @@ def _parameters(config: RunConfig, hidden: int) -> int:
         3 * hidden * hidden
         + 7 * hidden * hidden
         + 3 * hidden * _width(config, hidden)
-        + hidden * config.train.head.draft_vocab_size
+        + hidden * config.train.head_config.draft_vocab_size
     )
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, prepare_process
 from pipeline.console import console, notice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head, HeadShape
@@ -87,6 +87,7 @@ def run(config: RunConfig) -> Manifest:
     CorruptShard and StoreError.
     """
     console.quiet = rank() > 0  # of several processes one writes
+    prepare_process(config.run)
     check_settings(config.train)
     parent = read_manifest(config.run.uri, "features")
     device = pick_device(config.target.device)
@@ -95,14 +96,13 @@ def run(config: RunConfig) -> Manifest:
     if stage_run.manifest:
         notice("train", f"complete: head at {head_uri}")
         return stage_run.manifest
-    torch.set_num_threads(config.run.threads or torch.get_num_threads())
     where = manifest_where(config.run.uri, "features")
     target = open_target(config.target, expected=parent.contract, where=where)
     start = choose_start(config.train, target.directory, target.contract)
     data = open_data(config, parent, target, start.shape)
     vocabulary = draft_vocabulary(start, data.survey.counts)
     _log_coverage(data.survey, vocabulary)
-    head = initial_head(start, config.train.head, vocabulary, target, seed=config.run.seed)
+    head = initial_head(start, config.train.head_config, vocabulary, target, seed=config.run.seed)
     trained = fit(config, parent, stage_run, head, target, data)
     if trained.trainer.rank == 0:
         facts = training_facts(start, data.survey, vocabulary, trained.progress)
@@ -163,7 +163,11 @@ def fit(
         directory / "checkpoints", identity=identity, keep=section.keep_checkpoints
     )
     resumed = checkpoints.newest(world(), sharded=section.zero_stage > 0)
-    if section.head.init_layer == "least_squares" and not section.start_from and resumed is None:
+    if (
+        section.head_config.init_layer == "least_squares"
+        and not section.start_from
+        and resumed is None
+    ):
         _solve(config, head, target, data)
     trainer = _trainer(config, head, target, data)
     progress = _resume(trainer, resumed)
@@ -199,7 +203,7 @@ def _open_stage(config: RunConfig, parent: Manifest) -> StageRun:
 def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:
     """Start `head` by least squares; it stays on the CPU."""
     device = pick_device(config.target.device)
-    batches = FirstBatches(data.corpus, data.schedule, config.train.head.init_tokens)
+    batches = FirstBatches(data.corpus, data.schedule, config.train.head_config.init_tokens)
     solved = start_by_least_squares(head.to(device), target.weights.embedding().to(device), batches)
     head.cpu()
     linear = f"{solved.explained:.0%} of the target's states explained linearly"

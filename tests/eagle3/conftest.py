@@ -68,7 +68,7 @@ def shape(tiny_target: Path) -> HeadShape:
 
 
 def make_head(shape: HeadShape) -> Eagle3Head:
-    """Weights that bfloat16 holds exactly, norms off one, every third target token from the fifth on."""
+    """Weights that bfloat16 holds exactly, norms off one, every third target token from 5 on."""
     head = Eagle3Head(shape)
     random_init(head, seed=3)
     generator = torch.Generator().manual_seed(4)
@@ -97,7 +97,7 @@ def own(head: Eagle3Head, contract: TargetContract, tmp_path: Path) -> Path:
 def logits_of(
     head: Eagle3Head, embedding: Tensor, token_ids: Tensor, aux_states: Tensor, *, steps: int
 ) -> list[Tensor]:
-    """Logits [T-1-k, Vd] of every step k of the unroll over one document: token_ids [T], aux_states [T, 3H].
+    """Logits [T-1-k, Vd] of every step k over one document: token_ids [T], aux_states [T, 3H].
 
     Position i of step k reads token i + k + 1, stands at rotary position i + k, and sees step 0 up
     to itself and its own later steps: the plain definition, one dense mask a step.

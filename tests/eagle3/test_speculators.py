@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 def run_speculators(
     exported: Path, own: Path, target: Path, inputs: dict[str, Tensor], folder: Path
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and the logits of every step; `folder` then also holds what they saved and converted."""
+    """Facts and the logits of every step; `folder` also holds what they saved and converted."""
     save_file(inputs, folder / "inputs.safetensors")
     arguments = [exported, own, target, folder / "inputs.safetensors", folder, STEPS]
     command = [

@@ -44,7 +44,7 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
             },
             "features": {"batch_tokens": 256, "shard_tokens": 300},
             "train": {
-                "head": head,
+                "head_config": head,
                 "ttt_steps": 3,
                 "epochs": 12,
                 "learning_rate": 3e-3,

@@ -96,7 +96,11 @@ def test_the_best_head_by_acceptance_is_the_one_that_eval_reads(
         "early_stop": 4,
     }
     train = {
-        "head": {"draft_vocab_size": 200, "intermediate_size": 32, "max_share_of_target": 5.0},
+        "head_config": {
+            "draft_vocab_size": 200,
+            "intermediate_size": 32,
+            "max_share_of_target": 5.0,
+        },
         "batch_tokens": 256,
         "epochs": 4,
     }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.config import FeaturesSection, RunConfig
+from pipeline.config import RunConfig
 from pipeline.errors import (
     ContractMismatch,
     CorruptShard,
@@ -23,10 +23,10 @@ from pipeline.errors import (
 )
 from pipeline.features import run
 from pipeline.features.plan import plan
-from pipeline.records import Manifest, Sample
+from pipeline.records import STATES_FORMAT, Manifest, Sample
 from pipeline.store.shards import verify_shard
 from pipeline.store.stage_run import read_manifest, stage_location
-from pipeline.store.states import FORMAT, StatesReader, StatesSample
+from pipeline.store.states import StatesReader, StatesSample
 
 Configs = Callable[..., RunConfig]
 Synth = Callable[..., Manifest]
@@ -377,6 +377,11 @@ def test_the_rate_is_that_of_committed_shards(
     )
 
 
-def test_the_configuration_names_the_format_that_is_written() -> None:
+def test_the_configuration_names_the_format_that_is_written(
+    make_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States of an older format belong to another configuration, and `--force` replaces them."""
-    assert FeaturesSection().format == FORMAT
+    config = make_config(tmp_path)
+    before = config.section_hash("features")
+    monkeypatch.setattr("pipeline.config.run.STATES_FORMAT", STATES_FORMAT + 1)
+    assert config.section_hash("features") != before

@@ -32,7 +32,7 @@ Configure = Callable[..., RunConfig]
 QUICK = {
     "timeout_seconds": 20.0,
     "backoff_seconds": 0.01,
-    "patience_seconds": 20.0,
+    "outage_seconds": 20.0,
     "retries": 3,
     "concurrency": 6,
 }
@@ -330,7 +330,7 @@ def test_when_all_endpoints_are_gone_the_run_stops_and_can_be_continued(
     with TargetServer(served) as server:
         server.fault = lambda ids, before: server.dead.set() if server.asked.total() > 22 else None
         config = configure(
-            "remote", server.url, generator={"patience_seconds": 0.4, "concurrency": 2}
+            "remote", server.url, generator={"outage_seconds": 0.4, "concurrency": 2}
         )
         problem = r"synth\.generator\.endpoints: none of 1 endpoints has answered for .*"
         with pytest.raises(EndpointError, match=problem + "run the same command"):

@@ -107,7 +107,7 @@ def tiny_config(tmp_path: Path, target_directory: Path) -> Callable[..., RunConf
         uri: str = "run", *, head: dict[str, Any] | None = None, seed: int = 0, **train: Any
     ) -> RunConfig:
         uri = uri if "://" in uri else str(tmp_path / uri)
-        settings = {**SETTINGS, **train, "head": {**HEAD, **(head or {})}}
+        settings = {**SETTINGS, **train, "head_config": {**HEAD, **(head or {})}}
         tree = {
             "run": {"uri": uri, "threads": 1, "seed": seed},
             "target": {"source": str(target_directory), "device": "cpu"},

@@ -31,7 +31,7 @@ def test_share_is_measured_and_refused(target_directory: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_share(shape, 100_000, 0.05)
     assert f"{parameters:,} parameters" in str(caught.value) and f"{share:.1%}" in str(caught.value)
-    assert "train.head.draft_vocab_size (now 48)" in caught.value.fix
+    assert "train.head_config.draft_vocab_size (now 48)" in caught.value.fix
 
 
 def test_stage_refuses_a_large_head(tiny_config: Configure, store_states: Store) -> None:
@@ -51,7 +51,7 @@ def test_stage_refuses_a_large_head(tiny_config: Configure, store_states: Store)
 def test_impossible_shapes(target_directory: Path, section: HeadSection, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         head_shape(section, target_directory, 96)
-    assert caught.value.where == f"train.head.{field}"
+    assert caught.value.where == f"train.head_config.{field}"
 
 
 @pytest.mark.parametrize("flags", [{}, {"fc_norm": True}, {"norm_output": True}], ids=str)
@@ -145,7 +145,7 @@ def test_fine_tuning_refuses_another_shape_or_target(
         problem = f"{asked} is asked for, but the head that training starts from has {own}"
         with pytest.raises(ConfigError, match=problem) as caught:
             run(config)
-        assert caught.value.where == f"train.head.{field}"
+        assert caught.value.where == f"train.head_config.{field}"
         shutil.rmtree(config.run.uri)
     config = tiny_config("again", start_from=str(tmp_path))
     store_states(config)

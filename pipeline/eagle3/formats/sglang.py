@@ -23,7 +23,7 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
-    """config.json with all fields that SGLang, SpecForge and vLLM look at in a head of this dialect.
+    """config.json with all fields that SGLang, SpecForge and vLLM read in a head of this dialect.
 
     The layers are written twice. Inside `eagle_config` they are output indices: SGLang adds one to
     reach the layer that the state enters. At the top level they are already one higher: vLLM looks

@@ -10,13 +10,11 @@ reader.py      bytes to samples, one at a time
 from __future__ import annotations
 
 from pipeline.store.states.encodings import Codec, Encoding
-from pipeline.store.states.layout import FORMAT
 from pipeline.store.states.reader import StatesReader
 from pipeline.store.states.sample import StatesSample, teacher_positions
 from pipeline.store.states.writer import encode_states
 
 __all__ = [
-    "FORMAT",
     "Codec",
     "Encoding",
     "StatesReader",

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipeline.records import STATES_FORMAT
 from pipeline.store.states.encodings import AUX_LAYERS, LAYERS, ROW_TYPES, Encoding, row_width
 
-#: Raised with every change that an older reader would misread; docs/states-format.md describes it.
-FORMAT = 2
 #: The only metadata key: safetensors keeps metadata in no particular order, one key has one.
 METADATA = "eagle3"
 #: The tensor that holds the supervised mask.
@@ -114,7 +113,7 @@ def _read_listing(metadata: Any) -> tuple[Encoding, list[tuple[str, str]]]:
     try:
         listing = json.loads(metadata)
         version = listing["format"]
-        if version != FORMAT:
+        if version != STATES_FORMAT:
             raise _other_format(version)
         encoding: Encoding = listing["encoding"]
         samples = [(str(entry["id"]), str(entry["source"])) for entry in listing["samples"]]
@@ -128,8 +127,8 @@ def _read_listing(metadata: Any) -> tuple[Encoding, list[tuple[str, str]]]:
 
 
 def _other_format(version: Any) -> BrokenLayout:
-    problem = f"has format {version}, this version reads {FORMAT}"
-    if isinstance(version, int) and version > FORMAT:
+    problem = f"has format {version}, this version reads {STATES_FORMAT}"
+    if isinstance(version, int) and version > STATES_FORMAT:
         return BrokenLayout(problem, "upgrade eagle3, or choose another run.uri=…")
     return BrokenLayout(problem, "make the states again with `eagle3 features --force`")
 

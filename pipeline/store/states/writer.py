@@ -11,9 +11,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pipeline.errors import DataError
-from pipeline.records import canonical_json
+from pipeline.records import STATES_FORMAT, canonical_json
 from pipeline.store.states.encodings import Encoding, OutOfRange, calibrate
-from pipeline.store.states.layout import FORMAT, MASK, METADATA
+from pipeline.store.states.layout import MASK, METADATA
 from pipeline.store.states.sample import StatesSample, crc32, sample_checksum, teacher_positions
 
 #: Ids below this are stored as two bytes.
@@ -49,7 +49,7 @@ def encode_states(samples: list[StatesSample], encoding: Encoding = "bf16") -> b
     if codec.channels is not None:
         tensors["channel_scales"] = codec.channels
     listing = {
-        "format": FORMAT,
+        "format": STATES_FORMAT,
         "encoding": encoding,
         "samples": [{"id": sample.sample_id, "source": sample.source} for sample in samples],
     }

@@ -133,7 +133,7 @@ class _Session:
             self._urls,
             self._is_healthy,
             backoff=section.backoff_seconds,
-            max_outage=section.patience_seconds,
+            max_outage=section.outage_seconds,
         )
         self._stack.push_async_callback(self._pool.close)
         return self
@@ -163,7 +163,7 @@ class _Session:
             except EndpointBusy:
                 self._pool.mark_failure()
                 busy_since = busy_since or time.monotonic()
-                if time.monotonic() - busy_since > self._section.patience_seconds:
+                if time.monotonic() - busy_since > self._section.outage_seconds:
                     return Reply(request.request_id, rejected="remote:busy")
                 await asyncio.sleep(backoff)
             except RequestRefused as refused:

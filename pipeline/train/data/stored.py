@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
@@ -232,9 +231,6 @@ def read_piece(reader: StatesReader, piece: Piece, aux: Tensor, final: Tensor) -
 
 def open_corpus(config: RunConfig, parent: Manifest) -> StoredCorpus:
     """The states of the run, `parent` being their manifest."""
-    given = config.run.cache_dir
-    cache = ShardCache(
-        Path(given).expanduser() if given else cache_directory(), config.run.cache_bytes
-    )
+    cache = ShardCache(cache_directory(), config.run.cache_bytes)
     location, hidden_size = stage_location(config.run.uri, "features"), parent.contract.hidden_size
     return StoredCorpus(location, parent.shards, cache=cache, hidden_size=hidden_size)

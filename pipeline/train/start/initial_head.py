@@ -38,7 +38,7 @@ _LAYER_TENSORS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
 )
-#: Fields of `train.head` that decide tensors. A fine-tuned head keeps its own.
+#: Fields of `train.head_config` that decide tensors. A fine-tuned head keeps its own.
 _FIXED = (
     "draft_vocab_size",
     "intermediate_size",
@@ -70,11 +70,13 @@ def choose_start(section: TrainSection, target_directory: Path, contract: Target
     earlier, origin = None, None
     if section.start_from:
         earlier, origin = _load_earlier(section.start_from, contract)
-        _check_shape_kept(section.head, earlier.shape, where=section.start_from)
+        _check_shape_kept(section.head_config, earlier.shape, where=section.start_from)
         shape = earlier.shape
     else:
-        shape = head_shape(section.head, target_directory, contract.vocab_size)
-    parameters, share = check_share(shape, contract.parameters, section.head.max_share_of_target)
+        shape = head_shape(section.head_config, target_directory, contract.vocab_size)
+    parameters, share = check_share(
+        shape, contract.parameters, section.head_config.max_share_of_target
+    )
     of_target = f"{share:.2%} of the target's {contract.parameters:,}"
     notice("train", f"head: {parameters:,} parameters, {of_target}")
     return Start(shape, parameters, share, earlier, origin)
@@ -124,7 +126,7 @@ def new_head(
         missing = [name for name in _LAYER_TENSORS if name not in layer]
         if missing:
             problem = f"layer {last_layer} has no {missing[0]}, so the head cannot start from it"
-            fix = "set train.head.init_layer=random"
+            fix = "set train.head_config.init_layer=random"
             raise TargetError(problem, where=str(weights.directory), fix=fix)
         copied += start_layer(head, layer)
     notice("train", f"head starts from the target's {', '.join(copied)}")
@@ -143,13 +145,13 @@ def head_shape(section: HeadSection, target_directory: Path, vocabulary_size: in
     if size > vocabulary_size:
         problem = f"{size} is more than the target's {vocabulary_size} tokens"
         fix = f"choose at most {vocabulary_size}"
-        raise ConfigError(problem, where="train.head.draft_vocab_size", fix=fix)
+        raise ConfigError(problem, where="train.head_config.draft_vocab_size", fix=fix)
     shape = shape_for(target, **{name: getattr(section, name) for name in _FIXED})
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     if heads % groups:
         problem = f"{heads} query heads do not divide over {groups} key/value heads"
-        fix = "choose a divisor of train.head.num_attention_heads"
-        raise ConfigError(problem, where="train.head.num_key_value_heads", fix=fix)
+        fix = "choose a divisor of train.head_config.num_attention_heads"
+        raise ConfigError(problem, where="train.head_config.num_key_value_heads", fix=fix)
     return shape
 
 
@@ -160,11 +162,11 @@ def check_share(shape: HeadShape, target_parameters: int, limit: float) -> tuple
     share = parameters / target_parameters
     if share > limit:
         above = f"{share:.1%} of the target's {target_parameters:,}, above the limit of {limit:.1%}"
-        vocabulary = f"train.head.draft_vocab_size (now {shape.draft_vocab_size})"
+        vocabulary = f"train.head_config.draft_vocab_size (now {shape.draft_vocab_size})"
         mlp = f"intermediate_size (now {shape.intermediate_size})"
         raise ConfigError(
             f"the head has {parameters:,} parameters, {above}",
-            where="train.head.max_share_of_target",
+            where="train.head_config.max_share_of_target",
             fix=f"lower {vocabulary} or {mlp}, or raise the limit",
         )
     return parameters, share
@@ -182,7 +184,7 @@ def _check_shape_kept(section: HeadSection, shape: HeadShape, *, where: str) -> 
             new = "without train.start_from a new head takes any value"
             raise ConfigError(
                 f"{asked} is asked for, but {other}",
-                where=f"train.head.{name}",
+                where=f"train.head_config.{name}",
                 fix=f"leave it out or set it to {own}; {new}",
             )
 

@@ -98,6 +98,6 @@ def test_a_cache_that_cannot_be_written(
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EAGLE3_NATIVE", "0")
+    monkeypatch.setenv("EAGLE3_CPU_KERNELS", "0")
     assert cpu_ops.load() is None and not cpu_ops.available(torch.bfloat16)
-    assert cpu_ops.why_not() == "EAGLE3_NATIVE=0"
+    assert cpu_ops.why_not() == "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"

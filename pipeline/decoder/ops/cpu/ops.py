@@ -10,7 +10,6 @@ Shapes as in base.py. Accumulation is in float32, results are rounded once.
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -19,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from pipeline.config import cpu_kernels
 from pipeline.decoder.ops.base import PAGE, TorchOps
 from pipeline.decoder.ops.cpu.library import Unavailable, load_library
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights
@@ -29,21 +29,21 @@ _threads = torch.get_num_threads
 
 def load() -> CpuOps | None:
     """The backend, compiled if need be; None where it cannot run, see `why_not`."""
-    return _attempt()[0] if _enabled() else None
+    return _attempt()[0] if cpu_kernels() else None
 
 
 def why_not() -> str:
     """Why `load` gives None; empty where it does not."""
-    return _attempt()[1] if _enabled() else "EAGLE3_NATIVE=0"
+    return (
+        _attempt()[1]
+        if cpu_kernels()
+        else "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"
+    )
 
 
 def available(dtype: torch.dtype) -> bool:
     """Can this machine run the backend, and does it compute in `dtype`?"""
     return dtype is torch.bfloat16 and load() is not None
-
-
-def _enabled() -> bool:
-    return os.environ.get("EAGLE3_NATIVE") != "0"
 
 
 @cache
