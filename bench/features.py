@@ -285,7 +285,7 @@ def _bare_forward(target: LoadedTarget, documents: list[list[int]]) -> None:
 
 def _sample(number: int, ids: list[int]) -> Sample:
     return Sample(
-        prompt_id=f"p{number}",
+        sample_id=f"p{number}",
         source="builtin:instructions",
         license="CC0-1.0",
         category="bench",

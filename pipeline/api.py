@@ -28,7 +28,7 @@ from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.store.states import StatesReader, StatesSample
 from pipeline.synth import run as run_synth
 from pipeline.target.load import pick_device
-from pipeline.target.open import open_target
+from pipeline.target.open import open_contracted_target, open_target
 from pipeline.target.template import ChatTemplate
 from pipeline.train import run as run_train
 
@@ -68,28 +68,29 @@ def open_engine(
     tree: TreeSection | None = None,
     slots: int = 1,
     max_length: int = 2048,
-    dtype: str = "bfloat16",
     device: str = "auto",
 ) -> tuple[Engine, ChatTemplate]:
     """The decoder on a target (as `target.source`), with the head at a directory or URI if given.
 
     `tree` is the draft tree's shape, `slots` the requests decoded side by side, `max_length` the
-    most tokens of one, prompt and reply. Raises TargetError, HeadError, ContractMismatch.
+    most tokens of one, prompt and reply. Compute type and template mode are those of the head's
+    contract. Raises TargetError, HeadError, ContractMismatch.
     """
-    section = TargetSection.model_validate({"source": source, "dtype": dtype, "device": device})
-    target = open_target(section)
+    weights = None
+    if head is None:
+        target = open_target(TargetSection(source=source))
+    else:
+        with as_directory(Location(head), HEAD_FILES) as directory:
+            weights, card = load_head(directory)
+        target = open_contracted_target(card.contract, source, where=f"head {head}")
     model = DecoderModel.load(
         target.directory,
         target.contract.capture_layers,
         device=pick_device(device),
-        dtype=getattr(torch, dtype),
+        dtype=getattr(torch, target.contract.dtype),
         max_length=max_length,
     )
-    drafter = None
-    if head is not None:
-        with as_directory(Location(head), HEAD_FILES) as directory:
-            weights, _ = load_head(directory, expected=target.contract)
-        drafter = Eagle3Drafter(weights, model, tree or TreeSection())
+    drafter = Eagle3Drafter(weights, model, tree or TreeSection()) if weights else None
     return Engine(model, drafter=drafter, slots=slots), target.template()
 
 

@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import ContractMismatch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: Of the states on disk, which docs/states-format.md describes; raised with every change that an
 #: older reader would misread.
-STATES_FORMAT = 2
+STATES_FORMAT = 3
 
 #: Layer id `i` names the residual stream *after* decoder layer `i` (0-based). SafeAILab calls the
 #: same tensor "entering layer i+1"; vLLM and speculators write `i+1`.
@@ -82,7 +82,7 @@ class Message(Record):
 
 
 class SamplingParams(Record):
-    """How a response was drawn. Temperature 0 is greedy."""
+    """How a reply was drawn. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -97,7 +97,7 @@ class Sample(Record):
     supervised                                           └────┘                          └────┘
     """
 
-    prompt_id: str
+    sample_id: str
     source: str
     license: str
     category: str
@@ -107,7 +107,7 @@ class Sample(Record):
     finish_reason: Literal["stop", "length"]  # of the last turn
     sampling: SamplingParams
     seed: int
-    generator: str  # what produced the response, with its version
+    generator: str  # what produced the replies, with its version
 
 
 class TargetContract(Record):

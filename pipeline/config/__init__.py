@@ -16,6 +16,7 @@ from pipeline.config.process import (
     prepare_process,
     store_retry_seconds,
     store_timeout_seconds,
+    take_settings,
 )
 from pipeline.config.reading import load, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
@@ -55,4 +56,5 @@ __all__ = [
     "prepare_process",
     "store_retry_seconds",
     "store_timeout_seconds",
+    "take_settings",
 ]

@@ -7,7 +7,8 @@ A key that is set decides, then the environment, then the default:
     run.store_timeout_seconds  EAGLE3_STORE_TIMEOUT_SECONDS         60
     run.cpu_kernels            EAGLE3_CPU_KERNELS (0: off)          on
 
-Every stage begins with `prepare_process`; commands without a configuration take the environment's.
+Every stage begins with `prepare_process`, or with `take_settings` where torch may not be needed;
+commands without a configuration take the environment's.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from pipeline.errors import ConfigError
 _run = RunSection()
 
 
-def prepare_process(run: RunSection) -> None:
-    """Take the settings of `run` for this process, torch's threads among them."""
+def take_settings(run: RunSection) -> None:
+    """Take the settings of `run` for this process, all but the threads of torch."""
     global _run
     _run = run
+
+
+def prepare_process(run: RunSection) -> None:
+    """Take the settings of `run` for this process, the threads of torch among them."""
+    take_settings(run)
     if run.threads:
         import torch
 

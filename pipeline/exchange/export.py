@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config import TargetSection
 from pipeline.console import notice
 from pipeline.eagle3.checkpoint import (
     CARD,
@@ -22,7 +21,7 @@ from pipeline.eagle3.checkpoint import (
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import StoreError
 from pipeline.store.location import Location, as_directory
-from pipeline.target.open import Target, open_target
+from pipeline.target.open import Target, open_contracted_target
 
 Format = Literal["sglang", "speculators"]
 
@@ -42,7 +41,7 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
         if format == "sglang":
             save_head(folder, head, card)
         else:
-            opened = _target_of(card, target, where=f"head {head_uri}")
+            opened = open_contracted_target(card.contract, target, where=f"head {head_uri}")
             _export_speculators(folder, head, card, opened)
     notice("export", f"{format}: {out}")
 
@@ -71,21 +70,6 @@ def output_directory(out: str) -> Iterator[Path]:
         names = sorted(file.name for file in folder.iterdir() if file.name != CARD)
         for name in (*names, CARD):
             location.put_file(name, folder / name)
-
-
-def _target_of(card: HeadCard, source: str | None, *, where: str) -> Target:
-    """The head's target on this machine, checked against the contract."""
-    contract = card.contract
-    section = TargetSection.model_validate(
-        {
-            "source": source or contract.source,
-            "revision": contract.revision if source is None else None,
-            "dtype": contract.dtype,
-            "capture_layers": contract.capture_layers,
-            "chat_template_kwargs": contract.chat_template_kwargs,
-        }
-    )
-    return open_target(section, expected=contract, where=where)
 
 
 def _export_speculators(folder: Path, head: Eagle3Head, card: HeadCard, target: Target) -> None:

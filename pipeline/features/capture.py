@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, prepare_process
 from pipeline.errors import DataError
 from pipeline.features.packing import into_forwards
 from pipeline.records import Sample, TargetContract
@@ -28,6 +28,7 @@ def load_matching_target(config: RunConfig, expected: TargetContract) -> LoadedT
 
     Raises ContractMismatch when it is not the one that wrote the samples.
     """
+    prepare_process(config.run)
     where = manifest_where(config.run.uri, "synth")
     target = open_target(config.target, expected=expected, where=where)
     return target.load(attention=register_packed_attention(), device_map=config.features.device_map)
@@ -138,7 +139,7 @@ def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
     mask = supervised_mask(sample)
     positions = teacher_positions(mask)
     return StatesSample(
-        sample_id=sample.prompt_id,
+        sample_id=sample.sample_id,
         source=sample.source,
         token_ids=torch.tensor(sample.token_ids, dtype=torch.int32),
         supervised_mask=mask,
@@ -161,4 +162,4 @@ def _check_ids(sample: Sample, vocab_size: int) -> None:
 
 
 def _where(sample: Sample) -> str:
-    return f"sample {sample.prompt_id} of {sample.source}"
+    return f"sample {sample.sample_id} of {sample.source}"

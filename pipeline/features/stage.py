@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
-from pipeline.config import RunConfig, prepare_process
+from pipeline.config import RunConfig, take_settings
 from pipeline.console import notice, progress_bar
 from pipeline.errors import DataError
 from pipeline.features.packing import into_shards
@@ -29,7 +29,7 @@ def run(config: RunConfig) -> Manifest:
 
     Raises MissingStage, StageConflict, ContractMismatch, DataError, StoreError.
     """
-    prepare_process(config.run)
+    take_settings(config.run)
     parent = read_manifest(config.run.uri, "synth")
     stage_run = open_stage(config, "features", parent)
     if stage_run.manifest:

@@ -1,6 +1,6 @@
 """Samples ⇄ Parquet, readable with `datasets.load_dataset("parquet", …)`, pandas and anything else.
 
-    prompt_id source license category finish_reason generator: string
+    sample_id source license category finish_reason generator: string
     messages     list<struct<role: string, content: string>>
     token_ids    list<int32>                              exactly the ids read and generated
     supervised   list<struct<start: int32, end: int32>>   half-open ranges of generated ids
@@ -25,7 +25,7 @@ from pipeline.records import Sample, Shard, canonical_json
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, read_shard
 
-_TEXT_FIELDS = ("prompt_id", "source", "license", "category", "finish_reason", "generator")
+_TEXT_FIELDS = ("sample_id", "source", "license", "category", "finish_reason", "generator")
 _NOTES = b"eagle3"
 _FIX = "restore the file, or run `eagle3 synth --force`"
 

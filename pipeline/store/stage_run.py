@@ -60,7 +60,7 @@ def manifest_where(run_uri: str, stage: Stage) -> str:
 def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
     """The stage's manifest, or None when the stage is not finished.
 
-    Raises StoreError for a newer schema and CorruptShard for a file that is no manifest.
+    Raises StoreError for another schema and CorruptShard for a file that is no manifest.
     """
     location = stage_location(run_uri, stage)
     if not location.exists(MANIFEST):
@@ -68,10 +68,11 @@ def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
     where = location.where(MANIFEST)
     fields = _read_json(location, MANIFEST, stage)
     version = fields.get("schema_version")
-    if isinstance(version, int) and version > SCHEMA_VERSION:
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        age = "newer" if version > SCHEMA_VERSION else "older"
         readable = f"the {SCHEMA_VERSION} that eagle3 {__version__} reads"
-        problem = f"schema_version {version} is newer than {readable}"
-        fix = "upgrade eagle3, or choose another run.uri=…"
+        problem = f"schema_version {version} is {age} than {readable}"
+        fix = "use the eagle3 that its `software` names, or choose another run.uri=…"
         raise StoreError(problem, where=f"{where}: schema_version", fix=fix)
     try:
         manifest = Manifest.model_validate(fields)

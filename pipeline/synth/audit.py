@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 _BOUNDS = (0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PII = "pii:"
 #: Notes of a shard that are counts by reason.
-_COUNTS = ("ended", "dropped_prompts", "dropped_responses")
+_COUNTS = ("ended", "dropped_prompts", "dropped_replies")
 _MOST_VALUES = 100  # salted hashes listed for each type of personal data
 
 
@@ -68,7 +68,7 @@ class StageCounts:
         self.samplings: Counter[str] = Counter()  # canonical JSON
         self.system_prompts: Counter[bool] = Counter()
         self.notes: dict[str, Counter[str]] = defaultdict(Counter)  # those that are counts
-        # (prompts or responses, entity) → salted hash → times
+        # (prompts or replies, entity) → salted hash → times
         self.findings: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self.lengths: dict[str, Counter[int]] = defaultdict(Counter)
 
@@ -177,7 +177,7 @@ def audit_record(
         personal_data={
             "policy": details["pii"],
             "dropped_prompts": _of_types(counts.notes["dropped_prompts"]),
-            "dropped_responses": _of_types(counts.notes["dropped_responses"]),
+            "dropped_replies": _of_types(counts.notes["dropped_replies"]),
             "findings": _findings(counts.findings),
         },
         tokens={
@@ -229,7 +229,7 @@ def _quantile(values: Sequence[int], counts: Counter[int], share: float) -> int:
 
 
 def _findings(findings: Mapping[tuple[str, str], Counter[str]]) -> dict[str, dict[str, Any]]:
-    """prompts, responses → entity → findings, values, and salted hashes of the most frequent."""
+    """prompts, replies → entity → findings, values, and salted hashes of the most frequent."""
     listed: dict[str, dict[str, Any]] = {}
     for (where, entity), values in sorted(findings.items()):
         frequent = dict(sorted(values.items(), key=lambda item: (-item[1], item[0]))[:_MOST_VALUES])

@@ -91,7 +91,7 @@ def _rejected(audit: Audit) -> Rows:
 
 def _personal_data(audit: Audit) -> Rows:
     """Each type, with its findings and then what was dropped for it, in prompts and in replies."""
-    data, where = audit.personal_data, ("prompts", "responses")
+    data, where = audit.personal_data, ("prompts", "replies")
     findings = [
         {entity: counts["findings"] for entity, counts in data["findings"].get(key, {}).items()}
         for key in where

@@ -52,7 +52,7 @@ class Screen:
             return good, dropped
         kept: list[Sample] = []
         records = [(sample, list(replies(sample))) for sample in good]
-        for sample, _, findings in self._inspect(records, "responses"):
+        for sample, _, findings in self._inspect(records, "replies"):
             if reason := _reason(findings):
                 dropped[reason] += 1
             else:
@@ -103,7 +103,7 @@ def pii_policy(section: SynthSection) -> dict[str, Any]:
     return {
         "enabled": True,
         "prompts": pii.action,
-        "responses": "drop",
+        "replies": "drop",
         "entities": sorted({*pii.entities, *own, *(SECRET_ENTITIES if pii.secrets else ())}),
         "score_threshold": pii.score_threshold,
         "thresholds": dict(sorted(pii.thresholds.items())),

@@ -115,7 +115,7 @@ class SynthPipeline:
         notes = {
             "ended": dict(batch.ended),
             "dropped_prompts": dict(dropped),
-            "dropped_responses": dict(leaking),
+            "dropped_replies": dict(leaking),
             "findings": findings | self._screen.take_audit(),
         }
         data, tokens = encode_samples(samples, notes), count_tokens(samples)[1]

@@ -77,3 +77,23 @@ def open_target(
     if expected is not None:
         match_contracts(contract, expected, where=where)
     return Target(section, resolved, contract)
+
+
+def open_contracted_target(
+    contract: TargetContract, source: str | None = None, *, where: str
+) -> Target:
+    """The target that the artefact at `where` was made for, by the contract it carries.
+
+    `source` says where the target is now; the default is where it was then. Raises TargetError,
+    ContractMismatch.
+    """
+    section = TargetSection.model_validate(
+        {
+            "source": source or contract.source,
+            "revision": contract.revision if source is None else None,
+            "dtype": contract.dtype,
+            "capture_layers": contract.capture_layers,
+            "chat_template_kwargs": contract.chat_template_kwargs,
+        }
+    )
+    return open_target(section, expected=contract, where=where)

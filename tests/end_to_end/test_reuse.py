@@ -18,7 +18,7 @@ Write = Callable[..., Path]
 def _replies(run: Path) -> dict[str, tuple[int, ...]]:
     shards = read_manifest(str(run), "synth").shards
     return {
-        sample.prompt_id: sample.token_ids
+        sample.sample_id: sample.token_ids
         for shard in shards
         for sample in read_samples(stage_location(str(run), "synth"), shard)
     }

@@ -56,7 +56,7 @@ def make_samples(count: int = 12) -> list[Sample]:
         ).tolist()
         samples.append(
             Sample(
-                prompt_id=f"p{index}",
+                sample_id=f"p{index}",
                 source="unit",
                 license="MIT",
                 category="chat",

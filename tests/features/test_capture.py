@@ -148,7 +148,7 @@ def test_the_order_of_samples_and_the_packing_do_not_show(
     assert (
         [state.sample_id for state in packed]
         == [state.sample_id for state in alone]
-        == [sample.prompt_id for sample in samples]
+        == [sample.sample_id for sample in samples]
     )
     for mine, theirs in zip(packed, alone, strict=True):
         torch.testing.assert_close(mine.aux_states, theirs.aux_states, rtol=2**-7, atol=1e-3)
@@ -189,7 +189,7 @@ def test_a_document_that_sees_its_neighbour_is_found(
     try:
         with pytest.raises(
             DataError,
-            match=rf"sample {sample.prompt_id} of unit: layer 1 differs by .* "
+            match=rf"sample {sample.sample_id} of unit: layer 1 differs by .* "
             "where 7.63e-06 is allowed in torch.float32",
         ):
             capture(name=name, tolerance=64)

@@ -9,7 +9,7 @@ from pipeline.features.packing import into_forwards, into_shards
 from pipeline.records import Message, Sample, SamplingParams, Span
 
 _BASE = Sample(
-    prompt_id="p",
+    sample_id="p",
     source="s",
     license="MIT",
     category="c",
@@ -25,7 +25,7 @@ _BASE = Sample(
 
 def of(lengths: list[int]) -> list[Sample]:
     return [
-        _BASE.model_copy(update={"prompt_id": str(index), "token_ids": (0,) * length})
+        _BASE.model_copy(update={"sample_id": str(index), "token_ids": (0,) * length})
         for index, length in enumerate(lengths)
     ]
 

@@ -58,7 +58,7 @@ def test_states_are_those_of_hugging_face(
     manifest = run(config)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     stored = read_all(tmp_path)
-    assert [state.sample_id for state in stored] == [sample.prompt_id for sample in samples]
+    assert [state.sample_id for state in stored] == [sample.sample_id for sample in samples]
     for sample, state in zip(samples, stored, strict=True):
         with torch.inference_mode():
             output = model(torch.tensor([sample.token_ids]), output_hidden_states=True)
@@ -92,7 +92,7 @@ def test_states_are_those_of_hugging_face(
     )
     assert manifest.details == {
         "encoding": "bf16",
-        "format": 2,
+        "format": STATES_FORMAT,
         "samples": 12,
         "supervised_tokens": sum(len(state.final_states) for state in stored),
     }
@@ -241,7 +241,7 @@ def test_infinite_states_stop_with_the_sample(
     config = make_config(tmp_path / "run", target={"source": str(broken)})
     fine, bad = (
         samples[0].model_copy(
-            update={"token_ids": (token,) * len(samples[0].token_ids), "prompt_id": name}
+            update={"token_ids": (token,) * len(samples[0].token_ids), "sample_id": name}
         )
         for token, name in ((1, "fine"), (95, "bad"))
     )

@@ -34,7 +34,7 @@ def make_sample() -> Callable[..., Sample]:
     def make(index: int = 0, length: int = 8, **changes: Any) -> Sample:
         messages = Message(role="user", content="Grüße 👋"), Message(role="assistant", content="")
         fields: dict[str, Any] = {
-            "prompt_id": f"p{index}",
+            "sample_id": f"p{index}",
             "source": "unit",
             "license": "MIT",
             "category": "chat",

@@ -31,7 +31,7 @@ def test_pandas_and_datasets_read_the_file(make_sample: Samples, tmp_path: Path)
     path.write_bytes(encode_samples(samples))
 
     frame = pandas.read_parquet(path)
-    assert list(frame["prompt_id"]) == ["p0", "p1"]
+    assert list(frame["sample_id"]) == ["p0", "p1"]
     assert list(frame["token_ids"][1]) == list(samples[1].token_ids)
     cache = str(tmp_path / "cache")
     rows = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=cache)

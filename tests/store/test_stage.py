@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ContractMismatch, CorruptShard, MissingStage, StageConflict, StoreError
-from pipeline.records import Manifest, TargetContract, match_contracts
+from pipeline.records import SCHEMA_VERSION, Manifest, TargetContract, match_contracts
 from pipeline.store.location import Location
 from pipeline.store.shards import read_shard, verify_shard
 from pipeline.store.stage_run import (
@@ -274,14 +275,18 @@ def test_unreadable_manifests_are_named(
     finish_synth(config, contract)
     path = tmp_path / "synth/manifest.json"
     fields = json.loads(path.read_text())
-    newer, surprise, train = (
-        json.dumps({**fields, **change})
-        for change in ({"schema_version": 2}, {"surprise": 1}, {"stage": "train"})
-    )
+    changes: list[dict[str, Any]] = [
+        {"schema_version": SCHEMA_VERSION + 1},
+        {"schema_version": SCHEMA_VERSION - 1},
+        {"surprise": 1},
+        {"stage": "train"},
+    ]
+    newer, older, surprise, train = (json.dumps({**fields, **change}) for change in changes)
     cases = [
         ("{", CorruptShard, "not JSON"),
         ("[]", CorruptShard, "not a JSON object"),
-        (newer, StoreError, "schema_version: schema_version 2 is newer than the 1"),
+        (newer, StoreError, f"schema_version: schema_version {SCHEMA_VERSION + 1} is newer"),
+        (older, StoreError, f"schema_version: schema_version {SCHEMA_VERSION - 1} is older"),
         (surprise, CorruptShard, "surprise: not a manifest"),
         (train, CorruptShard, "stage: is the manifest of train"),
     ]

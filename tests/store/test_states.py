@@ -147,7 +147,11 @@ def test_the_mask_takes_one_bit_a_token(states: list[StatesSample]) -> None:
 
     00011110 00111100 0000
     """
-    assert load(encode_states(states))["loss_mask"].tolist() == [0b00011110, 0b00111100, 0b00000000]
+    assert load(encode_states(states))["supervised_mask"].tolist() == [
+        0b00011110,
+        0b00111100,
+        0b00000000,
+    ]
 
 
 @pytest.mark.parametrize(("encoding", "row"), [("bf16", 2 * H), ("fp8", H + 1), ("int8", H + 1)])

@@ -43,7 +43,7 @@ def listing(**changes: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda h: h.pop("loss_mask"), "holds tensors"),
+        (lambda h: h.pop("supervised_mask"), "holds tensors"),
         (lambda h: h["aux_states"].update(dtype="F16"), "aux_states is F16 instead of BF16"),
         (lambda h: h["token_ids"].update(dtype="I64"), "token_ids is I64 instead of I32 or U16"),
         (lambda h: h["aux_states"].update(shape=[20, 11]), "does not fit its shape"),
@@ -52,13 +52,13 @@ def listing(**changes: Any) -> Callable[[dict[str, Any]], None]:
             r"aux_states has shape \[40, 6\] instead of \[20, 12\]",
         ),
         (
-            lambda h: h["loss_mask"].update(data_offsets=[10**6, 10**6 + 3]),
-            "loss_mask has byte range",
+            lambda h: h["supervised_mask"].update(data_offsets=[10**6, 10**6 + 3]),
+            "supervised_mask has byte range",
         ),
         (lambda h: h.pop("__metadata__"), "broken safetensors header"),
         (lambda h: h["__metadata__"].update(eagle3="{"), "broken metadata"),
-        (listing(format=3), r"has format 3, this version reads 2 \(fix: upgrade eagle3"),
-        (listing(format=1), r"has format 1, this version reads 2 \(fix: make the states again"),
+        (listing(format=4), r"has format 4, this version reads 3 \(fix: upgrade eagle3"),
+        (listing(format=2), r"has format 2, this version reads 3 \(fix: make the states again"),
         (listing(encoding="int4"), "has encoding 'int4', this version reads bf16, fp8, int8"),
         (listing(encoding="int8"), "holds tensors"),
         (listing(samples=[]), r"token_offsets has shape \[4\] instead of \[1\]"),
@@ -91,7 +91,7 @@ def test_a_mask_that_asks_for_other_final_states_is_refused(
 ) -> None:
     data = encode_states(three_samples())
     header, first = split(data)
-    at = first + header["loss_mask"]["data_offsets"][0]
+    at = first + header["supervised_mask"]["data_offsets"][0]
     location, shard = commit(
         make_config(tmp_path), data[:at] + bytes([data[at] ^ 0b01000000]) + data[at + 1 :]
     )
@@ -152,7 +152,7 @@ def read_all(reader: StatesReader) -> None:
 
 
 def test_a_renamed_sample_is_found(tmp_path: Path, make_config: Configs) -> None:
-    samples = [{"id": name, "source": "unit"} for name in ("s0", "s9", "s2")]
+    samples = [{"sample_id": name, "source": "unit"} for name in ("s0", "s9", "s2")]
     location, shard = commit(
         make_config(tmp_path), rewrite(encode_states(three_samples()), listing(samples=samples))
     )

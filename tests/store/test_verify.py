@@ -14,7 +14,7 @@ import torch
 
 from pipeline.cli import main
 from pipeline.config import RunConfig
-from pipeline.records import Manifest, Sample, TargetContract
+from pipeline.records import SCHEMA_VERSION, Manifest, Sample, TargetContract
 from pipeline.store.location import Location
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import write_shard
@@ -181,7 +181,7 @@ def test_manifests_that_do_not_fit(
     whole = (run / "features/manifest.json").read_text()
     other = contract.model_copy(update={"capture_layers": (2, 4, 5)})
     cases: list[tuple[dict[str, object], str]] = [
-        ({"schema_version": 2}, "schema_version 2 is newer"),
+        ({"schema_version": SCHEMA_VERSION + 1}, f"schema_version {SCHEMA_VERSION + 1} is newer"),
         ({"contract": other.model_dump(mode="json")}, "contract.capture_layers"),
         ({"parent_hash": "0" * 64}, "was made from synth 0000000000000000…, which is now "),
         ({"surprise": 1}, "surprise: not a manifest"),
@@ -273,7 +273,7 @@ def test_gc_touches_nothing_below_a_manifest_it_cannot_read(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "features/shards/00009.bin").write_bytes(b"x")
-    change(run, schema_version=2)
+    change(run, schema_version=SCHEMA_VERSION + 1)
     assert main(["gc", str(run), "--quiet-minutes", "0"]) == 2
     assert "is newer" in capsys.readouterr().err
     assert (run / "features/shards/00009.bin").exists()

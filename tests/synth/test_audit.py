@@ -145,7 +145,7 @@ def test_a_run_s_shards_open_in_datasets_and_pandas(make_config: Configure, tmp_
 def sample(index: int, length: int) -> Sample:
     """A conversation of one reply of so many tokens."""
     return Sample(
-        prompt_id=str(index),
+        sample_id=str(index),
         source="ours",
         license="MIT",
         category="c",

@@ -151,7 +151,7 @@ def test_short_replies_are_counted(template: ChatTemplate) -> None:
     samples, rejected = converse(
         runner(section(min_new_tokens=2), template), script, prompts(("a",), ("b",))
     )
-    assert [sample.prompt_id for sample in samples] == ["1"] and rejected == {"too_short": 1}
+    assert [sample.sample_id for sample in samples] == ["1"] and rejected == {"too_short": 1}
 
 
 def test_the_system_prompt_is_read_and_recorded(tiny_target: Path) -> None:
@@ -308,7 +308,7 @@ def test_batches_are_the_same_in_whatever_order_they_finish(
     finished = {batch.name: batch for batch in scheduler.run(slots)}
     assert set(finished) == {"a", "b", "c", "none"} and not finished["none"].samples
     samples = [sample for name in "abc" for sample in finished[name].samples]
-    assert [sample.prompt_id for sample in samples] == [str(index) for index in range(7)]
+    assert [sample.sample_id for sample in samples] == [str(index) for index in range(7)]
     assert any(len(names) > 1 for names in slots.together) == across
     alone = [converse(runner(section(), template), Slots(), [one])[0][0] for one in conversations]
     assert alone == samples

@@ -110,7 +110,7 @@ def test_killed_thirty_times_it_ends_with_the_same_bytes(
         assert one.read_bytes() == other.read_bytes()
     assert files(tmp_path / "cut") == files(tmp_path / "whole"), "nothing is left over"
     asked = [
-        sample.prompt_id
+        sample.sample_id
         for shard in cut.shards
         for sample in read_samples(stage_location(configs[1].run.uri, "synth"), shard)
     ]

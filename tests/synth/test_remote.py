@@ -91,9 +91,9 @@ def ask(
 
 def beginnings(samples: Sequence[Sample], expected: Sequence[Sample]) -> bool:
     """Whether samples are those expected, or their first turns."""
-    whole = {sample.prompt_id: sample for sample in expected}
+    whole = {sample.sample_id: sample for sample in expected}
     return all(
-        sample.token_ids == whole[sample.prompt_id].token_ids[: len(sample.token_ids)]
+        sample.token_ids == whole[sample.sample_id].token_ids[: len(sample.token_ids)]
         for sample in samples
     )
 

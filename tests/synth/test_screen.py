@@ -43,7 +43,7 @@ def sample(*replies: str) -> Sample:
     answers = [Message(role="assistant", content=reply) for reply in replies]
     messages = [message for answer in answers for message in (question, answer)]
     return Sample(
-        prompt_id="0",
+        sample_id="0",
         source="s",
         license="MIT",
         category="c",
@@ -189,7 +189,7 @@ def test_the_audit_has_counts_types_and_salted_hashes() -> None:
     audit = screen.take_audit()
     values = audit["prompts"]["EMAIL_ADDRESS"]["values"]
     assert audit["prompts"]["EMAIL_ADDRESS"]["findings"] == 3 and sorted(values.values()) == [1, 2]
-    assert set(audit["responses"]["EMAIL_ADDRESS"]["values"]) < set(values), (
+    assert set(audit["replies"]["EMAIL_ADDRESS"]["values"]) < set(values), (
         "the same value has the same hash"
     )
     assert "firm" not in json.dumps(audit) and screen.take_audit() == {}

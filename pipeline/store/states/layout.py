@@ -9,7 +9,7 @@ n samples, T tokens of all samples, S stored final states, H the target's hidden
     channel_scales  bf16 [4, H]       with int8 only
     aux_states      rows of 3 layers  [T, …]
     final_states    rows of 1 layer   [S, …]
-    loss_mask       uint8 [⌈T/8⌉]     supervised mask, one bit a token, the first one highest
+    supervised_mask uint8 [⌈T/8⌉]     one bit a token, the first one highest
 
 docs/states-format.md specifies it byte by byte.
 """
@@ -28,7 +28,7 @@ from pipeline.store.states.encodings import AUX_LAYERS, LAYERS, ROW_TYPES, Encod
 #: The only metadata key: safetensors keeps metadata in no particular order, one key has one.
 METADATA = "eagle3"
 #: The tensor that holds the supervised mask.
-MASK = "loss_mask"
+MASK = "supervised_mask"
 
 TYPES = {
     "I64": torch.int64,
@@ -116,7 +116,7 @@ def _read_listing(metadata: Any) -> tuple[Encoding, list[tuple[str, str]]]:
         if version != STATES_FORMAT:
             raise _other_format(version)
         encoding: Encoding = listing["encoding"]
-        samples = [(str(entry["id"]), str(entry["source"])) for entry in listing["samples"]]
+        samples = [(str(entry["sample_id"]), str(entry["source"])) for entry in listing["samples"]]
     except BrokenLayout:
         raise
     except (ValueError, KeyError, TypeError) as error:

@@ -51,7 +51,7 @@ def encode_states(samples: list[StatesSample], encoding: Encoding = "bf16") -> b
     listing = {
         "format": STATES_FORMAT,
         "encoding": encoding,
-        "samples": [{"id": sample.sample_id, "source": sample.source} for sample in samples],
+        "samples": [{"sample_id": sample.sample_id, "source": sample.source} for sample in samples],
     }
     return save(tensors, metadata={METADATA: canonical_json(listing)})
 

@@ -139,7 +139,7 @@ class ConversationRunner:
             return "too_short"
         prompt, end = conversation.prompt, conversation.spans[-1].end
         return Sample(
-            prompt_id=prompt.sample_id,
+            sample_id=prompt.sample_id,
             source=prompt.source,
             license=prompt.license,
             category=prompt.category,

@@ -32,14 +32,14 @@ class Ledger:
         self._counts: dict[str, dict[str, dict[str, int]]] = {}  # where → entity → hash → times
 
     def note(self, where: str, text: str, findings: Iterable[Finding]) -> None:
-        """Count findings of one text of the kind `where` ("prompts" or "responses")."""
+        """Count findings of one text of the kind `where` ("prompts" or "replies")."""
         for finding in findings:
             values = self._counts.setdefault(where, {}).setdefault(finding.entity, {})
             key = self._hash(finding.entity, text[finding.start : finding.end])
             values[key] = values.get(key, 0) + 1
 
     def take(self) -> dict[str, Any]:
-        """{"prompts": {"EMAIL_ADDRESS": {"findings": 3, "values": {hash: times}}}, "responses": …}.
+        """{"prompts": {"EMAIL_ADDRESS": {"findings": 3, "values": {hash: times}}}, "replies": …}.
 
         Counting starts again from nothing.
         """
