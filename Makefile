@@ -1,4 +1,4 @@
-# The house's front door: `make` lists what it can do. Needs GNU make and Python, nothing else.
+# `make` lists what it can do. Needs GNU make and Python, nothing else.
 
 CONFIG ?= configs/demo.yaml
 ARGS ?=
@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test check bench-decode bench-train bench-synth bench-features gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-synth bench-features gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -44,8 +44,11 @@ train: $(READY) ## States to head
 eval: $(READY) ## Head to report
 	@$(EAGLE3) eval -c $(CONFIG) $(ARGS)
 
-test: $(READY) ## Set up if needed, then the tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## Set up if needed, then all tests
+	@$(PYTEST) $(ARGS)
+
+test-quick: $(READY) ## What needs no real model, server, kill or second process: about a minute
+	@$(PYTEST) -m 'not slow' $(ARGS)
 
 check: $(READY) ## Lint, format, types and import directions; seconds, no model
 	@$(BIN)/ruff check .
@@ -59,7 +62,7 @@ bench-decode: ## Speed of the decoder on this CPU or GPU; ARGS='--head DIR' take
 bench-train: ## Speed and memory of the trainer on this CPU
 	@$(ANY_PYTHON) -m bench.train $(ARGS)
 
-bench-synth: $(READY) ## Speed of synth on this CPU: generation against Hugging Face, filters; ARGS='--head DIR' drafts
+bench-synth: $(READY) ## Speed of synth on this CPU: generation and filters; ARGS='--head DIR' drafts
 	@$(BIN)/python -m bench.synth $(ARGS)
 
 bench-features: $(READY) ## Size, capture and reading of states on this machine
@@ -84,6 +87,9 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@echo 'set-up 3/3: dependencies'
 	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,train,dev]'
 	@touch $@
+
+# Two workers with one thread each; a file's tests stay on one of them, and so do its fixtures.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 # The benchmarks and the GPU check need torch, triton and transformers only: a GPU machine's own Python will do.
 ANY_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON),python3)
@@ -112,7 +118,8 @@ endef
 define CLEAN
 import pathlib, shutil
 caches = [".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "build", "dist"]
-rooms = [path for room in ("pipeline", "bench", "tests") for path in pathlib.Path(room).rglob("__pycache__")]
+rooms = [path for room in ("pipeline", "bench", "tests")
+         for path in pathlib.Path(room).rglob("__pycache__")]
 for path in [*map(pathlib.Path, caches), *rooms]:
     shutil.rmtree(path, ignore_errors=True)
 endef

@@ -164,7 +164,7 @@ class QualitySection(Section):
     """The same for replies: greedy decoding of small models loops (`reply_repetition`). None:
     keep, as heads meet loops in use."""
     refusals: Literal["keep", "drop"] = "keep"
-    """Responses that decline to answer (`refusal`); a head for a target that refuses should see
+    """Replies that decline to answer (`refusal`); a head for a target that refuses should see
     some."""
 
 
