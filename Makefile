@@ -89,7 +89,7 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@touch $@
 
 # Two workers with one thread each; a file's tests stay on one of them, and so do its fixtures.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 # The benchmarks and the GPU check need torch, triton and transformers only: a GPU machine's own Python will do.
 ANY_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON),python3)

@@ -24,6 +24,53 @@ QUESTIONS = [
 ]
 
 
+#: Real models, servers, compilers, kills and second processes. `make test-quick` leaves them out,
+#: `make test` begins with them, so that its two workers end together.
+SLOW = (
+    "decoder/ops/test_aot.py",
+    "train/test_distributed.py",
+    "decoder/ops/test_triton.py",
+    "decoder/ops/test_triton_attention.py",
+    "end_to_end/",
+    "target/test_smollm2.py",
+    "train/test_stage.py",
+    "train/test_acceptance.py",
+    "decoder/test_engine.py",
+    "decoder/ops/test_lossless.py",
+    "decoder/ops/test_cpu_library.py",
+    "synth/test_stage.py",
+    "synth/test_remote.py",
+    "synth/test_kill.py",
+    "store/test_faults.py",
+    "store/test_kill.py",
+    "gpu/",
+    "features/test_stage.py",
+    "decoder/tuning/",
+    "prompts/test_packages.py",
+    "synth/test_audit.py",
+    "synth/test_dlp.py",
+    "synth/test_pii.py",
+    "synth/test_score.py",
+    "synth/test_screen.py",
+    "synth/test_secrets.py",
+    "test_api.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow, and put it first."""
+    root = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> int:
+        name = item.path.relative_to(root).as_posix()
+        return next((at for at, start in enumerate(SLOW) if name.startswith(start)), len(SLOW))
+
+    for item in items:
+        if rank(item) < len(SLOW):
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=rank)
+
+
 @pytest.fixture(autouse=True)
 def reset_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the cache directory or the limits of the run of another one."""

@@ -84,7 +84,8 @@ class SynthPipeline:
         self.contract: TargetContract = target.contract
         self.template: ChatTemplate = target.template(system_prompt=section.system_prompt)
         self.selection: Selection = select_prompts(config)
-        if min(section.max_turns, max(len(prompt.turns) for prompt in self.selection.prompts)) > 1:
+        several_turns = any(len(prompt.turns) > 1 for prompt in self.selection.prompts)
+        if section.max_turns > 1 and several_turns:
             self.template.check_turns()
         self.shards = self.selection.shards(section.shard_prompts)
         self._screen = Screen(section, seed=seed)

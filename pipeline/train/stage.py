@@ -163,11 +163,8 @@ def fit(
         directory / "checkpoints", identity=identity, keep=section.keep_checkpoints
     )
     resumed = checkpoints.newest(world(), sharded=section.zero_stage > 0)
-    if (
-        section.head_config.init_layer == "least_squares"
-        and not section.start_from
-        and resumed is None
-    ):
+    least_squares = section.head_config.init_layer == "least_squares" and not section.start_from
+    if least_squares and resumed is None:
         _solve(config, head, target, data)
     trainer = _trainer(config, head, target, data)
     progress = _resume(trainer, resumed)
