@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from pipeline.config import RunConfig, Section, load, parse
+from pipeline.config import (
+    RunConfig,
+    RunSection,
+    Section,
+    cache_directory,
+    cpu_kernels,
+    load,
+    parse,
+    store_retry_seconds,
+    store_timeout_seconds,
+    take_settings,
+)
 from pipeline.config.reading import _section_in
 from pipeline.errors import ConfigError
 
@@ -259,3 +270,19 @@ def test_stage_hash_follows_its_own_section_only() -> None:
 )
 def test_stage_hash_ignores_where_and_how_fast(change: tuple[str, Any]) -> None:
     assert parse(TREE).section_hash("synth") == parse(with_value(*change)).section_hash("synth")
+
+
+def test_a_key_of_the_process_goes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("EAGLE3_CPU_KERNELS", "0")
+    monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "7")
+    monkeypatch.setenv("EAGLE3_STORE_TIMEOUT_SECONDS", "8")
+    take_settings(RunSection())
+    assert (cache_directory(), cpu_kernels()) == (tmp_path / "eagle3", False)
+    assert (store_retry_seconds(), store_timeout_seconds()) == (7, 8)
+    keys = {"cache_dir": "/c", "store_retry_seconds": 0, "store_timeout_seconds": 2}
+    take_settings(RunSection.model_validate({**keys, "cpu_kernels": True}))
+    assert (cache_directory(), cpu_kernels()) == (Path("/c"), True)
+    assert (store_retry_seconds(), store_timeout_seconds()) == (0, 2)
