@@ -25,14 +25,14 @@ from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.tuning.cost import Costs, measure_costs, median_costs
-from pipeline.decoder.tuning.roofline import Roofline, best_speedup, eta, floor_seconds
-from pipeline.decoder.tuning.simulate import ImposedAcceptance
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.prompts.builtin import read_builtin
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
+from pipeline.tuning.cost import Costs, measure_costs, median_costs
+from pipeline.tuning.roofline import Roofline, best_speedup, eta, floor_seconds
+from pipeline.tuning.simulate import ImposedAcceptance
 
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
 SHAPES = {

@@ -20,10 +20,10 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, pool_acceptance
-from pipeline.decoder.tuning.cost import measure_costs, open_batch
-from pipeline.decoder.tuning.roofline import Roofline, best_speedup, eta, floor_seconds
-from pipeline.decoder.tuning.simulate import ImposedAcceptance
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.tuning.cost import measure_costs, open_batch
+from pipeline.tuning.roofline import Roofline, best_speedup, eta, floor_seconds
+from pipeline.tuning.simulate import ImposedAcceptance
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TREE = TreeSection(top_k=4, steps=5, nodes=16)

@@ -45,7 +45,7 @@ SLOW = (
     "store/test_kill.py",
     "gpu/",
     "features/test_stage.py",
-    "decoder/tuning/",
+    "tuning/",
     "prompts/test_packages.py",
     "synth/test_audit.py",
     "synth/test_dlp.py",

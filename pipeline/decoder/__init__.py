@@ -10,5 +10,4 @@ kv.py         one pool of key/value pages and its allocator, shared by target an
 tree.py       the draft tree and what is accepted of it
 drafters/     what proposes trees: a protocol and its implementations
 ops/          every operation in torch, in C++ for CPUs, in Triton for CUDA
-tuning/       which tree is fastest here; none of the files above imports it
 """

@@ -18,8 +18,6 @@ from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.tuning.score import Gaps, greedy_gaps
-from pipeline.decoder.tuning.tune import Choice, tune
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import TargetError
 from pipeline.records import Prompt
@@ -27,6 +25,8 @@ from pipeline.serve_eval.questions import Question, first_question, next_questio
 from pipeline.target.load import LoadedTarget, pick_device
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
+from pipeline.tuning.score import Gaps, greedy_gaps
+from pipeline.tuning.tune import Choice, tune
 
 #: Requests that the losslessness check decodes together.
 _LOSSLESS_SLOTS = 8

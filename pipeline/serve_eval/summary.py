@@ -12,11 +12,11 @@ import torch
 
 from pipeline.config import RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
-from pipeline.decoder.tuning.tune import Choice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport, PromptResult, TargetContract
 from pipeline.serve_eval.measure import Measured
+from pipeline.tuning.tune import Choice
 
 
 class Measurements(NamedTuple):

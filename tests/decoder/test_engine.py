@@ -21,8 +21,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Completion, Request
 from pipeline.decoder.tree import Tree
-from pipeline.decoder.tuning.score import draw_gap
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.tuning.score import draw_gap
 from tests.decoder.conftest import VOCABULARY
 
 

@@ -32,8 +32,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
-from pipeline.decoder.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
 
 VOCABULARY = 512
 KERNEL_TESTS = [

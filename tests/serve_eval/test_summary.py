@@ -7,14 +7,14 @@ import torch
 
 from pipeline.config import TreeSection, parse
 from pipeline.decoder.request import Completion, Statistics
-from pipeline.decoder.tuning.score import Gaps
-from pipeline.decoder.tuning.tune import Choice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import EvalReport
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.summary import Measurements, summarise
+from pipeline.tuning.score import Gaps
+from pipeline.tuning.tune import Choice
 from tests.eagle3.test_checkpoint import CONTRACT, SHAPE
 
 TREE = TreeSection(top_k=2, steps=3, nodes=6)

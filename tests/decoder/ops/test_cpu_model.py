@@ -16,8 +16,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu import ops as cpu_ops
 from pipeline.decoder.request import Request
-from pipeline.decoder.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from tests.decoder.conftest import CAPTURE, FAMILIES, VOCABULARY
 
 pytestmark = pytest.mark.skipif(cpu_ops.load() is None, reason=cpu_ops.why_not())

@@ -4,7 +4,7 @@
 
 where weights are read once whatever the batch is, and the context's keys and values once a row.
 What is left out (norms, biases, embedding rows, activations) is small beside it. The pieces are
-those of `pipeline.decoder.tuning.cost`.
+those of `pipeline.tuning.cost`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill_chunk, read_tree
 from pipeline.decoder.tree import WINDOW, root_only
-from pipeline.decoder.tuning.cost import open_batch
 from pipeline.errors import DataError, TargetError
+from pipeline.tuning.cost import open_batch
 
 #: Rank of what was not drafted.
 _NEVER = 1 << 30

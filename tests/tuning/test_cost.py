@@ -13,8 +13,8 @@ from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.tuning.cost import Costs, measure_costs, median_costs
-from pipeline.decoder.tuning.roofline import (
+from pipeline.tuning.cost import Costs, measure_costs, median_costs
+from pipeline.tuning.roofline import (
     Roofline,
     draft_floor_seconds,
     eta,

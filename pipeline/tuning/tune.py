@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.tuning.cost import Costs, measure_costs
-from pipeline.decoder.tuning.trace import Traces, acceptance, trace
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.tuning.cost import Costs, measure_costs
+from pipeline.tuning.trace import Traces, acceptance, trace
 
 #: Beams of the candidate shapes; 1 is a chain.
 BEAM_WIDTHS = (1, 2, 3, 4, 6, 8)

@@ -16,11 +16,11 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.decoder.tuning.cost import Costs
-from pipeline.decoder.tuning.trace import Traces, acceptance, continuation_ranks, replay, trace
-from pipeline.decoder.tuning.tune import BEAM_WIDTHS, CANDIDATE_SHAPES, WIDEST, best_shapes
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import DataError, TargetError
+from pipeline.tuning.cost import Costs
+from pipeline.tuning.trace import Traces, acceptance, continuation_ranks, replay, trace
+from pipeline.tuning.tune import BEAM_WIDTHS, CANDIDATE_SHAPES, WIDEST, best_shapes
 
 NEW_TOKENS = 40
 PROMPTS = [
