@@ -56,10 +56,10 @@ check: $(READY) ## Lint, format, types and import directions; seconds, no model
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_structure.py -k directions
 
-bench-decode: ## Speed of the decoder on this CPU or GPU; ARGS='--head DIR' takes a trained head
+bench-decode: ## Speed of the decoder at every level of this CPU, or on this GPU; ARGS='--levels avx2 --quick'
 	@$(ANY_PYTHON) -m bench.decode $(ARGS)
 
-bench-train: ## Speed and memory of the trainer on this CPU
+bench-train: ## Speed and memory of the trainer on this CPU; ARGS='--level avx2' as on a lesser one
 	@$(ANY_PYTHON) -m bench.train $(ARGS)
 
 bench-synth: $(READY) ## Speed of synth on this CPU: generation and filters; ARGS='--head DIR' drafts
@@ -68,7 +68,7 @@ bench-synth: $(READY) ## Speed of synth on this CPU: generation and filters; ARG
 bench-features: $(READY) ## Size, capture and reading of states on this machine
 	@$(BIN)/python -m bench.features $(ARGS)
 
-gpu-check: ## Correctness of the decoder on this GPU, in minutes
+gpu-check: ## Correctness of the decoder on this GPU, in minutes; ARGS='--part 1/3 --save'
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)
 
 clean: ## Remove caches and build leftovers; keeps .venv and runs

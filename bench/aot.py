@@ -28,9 +28,10 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.ops.triton.language import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.decoder.tree import SamplingTensors, root_only
 
 #: Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
 #: Guide).
@@ -80,25 +81,27 @@ class Compiled:
 class Recorder(TritonOps):
     """Operations that record their launches; call them with tensors on the meta device."""
 
+    dtype: torch.dtype = torch.bfloat16
     label: str = ""
     variants: list[Variant] = field(default_factory=list)
 
-    def _launch(
+    def _start(
         self,
         kernel: Any,
         grid: tuple[int, ...],
         arguments: tuple[Any, ...],
         warps: int,
-        stages: int = 1,
+        stages: int,
         **constants: Any,
     ) -> None:
         signature: dict[str, str] = {}
         divisible = []
-        for index, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
-            signature[name] = _type_of(value)
+        for index, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=False)):
+            name, fixed = parameter.name, not parameter.do_not_specialize
+            signature[name] = _type_of(value, fixed)
             if signature[name] == "constexpr":
                 constants[name] = value
-            elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            elif fixed and _is_divisible(value):
                 divisible.append(index)
         signature |= dict.fromkeys(constants, "constexpr")
         specialised = signature, constants, tuple(divisible)
@@ -176,13 +179,23 @@ def _compile_index(index: int, arch: int) -> tuple[int, int | None, int | None]:
     return compiled.shared, compiled.registers, compiled.spilled
 
 
-def _type_of(value: Any) -> str:
-    """A launch argument's type as Triton would specialise it; an integer 1 becomes a constant."""
+def _is_divisible(value: Any) -> bool:
+    """Whether a multiple of 16; of a tensor, its address (zero on the meta device)."""
+    if isinstance(value, Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0
+
+
+def _type_of(value: Any, fixed: bool) -> str:
+    """A launch argument's type as Triton would specialise it.
+
+    An integer 1 becomes a constant, if it is `fixed`.
+    """
     if isinstance(value, Tensor):
         return f"*{_TYPES[value.dtype]}"
     if isinstance(value, float):
         return "fp32"
-    if value == 1:
+    if fixed and value == 1:
         return "constexpr"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
@@ -192,10 +205,16 @@ def _record_rows(ops: Recorder, dtype: torch.dtype) -> None:
     ops.label = _TYPES[dtype]
     hidden, logits = _empty(4, 4096, dtype=dtype), _empty(2, 8, 128256, dtype=dtype)
     ops.add_rms_norm(hidden, hidden, hidden[0], 1e-5)
+    ops.embed_concat(_empty(4), hidden, hidden, hidden[0], hidden[0], 1e-5)
     ops.silu_mul(_empty(4, 28672, dtype=dtype))
+    beams, scores = _empty(2, 10), _empty(2, 10, dtype=torch.float32)
+    ops.select_beams(
+        scores, scores[:, :, None].expand(2, 10, 10), beams[:, :, None].expand(2, 10, 10),
+        beams, _empty(20, 4096, dtype=dtype), beams,
+    )  # fmt: skip
     ops.argmax(logits)
     ops.propose(logits[0], 10)
-    tree = Tree(*(_empty(2, 8) for _ in range(4)))
+    tree = root_only(_empty(2))
     fraction = _empty(2, dtype=torch.float32)
     sampling = SamplingTensors(fraction, fraction, _empty(2), _empty(2))
     ops.sample(logits, tree, sampling, _empty(2, 8), 6)
@@ -205,23 +224,30 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
     """The kernels that know a head's size: 32 query heads in 8 groups, two rows."""
     planes = _empty(4, 2, 32, 8, PAGE, size, dtype=dtype)
     keys, values = planes[0]
-    block_table, seq_lens = _empty(2, 64), _empty(2)
-    rotary = _empty(4096, size, dtype=dtype), _empty(4096, size, dtype=dtype)
-    qkv, positions, slots = _empty(8, 48 * size, dtype=dtype), _empty(8), _empty(8)
+    block_table, seq_lens = _empty(2, 128), _empty(2)  # 8192 tokens
+    rotary = _empty(8192, size, dtype=dtype), _empty(8192, size, dtype=dtype)
+    qkv, tokens = _empty(8, 48 * size, dtype=dtype), _empty(8)
+
+    def metadata(longest: int, mask: Tensor | None) -> AttentionMetadata:
+        return AttentionMetadata(
+            rotary, tokens, tokens, block_table, seq_lens, _empty(3), longest, mask
+        )
+
     for norms in (None, (rotary[0][0], rotary[0][0])):
         ops.label = f"{_TYPES[dtype]} d={size}{' norms' if norms else ''}"
-        ops.rope_write(qkv, norms, 1e-5, rotary, positions, slots, keys, values)
+        ops.rope_write(qkv, norms, 1e-5, metadata(4, None), keys, values)
     ops.label = f"{_TYPES[dtype]} d={size}"
     ops.compact(planes, block_table, seq_lens, _empty(2, 7))
-    cache = keys, values, block_table, seq_lens
     # float32 is for checks; its products take the compiler long, and differ in no way between these
     # forms.
     for count in (16,) if dtype == torch.float32 else (1, 16, 64):
         ops.label = f"{_TYPES[dtype]} d={size} nodes={count}"
-        ops.tree_attention(_empty(2, count, 32, size, dtype=dtype), *cache, _empty(2, count))
+        query, mask = _empty(2 * count, 32, size, dtype=dtype), _empty(2 * count)
+        ops.tree_attention(query, keys, values, metadata(count, mask))
     if dtype != torch.float32 or size == 64:
         ops.label = f"{_TYPES[dtype]} d={size} prefill"
-        ops.tree_attention(_empty(2, 2048, 32, size, dtype=dtype), *cache, None)
+        query = _empty(2048, 32, size, dtype=dtype)
+        ops.tree_attention(query, keys, values, metadata(2000, None))
 
 
 def _record_trees(ops: Recorder) -> None:

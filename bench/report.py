@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+#: A rival that is this much slower than another one has lost.
+CLEARLY = 1.5
 
 
 def interleaved(
@@ -24,6 +28,23 @@ def interleaved(
 
     Whatever else the machine does then hits all of them."""
     return medians(turns(cases, runs=runs, warm_up=warm_up))
+
+
+def contested(
+    rivals: Mapping[str, Callable[[], float]],
+    cases: Mapping[str, Callable[[], float]],
+    *,
+    runs: int,
+) -> dict[str, float]:
+    """Rates of `cases` and of `rivals`, of which the fastest counts.
+
+    A first run of each rival warms up; one that another beats clearly in it keeps that figure and
+    is not run again, so that an emulated type does not take up the time of all the rest.
+    """
+    first = {name: rate() for name, rate in rivals.items()}
+    best = max(first.values())
+    close = {name: rivals[name] for name, rate in first.items() if CLEARLY * rate >= best}
+    return first | interleaved({**close, **cases}, runs=runs)
 
 
 def turns(
@@ -43,6 +64,16 @@ def median_ratio(measured: Sequence[Mapping[str, float]], case: str, rival: str)
     return statistics.median(turn[case] / turn[rival] for turn in measured)
 
 
+def share_of(names: Sequence[str], part: str) -> list[str]:
+    """Of `names` the part that is called for example "2/3": the second, the fifth, the eighth …
+
+    Raises ValueError when `part` is no such thing."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError("a part is written as 1/3")
+    return list(names[int(match[1]) - 1 :: int(match[2])])
+
+
 def peak_gigabytes() -> float:
     """Peak memory of this process so far. Not ru_maxrss: a child starts with its parent's there."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -50,27 +81,36 @@ def peak_gigabytes() -> float:
 
 
 def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
-    """Bytes per second of a sequential read (CPU) or of a copy, both directions counted (CUDA)."""
+    """Bytes per second of a sequential read (CPU) or of a copy, both directions counted (CUDA).
+
+    On a CPU it is that of the faster reader: a sum keeps one stream a thread in flight, a product
+    of a matrix and a vector reads several rows at once, which most machines need for their all.
+    """
     source = torch.ones(megabytes * 2**20 // 4, device=device)
-    target = torch.empty_like(source)
+    matrix, vector = source.view(-1, 2048), torch.ones(2048, device=device)
+    target = torch.empty_like(source) if device.type == "cuda" else source
+    readers: dict[str, Callable[[], object]] = {
+        "sum": source.sum,
+        "product": lambda: matrix @ vector,
+    }
+    if device.type == "cuda":
+        readers = {"copy": lambda: target.copy_(source)}
     moved = source.numel() * 4 * (1 if device.type == "cpu" else 2)
 
-    def run() -> float:
+    def rate(read: Callable[[], object]) -> float:
         _synchronize(device)
         started = time.perf_counter()
-        if device.type == "cpu":
-            source.sum()
-        else:
-            target.copy_(source)
+        read()
         _synchronize(device)
         return moved / (time.perf_counter() - started)
 
-    return interleaved({"read": run}, runs=runs)["read"]
+    cases = {name: partial(rate, read) for name, read in readers.items()}
+    return max(interleaved(cases, runs=runs).values())
 
 
-def matmul_rate(device: torch.device, *, size: int) -> float:
-    """FLOP/s of a square bf16 product."""
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+def matmul_rate(device: torch.device, *, size: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """FLOP/s of a square product."""
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
 
     def run() -> float:
         _synchronize(device)
@@ -103,19 +143,26 @@ def machine(device: torch.device) -> str:
 
 
 def publish(
-    name: str, figures: Mapping[str, Any], *, device: torch.device, folder: Path | None = None
+    name: str,
+    figures: Mapping[str, Any],
+    *,
+    device: torch.device,
+    folder: Path | None = None,
+    merge: bool = False,
 ) -> None:
-    """Write runs/bench/NAME.json and print the same as the last line."""
-    record = {
-        "bench": name,
-        "commit": _commit(),
-        "machine": machine(device),
-        "figures": dict(figures),
-    }
+    """Write runs/bench/NAME.json and print the same as the last line.
+
+    With `merge`, figures of an earlier call stay where this one measured nothing, if they are of
+    the same commit and machine: what takes long is measured in parts.
+    """
+    record = {"bench": name, "commit": _commit(), "machine": machine(device)}
     path = (folder or ROOT / "runs/bench") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record))
+    earlier = json.loads(path.read_text(encoding="utf-8")) if merge and path.exists() else {}
+    same = all(earlier.get(key) == value for key, value in record.items())
+    whole = {**record, "figures": {**(earlier["figures"] if same else {}), **figures}}
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(whole))
 
 
 def rounded(figures: Mapping[str, Any], digits: int = 4) -> dict[str, Any]:

@@ -1,30 +1,40 @@
 """Speed and memory of the trainer on this machine, as one JSON line.
 
-python -m bench.train [--threads N] [--runs N] [--longest TOKENS]
+python -m bench.train [--threads N] [--runs N] [--longest TOKENS] [--only speed,dense,memory]
+                      [--level avx2]
 
 The head is that of a 135M target: H 576, 9 query and 3 key/value heads, MLP 1,536, draft vocabulary
-8,192, TTT 7, bfloat16. States and weights are random, 72 % of the tokens are supervised and all of
-those are in the draft vocabulary. Every memory figure is the peak of a process of its own, torch
-and the target's embedding included.
+8,192, TTT 7. It is trained in what `train.dtype: auto` is here; speed is measured in bf16 and in
+fp32, in turns. States and weights are random, 72 % of the tokens are supervised and all of those
+are in the draft vocabulary. Every memory figure is the peak of a process of its own, torch and the
+target's embedding included.
+
+`--level` limits torch and its libraries to a level of vector instructions that is below this
+machine's: the figures, named after it, are those of a machine without the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.report import ROOT, interleaved, matmul_rate, publish, rounded
+from bench.levels import measure_at
+from bench.report import ROOT, contested, interleaved, matmul_rate, peak_gigabytes, publish, rounded
+from pipeline.config.isa import machine_levels
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import random_init
+from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.model import Objective, TttModel
 from tests.train.dense import dense_loss
@@ -34,60 +44,91 @@ SUPERVISED = 0.72
 #: Each as (tokens of a row, documents in it)
 ROW, DENSE_ROW = (512, 2), (2048, 4)
 CURVE = (2048, 4096, 8192, 16384, 32768)
+TYPES = ("bfloat16", "float32")
+GROUPS = ("speed", "dense", "memory")
+CPU = torch.device("cpu")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads"
-    )
-    parser.add_argument("--runs", type=int, default=7, help="interleaved runs behind every median")
-    parser.add_argument(
-        "--longest", type=int, default=CURVE[-1], help="last sequence length of the memory curve"
-    )
-    parser.add_argument("--out", type=Path, help="folder of the JSON file, default runs/bench")
-    parser.add_argument(
-        "--peak", nargs=3, metavar=("KIND", "TOKENS", "DOCUMENTS"), help=argparse.SUPPRESS
-    )  # the child's side of `_peak`
-    options = parser.parse_args()
+    options = _options()
     torch.set_num_threads(options.threads)
     if options.peak:
         kind, tokens, documents = options.peak
         _run_for_peak(kind, int(tokens), int(documents))
         return
+    if options.level:
+        arguments = ["--threads", str(options.threads), "--runs", str(options.runs)]
+        arguments += ["--longest", str(options.longest), "--only", ",".join(options.only)]
+        measured = measure_at(options.level, "bench.train", arguments)
+        figures = {f"{options.level}.{name}": value for name, value in measured.items()}
+    else:
+        figures = _figures(options)
+    if options.here:
+        options.here.write_text(json.dumps(figures), encoding="utf-8")
+    else:
+        device = torch.device("cpu")
+        publish("train", figures, device=device, folder=options.out, merge=True)
+
+
+def _options() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    option, cores = parser.add_argument, len(os.sched_getaffinity(0))
+    option("--threads", type=int, default=cores, help="CPU threads")
+    option("--runs", type=int, default=7, help="interleaved runs behind every median")
+    option("--longest", type=int, default=CURVE[-1], help="longest sequence of the memory curve")
+    option("--only", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
+    option("--level", choices=machine_levels(), help="measure as on a machine of this level")
+    option("--out", type=Path, help="folder of the JSON file, default runs/bench")
+    option("--here", type=Path, help=argparse.SUPPRESS)  # the child's side of `measure_at`
+    # The child's side of `_peak`.
+    option("--peak", nargs=3, metavar=("KIND", "TOKENS", "DOCUMENTS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.only = [name for name in options.only.split(",") if name]
+    if unknown := set(options.only) - set(GROUPS):
+        parser.error(f"--only {', '.join(unknown)}: it takes {', '.join(GROUPS)}")
+    return options
+
+
+def _figures(options: argparse.Namespace) -> dict[str, Any]:
+    groups: dict[str, Callable[[], dict[str, Any]]] = {
+        "speed": partial(speed, options.runs),
+        "dense": partial(against_dense, options.runs),
+        "memory": partial(memory, options.longest),
+    }
     figures: dict[str, Any] = {}
-    groups = (
-        lambda: speed(options.runs),
-        lambda: against_dense(options.runs),
-        lambda: memory(options.longest),
-    )
-    for group in groups:
-        measured = group()
-        for name, value in measured.items():
-            print(f"{name:28s} {value}", flush=True)
+    for name in options.only:
+        measured = groups[name]()
+        for figure, value in measured.items():
+            print(f"{figure:28s} {value}", flush=True)
         figures |= measured
-    publish("train", figures, device=torch.device("cpu"), folder=options.out)
+    return figures
 
 
-def speed(runs: int) -> dict[str, float]:
+def speed(runs: int) -> dict[str, Any]:
     """Whole optimiser steps through DeepSpeed, rows of 512 tokens."""
-    step, batch, parameters = optimiser_step(*ROW)
-    by_wall = {"step": lambda: _timed(step, time.perf_counter)}
-    by_cpu = {"step": lambda: _timed(step, time.process_time)}
-    wall = interleaved(by_wall, runs=runs, warm_up=3)["step"]
-    busy = interleaved(by_cpu, runs=runs)["step"]
-    rate = matmul_rate(torch.device("cpu"), size=2048)
-    floor = 6 * parameters * STEPS * batch.tokens / rate  # seconds
-    return rounded(
-        {
-            "tokens_per_second": batch.tokens / wall,
-            "tokens_per_cpu_second": batch.tokens / busy,
-            "matmul_gflops": rate / 1e9,
-            "floor_tokens_per_second": batch.tokens / floor,
-            "floor_share": floor / wall,
-            "peak_rss_gb": _peak("step", *ROW),
-        }
-    )
+    steps = {dtype: optimiser_step(*ROW, dtype=dtype) for dtype in TYPES}
+    tokens, auto = ROW[0], str(resolve_dtype("auto", CPU)).removeprefix("torch.")
+    rivals: dict[str, Callable[[], float]] = {
+        dtype: partial(_rate, step, tokens, time.perf_counter) for dtype, (step, _) in steps.items()
+    }
+    step, parameters = steps[auto]
+    rates = contested(rivals, {}, runs=runs)
+    busy = interleaved({auto: partial(_rate, step, tokens, time.process_time)}, runs=runs)[auto]
+    rate = matmul_rate(CPU, size=2048, dtype=resolve_dtype("auto", CPU))
+    floor = rate / (6 * parameters * STEPS)  # tokens per second
+    figures = {
+        "tokens_per_second": rates[auto],
+        "tokens_per_second_bf16": rates["bfloat16"],
+        "tokens_per_second_fp32": rates["float32"],
+        "auto_over_bf16": rates[auto] / rates["bfloat16"],
+        "tokens_per_cpu_second": busy,
+        "matmul_gflops": rate / 1e9,
+        "floor_tokens_per_second": floor,
+        "floor_share": rates[auto] / floor,
+        "peak_rss_gb": _peak("step", *ROW),
+    }
+    return {"dtype": auto, **rounded(figures)}
 
 
 def against_dense(runs: int) -> dict[str, float]:
@@ -118,25 +159,29 @@ def memory(longest: int) -> dict[str, Any]:
     return {"peak_gb_by_tokens": {str(n): round(_peak("ours", n, 1), 3) for n in lengths}}
 
 
-def optimiser_step(tokens: int, documents: int) -> tuple[Callable[[], None], TrainBatch, int]:
-    """One step of the trainer, its batch, and the head's parameters."""
+def optimiser_step(
+    tokens: int, documents: int, *, dtype: str = "auto"
+) -> tuple[Callable[[], None], int]:
+    """One step of the trainer, and the head's parameters."""
     from pipeline.config import TrainSection
     from pipeline.train.trainer import Trainer
 
-    model, batch = random_model(tokens // documents), random_batch(tokens, documents)
-    trainer = Trainer(model, TrainSection(dtype="bfloat16"), torch.device("cpu"))
+    model, batch = random_model(tokens // documents, dtype), random_batch(tokens, documents)
+    section = TrainSection.model_validate({"dtype": dtype})
+    trainer = Trainer(model, section, CPU)
 
     def step() -> None:
         for _ in trainer.step([batch], 1e-4):
             pass
 
-    return step, batch, model.head.count_parameters()
+    return step, model.head.count_parameters()
 
 
 def forward_backward(kind: str, tokens: int, documents: int) -> Callable[[], None]:
     """Loss and gradients of the same head, by the trainer ("ours") or by the dense reference."""
-    model = random_model(tokens // documents).to(torch.bfloat16)
-    batch = random_batch(tokens, documents)
+    dtype = resolve_dtype("auto", CPU)
+    model = random_model(tokens // documents, "auto").to(dtype)
+    batch = random_batch(tokens, documents).to(CPU, dtype)
 
     def by_dense_mask() -> Tensor:
         rows = model.target_output_rows
@@ -149,8 +194,9 @@ def forward_backward(kind: str, tokens: int, documents: int) -> Callable[[], Non
     return run
 
 
-def random_model(longest: int) -> TttModel:
+def random_model(longest: int, dtype: str) -> TttModel:
     """The head with random weights, and a random target."""
+    compute = resolve_dtype(dtype, CPU)
     shape = HeadShape(
         hidden_size=576,
         intermediate_size=1536,
@@ -169,7 +215,7 @@ def random_model(longest: int) -> TttModel:
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(VOCABULARY, 576, generator=generator, dtype=torch.bfloat16)
     objective = Objective(STEPS, DECAY)
-    return TttModel(head, embedding, embedding, objective, max_length=longest, dtype=torch.bfloat16)
+    return TttModel(head, embedding, embedding, objective, max_length=longest, dtype=compute)
 
 
 def random_batch(tokens: int, documents: int) -> TrainBatch:
@@ -195,6 +241,11 @@ def random_batch(tokens: int, documents: int) -> TrainBatch:
     )
 
 
+def _rate(case: Callable[[], None], tokens: int, clock: Callable[[], float]) -> float:
+    """Tokens per second of a case."""
+    return tokens / _timed(case, clock)
+
+
 def _timed(case: Callable[[], None], clock: Callable[[], float]) -> float:
     started = clock()
     case()
@@ -216,9 +267,7 @@ def _run_for_peak(kind: str, tokens: int, documents: int) -> None:
         run = forward_backward(kind, tokens, documents)
     for _ in range(2 if tokens <= DENSE_ROW[0] else 1):
         run()
-    # Not ru_maxrss: a child starts with its parent's there.
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    print(int(status["VmHWM"].split()[0]) * 1024 / 1e9)
+    print(peak_gigabytes())
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from pipeline.config import RunConfig, TargetSection, TreeSection
 from pipeline.config import load as load_config
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
@@ -27,6 +25,7 @@ from pipeline.store.samples import read_samples as read_shard_of_samples
 from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.store.states import StatesReader, StatesSample
 from pipeline.synth import run as run_synth
+from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import pick_device
 from pipeline.target.open import open_contracted_target, open_target
 from pipeline.target.template import ChatTemplate
@@ -69,12 +68,14 @@ def open_engine(
     slots: int = 1,
     max_length: int = 2048,
     device: str = "auto",
+    dtype: str = "auto",
 ) -> tuple[Engine, ChatTemplate]:
     """The decoder on a target (as `target.source`), with the head at a directory or URI if given.
 
     `tree` is the draft tree's shape, `slots` the requests decoded side by side, `max_length` the
-    most tokens of one, prompt and reply. Compute type and template mode are those of the head's
-    contract. Raises TargetError, HeadError, ContractMismatch.
+    most tokens of one, prompt and reply; `device` and `dtype` are as in the configuration's
+    `target`. The template's mode is that of the head's contract. Raises TargetError, HeadError,
+    ContractMismatch.
     """
     weights = None
     if head is None:
@@ -83,11 +84,12 @@ def open_engine(
         with as_directory(Location(head), HEAD_FILES) as directory:
             weights, card = load_head(directory)
         target = open_contracted_target(card.contract, source, where=f"head {head}")
+    where = pick_device(device)
     model = DecoderModel.load(
         target.directory,
         target.contract.capture_layers,
-        device=pick_device(device),
-        dtype=getattr(torch, target.contract.dtype),
+        device=where,
+        dtype=resolve_dtype(dtype, where),
         max_length=max_length,
     )
     drafter = Eagle3Drafter(weights, model, tree or TreeSection()) if weights else None

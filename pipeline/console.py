@@ -1,12 +1,28 @@
-"""What a person sees: one console, one progress bar, one style of notice, error, size and time."""
+"""What a person or a log reader sees: notices, progress, errors, readable sizes and times.
+
+    EAGLE3_LOG     standard output   notices                     long work
+    unset, text    a terminal        "   synth text"             a bar
+                   anything else     "   synth text"             a line every LINE_SECONDS
+    json           either            one JSON object a line      one every LINE_SECONDS
+
+Work that is shorter than that prints no progress line. The text of a sample is shown on a terminal
+alone: it is the users' own, and a batch log is kept and read by others.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import groupby
 from operator import itemgetter
+from typing import IO, Any, Literal, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -20,26 +36,164 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from pipeline.errors import ConfigError
+
 #: Standard output; machine-readable lines are printed with `print`, never with this.
 console = Console(highlight=False, soft_wrap=True)
+
+#: Between two progress lines where there is no bar.
+LINE_SECONDS = 30.0
+
+LOG_VARIABLE = "EAGLE3_LOG"
 
 #: Tokens shown of one part of a sample.
 _SHOWN_TOKENS = 160
 
 
-class ProgressBar:
-    """Handle of one progress bar: `advance(tokens)` and a free-text `note`."""
+def logs_json() -> bool:
+    """Whether notices are JSON objects. Raises ConfigError for a value that means nothing."""
+    value = os.environ.get(LOG_VARIABLE) or "text"
+    if value not in ("text", "json"):
+        raise ConfigError(
+            f"{value!r} is no form of log",
+            where=f"environment: {LOG_VARIABLE}",
+            fix="set it to text or json, or unset it for text",
+        )
+    return value == "json"
 
-    def __init__(self, progress: Progress, unit: str, total: float | None, done: float) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=total, unit=unit, note="")
-        progress.update(self._task, completed=done)
+
+def on_terminal() -> bool:
+    """Whether a person watches: standard output is a terminal and notices are text.
+
+    FORCE_COLOR, which build servers set, colours lines but makes no terminal of a log.
+    """
+    return console.file.isatty() and not console.is_dumb_terminal and not logs_json()
+
+
+def notice(stage: str, text: str, **fields: Any) -> None:
+    """One line about what a stage does or has seen; `fields` are in its JSON object alone."""
+    if not logs_json():
+        console.print(Text.assemble((f"{stage:>8}", "bold cyan"), " ", text))
+    elif not console.quiet:
+        _write_json(console.file, "info", stage, text, **fields)
+
+
+def fail(message: str, code: int, *, stage: str | None = None) -> int:
+    """One line on standard error, whatever line breaks a quoted value may hold."""
+    line = " ".join(message.split())
+    if os.environ.get(LOG_VARIABLE) == "json":
+        _write_json(sys.stderr, "error", stage, line, exit_code=code)
+    else:
+        print(f"error: {line}", file=sys.stderr)
+    return code
+
+
+def _write_json(
+    file: IO[str], level: Literal["info", "error"], stage: str | None, message: str, **fields: Any
+) -> None:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    record = {"time": now, "level": level, "stage": stage, "message": message, **fields}
+    # In one piece: a thread's line may not end up inside another's.
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+@dataclass
+class Pace:
+    """How far some work is, how fast it goes, and how long the rest takes at that rate."""
+
+    unit: str
+    total: float | None
+    done: float = 0  # also by an earlier run
+    clock: Callable[[], float] = time.monotonic
+    note: str = ""
+    begun: float = field(init=False)
+    first: float = field(init=False)  # done at the beginning
+
+    def __post_init__(self) -> None:
+        self.begun, self.first = self.clock(), self.done
+
+    @property
+    def rate(self) -> float | None:
+        """Units per second since the beginning, None before the first."""
+        return (self.done - self.first) / self._seconds if self.done > self.first else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None while the rate or the total is unknown."""
+        if self.rate is None or self.total is None:
+            return None
+        return max(0.0, self.total - self.done) / self.rate
+
+    @property
+    def _seconds(self) -> float:
+        return max(self.clock() - self.begun, 1e-9)
+
+    def text(self) -> str:
+        """120 / 408 samples (29 %), 2.1 samples/s, 2 min left."""
+        parts = [self._count()]
+        if self.rate is None:
+            parts.append(f"{readable_duration(self._seconds)} so far")
+        else:
+            parts.append(f"{self._amount(self.rate)}/s")
+        if self.seconds_left is not None:
+            parts.append(f"{readable_duration(self.seconds_left)} left")
+        return ", ".join(parts) + (f"; {self.note}" if self.note else "")
+
+    def fields(self) -> dict[str, Any]:
+        """The same for a JSON object; rate in units per second."""
+        rate, left = self.rate, self.seconds_left
+        return {
+            "done": self.done,
+            "total": self.total,
+            "unit": self.unit,
+            "rate": None if rate is None else round(rate, 4),
+            "seconds_left": None if left is None else round(left, 1),
+        }
+
+    def _count(self) -> str:
+        if self.total is None:
+            return self._amount(self.done)
+        share = f" ({100 * self.done / self.total:.0f} %)" if self.total else ""
+        if self.unit == "bytes":
+            return f"{readable_bytes(self.done)} / {readable_bytes(self.total)}{share}"
+        return f"{self.done:,.0f} / {self.total:,.0f} {self.unit}{share}"
+
+    def _amount(self, value: float) -> str:
+        if self.unit == "bytes":
+            return readable_bytes(value)
+        if value < 10 and value != int(value):
+            return f"{value:.2g} {self.unit}"
+        return f"{value:,.0f} {self.unit}"
+
+
+class ProgressBar(Protocol):
+    """Handle of one piece of work: a bar on a terminal, a line now and then elsewhere."""
 
     def advance(self, amount: float, note: str | None = None) -> None:
-        """Move on by `amount` units; `note` replaces the text at the end of the bar."""
+        """Move on by `amount` units; `note` replaces the text at the end."""
+
+
+class _TerminalBar:
+    def __init__(self, progress: Progress, pace: Pace) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=pace.total, unit=pace.unit, note=pace.note)
+        progress.update(self._task, completed=pace.done)
+
+    def advance(self, amount: float, note: str | None = None) -> None:
         self._progress.update(self._task, advance=amount)
         if note is not None:
             self._progress.update(self._task, note=note)
+
+
+class _LogBar:
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+
+    def advance(self, amount: float, note: str | None = None) -> None:
+        self._pace.done += amount
+        if note is not None:
+            self._pace.note = note
 
 
 class _Rate(TextColumn):
@@ -53,14 +207,19 @@ class _Rate(TextColumn):
 
 @contextmanager
 def progress_bar(
-    title: str, *, unit: str, total: float | None, done: float = 0
+    stage: str, *, unit: str, total: float | None, done: float = 0, note: str = ""
 ) -> Iterator[ProgressBar]:
-    """A bar with count, rate and time left. Quiet when standard output is no terminal.
+    """Count, rate and time left of a block: a bar, or a line every LINE_SECONDS.
 
     `done` is what an earlier, interrupted run has already committed.
     """
+    pace = Pace(unit, total, done, note=note)
+    if not on_terminal():
+        with _every_line_seconds(lambda: notice(stage, pace.text(), **pace.fields())):
+            yield _LogBar(pace)
+        return
     columns = (
-        TextColumn(f"[bold]{title}"),
+        TextColumn(f"[bold]{stage}"),
         BarColumn(),
         TaskProgressColumn(),
         MofNCompleteColumn(),
@@ -69,25 +228,71 @@ def progress_bar(
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield ProgressBar(progress, unit, total, done)
+    with Progress(*columns, console=console) as progress:
+        yield _TerminalBar(progress, pace)
 
 
-def notice(stage: str, text: str) -> None:
-    """One line about what a stage does or found."""
-    console.print(f"[bold cyan]{stage:>8}[/] {text}")
+@contextmanager
+def long_step(stage: str, what: str) -> Iterator[None]:
+    """A block that cannot be counted; where there is no terminal, a line now and then names it."""
+    begun = time.monotonic()
+
+    def report() -> None:
+        seconds = time.monotonic() - begun
+        notice(stage, f"{what}, {readable_duration(seconds)} so far", seconds=round(seconds, 1))
+
+    with nullcontext() if on_terminal() else _every_line_seconds(report):
+        yield
+
+
+_open_blocks: list[threading.Event] = []
+
+
+@contextmanager
+def _every_line_seconds(report: Callable[[], None]) -> Iterator[None]:
+    """Call `report` now and then in the background, whatever the block is waiting for.
+
+    Of blocks within blocks the innermost reports.
+    """
+    over = threading.Event()
+    _open_blocks.append(over)
+
+    def keep_reporting() -> None:
+        # A reader who has gone ends the lines; the block meets that with its own next notice.
+        with suppress(OSError):
+            while not over.wait(LINE_SECONDS):
+                if _open_blocks[-1] is over:
+                    report()
+
+    thread = threading.Thread(target=keep_reporting, name="progress-lines", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        _open_blocks.remove(over)
 
 
 def show_supervised(
-    token_ids: Sequence[int], mask: Sequence[bool], decode: Callable[[Sequence[int]], str]
+    stage: str,
+    token_ids: Sequence[int],
+    mask: Sequence[bool],
+    decode: Callable[[Sequence[int]], str],
 ) -> None:
-    """One sample as text: supervised tokens green, others dim, long parts without their middle."""
+    """One sample: on a terminal as text, supervised tokens green and others dim; else its counts.
+
+    Of long parts the middle is left out.
+    """
+    count = f"{sum(mask)} of {len(token_ids)} tokens are supervised"
+    if not on_terminal():
+        notice(stage, f"a sample: {count}", supervised=sum(mask), tokens=len(token_ids))
+        return
     text = Text()
     for supervised, pairs in groupby(zip(mask, token_ids, strict=True), key=itemgetter(0)):
         part = _shortened([token for _, token in pairs], decode)
         text.append(part, style="green" if supervised else "dim")
-    count = f"{sum(mask)} of {len(token_ids)} tokens are supervised (green)"
-    console.rule(f"a sample: {count}", style="dim")
+    console.rule(f"a sample: {count} (green)", style="dim")
     console.print(text)
     console.rule(style="dim")
 
@@ -98,12 +303,6 @@ def _shortened(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str])
     half = _SHOWN_TOKENS // 2
     left_out = len(token_ids) - 2 * half
     return f"{decode(token_ids[:half])} … {left_out} tokens … {decode(token_ids[-half:])}"
-
-
-def fail(message: str, code: int) -> int:
-    """One line on standard error, whatever line breaks a quoted value may hold."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code
 
 
 def readable_bytes(count: float) -> str:

@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import ContractMismatch
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+#: The oldest that is still read: schema 2 has no `arithmetic`.
+OLDEST_SCHEMA = 2
 #: Of the states on disk, which docs/states-format.md describes; raised with every change that an
 #: older reader would misread.
 STATES_FORMAT = 3
@@ -116,7 +118,7 @@ class TargetContract(Record):
     source: str  # as the user wrote it in `target.source`
     revision: str  # hub commit, package version, or "local"
     fingerprint: str  # SHA-256 over the weights, see target/contract.py
-    dtype: str
+    dtype: str  # that its weights are stored in; what computes with them is in `Arithmetic`
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -130,8 +132,34 @@ class TargetContract(Record):
     parameters: int  # of the target, tied weights counted once
 
 
-#: Fields that say where a target was found, not what it is; they may differ between stages.
-CONTRACT_LABELS = frozenset({"source", "revision"})
+#: Fields that may differ between stages: where a target was found, and the type of weights whose
+#: bytes the fingerprint covers (heads of schema 2 name the type they were computed in).
+CONTRACT_LABELS = frozenset({"source", "revision", "dtype"})
+
+
+class Arithmetic(Record):
+    """What numbers were computed with. It makes no two runs differ, but a result rests on it."""
+
+    dtype: str  # float32, bfloat16, float16; "unknown" for a server's
+    kernels: str  # torch, triton, an ISA level of our own CPU kernels, or the kind of server
+    device: Literal["cpu", "cuda", "server"]
+    processor: str  # highest ISA level, or CUDA capability as sm_90: torch picks its kernels by it
+    threads: int  # of torch; 0 for a server's
+    #: What the result of the same command on such a machine depends on beside its input: on nothing
+    #: (not even on the threads), on the number of threads, or on what nobody controls.
+    repeatable: Literal["always", "per thread count", "no"]
+
+    def __str__(self) -> str:
+        """As a notice says it."""
+        return f"{self.dtype}, kernels {self.kernels}"
+
+    def agrees(self, other: Arithmetic) -> bool:
+        """Whether both give the same result for the same input."""
+        ours, theirs = self, other
+        if self.repeatable == "always":
+            anywhere = {"threads": 0, "processor": ""}
+            ours, theirs = (one.model_copy(update=anywhere) for one in (self, other))
+        return self.repeatable != "no" and ours == theirs
 
 
 class Shard(Record):
@@ -160,12 +188,14 @@ class Manifest(Record):
     sources: dict[str, int]  # source → records that went in, inherited down the chain
     details: dict[str, Any] = {}  # stage-specific facts: coverage, head size, PII policy, …
     software: dict[str, str]  # package → version
+    #: All that had a part in it; several when it was continued on another kind of machine.
+    arithmetic: tuple[Arithmetic, ...] = ()
     wall_seconds: float
 
     @property
     def content_hash(self) -> str:
-        """Hash of what the stage produced; equal for equal bytes, however long it took."""
-        volatile = {"software", "wall_seconds", "parent_uri"}
+        """Hash of what the stage produced; equal for equal bytes, however they were computed."""
+        volatile = {"software", "arithmetic", "wall_seconds", "parent_uri"}
         return digest(self.model_dump(mode="json", exclude=volatile))
 
     @property
@@ -221,8 +251,7 @@ class EvalReport(Record):
 def match_contracts(target: TargetContract, other: TargetContract, *, where: str) -> None:
     """Raise ContractMismatch on the first field in which `other` differs from this run's target.
 
-    `other` is the contract of the artefact at `where`. Where its target was found
-    (CONTRACT_LABELS) may differ.
+    `other` is the contract of the artefact at `where`. CONTRACT_LABELS may differ.
     """
     ours, theirs = target.model_dump(mode="json"), other.model_dump(mode="json")
     for field, value in ours.items():

@@ -24,6 +24,7 @@ from pipeline.config import (
 )
 from pipeline.config.reading import _section_in
 from pipeline.errors import ConfigError
+from pipeline.records import STAGES, Stage
 
 TREE: dict[str, Any] = {
     "target": {"source": "some/model"},
@@ -270,6 +271,46 @@ def test_stage_hash_follows_its_own_section_only() -> None:
 )
 def test_stage_hash_ignores_where_and_how_fast(change: tuple[str, Any]) -> None:
     assert parse(TREE).section_hash("synth") == parse(with_value(*change)).section_hash("synth")
+
+
+@pytest.mark.parametrize(
+    ("stage", "dotted", "value"),
+    [
+        *((stage, "target.dtype", dtype) for stage in STAGES for dtype in ("float16", "float32")),
+        *((stage, "target.device", "cuda") for stage in STAGES),
+        ("train", "train.dtype", "bfloat16"),
+        ("train", "train.activation_checkpointing", True),
+        ("train", "train.compile", True),
+        ("train", "train.wandb", "disabled"),
+        ("train", "train.keep_checkpoints", 9),
+        ("features", "features.batch_tokens", 64),
+        ("synth", "synth.batch_size", 1),
+        ("synth", "synth.head", "heads/one"),
+        ("synth", "synth.dlp", {"timeout": 3.0}),
+    ],
+)
+def test_arithmetic_and_batching_make_no_two_runs_differ(
+    stage: Stage, dotted: str, value: Any
+) -> None:
+    changed = parse(with_value(dotted, value))
+    assert changed != parse(TREE) and changed.section_hash(stage) == parse(TREE).section_hash(stage)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dotted", "value"),
+    [
+        ("synth", "target.capture_layers", [1, 2, 3]),
+        ("synth", "synth.shard_prompts", 7),
+        ("features", "features.shard_tokens", 7),
+        ("features", "target.source", "another/model"),
+        ("train", "train.batch_tokens", 7),
+        ("train", "train.accumulate", 7),
+        ("eval", "eval.tree", "auto"),
+    ],
+)
+def test_what_shapes_bytes_makes_runs_differ(stage: Stage, dotted: str, value: Any) -> None:
+    changed = parse(with_value(dotted, value))
+    assert changed.section_hash(stage) != parse(TREE).section_hash(stage)
 
 
 def test_a_key_of_the_process_goes_before_the_environment(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from pipeline.cli.commands import COMMANDS
 from pipeline.cli.parser import parse_arguments
-from pipeline.console import fail
+from pipeline.console import fail, logs_json
 from pipeline.errors import Eagle3Error
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -33,12 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parse_arguments(argv)
     try:
+        logs_json()  # an unusable EAGLE3_LOG stops here and not at the first notice
         return COMMANDS[arguments.command](arguments)
     except Eagle3Error as error:
-        return fail(str(error), error.exit_code)
+        return fail(str(error), error.exit_code, stage=arguments.command)
     except KeyboardInterrupt:
         fix = "run the same command again; it continues after the last committed work"
-        return fail(f"interrupted (fix: {fix})", INTERRUPTED)
+        return fail(f"interrupted (fix: {fix})", INTERRUPTED, stage=arguments.command)
     except BrokenPipeError:  # `eagle3 schema | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

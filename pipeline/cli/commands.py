@@ -106,8 +106,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     from pipeline.exchange.imports import import_head
 
-    dtype = arguments.dtype
-    import_head(arguments.head, target=arguments.target, out=arguments.out, dtype=dtype)
+    import_head(arguments.head, target=arguments.target, out=arguments.out)
     return 0
 
 

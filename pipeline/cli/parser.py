@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 import pipeline
+from pipeline.console import fail
 from pipeline.records import STAGES, Stage
 
 _STAGES: dict[Stage, str] = {
@@ -22,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """Reports misuse in one line, like every other error."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (fix: see {self.prog} --help)\n")
+        sys.exit(fail(f"{message} (fix: see {self.prog} --help)", 2))
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -129,12 +131,6 @@ def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     imported.add_argument(
         "--out", required=True, metavar="HEAD", help=f"head directory to write; {empty}"
-    )
-    imported.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float32", "float16"),
-        help="the target's compute type, as in target.dtype",
     )
 
 

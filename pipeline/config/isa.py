@@ -12,6 +12,7 @@ above (see decoder/ops/cpu).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from functools import cache
@@ -39,7 +40,14 @@ def machine_levels() -> tuple[str, ...]:
         return ()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    return tuple(level for level, needed in LEVELS.items() if needed <= flags)
+    levels = [level for level, needed in LEVELS.items() if needed <= flags]
+    return tuple(level for level in levels if level != "amx" or _permits_tiles())
+
+
+def _permits_tiles() -> bool:
+    """Ask the kernel for AMX's tiles, which a process gets on request only (arch_prctl)."""
+    system_call, request, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(system_call, request, tile_data) == 0)
 
 
 def isa_level() -> str | None:

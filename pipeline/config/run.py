@@ -11,10 +11,27 @@ from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
 from pipeline.config.train import TrainSection
 from pipeline.records import STATES_FORMAT, Stage, digest
 
-#: What may change between two attempts at a stage: it does not decide what comes out.
+#: What of a section may change between two attempts at a stage, or between the machines that share
+#: one run: it says how the stage is computed and watched, not what comes out.
 _NOT_IN_THE_OUTPUT: dict[str, Any] = {
-    "synth": {"generator": TRANSPORT_KEYS},
-    "features": {"self_check_tolerance", "device_map"},
+    "target": {"dtype", "device"},
+    "synth": {
+        "batch_size": True,
+        "head": True,  # drafted replies are the target's own
+        "tree": True,
+        "generator": TRANSPORT_KEYS,
+        "dlp": {"project", "endpoint", "timeout"},
+    },
+    "features": {"batch_tokens", "self_check_tolerance", "device_map"},
+    "train": {
+        "dtype",
+        "activation_checkpointing",
+        "compile",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "wandb",
+        "wandb_project",
+    },
 }
 
 
@@ -54,8 +71,10 @@ class TargetSection(Section):
     file."""
     revision: str | None = None
     """Hub revision; ignored for local sources."""
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    """Compute type of the target in every stage."""
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = "auto"
+    """Compute type of the target in every stage; its weights keep the type they are stored in.
+    auto: bfloat16 where this machine multiplies it (AVX512-BF16, AMX, ARM bf16, CUDA 8.0), else
+    float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the target and the head run; auto takes CUDA when present."""
     capture_layers: Literal["auto"] | tuple[int, int, int] = "auto"
@@ -77,7 +96,7 @@ class FeaturesSection(Section):
     cost in τ of each."""
     self_check_tolerance: float = Field(64, ge=0)
     """A sample of each shard is computed again alone; its states may differ by this many steps
-    (eps) of target.dtype. 0: no check."""
+    (eps) of the compute type. 0: no check."""
     device_map: Literal["auto", "balanced"] | dict[str, int | str] | None = None
     """Spread the target's layers over devices, as transformers' device_map; needs accelerate. None:
     all on target.device."""
@@ -125,7 +144,7 @@ class RunConfig(Section):
     def section_hash(self, stage: Stage) -> str:
         """Hash of what decides `stage`'s output: the target, the seed and its own section."""
         section: Section | None = getattr(self, stage)
-        target = self.target.model_dump(mode="json")
+        target = self.target.model_dump(mode="json", exclude=_NOT_IN_THE_OUTPUT["target"])
         own = section and section.model_dump(mode="json", exclude=_NOT_IN_THE_OUTPUT.get(stage))
         if own and stage == "features":
             own["format"] = STATES_FORMAT  # states of an older version are not taken for these

@@ -82,8 +82,9 @@ class TrainSection(Section):
     """AdamW's decoupled decay."""
     clip_norm: float = Field(0.5, gt=0)
     """Gradient norm limit."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute type; bfloat16 keeps fp32 masters in DeepSpeed."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute type; bfloat16 keeps fp32 masters in DeepSpeed. auto: as target.dtype, but training
+    that continues from a checkpoint keeps the checkpoint's. The head is stored in bfloat16."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed ZeRO stage."""
     activation_checkpointing: bool = False

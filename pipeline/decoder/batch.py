@@ -12,7 +12,41 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.tree import SamplingTensors, VerifyOutput
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What a drafter keeps of each row from round to round: `size` values."""
+
+    size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Which rows T tokens belong to: row b has tokens starts[b] … starts[b + 1] - 1."""
+
+    starts: Tensor  # [B + 1]
+    row: Tensor  # [T]
+    within: Tensor  # [T] 0, 1, … in each row
+    longest: int  # most tokens of a row, or more
+
+    @classmethod
+    def even(cls, rows: int, count: int, device: torch.device) -> TokenRows:
+        """`count` tokens in each of `rows` rows."""
+        index = torch.arange(rows * count, device=device)
+        starts = torch.arange(0, rows * count + 1, count, device=device)
+        return cls(starts, index // count, index % count, count)
+
+    @classmethod
+    def ragged(cls, starts: Tensor, tokens: int, longest: int) -> TokenRows:
+        """Rows that begin at `starts` [B + 1], T = `tokens` in all; nothing is read back."""
+        index = torch.arange(tokens, device=starts.device)
+        row = torch.bucketize(index, starts[1:], right=True)
+        return cls(starts, row, index - starts[row], longest)
 
 
 @dataclass(frozen=True)
@@ -37,16 +71,16 @@ class DecodeBatch:
         rows: int,
         *,
         pages: int,
-        state_size: int,
         emitted: int,
-        dtype: torch.dtype,
+        state: RowState | None,
         device: torch.device,
     ) -> DecodeBatch:
-        """Inert rows of `pages` pages, `state_size` drafter values, `emitted` tokens a round."""
+        """Inert rows of `pages` pages, what a drafter keeps of each, `emitted` tokens a round."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
+        state = state or RowState(0, torch.float32)
         return cls(
             roots=zeros(),
             seq_lens=zeros(),
@@ -56,7 +90,7 @@ class DecodeBatch:
             top_p=zeros(dtype=torch.float32),
             top_k=zeros(),
             seeds=zeros(),
-            drafter_state=zeros(state_size, dtype=dtype),
+            drafter_state=zeros(state.size, dtype=state.dtype),
             emitted=zeros(emitted),
             counts=zeros(),
         )
@@ -74,31 +108,59 @@ class DecodeBatch:
             return self
         return DecodeBatch(*(getattr(self, field.name)[first:last] for field in fields(self)))
 
-    def copy_row(self, row: int, other: DecodeBatch, source: int) -> None:
-        """Overwrite one row with a row of `other`, which may be this batch."""
+    def copy_rows(self, first: int, other: DecodeBatch) -> None:
+        """Overwrite rows from `first` on with all rows of `other`, which are not among them."""
         for field in fields(self):
-            getattr(self, field.name)[row] = getattr(other, field.name)[source]
+            getattr(self, field.name)[first : first + len(other)] = getattr(other, field.name)
 
-    def open_row(
-        self,
-        row: int,
-        pages: list[int],
-        *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
+    def open(
+        self, block_table: Tensor, top_k: Tensor, seeds: Tensor, temperature: Tensor, top_p: Tensor
     ) -> None:
-        """Give a row to a request that has nothing cached yet; greedy by default."""
-        self.clear_row(row)
-        self.active[row] = 1
-        self.block_table[row, : len(pages)] = torch.tensor(pages, device=self.block_table.device)
-        self.temperature[row], self.top_p[row] = temperature, top_p
-        self.top_k[row], self.seeds[row] = top_k, seed
+        """Give all rows to requests that have nothing cached yet: block_table [S, P], others [S].
+
+        The tensors are on the batch's device, and nothing is read back.
+        """
+        self.roots.zero_()
+        self.seq_lens.zero_()
+        self.active.fill_(1)
+        self.block_table.copy_(block_table)
+        self.top_k.copy_(top_k)
+        self.seeds.copy_(seeds)
+        self.temperature.copy_(temperature)
+        self.top_p.copy_(top_p)
 
     def clear_row(self, row: int) -> None:
-        """Make a row inert."""
+        """Make a row inert; nothing is waited for."""
         self.block_table[row], self.seq_lens[row], self.active[row] = 0, 0, 0
+
+    def slots(self, row: Tensor, entries: Tensor) -> Tensor:
+        """Slots [T] of cache entries [T] of rows [T]."""
+        return self.block_table[row, entries // PAGE] * PAGE + entries % PAGE
+
+    def metadata(
+        self,
+        rotary: tuple[Tensor, Tensor],
+        rows: TokenRows,
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> AttentionMetadata:
+        """Of tokens that become the entries behind the committed ones, row by row.
+
+        They are chains at their entries' positions, unless `positions` [T] and the bits of `mask`
+        [T] say otherwise.
+        """
+        entries = self.seq_lens[rows.row] + rows.within  # [T]
+        return AttentionMetadata(
+            rotary=rotary,
+            positions=entries if positions is None else positions,
+            slots=self.slots(rows.row, entries),
+            block_table=self.block_table,
+            seq_lens=self.seq_lens,
+            query_starts=rows.starts,
+            longest=rows.longest,
+            mask=mask,
+        )
 
     def advance(self, accepted: VerifyOutput) -> None:
         """Commit what a round emitted; inert rows stay where they are."""

@@ -8,7 +8,8 @@
 A request's life:
 
     1  it waits for a slot and for all the pages that it can ever need, so it is never preempted
-    2  its prompt is read in chunks between the others' rounds; the last chunk draws its first token
+    2  its prompt is read between the others' rounds, in one forward with other prompts or in
+       several chunks; the last one draws its first token
     3  it takes part in rounds until a stop token or its length limit
     4  its pages are freed and its row goes to the last running request
 
@@ -27,8 +28,9 @@ import torch
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.graphs import PendingTokens, RoundRunner, copy_to_host, default_buckets
-from pipeline.decoder.kv import PageAllocator, pages_for
+from pipeline.decoder.kv import PageAllocator, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.prefill import Prefill
 from pipeline.decoder.request import (
     Completion,
     Emission,
@@ -37,7 +39,8 @@ from pipeline.decoder.request import (
     RunningRequest,
     Statistics,
 )
-from pipeline.decoder.round import Verify, prefill_chunk
+from pipeline.decoder.round import Verify
+from pipeline.decoder.tree import HEADROOM
 
 #: A prefill or a round under way: the requests in its rows, and its tokens.
 _Launch = tuple[list[RunningRequest], PendingTokens]
@@ -64,11 +67,14 @@ class Engine:
         overlap: bool | None = None,
         verify: Verify | None = None,
     ) -> None:
-        """`pages` limits the pool; by default every slot can hold a request of full length.
+        """`pages` is the size of the pool; by default every slot can hold a request of full length,
+        or fewer can where a share of the free memory does not hold as much.
 
-        `buckets` are the batch sizes that rounds run at (default: exact on a CPU), `overlap`
-        launches a round before the last one's tokens are read (default: on CUDA). `verify` takes
-        the place of honest verification: completions are then marked as simulated.
+        `buckets` are the batch sizes that rounds run at, the largest being `slots` (default: exact
+        on a CPU), `overlap` launches a round before the last one's tokens are read (default: on
+        CUDA). `verify` takes the place of honest verification: completions are then marked as
+        simulated. Raises ConfigError when no request of full length fits into memory, ValueError
+        for buckets that do not fit.
         """
         cuda, device = model.device.type == "cuda", model.device
         self.model, self.drafter, self.slots = model, drafter, slots
@@ -80,31 +86,32 @@ class Engine:
         # Behind the last kept token stand what a round too many commits, for each round in flight,
         # and the tree on top.
         self._spare = emitted * (1 + self._max_unread) + tree
+        assert self._spare <= HEADROOM, "rotary tables would end before the last round does"
         row_pages = pages_for(model.max_length + self._spare)
-        pages = slots * row_pages + 1 if pages is None else pages
+        shapes = model.plane_shape, *(drafter.planes if drafter else ())
+        if pages is None:
+            least, most = row_pages + 1, slots * row_pages + 1
+            pages = pages_that_fit(shapes, device, least=least, most=most)
         self.allocator = PageAllocator(pages, device=device)
-        self._plane = model.plane(self.allocator)
-        if drafter:
-            drafter.make_plane(self.allocator)
-        self._batch, self._prefill_batch = (
+        planes = self.allocator.planes(shapes[0], shapes[1:])
+        self._batch, prefill_batch = (
             DecodeBatch.empty(
-                rows,
+                slots,
                 pages=row_pages,
-                state_size=drafter.state_size if drafter else 0,
                 emitted=emitted,
-                dtype=model.dtype,
+                state=drafter.state if drafter else None,
                 device=device,
             )
-            for rows in (slots, 1)
+            for _ in range(2)
         )
+        self._prefill = Prefill(model, planes, drafter, prefill_batch)
         if buckets is None and cuda:
             buckets = default_buckets(slots)
         with torch.inference_mode():
             self._runner = RoundRunner(
-                model, self._plane, drafter, self._batch, buckets=buckets, verify=verify
+                model, planes, drafter, self._batch, buckets=buckets, verify=verify
             )
         self._running: list[RunningRequest] = []  # request r holds row r
-        self._prefilling: RunningRequest | None = None  # holds the row of the prefill batch
         self._ready: deque[Emission] = deque()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -119,7 +126,7 @@ class Engine:
         waiting = _WaitingQueue(requests)
         in_flight: deque[list[_Launch]] = deque()  # not yet read; a list for each pass of this loop
         try:
-            while waiting or self._prefilling or self._running or in_flight:
+            while waiting or self._prefill.requests or self._running or in_flight:
                 in_flight.append(self._launch(waiting))
                 while in_flight and (len(in_flight) > self._max_unread or not in_flight[-1]):
                     self._collect(in_flight.popleft())
@@ -130,7 +137,7 @@ class Engine:
 
     def _launch(self, waiting: _WaitingQueue) -> list[_Launch]:
         """Read prompts, within the budget, and run one round of the running requests."""
-        launched = self._prefill(waiting)
+        launched = self._read_prompts(waiting)
         if not self._max_unread:  # a request may end with its first token
             self._collect(launched)
             launched = []
@@ -141,30 +148,25 @@ class Engine:
             launched.append((list(self._running), copy_to_host(self._batch.rows(0, rows))))
         return launched
 
-    def _prefill(self, waiting: _WaitingQueue) -> list[_Launch]:
-        """Read chunks of prompts within the budget; a request joins the rounds after its last."""
-        launched: list[_Launch] = []
-        budget = self._prefill_tokens * (1 if self._running else _IDLE_FACTOR)
-        while budget > 0 and (arriving := self._prefilling or self._admit(waiting)):
-            prompt = arriving.request.prompt_ids
-            end = min(arriving.prefilled + budget, len(prompt))
-            budget -= end - arriving.prefilled
-            chunk = self._tensor(prompt[arriving.prefilled : end])[None]  # [1, n]
-            following = self._tensor(prompt[end : end + 1]) if end < len(prompt) else None
-            prefill_chunk(
-                self.model, self._plane, self.drafter, self._prefill_batch, chunk, following
-            )
-            arriving.prefilled, self._prefilling = end, arriving
-            if following is None:
-                launched.append(([arriving], copy_to_host(self._prefill_batch)))
-                self._batch.copy_row(len(self._running), self._prefill_batch, 0)
-                self._running.append(arriving)
-                self._prefilling = None
+    def _read_prompts(self, waiting: _WaitingQueue) -> list[_Launch]:
+        """Admit requests, read prompts within the budget; those read whole join the rounds."""
+        prefill, running = self._prefill, len(self._running)
+        budget = self._prefill_tokens * (1 if running else _IDLE_FACTOR)
+        while prefill.unread < budget and (arriving := self._admit(waiting)):
+            prefill.add(arriving)
+        ended = prefill.read(budget)
+        if not ended:
+            return []
+        rows = prefill.batch.rows(0, len(ended))
+        launched = [(ended, copy_to_host(rows))]
+        self._batch.copy_rows(running, rows)
+        self._running += ended
+        prefill.drop(len(ended))
         return launched
 
     def _admit(self, waiting: _WaitingQueue) -> RunningRequest | None:
         """The next request that can run; None without one, a free slot or enough pages."""
-        while waiting and len(self._running) < self.slots:
+        while waiting and len(self._running) + len(self._prefill.requests) < self.slots:
             request = waiting.first
             need = pages_for(len(request.prompt_ids) + request.max_new_tokens + self._spare)
             problem = self._problem(request, need)
@@ -177,22 +179,11 @@ class Engine:
             if pages is None:
                 return None
             waiting.pop()
-            return self._open(request, pages, waiting.opened)
+            now = time.perf_counter()
+            queued = now - waiting.opened
+            statistics = Statistics(simulated=self._simulated, queued_seconds=queued)
+            return RunningRequest(request, pages, now, statistics=statistics)
         return None
-
-    def _open(self, request: Request, pages: list[int], submitted: float) -> RunningRequest:
-        """Give an admitted request the row of the prefill batch."""
-        now = time.perf_counter()
-        self._prefill_batch.open_row(
-            0,
-            pages,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-        )
-        statistics = Statistics(simulated=self._simulated, queued_seconds=now - submitted)
-        return RunningRequest(request, pages, now, statistics=statistics)
 
     def _problem(self, request: Request, need: int) -> Problem | None:
         """Why a request that needs so many pages can never be run here."""
@@ -217,23 +208,21 @@ class Engine:
     def _retire(self, running: RunningRequest) -> None:
         """Free the pages; the last running request takes over the row."""
         row, last = self._running.index(running), self._running.pop()
+        count = len(self._running)
         if last is not running:
             self._running[row] = last
-            self._batch.copy_row(row, self._batch, len(self._running))
-        self._batch.clear_row(len(self._running))
+            self._batch.copy_rows(row, self._batch.rows(count, count + 1))
+        self._batch.clear_row(count)
         self.allocator.free(running.pages)
 
     def _abandon(self) -> None:
         """Drop everything, for a caller that stopped listening."""
         for running in list(self._running):
             self._retire(running)
-        if self._prefilling is not None:
-            self.allocator.free(self._prefilling.pages)
-            self._prefilling = None
+        for reading in self._prefill.requests:
+            self.allocator.free(reading.pages)
+        self._prefill.drop(len(self._prefill.requests))
         self._ready.clear()
-
-    def _tensor(self, token_ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(token_ids, device=self.model.device)
 
 
 class _WaitingQueue:

@@ -16,12 +16,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import Verify, decode_round
 
@@ -32,25 +34,36 @@ def default_buckets(slots: int) -> tuple[int, ...]:
     return tuple(sorted(smaller | {slots}))
 
 
+#: Streams that torch hands out in turn, and of those the ones that somebody captures on.
+_STREAMS = 32
+_held_streams: WeakValueDictionary[int, torch.cuda.Stream] = WeakValueDictionary()
+
+
 class RoundRunner:
     """Runs rounds on the first rows of a batch."""
 
     def __init__(
         self,
         model: DecoderModel,
-        plane: Tensor,
+        planes: Planes,
         drafter: Drafter | None,
         batch: DecodeBatch,
         *,
         buckets: Sequence[int] | None,
         verify: Verify | None = None,
     ) -> None:
-        """`buckets` are the batch sizes of rounds, ascending; None runs exactly the active rows.
+        """`buckets` are the batch sizes of rounds; None runs exactly the active rows.
 
-        On CUDA the graphs are captured here, while every row is still inert.
+        On CUDA the graphs are captured here, while every row is still inert. Raises ValueError for
+        buckets that the whole batch does not fit into.
         """
-        self._model, self._plane, self._drafter, self._batch = model, plane, drafter, batch
-        self._buckets, self._verify = buckets, verify
+        self._model, self._planes, self._drafter, self._batch = model, planes, drafter, batch
+        self._buckets, self._verify = None if buckets is None else sorted(buckets), verify
+        if self._buckets is not None and max(self._buckets, default=0) != len(batch):
+            problem = (
+                f"the largest of buckets {self._buckets} must be the batch's {len(batch)} rows"
+            )
+            raise ValueError(problem)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if model.device.type == "cuda":
             self._capture()
@@ -67,29 +80,49 @@ class RoundRunner:
     def _round(self, size: int, *, sampling: bool) -> None:
         rows = self._batch.rows(0, size)
         decode_round(
-            self._model, self._plane, self._drafter, rows, sampling=sampling, verify=self._verify
+            self._model, self._planes, self._drafter, rows, sampling=sampling, verify=self._verify
         )
 
     def _capture(self) -> None:
         assert self._buckets is not None
-        pool = torch.cuda.graph_pool_handle()
-        for size in sorted(self._buckets, reverse=True):  # smaller ones fit into its memory
+        pool, self._stream = torch.cuda.graph_pool_handle(), capture_stream(self._model.device)
+        for size in reversed(self._buckets):  # smaller ones fit into the memory of larger ones
             for sampling in (False, True):
                 launch = partial(self._round, size, sampling=sampling)
-                self._graphs[size, sampling] = captured(launch, pool)
+                self._graphs[size, sampling] = captured(launch, self._stream, pool)
 
 
-def captured(launch: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream to capture graphs on that nobody else captures on while the caller holds it.
+
+    Graphs keep the address of the cuBLAS workspace of the stream that they were captured on, and
+    when one of them goes, torch frees that workspace under the others
+    (github.com/pytorch/pytorch/issues/193402). Torch's own capture stream is one for the whole
+    process, and new streams are old ones again after 32; so those that are held are remembered, and
+    graphs of one stream live and go together.
+    """
+    for _ in range(_STREAMS):
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if stream.cuda_stream not in _held_streams:
+            break
+    # With more than 32 holders there is none left.
+    _held_streams[stream.cuda_stream] = stream
+    return stream
+
+
+def captured(
+    launch: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None
+) -> torch.cuda.CUDAGraph:
     """Its kernels as a CUDA graph, with memory from `pool` or of its own."""
-    # Kernels compile and libraries choose their algorithms outside the capture.
-    warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    warm.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm):
+    # Kernels compile, libraries choose their algorithms and make their workspaces outside the
+    # capture, on the stream that it will use.
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(2):
             launch()
-    torch.cuda.current_stream().wait_stream(warm)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         launch()
     return graph
 

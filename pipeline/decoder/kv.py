@@ -5,16 +5,48 @@
 
     p: committed   n: nodes of the tree being verified (or beams being drafted)   .: never read
 
-A page id names the same page in every plane: all layers of the target and the drafter's own layer.
+A page id names the same page in every plane: all layers of the target and those of the drafter.
 Nodes that were not accepted need no freeing: the next tree is written over them.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.base import PAGE
+from pipeline.errors import ConfigError
+
+#: Of the memory that is free, how much a pool may take: a device is ours alone, a host is not.
+_DEVICE_SHARE, _HOST_SHARE = 0.8, 0.5
+
+
+@dataclass(frozen=True)
+class PlaneShape:
+    """Keys and values of some layers, on every page of a pool."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return 2 * self.layers * self.kv_heads * PAGE * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Planes:
+    """The key/value memory of one pool. Each plane is [layers, 2, pages, G, PAGE, d]."""
+
+    target: Tensor
+    drafter: tuple[Tensor, ...] = ()
 
 
 class PageAllocator:
@@ -25,10 +57,9 @@ class PageAllocator:
         # Popped from the end, lowest first, so that memory in use stays together.
         self._free = list(range(pages - 1, 0, -1))
 
-    def plane(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Keys and values of `layers` layers on all pages: zeros [layers, 2, pages, G, PAGE, d]."""
-        shape = layers, 2, self.pages, kv_heads, PAGE, head_dim
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+    def planes(self, target: PlaneShape, drafter: Sequence[PlaneShape] = ()) -> Planes:
+        """Zeroed memory on all pages, for a target and what a drafter asks for."""
+        return Planes(self._plane(target), tuple(map(self._plane, drafter)))
 
     @property
     def free_pages(self) -> int:
@@ -49,7 +80,69 @@ class PageAllocator:
         """Return pages; their content stays, and readers never look at what they did not write."""
         self._free.extend(reversed(pages))
 
+    def _plane(self, shape: PlaneShape) -> Tensor:
+        size = shape.layers, 2, self.pages, shape.kv_heads, PAGE, shape.head_dim
+        return torch.zeros(size, dtype=shape.dtype, device=self.device)
+
 
 def pages_for(entries: int) -> int:
     """Pages that hold `entries` cache entries."""
     return -(-entries // PAGE)
+
+
+def pages_that_fit(
+    shapes: Sequence[PlaneShape], device: torch.device, *, least: int, most: int
+) -> int:
+    """Pages of a pool: `most`, or as many as a share of the free memory holds.
+
+    Raises ConfigError when that is fewer than `least`, which one request of full length takes.
+    """
+    page, free = sum(shape.page_bytes for shape in shapes), free_bytes(device)
+    if free is None:
+        return most
+    share = _DEVICE_SHARE if device.type == "cuda" else _HOST_SHARE
+    pages = min(most, int(free * share) // page)
+    if pages < least:
+        raise ConfigError(
+            f"the keys and values of one request of full length take {_gib(least * page)} GiB, "
+            f"and {share:.0%} of what is free are {_gib(free * share)} GiB",
+            where=f"key/value memory on {device}",
+            fix="allow shorter prompts or replies (max_length), or free memory",
+        )
+    return pages
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on a device; None where nobody says."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What torch holds and does not use is free as well.
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    limits = (_free_of_host(), _free_of_container(Path("/sys/fs/cgroup")))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _free_of_host() -> int | None:
+    about = Path("/proc/meminfo")
+    if about.exists():
+        lines = dict(line.split(":", 1) for line in about.read_text().splitlines())
+        if "MemAvailable" in lines:
+            return int(lines["MemAvailable"].split()[0]) * 1024
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _free_of_container(group: Path) -> int | None:
+    """What a control group (version 2) leaves; its file cache can be had back."""
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(statistics["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no such group, or no limit ("max")
+        return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"

@@ -1,15 +1,15 @@
 """A dense Llama-family target: Llama, Mistral, Qwen2 (biases), Qwen3 (q/k norms), SmolLM2.
 
 Weights are read from the target's safetensors and fused: q, k and v are one matrix, gate and up
-are one. Every forward is a *tree* forward; a prompt is a tree that is a chain, and plain decoding
-verifies a tree of one node.
+are one. Every forward is over T tokens in ragged rows: the nodes of trees, or pieces of prompts,
+which are chains; plain decoding verifies trees of one node.
 
-Shapes: B rows, N tokens a row, T = B·N, H hidden size, Q query heads, G key/value heads, d head
-size, P pages a row.
+Shapes: T tokens, H hidden size, V vocabulary, Q query heads, G key/value heads, d head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoder.kv import PageAllocator
+from pipeline.decoder.kv import PlaneShape
 from pipeline.decoder.ops import pick_ops
-from pipeline.decoder.ops.base import TorchOps, entry_slots
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights
-from pipeline.decoder.tree import WINDOW
+from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
 from pipeline.target.weights import TargetWeights
@@ -49,8 +49,8 @@ class Weights(Protocol):
 class Forward:
     """What one forward leaves behind."""
 
-    aux: Tensor  # [B, N, 3H] aux states; the capture layers' outputs, low to high
-    final: Tensor  # [B, N, H] final states, after the last norm
+    aux: Tensor  # [T, 3H] aux states; the capture layers' outputs, low to high
+    final: Tensor  # [T, H] final states, after the last norm
 
 
 class DecoderModel:
@@ -73,15 +73,21 @@ class DecoderModel:
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.eps = config.rms_norm_eps
-        self.embedding = self._put(weights.embedding())  # [V, H]
+        embedding = stored(weights.embedding(), device)
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
-        self._lm_head = self.ops.pack(self.embedding if tied else self._put(weights.lm_head()))
-        self.final_norm = self._put(weights.final_norm())
-        layers = map(weights.layer, range(config.num_hidden_layers))
-        self.layers = [self._fuse(layer) for layer in layers]
-        self._following = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
-        # Nodes of the last tree may stand behind the longest reply.
-        rotary = RotaryTable(config, max_length + WINDOW, device=device, dtype=dtype)
+        lm_head = embedding if tied else stored(weights.lm_head(), device)
+        self._lm_head = ops.pack(lm_head)
+        self.embedding = embedding.to(dtype)  # [V, H]
+        self.layers: list[LayerWeights] = []
+        #: Of each layer's input, and of the last one's output.
+        self._norms: list[Tensor] = []
+        for index in range(config.num_hidden_layers):
+            layer = weights.layer(index)
+            self._norms.append(layer["input_layernorm.weight"].to(device, dtype))
+            self.layers.append(fuse_layer(layer, ops, device))
+        self._norms.append(weights.final_norm().to(device, dtype))
+        length = max_length + HEADROOM
+        rotary = RotaryTable(config, length, device=device, dtype=dtype)
         self.rotary = rotary.cos, rotary.sin
 
     @classmethod
@@ -115,71 +121,58 @@ class DecoderModel:
         """Token ids are below this."""
         return len(self.embedding)
 
-    def plane(self, allocator: PageAllocator) -> Tensor:
-        """This model's keys and values on the allocator's pages: [layers, 2, pages, G, PAGE, d]."""
-        return allocator.plane(len(self.layers), self.kv_heads, self.head_dim, self.dtype)
+    @property
+    def plane_shape(self) -> PlaneShape:
+        """What its keys and values take on every page."""
+        return PlaneShape(len(self.layers), self.kv_heads, self.head_dim, self.dtype)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        visible: Tensor | None,
-        plane: Tensor,
-    ) -> Forward:
-        """Run tokens [B, N] at `positions` [B, N]; token n of row b is cache entry seq_lens[b] + n.
-
-        Pages come from `block_table` [B, P]. Every token sees the entries below `seq_lens` [B], and
-        behind them what the bits of `visible` [B, N] name; without it the tokens are a chain.
-        """
-        ops, (rows, count) = self.ops, tokens.shape
-        entries = seq_lens[:, None] + torch.arange(count, device=tokens.device)  # [B, N]
-        slots = entry_slots(block_table, entries).view(-1)  # [T]
-        metadata = AttentionMetadata(
-            rows, self.rotary, positions.reshape(-1), slots, block_table, seq_lens, visible
-        )
-        embedded = F.embedding(tokens.reshape(-1), self.embedding)  # [T, H]
-        normed, hidden = ops.add_rms_norm(embedded, None, self.layers[0].input_norm, self.eps)
+    def forward(self, tokens: Tensor, metadata: AttentionMetadata, plane: Tensor) -> Forward:
+        """Run tokens [T]; their keys and values go to `plane`, the target's of a pool."""
+        ops, eps = self.ops, self.eps
+        embedded = F.embedding(tokens, self.embedding)  # [T, H]
+        normed, hidden = ops.add_rms_norm(embedded, None, self._norms[0], eps)
         captured = []
-        for index, (layer, following) in enumerate(zip(self.layers, self._following, strict=True)):
+        for index, layer in enumerate(self.layers):
             keys, values = plane[index]
             normed, hidden = ops.layer(
-                layer, following, self.eps, metadata, hidden, normed, keys, values
+                layer, self._norms[index + 1], eps, metadata, hidden, normed, keys, values
             )
             if index in self.capture_layers:
                 captured.append(hidden)
-        shape = rows, count, -1
-        return Forward(torch.cat(captured, dim=-1).view(shape), normed.view(shape))
+        return Forward(torch.cat(captured, dim=-1), normed)
 
     def logits(self, final: Tensor) -> Tensor:
         """Final states [T, H] → logits [T, V]."""
         return self.ops.linear(final, self._lm_head)
 
-    def _fuse(self, layer: dict[str, Tensor]) -> LayerWeights:
-        def fused(*names: str) -> Tensor:
-            parts = [layer[name] for name in names]
-            return self._put(torch.cat(parts) if len(parts) > 1 else parts[0])
 
-        def optional(*names: str) -> Tensor | None:
-            return fused(*names) if names[0] in layer else None
+def fuse_layer(layer: Mapping[str, Tensor], ops: TorchOps, device: torch.device) -> LayerWeights:
+    """A layer's tensors by their Hugging Face names → what `ops.layer` computes with."""
 
-        qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
-        query_norm, key_norm = (optional(f"self_attn.{name}_norm.weight") for name in "qk")
-        return LayerWeights(
-            input_norm=fused("input_layernorm.weight"),
-            qkv=self.ops.pack(fused(*(f"{name}.weight" for name in qkv))),
-            qkv_bias=optional(*(f"{name}.bias" for name in qkv)),
-            head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
-            output=self.ops.pack(fused("self_attn.o_proj.weight")),
-            output_bias=optional("self_attn.o_proj.bias"),
-            post_norm=fused("post_attention_layernorm.weight"),
-            gate_up=self.ops.pack(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-            down=self.ops.pack(fused("mlp.down_proj.weight")),
-        )
+    def fused(*names: str) -> Tensor:
+        return stored(torch.cat([layer[name] for name in names]), device)
 
-    def _put(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype).contiguous()
+    def vector(*names: str) -> Tensor | None:
+        return fused(*names).to(ops.dtype) if names[0] in layer else None
+
+    qkv = tuple(f"self_attn.{name}_proj" for name in "qkv")
+    query_norm, key_norm = (vector(f"self_attn.{name}_norm.weight") for name in "qk")
+    return LayerWeights(
+        qkv=ops.pack(fused(*(f"{name}.weight" for name in qkv))),
+        qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
+        head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+        output=ops.pack(stored(layer["self_attn.o_proj.weight"], device)),
+        output_bias=vector("self_attn.o_proj.bias"),
+        post_norm=layer["post_attention_layernorm.weight"].to(device, ops.dtype),
+        gate_up=ops.pack(fused("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+        down=ops.pack(stored(layer["mlp.down_proj.weight"], device)),
+    )
+
+
+def stored(weight: Tensor, device: torch.device) -> Tensor:
+    """A weight as `pack` takes it: in the type it was stored in, float16 widened."""
+    wide = weight.float() if weight.dtype is torch.float16 else weight
+    return wide.to(device).contiguous()
 
 
 def check_supported(config: Any, max_length: int, *, where: str) -> None:

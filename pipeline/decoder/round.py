@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.tree import Tree, VerifyOutput, root_only
 
@@ -26,7 +26,7 @@ Verify = Callable[[Tree, Tensor, int], VerifyOutput]
 
 def decode_round(
     model: DecoderModel,
-    plane: Tensor,
+    planes: Planes,
     drafter: Drafter | None,
     batch: DecodeBatch,
     *,
@@ -35,26 +35,45 @@ def decode_round(
 ) -> None:
     """Advance every active row by at least one token, left in `batch.emitted` and `batch.counts`.
 
-    `plane` holds the target's keys and values; `sampling` says that some row may have a
-    temperature; `verify` replaces honest verification in simulations.
+    `sampling` says that some row may have a temperature; `verify` replaces honest verification in
+    simulations. A round without a tree leaves the drafter ready to draft in the next.
     """
-    if drafter is None:
+    shape = None if drafter is None else drafter.shape_for(len(batch))
+    if drafter is None or shape is None:
         tree, depth = root_only(batch.roots), 0
     else:
-        shape = drafter.shape_for(len(batch))
-        tree, depth = drafter.draft(batch, shape), shape.steps
-    aux, predicted = read_tree(model, plane, batch, tree, depth, sampling=sampling)
+        tree, depth = drafter.draft(batch, planes, shape), shape.steps
+    advance(model, planes, drafter, batch, tree, depth, sampling=sampling, verify=verify)
+
+
+def advance(
+    model: DecoderModel,
+    planes: Planes,
+    drafter: Drafter | None,
+    batch: DecodeBatch,
+    tree: Tree,
+    depth: int,
+    *,
+    sampling: bool,
+    verify: Verify | None = None,
+) -> None:
+    """The round behind the draft: verify trees of `depth` D, accept, compact, extend, commit."""
+    aux, predicted = read_tree(model, planes, batch, tree, depth, sampling=sampling)
     accepted = (verify or model.ops.verify)(tree, predicted, depth)
+    if depth:
+        model.ops.compact(planes.target, batch.block_table, batch.seq_lens, accepted.path)
     if drafter is not None:
-        model.ops.compact(plane, batch.block_table, batch.seq_lens, accepted.path)
+        rows, count = accepted.path.shape
         nodes = accepted.path[:, :, None].expand(-1, -1, aux.shape[-1])
-        drafter.extend(batch, accepted.tokens, aux.gather(1, nodes), accepted.counts)
+        kept = aux.gather(1, nodes).flatten(0, 1)  # [B · (D + 1), 3H]
+        each = TokenRows.even(rows, count, kept.device)
+        drafter.extend(batch, planes, each, accepted.tokens.flatten(), kept, accepted.counts)
     batch.advance(accepted)
 
 
 def read_tree(
     model: DecoderModel,
-    plane: Tensor,
+    planes: Planes,
     batch: DecodeBatch,
     tree: Tree,
     depth: int,
@@ -62,40 +81,63 @@ def read_tree(
     sampling: bool,
 ) -> tuple[Tensor, Tensor]:
     """One forward over all nodes: aux states [B, N, 3H], the target's choice after each [B, N]."""
+    rows, nodes = tree.tokens.shape
     positions = batch.seq_lens[:, None] + tree.depth  # [B, N]
-    output = model.forward(
-        tree.tokens, positions, batch.block_table, batch.seq_lens, tree.ancestors, plane
+    metadata = batch.metadata(
+        model.rotary,
+        TokenRows.even(rows, nodes, positions.device),
+        positions=positions.flatten(),
+        mask=tree.ancestors.flatten(),
     )
-    logits = model.logits(output.final.flatten(0, 1)).view(*tree.tokens.shape, -1)  # [B, N, V]
+    output = model.forward(tree.tokens.flatten(), metadata, planes.target)
+    logits = model.logits(output.final).view(rows, nodes, -1)  # [B, N, V]
+    aux = output.aux.view(rows, nodes, -1)
     if sampling:
-        return output.aux, model.ops.sample(logits, tree, batch.sampling, positions + 1, depth)
-    return output.aux, model.ops.argmax(logits)
+        return aux, model.ops.sample(logits, tree, batch.sampling, positions + 1, depth)
+    return aux, model.ops.argmax(logits)
 
 
-def prefill_chunk(
+def read_prompts(
     model: DecoderModel,
-    plane: Tensor,
+    planes: Planes,
     drafter: Drafter | None,
     batch: DecodeBatch,
+    rows: TokenRows,
     tokens: Tensor,
-    following: Tensor | None,
+    following: Tensor,
+    *,
+    last: int,
 ) -> None:
-    """Read `tokens` [1, n] of one row's prompt behind what is cached already.
+    """Read tokens [T], a chunk of each row's prompt, behind what the rows have cached already.
 
-    `following` [1] is the prompt's token behind the chunk. Without it the chunk is the last one,
-    and the row's first token is drawn: it becomes the root, and is left in `batch.emitted`.
+    `following` [T] are the prompts' tokens behind each. For the first `last` rows the chunk is the
+    last one: nothing follows it yet, and the row's first token is drawn. It becomes the root, and
+    is left in `batch.emitted`.
     """
-    count, last = tokens.shape[1], following is None
-    positions = batch.seq_lens[:, None] + torch.arange(count, device=tokens.device)  # [1, n]
-    output = model.forward(tokens, positions, batch.block_table, batch.seq_lens, None, plane)
-    if following is None:
-        logits = model.logits(output.final[:, -1])
-        following = model.ops.draw(logits, batch.sampling, positions[:, -1] + 1)  # [1]
-    if drafter is not None:
-        shifted = torch.cat((tokens[:, 1:], following[:, None]), dim=1)
-        drafter.extend(batch, shifted, output.aux, torch.full_like(batch.seq_lens, count))
-    batch.seq_lens.add_(count)
+    metadata = batch.metadata(model.rotary, rows)
+    output = model.forward(tokens, metadata, planes.target)
+    ended, ends = batch.rows(0, last), rows.starts[1 : last + 1] - 1  # [last]
     if last:
-        batch.roots.copy_(following.clamp(min=0))
-        batch.emitted[:, 0].copy_(following)
-        batch.counts.fill_(1)
+        logits = model.logits(output.final[ends])
+        drawn = model.ops.draw(logits, ended.sampling, metadata.positions[ends] + 1)
+        following = following.index_copy(0, ends, drawn)
+    counts = rows.starts.diff()
+    if drafter is not None:
+        drafter.extend(batch, planes, rows, following, output.aux, counts)
+    batch.seq_lens.add_(counts)
+    if last:
+        ended.roots.copy_(drawn.clamp(min=0))
+        ended.emitted[:, 0].copy_(drawn)
+        ended.counts.fill_(1)
+
+
+def read_prompt(
+    model: DecoderModel,
+    planes: Planes,
+    drafter: Drafter | None,
+    batch: DecodeBatch,
+    prompt: Tensor,
+) -> None:
+    """Read a whole prompt [n] into a batch of one row, and draw its first token."""
+    rows = TokenRows.even(1, len(prompt), prompt.device)
+    read_prompts(model, planes, drafter, batch, rows, prompt, prompt.roll(-1), last=1)

@@ -26,6 +26,11 @@ from torch import Tensor
 #: Bits of a mask: nodes of a tree, and entries behind the prefix that a draft step can see.
 WINDOW = 64
 
+#: Positions beyond the longest prompt + reply that rotary tables have, the target's and a drafter's
+#: alike: a round may start that far behind it when it was launched before the request's end was
+#: known, and draft and verify a tree on top.
+HEADROOM = 4 * WINDOW
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -35,6 +40,18 @@ class Tree:
     parents: Tensor  # [B, N] node indices; the root is its own parent
     ancestors: Tensor  # [B, N] bits; each node sees itself
     depth: Tensor  # [B, N]; 0 for the root
+
+
+@dataclass(frozen=True)
+class Beams:
+    """What k beams of each of B rows propose, and the k of it that are drafted on, best first."""
+
+    total: Tensor  # [B, k · k] log-probability of every continuation, float32
+    best: Tensor  # [B, k] the kept ones, as indices into `total`
+    score: Tensor  # [B, k] their log-probabilities
+    token: Tensor  # [B, k] their tokens
+    lineage: Tensor  # [B, k] bits of the drafted entries that each will see, its own included
+    hidden: Tensor  # [B · k, H] the output of the beam that each continues
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,13 +24,7 @@ _EMBEDDING_TOLERANCE = 2.0**-7
 _PASS_ITS_TARGET = "pass the target that the head was trained for with --target"
 
 
-def import_head(
-    source: str,
-    *,
-    target: str,
-    out: str,
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16",
-) -> None:
+def import_head(source: str, *, target: str, out: str) -> None:
     """Read the head at `source` (directory or fsspec URI, either dialect) and write ours to `out`.
 
     The contract is made from `target`. A head that our own export wrote has a card, and keeps its
@@ -40,7 +34,7 @@ def import_head(
     foreign, card = _read(source)
     # The automatic capture layers are what every loader takes for a head that names none.
     kwargs = card.contract.chat_template_kwargs if card else {}
-    section = TargetSection(source=target, dtype=dtype, chat_template_kwargs=kwargs)
+    section = TargetSection(source=target, chat_template_kwargs=kwargs)
     opened = open_target(section)
     contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     _check_embedding(foreign, opened, where=source)

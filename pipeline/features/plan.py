@@ -10,10 +10,11 @@ from pipeline.errors import StoreError
 from pipeline.records import Manifest, Plan
 from pipeline.store.shards import ENTRY, SHARDS, read_entry
 from pipeline.store.stage_run import find_manifest, stage_location
+from pipeline.target.arithmetic import target_dtype
 
-#: Sustained rate of one CPU thread in bf16 matrix products; measured with SmolLM2-135M on two cores
-#: with AVX-512 bf16.
-_FLOPS_PER_THREAD = 150e9
+#: Sustained rate of one CPU thread in matrix products; measured with SmolLM2-135M on two cores, the
+#: bf16 one with AVX512-BF16.
+_FLOPS_PER_THREAD = {"bfloat16": 150e9, "float32": 60e9, "float16": 60e9}
 #: The interpreter with torch and transformers imported.
 _INTERPRETER_BYTES = 700 << 20
 _LOADING_SECONDS = 10.0
@@ -53,7 +54,8 @@ def plan(config: RunConfig) -> Plan:
     require_space(config)
     section, size = config.features, _size(config, parent)
     shards, supervised = _expected_shards(config, parent), _supervised(parent)
-    hidden, width = parent.contract.hidden_size, 4 if config.target.dtype == "float32" else 2
+    hidden = parent.contract.hidden_size
+    width = 4 if target_dtype(config.target) == "float32" else 2
     rate, rate_basis = _rate(config, parent)
     # States in memory are bf16, whatever is stored.
     held = min(parent.tokens, section.shard_tokens) * 8 * hidden
@@ -124,8 +126,9 @@ def _rate(config: RunConfig, parent: Manifest) -> tuple[float, str]:
         rate = sum(entry.shard.tokens for entry in entries) / seconds
         return rate, f"{rate:,.0f} tokens/s as measured over {len(entries)} committed shards"
     threads = config.run.threads
-    flops = _FLOPS_PER_THREAD * threads
-    speed = f"{flops / 1e9:,.0f} GFLOP/s ({threads} CPU threads)"
+    dtype = target_dtype(config.target)
+    flops = _FLOPS_PER_THREAD[dtype] * threads
+    speed = f"{flops / 1e9:,.0f} GFLOP/s in {dtype} ({threads} CPU threads)"
     rate = flops / (2 * parent.contract.parameters)
     return rate, f"2 FLOP a parameter and token at {speed}"
 

@@ -21,6 +21,7 @@ from pipeline.features.capture import capture_shard, load_matching_target
 from pipeline.records import Sample, TargetContract
 from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states
+from pipeline.target.arithmetic import reason, torch_arithmetic
 
 #: Shards that wait for the writer.
 WAITING = 1
@@ -40,6 +41,8 @@ def capture_shards(
     section = config.features
     budget, tolerance = section.batch_tokens, section.self_check_tolerance
     target = load_matching_target(config, contract)
+    arithmetic = torch_arithmetic(target.model.dtype, target.device)
+    stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
     with ShardWriter(stage_run, section.encoding) as writer:
         for name, samples in shards:
             states = capture_shard(target, samples, budget, advance, name=name, tolerance=tolerance)

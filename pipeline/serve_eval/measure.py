@@ -7,13 +7,13 @@ them; ratios are taken per question. Rates count decoding alone: prefill is the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from pipeline.config import RunConfig
-from pipeline.console import notice
+from pipeline.config import RunConfig, TreeSection
+from pipeline.console import long_step, notice
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -74,24 +74,29 @@ class Comparison:
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
         """Pick the tree for batch 1 by trying the head on some of the prompts.
 
-        `tree` is that one from then on.
+        `tree` is that one from then on; the default one where plain decoding is predicted to be
+        faster than any, so that the head can still be judged.
         """
         chosen = sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
         questions = [first_question(prompts[index], self._template) for index in chosen]
         contexts = [question.context for question in questions if self._fits(question)]
         notice("eval", f"tree: auto, trying the head on {len(contexts)} prompts")
-        choice = tune(
-            self.model,
-            self._head,
-            contexts,
-            rows=(1,),
-            stop_ids=self._template.stop_ids,
-            new_tokens=self._section.max_new_tokens,
-        )[1]
-        self.tree = tree = choice.shape
+        with long_step("eval", "tree: auto"):
+            choice = tune(
+                self.model,
+                self._head,
+                contexts,
+                rows=(1,),
+                stop_ids=self._template.stop_ids,
+                new_tokens=self._section.max_new_tokens,
+            )[1]
+        tree, self.tree = choice.shape, choice.shape if choice.drafts else TreeSection()
         shape = f"top_k {tree.top_k}, steps {tree.steps}, nodes {tree.nodes}"
         gain = f"τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding"
         notice("eval", f"tree: {shape}; predicted: {gain}")
+        if not choice.drafts:
+            plainly = "tree: one node, plain decoding: no tree is predicted to be faster"
+            notice("eval", f"{plainly}; the head is measured on the default tree")
         return choice
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
@@ -121,14 +126,22 @@ class Comparison:
                 reply = measured.plain
                 yield measured
 
-    def check_lossless(self, questions: Sequence[Question]) -> Iterator[tuple[str, bool]]:
-        """(question id, identical): speculative against plain greedy decoding, token for token."""
+    def check_lossless(
+        self, questions: Sequence[Question], advance: Callable[[int], None]
+    ) -> dict[str, bool]:
+        """Question id → identical: speculative against plain greedy decoding, token for token.
+
+        `advance` is given 1 for each reply, two a question.
+        """
         requests = [self._request(question) for question in questions]
         slots = min(_LOSSLESS_SLOTS, len(requests))
-        engines = [self.engine(speculative=way, slots=slots) for way in (False, True)]
-        plain = {done.request_id: done.token_ids for done in engines[0].generate(requests)}
-        for done in engines[1].generate(requests):
-            yield done.request_id, done.token_ids == plain[done.request_id]
+        replies: list[dict[str, tuple[int, ...]]] = [{}, {}]  # plain, speculative
+        for speculative in (False, True):
+            for done in self.engine(speculative=speculative, slots=slots).generate(requests):
+                replies[speculative][done.request_id] = done.token_ids
+                advance(1)
+        plain, drafted = replies
+        return {name: drafted[name] == plain[name] for name in drafted}
 
     def _decode(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.config import EvalSection, RunConfig
 from pipeline.records import Manifest, Plan
 from pipeline.store.stage_run import find_manifest
+from pipeline.target.arithmetic import decoder_weight_bytes, target_dtype
 
 #: Bytes a CPU thread streams per second while decoding at batch 1; measured with SmolLM2-135M in
 #: bf16 on two cores.
@@ -24,12 +25,13 @@ def plan(config: RunConfig) -> Plan:
     uri = config.run.uri
     known = head or find_manifest(uri, "features") or find_manifest(uri, "synth")
     parameters = known.contract.parameters if known else 0
-    width = 4 if config.target.dtype == "float32" else 2
+    dtype, width = target_dtype(config.target), decoder_weight_bytes(config.target)
+    hf_width = 4 if dtype == "float32" else 2
     threads = config.run.threads
     rate = _BYTES_PER_THREAD * threads
     hf_tokens = min(section.hf_prompts, prompts) * section.max_turns * section.max_new_tokens
     # Plain and speculative in the run's type, Hugging Face on some, and a batched fp32 check.
-    seconds = parameters * (width * (2 * tokens + 2 * hf_tokens) + 4 * tokens) / rate
+    seconds = parameters * (width * 2 * tokens + hf_width * 2 * hf_tokens + 4 * tokens) / rate
     return Plan(
         stage="eval",
         state=_state(config, head),
@@ -37,11 +39,11 @@ def plan(config: RunConfig) -> Plan:
         tokens=tokens,
         storage_bytes=_REPORT_BYTES,
         seconds=_LOADING_SECONDS + seconds,
-        peak_memory_bytes=_INTERPRETER_BYTES + parameters * (2 * width + 4),
+        peak_memory_bytes=_INTERPRETER_BYTES + parameters * (width + hf_width + 4),
         basis=(
             f"{prompts} prompts ({limit}), "
             f"up to {section.max_turns} turns of {section.max_new_tokens} tokens",
-            f"time: plain and speculative, in {config.target.dtype} and fp32, "
+            f"time: plain and speculative, in {dtype} and fp32, "
             f"at {rate / 1e9:.0f} GB/s of weights ({threads} CPU threads)",
             "memory: the interpreter, the target twice (decoder and Hugging Face) and once in fp32",
         ),

@@ -21,10 +21,10 @@ class Question:
     context: tuple[int, ...]
 
 
-def read_prompts(config: RunConfig) -> list[Prompt]:
-    """`eval.prompts` when set, otherwise `eval.sources`.
+def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """What is measured of `eval.prompts`, when set, otherwise of `eval.sources`; and all others.
 
-    At most `eval.max_prompts` of them, even over categories. Raises ConfigError without any.
+    At most `eval.max_prompts` are measured, even over categories. Raises ConfigError without any.
     """
     section = config.eval
     sources = (SourceSpec(source=section.prompts),) if section.prompts else section.sources
@@ -35,7 +35,9 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
             fix="set eval.prompts=FILE.jsonl, or list sources as in configs/demo.yaml",
         )
     prompts = load_prompts(sources, seed=config.run.seed)
-    return balanced(prompts, section.max_prompts, config.run.seed)
+    measured = balanced(prompts, section.max_prompts, config.run.seed)
+    names = {(prompt.source, prompt.sample_id) for prompt in measured}
+    return measured, [each for each in prompts if (each.source, each.sample_id) not in names]
 
 
 def first_question(prompt: Prompt, template: ChatTemplate) -> Question:

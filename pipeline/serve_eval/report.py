@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from pipeline.console import console
+from pipeline.console import console, logs_json, notice
 from pipeline.records import EvalReport
 from pipeline.serve_eval import charts
 
@@ -58,6 +58,7 @@ def write_html(report: EvalReport) -> str:
         report=report,
         contract=report.contract.model_dump(mode="json"),
         badge=_badge(report),
+        plainly=_plain_decoding(report),
         charts=_charts(report),
         columns=_columns(report),
         cell=_cells(report),
@@ -67,7 +68,10 @@ def write_html(report: EvalReport) -> str:
 
 
 def print_table(report: EvalReport) -> None:
-    """The figures and the categories on the terminal."""
+    """The figures and the categories as tables, or as one JSON object where logs are JSON."""
+    if logs_json():
+        _log_figures(report)
+        return
     from rich.table import Table
     from rich.text import Text
 
@@ -84,6 +88,8 @@ def print_table(report: EvalReport) -> None:
     share, coverage = _percent(head["share_of_target"]), _percent(head["coverage"])
     vocabulary = f"{_plain(head['draft_vocab_size'])} tokens"
     facts.add_row("acceptance length τ", tau)
+    if plainly := _plain_decoding(report):
+        facts.add_row("draft tree", Text(plainly))
     facts.add_row("α by draft position", "  ".join(map(_fixed, report.alpha)))
     facts.add_row("tokens/s", Text(rate))
     facts.add_row("speedup", Text(ratio))
@@ -93,6 +99,25 @@ def print_table(report: EvalReport) -> None:
     console.print(facts)
     if report.by_category:
         console.print(_category_table(report))
+
+
+def _log_figures(report: EvalReport) -> None:
+    head, badge = report.head, _badge(report)
+    speedups = _timed(report.speedup)
+    ratios = (f"{_fixed(ratio)}× over {_mode(mode)}" for mode, ratio in speedups.items())
+    tau = f"τ {_fixed(report.acceptance_length)} tokens a round"
+    notice(
+        "eval",
+        "; ".join((", ".join((tau, *ratios)), badge.text)),
+        acceptance_length=report.acceptance_length,
+        alpha=report.alpha,
+        tokens_per_second=_timed(report.tokens_per_second),
+        speedup=speedups,
+        lossless=report.lossless,
+        head={key: head[key] for key in ("parameters", "share_of_target", "draft_vocab_size")},
+        coverage=head["coverage"],
+        by_category=report.by_category,
+    )
 
 
 def _category_table(report: EvalReport) -> Any:
@@ -195,6 +220,17 @@ def _badge(report: EvalReport) -> Badge:
     if report.lossless["greedy_fp32"]:
         return Badge("good", f"✓ lossless: token-identical to {rival} on all {prompts}")
     return Badge("bad", f"✗ not lossless: differs from {rival} ({prompts})")
+
+
+def _plain_decoding(report: EvalReport) -> str | None:
+    """Said where `tree: auto` chose one node; the head's own figures then stand in `head`."""
+    head = report.head
+    if "acceptance_length" not in head:
+        return None
+    tau, ratio = _fixed(head["acceptance_length"]), _fixed(head["speedup_plain"])
+    shape = ", ".join(f"{key} {value}" for key, value in head["tree"].items())
+    judged = f"with the tree of {shape} the head reaches τ {tau} and {ratio}× plain decoding"
+    return f"one node, plain decoding: no tree was predicted to be faster here; {judged}"
 
 
 def _fixed(value: float) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from pipeline.config import RunConfig, prepare_process
-from pipeline.console import console, notice, progress_bar
+from pipeline.console import long_step, notice, progress_bar
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError, NotLossless
@@ -24,6 +24,7 @@ from pipeline.store.stage_run import (
     read_manifest,
     stage_location,
 )
+from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
@@ -47,10 +48,10 @@ def run(config: RunConfig) -> Manifest:
     contract = target.contract
     with as_directory(_head_location(config), HEAD_FILES) as directory:
         head, card = load_head(directory, expected=contract)
-    report = _evaluate(config, target, head, card)
+    report = _evaluate(config, stage_run, target, head, card)
     _write(stage_run, report)
     print_table(report)
-    console.print(f"report: {_page(stage_run)}")
+    notice("eval", f"report: {_page(stage_run)}")
     if not report.lossless["greedy_fp32"]:
         different = report.lossless["different"]
         problem = (
@@ -66,10 +67,12 @@ def run(config: RunConfig) -> Manifest:
     )
 
 
-def _evaluate(config: RunConfig, target: Target, head: Eagle3Head, card: HeadCard) -> EvalReport:
-    """Speed and acceptance in the target's own type, then losslessness in fp32."""
+def _evaluate(
+    config: RunConfig, stage_run: StageRun, target: Target, head: Eagle3Head, card: HeadCard
+) -> EvalReport:
+    """Speed and acceptance in this machine's type, then losslessness in fp32."""
     section = config.eval
-    prompts = read_prompts(config)
+    prompts, others = read_prompts(config)
     template = target.template(system_prompt=section.system_prompt)
     longest = max(_tokens(prompt, config, template) for prompt in prompts)
     max_length = min(head.shape.max_position_embeddings, longest)
@@ -77,9 +80,14 @@ def _evaluate(config: RunConfig, target: Target, head: Eagle3Head, card: HeadCar
     def comparison(dtype: torch.dtype) -> Comparison:
         return Comparison(config, target, head, template, dtype=dtype, max_length=max_length)
 
-    own = comparison(getattr(torch, config.target.dtype))
-    choice = own.tune(prompts) if section.tree.auto else None
-    hf = target.load() if section.hf_prompts else None
+    with long_step("eval", "loading the target"):
+        own = comparison(target.dtype)
+        hf = target.load() if section.hf_prompts else None
+    model = own.model
+    arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
+    stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
+    # What is measured should not have chosen how it is measured.
+    choice = own.tune(others or prompts) if section.tree.auto else None
     measured: list[Measured] = []
     left_out: list[str] = []
     turns = sum(min(len(prompt.turns), section.max_turns) for prompt in prompts)
@@ -97,21 +105,22 @@ def _evaluate(config: RunConfig, target: Target, head: Eagle3Head, card: HeadCar
             fix="choose shorter prompts or lower eval.max_new_tokens",
         )
     tree = own.tree
-    del hf, own  # the fp32 copy takes their memory
-    exact = comparison(torch.float32)
+    del hf, own, model  # the fp32 copy takes their memory
+    with long_step("eval", "loading the target in fp32"):
+        exact = comparison(torch.float32)
     exact.tree = tree
     identical = _check_lossless(exact, [item.question for item in measured])
-    measurements = Measurements(measured, identical, left_out, tree, choice)
+    measurements = Measurements(
+        measured, identical, left_out, tree, choice, arithmetic, tuned_apart=bool(others)
+    )
     return summarise(config, target.contract, head, card, measurements)
 
 
 def _check_lossless(comparison: Comparison, questions: list[Question]) -> dict[str, bool]:
-    verdicts: dict[str, bool] = {}
-    with progress_bar("lossless", unit="prompts", total=len(questions)) as bar:
-        for name, same in comparison.check_lossless(questions):
-            verdicts[name] = same
-            bar.advance(1)
-    return verdicts
+    """Question id → whether speculative and plain decoding in fp32 give the same tokens."""
+    note, replies = "lossless in fp32?", 2 * len(questions)
+    with progress_bar("eval", unit="replies", total=replies, note=note) as bar:
+        return comparison.check_lossless(questions, bar.advance)
 
 
 def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:

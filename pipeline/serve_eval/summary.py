@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from pipeline.config import RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.records import EvalReport, PromptResult, TargetContract
+from pipeline.records import Arithmetic, EvalReport, PromptResult, TargetContract
 from pipeline.serve_eval.measure import Measured
 from pipeline.tuning.tune import Choice
 
@@ -25,8 +26,15 @@ class Measurements(NamedTuple):
     measured: Sequence[Measured]
     identical: Mapping[str, bool]  # the losslessness verdict of each question
     left_out: Sequence[str]  # questions without room for a reply
-    tree: TreeSection
-    choice: Choice | None  # what `tree: auto` predicted for `tree`
+    tree: TreeSection  # that the head was measured on
+    choice: Choice | None  # of `tree: auto`
+    arithmetic: Arithmetic  # of speed and acceptance; losslessness is checked in fp32
+    tuned_apart: bool = False  # `tree: auto` tried the head on other prompts than these
+
+    @property
+    def drafts(self) -> bool:
+        """Whether what is reported drafts; else it is plain decoding, as `tree: auto` chose."""
+        return self.choice is None or self.choice.drafts
 
 
 def summarise(
@@ -37,15 +45,15 @@ def summarise(
     measurements: Measurements,
 ) -> EvalReport:
     """All figures of `report.json`."""
-    measured, identical, left_out, tree, choice = measurements
-    predicted = choice and {
-        "predicted_acceptance_length": choice.acceptance_length,
-        "predicted_speedup": choice.speedup,
-    }
+    measured, identical, tree = measurements.measured, measurements.identical, measurements.tree
+    drafts, arithmetic = measurements.drafts, measurements.arithmetic
+    with_head = measured
+    if not drafts:
+        measured = [_plainly(item) for item in measured]
     results = tuple(_result(item, identical) for item in measured)
-    parameters, pooled = head.count_parameters(), _acceptance(measured)
+    parameters, pooled = head.count_parameters(), _acceptance(with_head)
     return EvalReport(
-        acceptance_length=pooled.tau,
+        acceptance_length=_acceptance(measured).tau,
         alpha=pooled.alpha,
         tokens_per_second={
             mode: _median(item.rates[mode] for item in measured if mode in item.rates)
@@ -57,7 +65,7 @@ def summarise(
             "prompts_checked": len(identical),
             "different": sorted(name for name, same in identical.items() if not same),
             "identical_in_run_dtype": sum(
-                item.plain.token_ids == item.speculative.token_ids for item in measured
+                item.plain.token_ids == item.speculative.token_ids for item in with_head
             ),
             # Of the speculative replies in the run's own type, scored by the plain model.
             "tokens_scored": sum(item.gaps.tokens for item in measured),
@@ -69,23 +77,53 @@ def summarise(
             "share_of_target": parameters / contract.parameters,
             "draft_vocab_size": head.shape.draft_vocab_size,
             "coverage": card.metrics.get("coverage", 0.0),
-        },
+        }
+        | ({} if drafts else _judged_apart(with_head, tree)),
         by_category=_by_category(measured),
         contract=contract,
         provenance=card.provenance,
         settings={
-            "tree": tree.model_dump(),
-            "tree_auto": predicted,
-            "dtype": contract.dtype,
+            "tree": tree.model_dump() if drafts else {"nodes": 1},
+            "tree_auto": _predicted(measurements),
+            "dtype": arithmetic.dtype,
+            "arithmetic": arithmetic.model_dump(mode="json"),
             "device": _device_name(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "max_new_tokens": config.eval.max_new_tokens,
             "prompts": len(measured),
-            "left_out": {"prompt_too_long": len(left_out)},
+            "left_out": {"prompt_too_long": len(measurements.left_out)},
         },
         prompts=results,
     )
+
+
+def _plainly(item: Measured) -> Measured:
+    """The question as if nobody drafted."""
+    return replace(
+        item, speculative=item.plain, rates={**item.rates, "speculative": item.rates["plain"]}
+    )
+
+
+def _judged_apart(measured: Sequence[Measured], tree: TreeSection) -> dict[str, Any]:
+    """What the head does on a tree that is not used, because plain decoding is faster."""
+    return {
+        "tree": tree.model_dump(exclude={"auto"}),
+        "acceptance_length": _acceptance(measured).tau,
+        "speedup_plain": _median(_speedups(measured, "plain")),
+    }
+
+
+def _predicted(measurements: Measurements) -> dict[str, Any] | None:
+    """What `tree: auto` rests on: the fastest tree, and what was expected of it."""
+    if (choice := measurements.choice) is None:
+        return None
+    return {
+        "fastest_tree": choice.shape.model_dump(exclude={"auto"}),
+        "predicted_acceptance_length": choice.acceptance_length,
+        "predicted_speedup": choice.speedup,
+        "tried_on_other_prompts": measurements.tuned_apart,
+    }
 
 
 def _result(item: Measured, identical: Mapping[str, bool]) -> PromptResult:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config import store_timeout_seconds
-from pipeline.errors import MissingPackage, StoreError
+from pipeline.errors import Eagle3Error, MissingPackage, StoreError
 from pipeline.store.backend import BLOCK, Checksum, FileInfo
 from pipeline.store.retry import (
     RETRY_LATER,
@@ -155,6 +155,8 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
         package = _PACKAGES.get(protocol, f"the fsspec package for {protocol}://")
         problem = f"{protocol}:// needs {package}: {error}"
         raise MissingPackage(problem, where=where, fix=f"pip install {package}") from error
+    except Eagle3Error:  # of the settings, such as a time limit that is no number
+        raise
     except ValueError as error:
         fix = "use a local path, file://, gs:// or another fsspec protocol"
         raise StoreError(str(error), where=where, fix=fix) from error

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from pipeline.errors import CorruptShard
-from pipeline.records import Shard, canonical_json
+from pipeline.records import Arithmetic, Shard, canonical_json
 from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
 
@@ -36,6 +36,7 @@ class Entry(NamedTuple):
     shard: Shard
     seconds: float  # since the commit before it; adds up to the stage's wall time over all attempts
     stored: str = ""  # the store's own checksum of the file ("crc32c:…", "md5:…"), where it has one
+    arithmetic: Arithmetic | None = None  # what computed it; an older version did not say
 
 
 def verify_shard(location: Location, shard: Shard) -> None:
@@ -93,6 +94,7 @@ def write_shard(
     tokens: int,
     rejected: dict[str, int],
     seconds: float,
+    arithmetic: Arithmetic | None = None,
 ) -> Shard:
     """Write the file, compare what the store reports of it, then write its entry."""
     shard = Shard(
@@ -106,9 +108,13 @@ def write_shard(
     folder = location.child(SHARDS)
     info = folder.write(name, data)
     check_size(location, shard, info.size)
-    fields = {"shard": shard.model_dump(mode="json"), "seconds": round(seconds, 3)}
-    entry = canonical_json({**fields, "stored": info.checksum})
-    folder.write(name + ENTRY, entry.encode())
+    fields = {
+        "shard": shard.model_dump(mode="json"),
+        "seconds": round(seconds, 3),
+        "stored": info.checksum,
+        "arithmetic": arithmetic and arithmetic.model_dump(mode="json"),
+    }
+    folder.write(name + ENTRY, canonical_json(fields).encode())
     return shard
 
 
@@ -144,7 +150,9 @@ def read_entry(folder: Location, name: str) -> Entry:
     try:
         fields: dict[str, Any] = json.loads(folder.read(name))
         shard, seconds = Shard.model_validate(fields["shard"]), float(fields["seconds"])
-        entry = Entry(shard, seconds, str(fields.get("stored", "")))
+        computed = fields.get("arithmetic")
+        arithmetic = Arithmetic.model_validate(computed) if computed else None
+        entry = Entry(shard, seconds, str(fields.get("stored", "")), arithmetic)
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
         raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY) from None

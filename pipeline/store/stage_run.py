@@ -23,8 +23,18 @@ from pydantic import ValidationError
 
 from pipeline import __version__
 from pipeline.config import RunConfig
+from pipeline.console import notice
 from pipeline.errors import CorruptShard, MissingStage, StageConflict, StoreError
-from pipeline.records import SCHEMA_VERSION, Manifest, Shard, Stage, TargetContract, canonical_json
+from pipeline.records import (
+    OLDEST_SCHEMA,
+    SCHEMA_VERSION,
+    Arithmetic,
+    Manifest,
+    Shard,
+    Stage,
+    TargetContract,
+    canonical_json,
+)
 from pipeline.store.location import Location
 from pipeline.store.shards import (
     SHARDS,
@@ -68,7 +78,7 @@ def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
     where = location.where(MANIFEST)
     fields = _read_json(location, MANIFEST, stage)
     version = fields.get("schema_version")
-    if isinstance(version, int) and version != SCHEMA_VERSION:
+    if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA_VERSION:
         age = "newer" if version > SCHEMA_VERSION else "older"
         readable = f"the {SCHEMA_VERSION} that eagle3 {__version__} reads"
         problem = f"schema_version {version} is {age} than {readable}"
@@ -124,15 +134,37 @@ class StageRun:
         parent_uri: str | None,
         *,
         shards: Iterable[Shard] = (),
+        arithmetic: Mapping[str, Arithmetic | None] | None = None,
         seconds: float = 0.0,
         manifest: Manifest | None = None,
     ) -> None:
         self.location, self.manifest = location, manifest
         self.shards = {shard.name: shard for shard in shards}
+        self._computed_by = dict(arithmetic or {})  # shard → what computed it
+        self._arithmetic: Arithmetic | None = None  # of this attempt
+        self._earlier: tuple[Arithmetic, ...] = ()
         self._stage, self._inputs, self._parent_uri = stage, inputs, parent_uri
         self._seconds = seconds
         self._counted_until = time.monotonic()
         self._lock = threading.Lock()
+
+    def compute_with(
+        self, arithmetic: Arithmetic, *, why: str = "", earlier: Iterable[Arithmetic] = ()
+    ) -> None:
+        """Say, in `why` with what reason, what the shards from now on are computed with.
+
+        Their entries and the manifest keep it, the manifest also what uncommitted work of `earlier`
+        attempts was computed with. Shards of another arithmetic stay as they are.
+        """
+        self._earlier = tuple(earlier)
+        self._arithmetic = arithmetic
+        promise = "; the same command may give other results" * (arithmetic.repeatable == "no")
+        notice(self._stage, f"arithmetic: {arithmetic}{why}{promise}")
+        computed_by = self._computed_by.values()
+        if others := Counter(one for one in computed_by if not (one and one.agrees(arithmetic))):
+            counts = "; ".join(f"{count} by {_told(one)}" for one, count in others.items())
+            stay = "they stay, and the rest need not be what an uninterrupted run gives"
+            notice(self._stage, f"of {len(computed_by)} committed shards {counts}: {stay}")
 
     def commit(
         self,
@@ -154,10 +186,17 @@ class StageRun:
             delete_entry(self.location, name)
         counts, seconds = dict(rejected or {}), self._count_seconds()
         shard = write_shard(
-            self.location, name, data, rows=rows, tokens=tokens, rejected=counts, seconds=seconds
+            self.location,
+            name,
+            data,
+            rows=rows,
+            tokens=tokens,
+            rejected=counts,
+            seconds=seconds,
+            arithmetic=self._arithmetic,
         )
         with self._lock:
-            self.shards[name] = shard
+            self.shards[name], self._computed_by[name] = shard, self._arithmetic
         return shard
 
     def finish(
@@ -188,6 +227,7 @@ class StageRun:
             sources=dict(sorted(sources.items())),
             details=dict(details or {}),
             software=_software(),
+            arithmetic=self._all_arithmetic(),
             wall_seconds=round(self._seconds, 3),
         )
         fields = manifest.model_dump(mode="json")
@@ -195,6 +235,11 @@ class StageRun:
         self.location.write(MANIFEST, text.encode() + b"\n")
         self.manifest = manifest
         return manifest
+
+    def _all_arithmetic(self) -> tuple[Arithmetic, ...]:
+        """Each that a shard was computed with, or this attempt's, once."""
+        each = {*self._computed_by.values(), *self._earlier, self._arithmetic}
+        return tuple(sorted((one for one in each if one), key=lambda one: one.model_dump_json()))
 
     def _count_seconds(self) -> float:
         """Seconds since the last call, which are added to the stage's."""
@@ -223,9 +268,16 @@ def _open(config: RunConfig, stage: Stage, parent: Manifest | None) -> StageRun:
     begun = _read_begin(location, stage)
     if begun:
         _refuse_other_inputs(location, begun, inputs, "begun")
-        entries = committed(location).values()
-        kept, seconds = [entry.shard for entry in entries], sum(entry.seconds for entry in entries)
-        return StageRun(location, stage, inputs, parent_uri, shards=kept, seconds=seconds)
+        entries = committed(location)
+        return StageRun(
+            location,
+            stage,
+            inputs,
+            parent_uri,
+            shards=[entry.shard for entry in entries.values()],
+            arithmetic={name: entry.arithmetic for name, entry in entries.items()},
+            seconds=sum(entry.seconds for entry in entries.values()),
+        )
     # Shards without begin.json are left by an interrupted --force; nobody can tell whose they are.
     location.child(SHARDS).delete_tree()
     begin = {"stage": stage, "schema_version": SCHEMA_VERSION, **inputs._asdict()}
@@ -245,6 +297,13 @@ def _refuse_other_inputs(
     problem = f"holds {state} work for another {' and '.join(changes)}: {hashes}"
     fix = "pass --force to discard that work, or keep it and choose another run.uri=…"
     raise StageConflict(problem, where=location.uri, fix=fix)
+
+
+def _told(arithmetic: Arithmetic | None) -> str:
+    """Enough to tell one machine's from another's."""
+    if arithmetic is None:
+        return "an older version"
+    return f"{arithmetic} ({arithmetic.processor}, {arithmetic.threads} threads)"
 
 
 def _short(value: str | None) -> str:

@@ -46,11 +46,11 @@ def audit_mask(samples: Sequence[Sample], *, where: str) -> None:
 
 
 def show_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> None:
-    """Print one sample with its mask."""
+    """Show one sample with its mask, or its counts where there is no terminal."""
     mask = [False] * len(sample.token_ids)
     for span in sample.supervised:
         mask[span.start : span.end] = [True] * (span.end - span.start)
-    show_supervised(sample.token_ids, mask, decode)
+    show_supervised("synth", sample.token_ids, mask, decode)
 
 
 class StageCounts:

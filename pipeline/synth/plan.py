@@ -11,6 +11,7 @@ from pipeline.records import Plan, Prompt
 from pipeline.store.shards import ENTRY, SHARDS
 from pipeline.store.stage_run import find_manifest, stage_location
 from pipeline.synth.select import select_prompts, synth_section
+from pipeline.target.arithmetic import decoder_weight_bytes
 
 _CHARACTERS_PER_TOKEN = 4.0  # of English text, in today's vocabularies
 _TEMPLATE_TOKENS = 30  # that a chat template adds for system prompt and role markers
@@ -78,7 +79,7 @@ def _tokens(prompts: Sequence[Prompt], section: SynthSection) -> tuple[int, int]
 
 def _weight_bytes(config: RunConfig) -> tuple[int, str]:
     """The target's weights as they will be computed with, from file sizes alone."""
-    width = 4 if config.target.dtype == "float32" else 2
+    width = decoder_weight_bytes(config.target)
     files = _weight_files(config.target.source)
     if not files:
         return 8_000_000_000 * width, "8 B parameters (assumed: the target is not on this disk)"

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline import __version__
 from pipeline.config import RunConfig, SynthSection, prepare_process
-from pipeline.console import notice, progress_bar
+from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import StageConflict
-from pipeline.records import Manifest, Prompt, Sample, TargetContract
+from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
 from pipeline.store.samples import decode_notes, decode_samples, encode_samples
 from pipeline.store.shards import SHARDS, read_shard
 from pipeline.store.stage_run import StageRun, find_manifest, open_stage
@@ -34,6 +34,7 @@ from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
 from pipeline.synth.screen import Screen, pii_policy
 from pipeline.synth.select import Selection, select_prompts, synth_section
+from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
@@ -55,23 +56,25 @@ def run(config: RunConfig) -> Manifest:
     """Do what is left of the stage. Raises Eagle3Error for whatever the user can fix."""
     prepare_process(config.run)
     # Everything is loaded before the directory is touched: a mistake leaves no begun stage behind.
-    pipeline = None if _is_finished(config) else SynthPipeline(config)
+    pipeline = None if _is_finished(config) else _open_pipeline(config)
     stage_run = open_stage(config, "synth", None)
     if manifest := stage_run.manifest:
         counts = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
         notice("synth", f"complete: {counts} at {stage_run.location.uri}")
         return manifest
-    pipeline = pipeline or SynthPipeline(config)  # finished, but discarded as damaged by --force
+    pipeline = pipeline or _open_pipeline(config)  # finished, but discarded as damaged by --force
     _refuse_foreign(stage_run, pipeline.shards)
+    if len(stage_run.shards) < len(pipeline.shards):
+        arithmetic = pipeline.arithmetic
+        stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
     selection, shards = pipeline.selection, pipeline.shards
     counts = f"{selection.loaded:,} prompts, {len(selection.prompts):,} after the filters"
     committed = f"in {len(shards)} shards, {len(stage_run.shards)} of them committed"
     notice("synth", f"{counts}, {committed}")
     done = sum(len(prompts) for name, prompts in shards.items() if name in stage_run.shards)
     with progress_bar("synth", unit="prompts", total=len(selection.prompts), done=done) as bar:
-        for batch in pipeline.generate(stage_run.shards):
+        for batch in pipeline.generate(stage_run.shards, bar.advance):
             pipeline.commit(stage_run, batch)
-            bar.advance(len(shards[batch.name]))
     return _finish(config, stage_run, pipeline)
 
 
@@ -89,7 +92,7 @@ class SynthPipeline:
             self.template.check_turns()
         self.shards = self.selection.shards(section.shard_prompts)
         self._screen = Screen(section, seed=seed)
-        self._backend = _open_backend(section, target, self.template)
+        self._backend, self.arithmetic = _open_backend(section, target, self.template)
         across = section.generator.across_shards
         safe = across == "auto" and self._backend.batch_invariant
         self._across_shards = across == "always" or safe
@@ -99,10 +102,17 @@ class SynthPipeline:
         self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}
         self._shown = False
 
-    def generate(self, done: Container[str]) -> Iterator[PromptBatch]:
-        """Samples of the prompts of all shards that are not done; shards come as they finish."""
-        batches = self._screen_prompts(done)
-        scheduler = ConversationScheduler(self._runner, batches, across_shards=self._across_shards)
+    def generate(
+        self, done: Container[str], advance: Callable[[int], None]
+    ) -> Iterator[PromptBatch]:
+        """Samples of the prompts of all shards that are not done; shards come as they finish.
+
+        `advance` is given every prompt once, when it is dropped or its conversation ends.
+        """
+        batches, across = self._screen_prompts(done, advance), self._across_shards
+        scheduler = ConversationScheduler(
+            self._runner, batches, across_shards=across, advance=advance
+        )
         return scheduler.run(self._backend)
 
     def commit(self, stage_run: StageRun, batch: PromptBatch) -> None:
@@ -122,17 +132,25 @@ class SynthPipeline:
         data, tokens = encode_samples(samples, notes), count_tokens(samples)[1]
         stage_run.commit(batch.name, data, rows=len(samples), tokens=tokens, rejected=rejected)
 
-    def _screen_prompts(self, done: Container[str]) -> Iterator[tuple[str, Sequence[Prompt]]]:
+    def _screen_prompts(
+        self, done: Container[str], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, Sequence[Prompt]]]:
         for name, prompts in self.shards.items():
             if name not in done:
                 clean, dropped = self._screen.prompts(prompts)
                 self._screened[name] = dropped, self._screen.take_audit()
+                advance(dropped.total())
                 yield name, clean
 
     def _show_once(self, samples: Sequence[Sample]) -> None:
         if samples and not self._shown:
             show_sample(samples[0], lambda ids: self.template.text(tuple(ids), special=True))
             self._shown = True
+
+
+def _open_pipeline(config: RunConfig) -> SynthPipeline:
+    with long_step("synth", "reading the target and the prompts"):
+        return SynthPipeline(config)
 
 
 def _is_finished(config: RunConfig) -> bool:
@@ -142,15 +160,19 @@ def _is_finished(config: RunConfig) -> bool:
 
 def _open_backend(
     section: SynthSection, target: Target, template: ChatTemplate
-) -> GeneratorBackend:
+) -> tuple[GeneratorBackend, Arithmetic]:
+    """What generates the replies, and what it computes with."""
     generator, contract = section.generator, target.contract
     if generator.backend == "local":
         from pipeline.synth.generate.local import open_local
 
-        return open_local(section, target.directory, contract, device=target.section.device)
+        local = open_local(section, target)
+        return local, local.arithmetic
     from pipeline.synth.generate.remote import open_remote
 
-    return open_remote(generator, template, source=contract.source, vocabulary=contract.vocab_size)
+    source, vocabulary = contract.source, contract.vocab_size
+    remote = open_remote(generator, template, source=source, vocabulary=vocabulary)
+    return remote, server_arithmetic(generator.backend)
 
 
 def _generator_name(section: SynthSection, contract: TargetContract) -> str:

@@ -27,12 +27,13 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         fix = "use a causal language model that transformers knows"
         raise TargetError(problem, where=where, fix=fix) from error
     files = sorted(directory.glob("*.safetensors"))
+    weights = TargetWeights(directory)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     return TargetContract(
         source=resolved.source,
         revision=resolved.revision,
         fingerprint=digest([[path.name, content_fingerprint(path)] for path in files]),
-        dtype=target.dtype,
+        dtype=weights.stored_dtype(),
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
@@ -41,7 +42,7 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         tokenizer_hash=_tokenizer_hash(directory, where),
         chat_template_hash=_template_hash(directory),
         chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
-        parameters=TargetWeights(directory).count_parameters(tied=tied),
+        parameters=weights.count_parameters(tied=tied),
     )
 
 

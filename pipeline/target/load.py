@@ -12,6 +12,7 @@ import torch
 from pipeline.config import TargetSection
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.records import TargetContract
+from pipeline.target.arithmetic import resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ def load_model(
 ) -> LoadedTarget:
     """The model in `directory`, in eval mode.
 
-    `attention` is a transformers attention implementation, `dtype` overrides the section's. With a
+    `attention` is a transformers attention implementation, `dtype` overrides the section's, whose
+    auto is what this machine multiplies. With a
     `device_map`, layers lie on several devices and `LoadedTarget.device` is that of the embedding.
     Raises MissingPackage when that needs accelerate and it is not installed.
     """
@@ -55,7 +57,7 @@ def load_model(
     device = pick_device(section.device)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {
-        "dtype": getattr(torch, dtype or section.dtype),
+        "dtype": resolve_dtype(dtype or section.dtype, device),
         "attn_implementation": attention,
     }
     if device_map is not None:

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from pipeline.config import TargetSection
 from pipeline.records import TargetContract, match_contracts
+from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.contract import read_contract
-from pipeline.target.load import LoadedTarget, load_model
+from pipeline.target.load import LoadedTarget, load_model, pick_device
 from pipeline.target.resolve import ResolvedTarget, resolve
 from pipeline.target.template import ChatTemplate, load_template
 from pipeline.target.weights import TargetWeights
@@ -31,6 +34,16 @@ class Target:
     def directory(self) -> Path:
         """Where config, tokenizer and safetensors lie."""
         return self.resolved.directory
+
+    @property
+    def device(self) -> torch.device:
+        """Where this machine computes with it. Raises TargetError."""
+        return pick_device(self.section.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What this machine computes with, whatever the weights are stored in."""
+        return resolve_dtype(self.section.dtype, self.device)
 
     def template(self, *, system_prompt: str | None = None) -> ChatTemplate:
         """Tokenizer, chat template and stop ids. Raises TargetError, TemplateError."""
@@ -91,7 +104,6 @@ def open_contracted_target(
         {
             "source": source or contract.source,
             "revision": contract.revision if source is None else None,
-            "dtype": contract.dtype,
             "capture_layers": contract.capture_layers,
             "chat_template_kwargs": contract.chat_template_kwargs,
         }

@@ -5,8 +5,9 @@
     file.gguf              dequantised once into the cache
     package:NAME           the GGUF file inside an installed pip package, then as above
 
-The cache entry of a GGUF file is named by its content and the compute type, written under a
-temporary name and renamed when complete: a killed conversion leaves nothing that looks finished.
+The cache entry of a GGUF file is named by its content and the type it is dequantised to, written
+under a temporary name and renamed when complete: a killed conversion leaves nothing that looks
+finished.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import TargetSection, cache_directory
-from pipeline.console import notice
+from pipeline.console import long_step, notice
 from pipeline.errors import MissingPackage, TargetError
 
+#: What a GGUF file is dequantised to, whatever computes with it later: the weights, and with them
+#: the fingerprint, are the same on every machine.
+_STORED = "bfloat16"
 _SAMPLE_BYTES = 1 << 20
 _SAMPLES = 64
 
@@ -41,12 +45,12 @@ def resolve(target: TargetSection) -> ResolvedTarget:
     source, where = target.source, f"target.source={target.source}"
     if source.startswith("package:"):
         gguf, version = _gguf_in_package(source.removeprefix("package:"))
-        return ResolvedTarget(source, version, _dequantised(gguf, target.dtype))
+        return ResolvedTarget(source, version, _dequantised(gguf))
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise TargetError("no such GGUF file", where=where, fix="pass an existing .gguf file")
-        return ResolvedTarget(source, "local", _dequantised(path, target.dtype))
+        return ResolvedTarget(source, "local", _dequantised(path))
     if path.is_dir():
         return ResolvedTarget(source, "local", _checked_directory(path, source))
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -97,16 +101,17 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
     return files[0], importlib.metadata.version(distributions[0])
 
 
-def _dequantised(gguf: Path, dtype: str) -> Path:
-    key = hashlib.sha256(f"{content_fingerprint(gguf)} {dtype}".encode()).hexdigest()[:16]
-    final = cache_directory() / "targets" / f"{gguf.stem}-{dtype}-{key}"
+def _dequantised(gguf: Path) -> Path:
+    key = hashlib.sha256(f"{content_fingerprint(gguf)} {_STORED}".encode()).hexdigest()[:16]
+    final = cache_directory() / "targets" / f"{gguf.stem}-{_STORED}-{key}"
     if final.is_dir():
         return final
-    notice("target", f"dequantising {gguf.name} to {dtype}, once, into {final}")
+    notice("target", f"dequantising {gguf.name} to {_STORED}, once, into {final}")
     partial = final.with_name(f".{final.name}.{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        _convert(gguf, partial, dtype)
+        with long_step("target", f"dequantising {gguf.name}"):
+            _convert(gguf, partial)
         os.rename(partial, final)
     except OSError as error:
         if final.is_dir():  # another process was faster
@@ -119,7 +124,7 @@ def _dequantised(gguf: Path, dtype: str) -> Path:
     return final
 
 
-def _convert(gguf: Path, directory: Path, dtype: str) -> None:
+def _convert(gguf: Path, directory: Path) -> None:
     """Config, tokenizer, chat template and weights of a GGUF file, as `save_pretrained` writes."""
     _require("gguf", "accelerate")
     import torch
@@ -132,7 +137,7 @@ def _convert(gguf: Path, directory: Path, dtype: str) -> None:
     folder, name = str(gguf.parent), gguf.name
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=getattr(torch, dtype), **_dequantise_arguments()
+            folder, gguf_file=name, dtype=getattr(torch, _STORED), **_dequantise_arguments()
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     except (ValueError, KeyError, NotImplementedError) as error:

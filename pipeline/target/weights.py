@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.errors import TargetError
+
+#: safetensors' names of the types that weights are computed in.
+_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 class TargetWeights:
@@ -48,6 +52,15 @@ class TargetWeights:
             for name, file in self._files.items()
             if not (tied and name == "lm_head.weight")
         )
+
+    def stored_dtype(self) -> str:
+        """Type that most parameters are stored in, as torch spells it; from headers alone."""
+        counts: Counter[str] = Counter()
+        for name, file in self._files.items():
+            part = file.get_slice(name)
+            counts[part.get_dtype()] += prod(part.get_shape())
+        name = counts.most_common(1)[0][0]
+        return _TORCH_NAMES.get(name, name.lower())
 
     def embedding(self) -> Tensor:
         """Token embedding [V, H]."""

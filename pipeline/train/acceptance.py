@@ -39,7 +39,7 @@ class Evaluator:
         held_out: Sequence[HeldOut],
         device: torch.device,
     ) -> None:
-        """Load the target in its own type.
+        """Load the target.
 
         Raises UnsupportedModel for what the decoder does not run.
         """
@@ -54,7 +54,7 @@ class Evaluator:
             target.directory,
             contract.capture_layers,
             device=device,
-            dtype=getattr(torch, contract.dtype),
+            dtype=target.dtype,
             max_length=max(len(item.prompt_ids) for item in held_out) + most,
         )
         self._head = Eagle3Head(shape)

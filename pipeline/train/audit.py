@@ -31,10 +31,10 @@ def audit_mask(survey: Survey, *, where: str) -> None:
 
 
 def show_sample(corpus: Corpus, survey: Survey, decode: Callable[[Sequence[int]], str]) -> None:
-    """Print the first trained sample with its mask."""
+    """Show the first trained sample with its mask, or its counts where there is no terminal."""
     first = survey.pieces[0]
     token_ids, mask = corpus.outline(first.shard).tokens(first.sample)
-    show_supervised(token_ids.tolist(), mask.bool().tolist(), decode)
+    show_supervised("train", token_ids.tolist(), mask.bool().tolist(), decode)
 
 
 def coverage_by_source(counts: Mapping[str, Tensor], target_ids: Tensor) -> dict[str, float]:

@@ -98,9 +98,12 @@ def measured(progress: Progress) -> dict[str, float]:
 
 
 def provenance(
-    config: RunConfig, parent: Manifest, origin: Mapping[str, Any] | None
+    config: RunConfig,
+    parent: Manifest,
+    origin: Mapping[str, Any] | None,
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Which data, under which licences, with which settings made this head.
+    """Which data, under which licences, with which settings and arithmetic made this head.
 
     `origin` is the head it was fine-tuned from.
     """
@@ -120,6 +123,7 @@ def provenance(
         "sources": parent.sources,
         "rejected": {stage: manifest.rejected for stage, manifest in manifests.items()},
         "config": config.model_dump(mode="json", exclude=left_out),
+        "arithmetic": [str(arithmetic) for arithmetic in progress.arithmetic],
         "world_size": world(),
     }
     return facts | ({"start_from": dict(origin)} if origin else {})

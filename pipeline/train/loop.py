@@ -78,7 +78,7 @@ class TrainingLoop:
         """Train until the last step, or until τ has stopped rising."""
         section, steps, clock = self.section, self.steps, Clock()
         with (
-            progress_bar("train", unit="step", total=steps, done=self.progress.step) as bar,
+            progress_bar("train", unit="steps", total=steps, done=self.progress.step) as bar,
             ReadAhead(self.corpus, self.schedule, self._batch_numbers()) as reader,
         ):
             while self.progress.step < steps and not self._stalled():

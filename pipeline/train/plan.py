@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pipeline.config import RunConfig
 from pipeline.records import Manifest, Plan, TargetContract
 from pipeline.store.stage_run import find_manifest, stage_location
+from pipeline.target.arithmetic import decoder_weight_bytes, train_dtype
 
 #: Sustained rate of one CPU thread over a whole training step; measured with SmolLM2-135M on two
 #: cores with AVX-512 bf16.
@@ -61,7 +62,8 @@ def plan(config: RunConfig) -> Plan:
             f"with as many key as query heads and MLP width {width:,}",
             f"storage: {section.keep_checkpoints} checkpoints of 14 bytes a parameter, "
             "and the head twice in bfloat16",
-            f"time: {flops / 1e6:,.0f} MFLOP a token at {rate / 1e9:,.0f} GFLOP/s ({threads}), "
+            f"time: {flops / 1e6:,.0f} MFLOP a token at {rate / 1e9:,.0f} GFLOP/s "
+            f"in {_dtype(config)} ({threads}), "
             "as if every token were supervised",
             "memory: the interpreter, optimiser state, the target's embedding and "
             "one unroll's activations",
@@ -93,8 +95,8 @@ def _evaluation(config: RunConfig, parent: Manifest, tokens: int) -> _Evaluation
     replies = f"{section.evaluate_prompts} replies of {section.evaluate_tokens} tokens"
     return _Evaluation(
         flops=2.0 * contract.parameters * read * count,
-        memory_bytes=contract.parameters * _bytes_of(contract.dtype),
-        storage_bytes=_parameters(config, contract.hidden_size) * _bytes_of(section.dtype),
+        memory_bytes=contract.parameters * decoder_weight_bytes(config.target),
+        storage_bytes=_parameters(config, contract.hidden_size) * _bytes_of(_dtype(config)),
         basis=(
             f"evaluation: {count:,} times {replies}, as if a round emitted one token; the target "
             f"of {contract.parameters:,} parameters stays in memory beside the head",
@@ -110,17 +112,21 @@ def _flops(config: RunConfig, hidden: int) -> int:
 
 
 def _rate(config: RunConfig) -> float:
-    return _FLOPS_PER_THREAD[config.train.dtype] * config.run.threads
+    return _FLOPS_PER_THREAD[_dtype(config)] * config.run.threads
 
 
 def _memory_bytes(config: RunConfig, contract: TargetContract) -> int:
     """Of the training process, without evaluation."""
-    section, hidden = config.train, contract.hidden_size
-    width = _bytes_of(section.dtype)
-    optimiser = _parameters(config, hidden) * _BYTES_PER_PARAMETER[section.dtype]
+    section, hidden, dtype = config.train, contract.hidden_size, _dtype(config)
+    width = _bytes_of(dtype)
+    optimiser = _parameters(config, hidden) * _BYTES_PER_PARAMETER[dtype]
     activations = section.batch_tokens * section.ttt_steps * _ACTIVATIONS * hidden * width
     frozen = (contract.vocab_size + section.head_config.draft_vocab_size) * hidden * width
     return _INTERPRETER_BYTES + optimiser + activations + frozen
+
+
+def _dtype(config: RunConfig) -> str:
+    return train_dtype(config.train, config.target)
 
 
 def _bytes_of(dtype: str) -> int:

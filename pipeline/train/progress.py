@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from pipeline.decoder.request import Acceptance
-from pipeline.records import Record
+from pipeline.records import Arithmetic, Record
 
 
 class Window(Record):
@@ -59,6 +59,14 @@ class Progress(Record):
     evaluations: int = 0
     stale: int = 0  # evaluations since the best one
     best: Best | None = None
+    #: What steps were computed with; several when training was continued on another machine.
+    arithmetic: tuple[Arithmetic, ...] = ()
+
+    def computed_with(self, arithmetic: Arithmetic) -> Progress:
+        """With what the following steps are computed with."""
+        if arithmetic in self.arithmetic:
+            return self
+        return self.model_copy(update={"arithmetic": (*self.arithmetic, arithmetic)})
 
     def after_step(self, *, batches: int, tokens: int, labels: int, window: Window) -> Progress:
         """One optimiser step over so many batches, tokens and labels further."""

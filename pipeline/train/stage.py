@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from pipeline.config import RunConfig, prepare_process
-from pipeline.console import console, notice
+from pipeline.console import console, long_step, notice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import DraftVocabulary
@@ -31,6 +31,7 @@ from pipeline.store.stage_run import (
     read_manifest,
     stage_location,
 )
+from pipeline.target.arithmetic import NOT_NATIVE, resolve_dtype, torch_arithmetic
 from pipeline.target.load import pick_device
 from pipeline.target.open import Target, open_target
 from pipeline.train.acceptance import Evaluator, check_settings
@@ -99,16 +100,18 @@ def run(config: RunConfig) -> Manifest:
     where = manifest_where(config.run.uri, "features")
     target = open_target(config.target, expected=parent.contract, where=where)
     start = choose_start(config.train, target.directory, target.contract)
-    data = open_data(config, parent, target, start.shape)
+    with long_step("train", "reading the states"):
+        data = open_data(config, parent, target, start.shape)
     vocabulary = draft_vocabulary(start, data.survey.counts)
     _log_coverage(data.survey, vocabulary)
     head = initial_head(start, config.train.head_config, vocabulary, target, seed=config.run.seed)
     trained = fit(config, parent, stage_run, head, target, data)
     if trained.trainer.rank == 0:
         facts = training_facts(start, data.survey, vocabulary, trained.progress)
-        made_from = provenance(config, parent, start.origin)
+        made_from = provenance(config, parent, start.origin, trained.progress)
         card = HeadCard(target.contract, made_from, {**facts, **measured(trained.progress)})
-        export(stage_run, trained.head, card, tokens=trained.progress.tokens)
+        with long_step("train", "writing the head"):
+            export(stage_run, trained.head, card, tokens=trained.progress.tokens)
         stage_run.finish(
             contract=target.contract,
             licenses=parent.licenses,
@@ -166,8 +169,14 @@ def fit(
     least_squares = section.head_config.init_layer == "least_squares" and not section.start_from
     if least_squares and resumed is None:
         _solve(config, head, target, data)
+    with long_step("train", "setting up the trainer"):
+        config, why = _choose_dtype(config, resumed, target.device)
+    section = config.train
     trainer = _trainer(config, head, target, data)
-    progress = _resume(trainer, resumed)
+    before = _resume(trainer, resumed)
+    arithmetic = torch_arithmetic(trainer.dtype, trainer.device)
+    stage_run.compute_with(arithmetic, why=why, earlier=before.arithmetic)
+    progress = before.computed_with(arithmetic)
     steps = total_steps(section, len(data.schedule), trainer.world, before=progress)
     _log_steps(config, trainer, data.schedule, steps)
     evaluator = _evaluator(config, target, head.shape, data.held_out, trainer)
@@ -199,13 +208,33 @@ def _open_stage(config: RunConfig, parent: Manifest) -> StageRun:
 
 def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:
     """Start `head` by least squares; it stays on the CPU."""
-    device = pick_device(config.target.device)
+    device = target.device
     batches = FirstBatches(data.corpus, data.schedule, config.train.head_config.init_tokens)
-    solved = start_by_least_squares(head.to(device), target.weights.embedding().to(device), batches)
+    embedding = target.weights.embedding().to(device)
+    with long_step("train", "solving the head by least squares"):
+        solved = start_by_least_squares(head.to(device), embedding, batches)
     head.cpu()
     linear = f"{solved.explained:.0%} of the target's states explained linearly"
     rest = f"{solved.explained_by_mlp:.0%} of the rest by the MLP"
     notice("train", f"head solved by least squares on {solved.rows:,} labels: {linear}, {rest}")
+
+
+def _choose_dtype(
+    config: RunConfig, resumed: tuple[Path, Marker] | None, device: torch.device
+) -> tuple[RunConfig, str]:
+    """`config` with the type that training computes in, and why in that.
+
+    A checkpoint's optimiser state is that of its type, so it is what training goes on with.
+    """
+    wanted, begun = config.train.dtype, resumed and resumed[1].progress.arithmetic
+    dtype = begun[-1].dtype if begun else str(resolve_dtype(wanted, device)).split(".")[-1]
+    why = ""
+    if begun and wanted not in ("auto", dtype):
+        why = f", which the checkpoint was begun in (train.dtype={wanted}: begin with --force)"
+    elif wanted == "auto" and dtype == "float32":
+        why = NOT_NATIVE if not begun else ""
+    section = config.train.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"train": section}), why
 
 
 def _trainer(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> Trainer:
@@ -224,7 +253,7 @@ def _trainer(config: RunConfig, head: Eagle3Head, target: Target, data: Data) ->
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,
     )
-    return Trainer(model, section, pick_device(config.target.device), fc_scale=scale)
+    return Trainer(model, section, target.device, fc_scale=scale)
 
 
 def _resume(trainer: Trainer, resumed: tuple[Path, Marker] | None) -> Progress:
@@ -233,7 +262,8 @@ def _resume(trainer: Trainer, resumed: tuple[Path, Marker] | None) -> Progress:
         return Progress()
     path, marker = resumed
     trainer.load(path)
-    where = f"epoch {marker.epoch}, batch {marker.index}"
+    computed = "; ".join(map(str, marker.progress.arithmetic))
+    where = f"epoch {marker.epoch}, batch {marker.index}; {computed}"
     notice("train", f"continuing from checkpoint {path.name} ({where})")
     return marker.progress
 

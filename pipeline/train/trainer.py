@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeline.config import TrainSection
 from pipeline.errors import DataError, MissingPackage
+from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.model import StepResult, TttModel
 
@@ -71,7 +72,7 @@ class Trainer:
         self.model = model
         self._sharded_weights = section.zero_stage == 3
         self.device = torch.device("cuda", _local_rank()) if device.type == "cuda" else device
-        self.dtype: torch.dtype = getattr(torch, section.dtype)
+        self.dtype = resolve_dtype(section.dtype, device)
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
         model.to(self.device)
@@ -84,7 +85,7 @@ class Trainer:
         )
         with _quiet():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=_settings(section)
+                model=model, optimizer=optimizer, config=_settings(section, self.dtype)
             )
 
     def step(
@@ -173,12 +174,12 @@ def _groups(model: TttModel, fc_scale: float) -> list[dict[str, Any]]:
     return [{"params": others, "scale": 1.0}, {"params": [fc], "scale": fc_scale}]
 
 
-def _settings(section: TrainSection) -> dict[str, Any]:
+def _settings(section: TrainSection, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # a micro-batch is one packed row of tokens
         "gradient_accumulation_steps": section.accumulate,
         "gradient_clipping": section.clip_norm,
-        "bf16": {"enabled": section.dtype == "bfloat16"},
+        "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_optimization": {"stage": section.zero_stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO
         "steps_per_print": 1 << 40,

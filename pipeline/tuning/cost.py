@@ -19,16 +19,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.graphs import captured
-from pipeline.decoder.kv import PageAllocator, pages_for
+from pipeline.decoder.graphs import capture_stream, captured
+from pipeline.decoder.kv import PageAllocator, Planes, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import read_tree
 from pipeline.decoder.tree import WINDOW, Tree, root_only
@@ -89,7 +89,6 @@ class Costs:
         return tau * self.plain_seconds / self.round_seconds(shape)
 
 
-@torch.inference_mode()
 def measure_costs(
     model: DecoderModel,
     drafter: Eagle3Drafter,
@@ -100,91 +99,142 @@ def measure_costs(
     beam_counts: Sequence[int] = BEAM_COUNTS,
     step_counts: Sequence[int] = STEP_COUNTS,
     repeats: int = 15,
+    sampling: bool = False,
 ) -> Costs:
-    """Time the pieces of a round for `rows` rows with `context` committed tokens each.
+    """What a round costs for `rows` rows with `context` committed tokens each: see `CostMeter`."""
+    counts = node_counts, beam_counts, step_counts
+    meter = CostMeter(model, drafter, rows, context, *counts, sampling=sampling)
+    for _ in range(repeats):
+        meter.turn()
+    return meter.costs()
 
-    Medians of `repeats` interleaved runs, so that a slow moment of the machine meets all pieces
-    alike. On CUDA each piece is a graph, as in the engine. The drafter gets a new plane of keys and
-    values: make the engine that uses it afterwards. Raises ValueError when no round fits behind the
-    context.
+
+class CostMeter:
+    """Times the pieces of a round in turns, in each of which every piece runs once.
+
+    So a slow moment of the machine meets all pieces alike, and whoever measures something beside
+    them can do so between two turns. On CUDA each piece is a graph, as in the engine.
     """
-    longest = max(step_counts)
-    if context + longest >= model.max_length:
-        problem = f"a round of {longest} steps behind it does not fit into max_length"
-        raise ValueError(f"context is {context}, {problem} {model.max_length}")
-    nodes = sorted({1, *node_counts})
-    trees = [count for count in nodes if count > 1]
-    pieces = _Pieces(model, drafter, rows, context, longest)
-    launches: dict[_Name, Callable[[], object]] = {}
-    launches |= {("verify", count): partial(pieces.verify, pieces.tree(count)) for count in nodes}
-    launches |= {("other", count): partial(pieces.other, count) for count in trees}
-    launches |= {("extend", steps): partial(pieces.extend, steps) for steps in step_counts}
-    launches |= {("propose", beams): partial(pieces.draft, beams, 1) for beams in beam_counts}
-    unrolled = 1 + _UNROLLED
-    launches |= {("unroll", beams): partial(pieces.draft, beams, unrolled) for beams in beam_counts}
-    seconds = _medians(launches, model.device, repeats)
 
-    def step_seconds(beams: int) -> float:
-        """The difference holds whole steps only: neither the first proposal nor the call itself."""
-        return (seconds["unroll", beams] - seconds["propose", beams]) / _UNROLLED
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: DecoderModel,
+        drafter: Eagle3Drafter,
+        rows: int,
+        context: int,
+        node_counts: Sequence[int] = NODE_COUNTS,
+        beam_counts: Sequence[int] = BEAM_COUNTS,
+        step_counts: Sequence[int] = STEP_COUNTS,
+        *,
+        sampling: bool = False,
+    ) -> None:
+        """Of `rows` rows with `context` committed tokens each; with `sampling` choices are drawn.
 
-    return Costs(
-        verify={count: seconds["verify", count] for count in nodes},
-        draft={beams: step_seconds(beams) for beams in beam_counts},
-        extend={steps: seconds["extend", steps] for steps in step_counts},
-        other={count: seconds["other", count] for count in trees},
-    )
+        Raises ValueError when no round fits behind the context.
+        """
+        longest = max(step_counts)
+        if context + longest >= model.max_length:
+            problem = f"a round of {longest} steps behind it does not fit into max_length"
+            raise ValueError(f"context is {context}, {problem} {model.max_length}")
+        nodes = sorted({1, *node_counts})
+        pieces = _Pieces(model, drafter, rows, context, longest, sampling=sampling)
+        launches: dict[_Name, Callable[[], object]] = {}
+        for count in nodes:
+            launches["verify", count] = partial(pieces.verify, pieces.tree(count))
+        for count in nodes[1:]:
+            launches["other", count] = partial(pieces.other, count)
+        for steps in step_counts:
+            launches["extend", steps] = partial(pieces.extend, steps)
+        for beams in beam_counts:
+            launches["propose", beams] = partial(pieces.draft, beams, 1)
+            launches["unroll", beams] = partial(pieces.draft, beams, 1 + _UNROLLED)
+        self._seconds: Callable[[Callable[[], object]], float] = _host_seconds
+        if model.device.type == "cuda":
+            # Rounds run as graphs, and launches from Python would hide what kernels take.
+            stream = capture_stream(model.device)
+            self._held = pieces, stream  # a graph keeps neither its buffers nor its stream
+            launches = {name: captured(piece, stream).replay for name, piece in launches.items()}
+            self._seconds = _cuda_seconds
+        for launch in launches.values():  # warms up
+            launch()
+        self._launches = launches
+        self._taken: dict[_Name, list[float]] = {name: [] for name in launches}
+
+    @torch.inference_mode()
+    def turn(self) -> None:
+        """Time every piece once, behind an untimed forward: a round's own pieces, too, stand behind
+        one that has swept the caches."""
+        for name, launch in self._launches.items():
+            self._launches["verify", 1]()
+            self._taken[name].append(self._seconds(launch))
+
+    def costs(self) -> Costs:
+        """Of all turns so far; there must be one."""
+        seconds = {name: trimmed_mean(taken) for name, taken in self._taken.items()}
+
+        def curve(kind: str) -> dict[int, float]:
+            return {count: value for (name, count), value in seconds.items() if name == kind}
+
+        # The difference holds whole steps only: neither the first proposal nor the call itself.
+        propose, unroll = curve("propose"), curve("unroll")
+        draft = {beams: (unroll[beams] - propose[beams]) / _UNROLLED for beams in propose}
+        return Costs(curve("verify"), draft, curve("extend"), curve("other"))
 
 
-def median_costs(measured: Sequence[Costs]) -> Costs:
-    """The median of several measurements, point by point."""
+def trimmed_mean(seconds: Sequence[float]) -> float:
+    """Mean without the shortest and the longest tenth, rounded up, of three times or more.
 
-    def merged(name: str) -> dict[int, float]:
-        curves = [getattr(costs, name) for costs in measured]
-        return {count: median(curve[count] for curve in curves) for count in curves[0]}
-
-    return Costs(merged("verify"), merged("draft"), merged("extend"), merged("other"))
+    Unlike medians, means add up: a machine that is interrupted now and then prolongs a round by as
+    much as it prolongs the round's pieces, but the median of a short piece does not show it.
+    """
+    cut = -(-len(seconds) // 10) if len(seconds) > 2 else 0
+    return fmean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def open_batch(
     model: DecoderModel, drafter: Eagle3Drafter, rows: int, entries: int, *, emitted: int
-) -> tuple[DecodeBatch, Tensor]:
-    """Greedy rows of `entries` cache entries, `emitted` tokens a round; the target's plane."""
-    pages = pages_for(entries)
-    allocator = PageAllocator(rows * pages + 1, device=model.device)
-    plane = model.plane(allocator)
-    drafter.make_plane(allocator)
+) -> tuple[DecodeBatch, Planes]:
+    """Greedy rows of `entries` cache entries, `emitted` tokens a round, and their pages' planes."""
+    pages, device = pages_for(entries), model.device
+    allocator = PageAllocator(rows * pages + 1, device=device)
+    planes = allocator.planes(model.plane_shape, drafter.planes)
     batch = DecodeBatch.empty(
-        rows,
-        pages=pages,
-        state_size=drafter.state_size,
-        emitted=emitted,
-        dtype=model.dtype,
-        device=model.device,
+        rows, pages=pages, emitted=emitted, state=drafter.state, device=device
     )
-    for row in range(rows):
-        held = allocator.allocate(pages)
-        assert held is not None
-        batch.open_row(row, held)
-    return batch, plane
+    block_table = torch.arange(1, allocator.pages, device=device).view(rows, pages)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+    batch.open(block_table, zeros, zeros, zeros, zeros + 1)
+    return batch, planes
 
 
 class _Pieces:
     """What is timed. Contents are random: no piece takes longer or shorter for them."""
 
     def __init__(
-        self, model: DecoderModel, drafter: Eagle3Drafter, rows: int, context: int, steps: int
+        self,
+        model: DecoderModel,
+        drafter: Eagle3Drafter,
+        rows: int,
+        context: int,
+        steps: int,
+        *,
+        sampling: bool,
     ) -> None:
         """`steps` is the deepest tree that `extend` is asked for."""
         self._model, self._drafter, self._context = model, drafter, context
         entries = context + WINDOW
-        self._batch, self._plane = open_batch(model, drafter, rows, entries, emitted=_ACCEPTED + 1)
+        self._batch, self._planes = open_batch(model, drafter, rows, entries, emitted=_ACCEPTED + 1)
         self._batch.seq_lens.fill_(context)
         self._batch.roots.random_(model.vocabulary)
         self._batch.drafter_state.normal_()
         self._candidates = _candidates(self._batch, model.vocabulary)
         aux = rows, steps + 1, 3 * model.config.hidden_size
         self._aux = torch.randn(aux, dtype=model.dtype, device=model.device)
+        self._sampling = sampling
+        self._batch.temperature.fill_(float(sampling))
+        self._batch.top_p.fill_(1)
+        self._logits = torch.randn(rows, model.vocabulary, dtype=model.dtype, device=model.device)
 
     def tree(self, nodes: int) -> Tree:
         roots = self._batch.roots
@@ -193,25 +243,32 @@ class _Pieces:
         return self._model.ops.grow_tree(roots, *self._candidates, nodes)
 
     def verify(self, tree: Tree) -> object:
-        return read_tree(self._model, self._plane, self._batch, tree, 0, sampling=False)
+        model, batch = self._model, self._batch
+        if self._sampling and tree.tokens.shape[1] > 1:  # a draw for each node that is walked
+            for _ in range(_ACCEPTED):
+                model.ops.draw(self._logits, batch.sampling, batch.seq_lens)
+        return read_tree(model, self._planes, batch, tree, 0, sampling=self._sampling)
 
     def draft(self, beams: int, steps: int) -> object:
         shape = TreeSection(top_k=beams, steps=steps, nodes=WINDOW)
-        return self._drafter.candidates(self._batch, shape)
+        return self._drafter.candidates(self._batch, self._planes, shape)
 
     def extend(self, steps: int) -> None:
         """Read what the deepest branch would emit, and make the first proposal behind it."""
-        batch, emitted = self._batch, steps + 1
-        tokens, aux = self._candidates[0][:, :emitted], self._aux[:, :emitted]
-        self._drafter.extend(batch, tokens, aux, torch.full_like(batch.seq_lens, emitted))
-        self._drafter.candidates(batch, _FIRST_PROPOSAL)
+        batch, planes, emitted = self._batch, self._planes, steps + 1
+        tokens = self._candidates[0][:, :emitted].flatten()
+        aux = self._aux[:, :emitted].flatten(0, 1)
+        rows = TokenRows.even(len(batch), emitted, tokens.device)
+        counts = torch.full_like(batch.seq_lens, emitted)
+        self._drafter.extend(batch, planes, rows, tokens, aux, counts)
+        self._drafter.candidates(batch, planes, _FIRST_PROPOSAL)
 
     def other(self, nodes: int) -> None:
         batch, ops = self._batch, self._model.ops
         # The target agrees with the second of each pair: see `_candidates`.
         predicted = self._candidates[0][:, 1 : nodes + 1]
         accepted = ops.verify(self.tree(nodes), predicted, _ACCEPTED)
-        ops.compact(self._plane, batch.block_table, batch.seq_lens, accepted.path)
+        ops.compact(self._planes.target, batch.block_table, batch.seq_lens, accepted.path)
         batch.advance(accepted)
         batch.seq_lens.fill_(self._context)
 
@@ -234,24 +291,6 @@ def _candidates(batch: DecodeBatch, vocabulary: int) -> tuple[Tensor, Tensor, Te
         (index // 2 * 2 - 1).expand(each).contiguous(),
         (-index.float()).expand(each).contiguous(),
     )
-
-
-def _medians(
-    pieces: Mapping[_Name, Callable[[], object]], device: torch.device, repeats: int
-) -> dict[_Name, float]:
-    """Each piece behind an untimed forward: a round's own, too, sweeps the caches before it."""
-    cuda = device.type == "cuda"
-    # Rounds run as graphs, and launches from Python would hide what kernels take.
-    launches = {name: captured(piece).replay if cuda else piece for name, piece in pieces.items()}
-    sweep, seconds = launches["verify", 1], _cuda_seconds if cuda else _host_seconds
-    taken: dict[_Name, list[float]] = {name: [] for name in pieces}
-    for turn in range(repeats + 1):
-        for name, launch in launches.items():
-            sweep()
-            took = seconds(launch)
-            if turn:  # the first one warms up
-                taken[name].append(took)
-    return {name: median(times) for name, times in taken.items()}
 
 
 def _host_seconds(launch: Callable[[], object]) -> float:

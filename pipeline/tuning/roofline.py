@@ -2,9 +2,9 @@
 
     floor = max(bytes / bandwidth, operations / flops)
 
-where weights are read once whatever the batch is, and the context's keys and values once a row.
-What is left out (norms, biases, embedding rows, activations) is small beside it. The pieces are
-those of `pipeline.tuning.cost`.
+where weights are read once whatever the batch is, in the form that the backend keeps them in, and
+the context's keys and values once a row. What is left out (norms, biases, embedding rows,
+activations) is small beside it. The pieces are those of `pipeline.tuning.cost`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ class Roofline:
         *,
         entry: int,  # numbers in the keys and values of one token
         queries: int,  # numbers in its queries
-        dtype: torch.dtype,
+        stored: float,  # bytes of a parameter
+        dtype: torch.dtype,  # of keys and values
     ) -> float:
         """The floor of one forward."""
         # The context's entries are read, the new ones written; queries meet keys, then weights
         # values.
         cache = self.rows * (self.context + tokens) * entry
-        numbers = sum(parameters for parameters, _ in matrices) + cache
+        weights = sum(parameters for parameters, _ in matrices)
+        read = stored * weights + dtype.itemsize * cache
         products = sum(2 * parameters * count for parameters, count in matrices)
         attention = 4 * tokens * self.context * queries
         operations = self.rows * (products + attention)
-        return max(numbers * dtype.itemsize / self.bandwidth, operations / self.flops)
+        return max(read / self.bandwidth, operations / self.flops)
 
 
 def s_max(
@@ -76,13 +78,40 @@ def eta(measured_speedup: float, s_max: float) -> float:
 
 def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float:
     """T_AR or T_verify: a forward of `tokens` tokens a row, with logits of all of them."""
-    config, size, layers = model.config, model.head_dim, len(model.layers)
+    size, layers = model.head_dim, len(model.layers)
+    lm_head: int = model.vocabulary * model.config.hidden_size
+    matrices = [(layers * layer_parameters(model) + lm_head, tokens)]
+    entry, queries = 2 * layers * model.kv_heads * size, layers * model.num_heads * size
+    return roofline.seconds(
+        matrices,
+        tokens,
+        entry=entry,
+        queries=queries,
+        stored=_stored_bytes(model),
+        dtype=model.dtype,
+    )
+
+
+def model_bytes(model: DecoderModel) -> float:
+    """What a forward reads of the target's weights: every matrix once, a tied lm_head included."""
+    lm_head: int = model.vocabulary * model.config.hidden_size
+    return _stored_bytes(model) * (len(model.layers) * layer_parameters(model) + lm_head)
+
+
+def layer_parameters(model: DecoderModel) -> int:
+    """Of the matrices of one of the target's layers."""
+    config, size = model.config, model.head_dim
     # q and o, k and v
     attention = config.hidden_size * size * (2 * model.num_heads + 2 * model.kv_heads)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    matrices = [(layers * layer + model.vocabulary * config.hidden_size, tokens)]
-    entry, queries = 2 * layers * model.kv_heads * size, layers * model.num_heads * size
-    return roofline.seconds(matrices, tokens, entry=entry, queries=queries, dtype=model.dtype)
+    return int(attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def _stored_bytes(model: DecoderModel) -> float:
+    """Of a parameter, as the backend has packed it: bf16 weights stay so under fp32 arithmetic."""
+    layer = model.layers[0]
+    packed = layer.qkv, layer.output, layer.gate_up, layer.down
+    held: int = sum(weight.data.nbytes for weight in packed)
+    return held / layer_parameters(model)
 
 
 def draft_floor_seconds(drafter: Eagle3Drafter, beams: int, roofline: Roofline) -> float:
@@ -113,4 +142,7 @@ def _head_seconds(
     shape = drafter.shape
     entry = 2 * shape.num_key_value_heads * shape.head_dim
     queries = shape.num_attention_heads * shape.head_dim
-    return roofline.seconds(matrices, tokens, entry=entry, queries=queries, dtype=drafter.dtype)
+    dtype = drafter.dtype
+    return roofline.seconds(
+        matrices, tokens, entry=entry, queries=queries, stored=dtype.itemsize, dtype=dtype
+    )

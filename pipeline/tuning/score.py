@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.kv import PageAllocator, pages_for
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.base import cumulative
-from pipeline.decoder.ops.philox import uniform
+from pipeline.decoder.ops.draws import perturb
 from pipeline.decoder.request import Request
 from pipeline.decoder.tree import SamplingTensors
 
@@ -22,15 +21,16 @@ def log_probabilities(
     model: DecoderModel, prompt_ids: Sequence[int], reply_ids: Sequence[int]
 ) -> Tensor:
     """The target's float32 log-probabilities [reply, V] before each reply token; one forward."""
-    device = model.device
-    allocator = PageAllocator(pages_for(len(prompt_ids) + len(reply_ids)) + 1, device=device)
-    block_table = torch.arange(1, allocator.pages, device=device)[None]  # [1, P]
-    seq_lens = torch.zeros(1, dtype=torch.int64, device=device)
-    tokens = torch.tensor([[*prompt_ids, *reply_ids[:-1]]], device=device)  # [1, T]
-    positions = torch.arange(tokens.shape[1], device=device)[None]
-    plane = model.plane(allocator)
-    output = model.forward(tokens, positions, block_table, seq_lens, None, plane)
-    return model.logits(output.final[0, len(prompt_ids) - 1 :]).float().log_softmax(-1)
+    tokens = torch.tensor([*prompt_ids, *reply_ids[:-1]], device=model.device)  # [T]
+    allocator = PageAllocator(pages_for(len(tokens)) + 1, device=model.device)
+    plane = allocator.planes(model.plane_shape).target
+    batch = DecodeBatch.empty(
+        1, pages=allocator.capacity, emitted=0, state=None, device=model.device
+    )
+    batch.block_table.copy_(torch.arange(1, allocator.pages, device=model.device))
+    metadata = batch.metadata(model.rotary, TokenRows.even(1, len(tokens), model.device))
+    output = model.forward(tokens, metadata, plane)
+    return model.logits(output.final[len(prompt_ids) - 1 :]).float().log_softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,10 @@ def greedy_gaps(model: DecoderModel, prompt_ids: Sequence[int], reply_ids: Seque
 
 
 def draw_gap(model: DecoderModel, request: Request, reply_ids: Sequence[int]) -> float:
-    """How far a sampled reply is from what the plain model draws, in probability; 0 is exact.
+    """How far a sampled reply is from what the plain model draws, in nats; 0 is exact.
 
-    A draw takes the token in whose stretch of the cumulative distribution the random number falls:
-
-        0 ──── token 0 ────┬─ 1 ─┬────── 2 ──────┬ … 1     u at the very edge of a stretch may
-                                 u                         fall on either side of it by rounding
+    A draw is the token with the largest sum of scaled log-probability and noise. By rounding, a
+    near-tie may fall to either side; infinite where a token lies outside top-k or top-p.
     """
     count, device = len(reply_ids), model.device
     sampling = SamplingTensors(
@@ -65,10 +63,8 @@ def draw_gap(model: DecoderModel, request: Request, reply_ids: Sequence[int]) ->
         torch.full((count,), request.top_k, device=device),
         torch.full((count,), request.seed, device=device),
     )
-    total = cumulative(log_probabilities(model, request.prompt_ids, reply_ids), sampling)  # [R, V]
     positions = len(request.prompt_ids) + torch.arange(count, device=device)
-    wanted = uniform(sampling.seeds, positions).double() * total[:, -1]
-    chosen = torch.tensor(reply_ids, device=device)[:, None]  # [R, 1]
-    above = total.gather(1, chosen)[:, 0]
-    below = F.pad(total, (1, 0)).gather(1, chosen)[:, 0]
-    return float(torch.maximum(below - wanted, wanted - above).clamp(min=0).max())
+    scores = log_probabilities(model, request.prompt_ids, reply_ids)
+    noisy = perturb(scores, sampling, positions)  # [R, V]
+    chosen = noisy.gather(1, torch.tensor(reply_ids, device=device)[:, None])[:, 0]
+    return float((noisy.max(-1).values - chosen).max())

@@ -23,7 +23,7 @@ from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import prefill_chunk, read_tree
+from pipeline.decoder.round import advance, read_prompt
 from pipeline.decoder.tree import WINDOW, root_only
 from pipeline.errors import DataError, TargetError
 from pipeline.tuning.cost import open_batch
@@ -64,9 +64,8 @@ def trace(
     """Decode prompts greedily, `slots` at a time, and draft at every position of the replies.
 
     Drafts are made for each number of beams in `widths` up to shape.top_k, with shape.steps steps.
-    The drafter must draft as deep itself, and gets a new plane of keys and values: make the engine
-    that uses it afterwards. Raises DataError for prompts that cannot be run or that give no reply
-    of two tokens, TargetError for NaN logits.
+    The drafter must draft as deep itself. Raises DataError for prompts that cannot be run or that
+    give no reply of two tokens, TargetError for NaN logits.
     """
     if shape.steps > drafter.depth:
         raise ValueError(f"shape has {shape.steps} steps, the drafter was made for {drafter.depth}")
@@ -148,23 +147,19 @@ def _decode(
     """Greedy replies, a stop token included, and the drafts below each of their tokens."""
     # Drafted entries stand behind the reply.
     entries = max(len(prompt) for prompt in prompts) + new_tokens + WINDOW
-    batch, plane = open_batch(model, drafter, len(prompts), entries, emitted=1)
+    batch, planes = open_batch(model, drafter, len(prompts), entries, emitted=1)
     for row, prompt in enumerate(prompts):
-        tokens = torch.tensor([list(prompt)], device=model.device)
-        prefill_chunk(model, plane, drafter, batch.rows(row, row + 1), tokens, None)
+        tokens = torch.tensor(prompt, device=model.device)
+        read_prompt(model, planes, drafter, batch.rows(row, row + 1), tokens)
     replies = [[token] for token in batch.emitted[:, 0].tolist()]
     drafts: dict[int, _Drafts] = {width: [] for width in shapes}
     for _ in range(new_tokens - 1):
         if all(reply[-1] in stop_ids for reply in replies):
             break
         for width, shape in shapes.items():
-            drafts[width].append(drafter.candidates(batch, shape))
-        root = root_only(batch.roots)
-        aux, predicted = read_tree(model, plane, batch, root, 0, sampling=False)
-        accepted = model.ops.verify(root, predicted, 0)
-        drafter.extend(batch, accepted.tokens, aux, accepted.counts)
-        batch.advance(accepted)
-        for reply, (token,) in zip(replies, accepted.tokens.tolist(), strict=True):
+            drafts[width].append(drafter.candidates(batch, planes, shape))
+        advance(model, planes, drafter, batch, root_only(batch.roots), 0, sampling=False)
+        for reply, token in zip(replies, batch.emitted[:, 0].tolist(), strict=True):
             if (
                 reply[-1] not in stop_ids
             ):  # rows that have ended go on, and what they emit is dropped

@@ -36,7 +36,12 @@ class Choice:
 
     shape: TreeSection
     acceptance_length: float  # τ
-    speedup: float  # over plain decoding; below 1 no traced shape is worth drafting
+    speedup: float  # over plain decoding
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the shape is faster than one node, which is plain decoding and an answer too."""
+        return self.speedup > 1
 
 
 def tune(
@@ -47,8 +52,12 @@ def tune(
     rows: Sequence[int],
     stop_ids: Sequence[int] = (),
     new_tokens: int = 48,
+    sampling: bool = False,
 ) -> dict[int, Choice]:
-    """Trace prompts, time rounds at each batch size in `rows`, choose. Raises as `trace`."""
+    """Trace prompts, time rounds at each batch size in `rows`, choose. Raises as `trace`.
+
+    `sampling` times rounds of requests that sample; what is accepted is traced greedily.
+    """
     drafter = Eagle3Drafter(head, model, WIDEST)
     slots = min(len(prompts), max(rows))
     traces = trace(
@@ -63,7 +72,10 @@ def tune(
     )
     middle = sum(map(len, prompts)) // len(prompts) + new_tokens // 2  # of an average reply
     context = min(middle, model.max_length - MAX_STEPS - 2)
-    costs = {size: measure_costs(model, drafter, size, context, repeats=_REPEATS) for size in rows}
+    costs = {
+        size: measure_costs(model, drafter, size, context, repeats=_REPEATS, sampling=sampling)
+        for size in rows
+    }
     return best_shapes(costs, traces)
 
 
@@ -97,8 +109,8 @@ def best_shapes(
     """For each batch size, the covered shape with the largest predicted speedup.
 
     Each choice holds from its batch size upward, which is how `Eagle3Drafter` reads {rows: shape};
-    let the smallest size be 1. A speedup below 1 is returned like any other: it says that no shape
-    is worth it.
+    let the smallest size be 1. A speedup of at most 1 is returned like any other: no shape is then
+    worth it (`Choice.drafts`).
     """
     taus = {shape: acceptance(traces, shape) for shape in shapes if traces.covers(shape)}
     if not taus:

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.random_target import random_head
-from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.kv import PageAllocator
-from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.batch import DecodeBatch, TokenRows
+from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.kv import PageAllocator, Planes, pages_for
+from pipeline.decoder.model import DecoderModel, Forward
 from pipeline.eagle3.head import Eagle3Head
 
 CAPTURE = (1, 3, 4)
@@ -69,27 +70,44 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def poisoned_plane(model: DecoderModel, pages: int) -> Tensor:
-    """Key/value memory of a model in which whatever is read before it was written shows."""
-    return model.plane(PageAllocator(pages, device=model.device)).fill_(float("nan"))
+def poisoned_planes(model: DecoderModel, pages: int, drafter: Drafter | None = None) -> Planes:
+    """Key/value memory in which whatever is read before it was written shows."""
+    allocator = PageAllocator(pages, device=model.device)
+    planes = allocator.planes(model.plane_shape, drafter.planes if drafter else ())
+    for plane in (planes.target, *planes.drafter):
+        plane.fill_(float("nan"))
+    return planes
 
 
 def open_rows(
-    model: DecoderModel, rows: int, *, pages: int, state_size: int = 0, emitted: int = 8
+    model: DecoderModel,
+    rows: int,
+    *,
+    pages: int,
+    drafter: Drafter | None = None,
+    emitted: int = 8,
+    spare: int = 0,
 ) -> DecodeBatch:
-    """A batch of greedy requests with `pages` pages each, none of them in order."""
+    """A batch of greedy requests with `pages` pages each, none of them in order.
+
+    `spare` inert rows stand behind them.
+    """
+    state = drafter.state if drafter else None
     batch = DecodeBatch.empty(
-        rows,
-        pages=pages,
-        state_size=state_size,
-        emitted=emitted,
-        dtype=model.dtype,
-        device=model.device,
+        rows + spare, pages=pages, emitted=emitted, state=state, device=model.device
     )
     order = 1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))
-    for row, held in enumerate(order.view(rows, pages).tolist()):
-        batch.open_row(row, held)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    batch.rows(0, rows).open(order.view(rows, pages), zeros, zeros, zeros, zeros + 1)
     return batch
+
+
+def states_of(model: DecoderModel, tokens: Tensor) -> Forward:
+    """Aux and final states of a sequence [T], read in one forward."""
+    pages = pages_for(len(tokens))
+    batch, planes = open_rows(model, 1, pages=pages), poisoned_planes(model, pages + 1)
+    metadata = batch.metadata(model.rotary, TokenRows.even(1, len(tokens), model.device))
+    return model.forward(tokens, metadata, planes.target)
 
 
 def random_tokens(length: int, seed: int) -> Tensor:

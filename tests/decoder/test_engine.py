@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.kv import PageAllocator
+from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Completion, Request
@@ -49,26 +49,35 @@ def _replies(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ..
 class OracleDrafter:
     """Knows the replies: proposes the true tokens, down to depth `right`, among distractors."""
 
-    depth, nodes, lookahead, state_size = 4, 13, 0, 1
+    depth, nodes, lookahead = 4, 13, 0
+    state: RowState | None = None
+    planes: tuple[PlaneShape, ...] = ()
     _shape = TreeSection(top_k=3, steps=4, nodes=13)
 
     def __init__(self, replies: dict[tuple[int, ...], tuple[int, ...]], right: int) -> None:
         self._whole = [(*prompt, *reply)[1:] for prompt, reply in replies.items()]
         self._right = right
-
-    def make_plane(self, allocator: PageAllocator) -> None:
         self._seen: dict[int, list[int]] = {}  # by the request's first page: rows may move
 
     def shape_for(self, rows: int) -> TreeSection:
         return self._shape
 
-    def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
-        for row, count in enumerate(counts.tolist()):
+    def extend(
+        self,
+        batch: DecodeBatch,
+        planes: Planes,
+        rows: TokenRows,
+        tokens: Tensor,
+        aux: Tensor,
+        counts: Tensor,
+    ) -> None:
+        firsts = rows.starts[:-1].tolist()
+        for row, (first, count) in enumerate(zip(firsts, counts.tolist(), strict=True)):
             seen = self._seen.setdefault(int(batch.block_table[row, 0]), [])
             del seen[int(batch.seq_lens[row]) :]  # whoever held the page before
-            seen += tokens[row, :count].tolist()
+            seen += tokens[first : first + count].tolist()
 
-    def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
+    def draft(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Tree:
         tokens = []
         for row, root in enumerate(batch.roots.tolist()):
             seen = self._seen[int(batch.block_table[row, 0])]
@@ -198,7 +207,8 @@ def test_a_tree_shape_for_each_batch_size(model: DecoderModel, head: Eagle3Head)
         5: TreeSection(top_k=1, steps=1, nodes=2),
     }
     drafter = Eagle3Drafter(head, model, shapes)
-    assert [drafter.shape_for(rows).steps for rows in (1, 2, 3, 4, 5, 8)] == [4, 4, 2, 2, 1, 1]
+    drafted = [drafter.shape_for(rows) for rows in (1, 2, 3, 4, 5, 8)]
+    assert drafted == [shapes[rows] for rows in (1, 1, 3, 3, 5, 5)]
     requests = _requests(11)
     engine = Engine(model, drafter=drafter, slots=6)
     assert _replies(engine, requests) == _replies(Engine(model), requests)

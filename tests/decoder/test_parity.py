@@ -7,22 +7,24 @@ the tokens, the positions or the layers would train a head for inputs that it ne
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.batch import TokenRows
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.kv import PageAllocator
+from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.tree import Tree
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.unroll import step_logits
-from tests.decoder.conftest import open_rows, poisoned_plane, random_tokens
+from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens, states_of
 
 STEPS = 5
 PREFIX = 17
@@ -31,26 +33,29 @@ PREFIX = 17
 @torch.no_grad()
 def _states(model: DecoderModel, tokens: Tensor) -> Tensor:
     """Aux states [T, 3H] of a sequence."""
-    positions, batch = torch.arange(len(tokens))[None], open_rows(model, 1, pages=2)
-    table, lengths, plane = batch.block_table, batch.seq_lens, poisoned_plane(model, 3)
-    return model.forward(tokens[None], positions, table, lengths, None, plane).aux[0]
+    return states_of(model, tokens).aux
 
 
-def _drafter(
-    head: Eagle3Head, model: DecoderModel, tree: TreeSection, rows: int
-) -> tuple[Eagle3Drafter, DecodeBatch]:
+class _Drafting:
     """A drafter over its own pages, and a batch of empty rows."""
-    drafter = Eagle3Drafter(head, model, tree)
-    drafter.make_plane(PageAllocator(2 * rows + 1, device=model.device))
-    return drafter, open_rows(model, rows, pages=2, state_size=drafter.state_size)
 
+    def __init__(self, head: Eagle3Head, model: DecoderModel, tree: TreeSection, rows: int) -> None:
+        self.drafter = Eagle3Drafter(head, model, tree)
+        self.planes = poisoned_planes(model, 2 * rows + 1, self.drafter)
+        self.batch = open_rows(model, rows, pages=2, drafter=self.drafter)
 
-def _read(
-    drafter: Eagle3Drafter, batch: DecodeBatch, tokens: Tensor, aux: Tensor, count: int
-) -> None:
-    """Give the drafter tokens [E] and states [E, 3H], `count` of them valid, and commit them."""
-    drafter.extend(batch, tokens[None], aux[None], torch.tensor([count]))
-    batch.seq_lens.add_(count)
+    def read(self, row: int, tokens: Tensor, aux: Tensor, count: int) -> None:
+        """Give a row tokens [E] and states [E, 3H], `count` of them valid, and commit them."""
+        batch, each = self.batch.rows(row, row + 1), TokenRows.even(1, len(tokens), tokens.device)
+        self.drafter.extend(batch, self.planes, each, tokens, aux, torch.tensor([count]))
+        batch.seq_lens.add_(count)
+
+    def draft(self, root: int, shape: TreeSection) -> tuple[Tree, list[Tensor]]:
+        """Trees below a root, and every step's logits [B, beams, Vd]."""
+        self.batch.roots.fill_(root)
+        self.drafter.trace = []
+        tree = self.drafter.draft(self.batch, self.planes, shape)
+        return tree, self.drafter.trace
 
 
 def _trained_on(head: Eagle3Head, model: DecoderModel, tokens: Tensor, aux: Tensor) -> list[Tensor]:
@@ -78,21 +83,19 @@ def _worst(
     tokens = random_tokens(PREFIX + 1, seed=5)  # the last one is the root
     aux = _states(model, tokens[:-1])
     shape = TreeSection(top_k=1, steps=STEPS, nodes=STEPS + 1)
-    drafter, batch = _drafter(head, model, shape, 1)
-    drafter.trace = []
-    read = PREFIX - extended
-    _read(drafter, batch, shift(tokens[: read + 1])[1:], aux[:read], read)
+    drafting, read = _Drafting(head, model, shape, 1), PREFIX - extended
+    drafting.read(0, shift(tokens[: read + 1])[1:], aux[:read], read)
     if extended:
         padding = torch.zeros(2, dtype=torch.int64)
         wide = torch.cat((aux[read:], torch.full((2, aux.shape[1]), 9.0)))
-        _read(drafter, batch, torch.cat((tokens[read + 1 :], padding)), wide, extended)
-    batch.roots.copy_(tokens[-1:])
-    chain = drafter.draft(batch, shape).tokens[0, 1:]
+        drafting.read(0, torch.cat((tokens[read + 1 :], padding)), wide, extended)
+    tree, drafted = drafting.draft(int(tokens[-1]), shape)
+    chain = tree.tokens[0, 1:]
     expected = _trained_on(head, model, torch.cat((tokens, chain)), aux)
-    assert len(drafter.trace) == STEPS
+    assert len(drafted) == STEPS
     return max(
         float((ours[0, 0] - theirs[PREFIX - 1]).abs().max())
-        for ours, theirs in zip(drafter.trace, expected, strict=True)
+        for ours, theirs in zip(drafted, expected, strict=True)
     )
 
 
@@ -131,15 +134,13 @@ def test_every_beam_of_a_tree_equals_training_on_its_own_chain(
     tokens = random_tokens(PREFIX + 1, seed=5)
     aux = _states(model, tokens[:-1])
     shape = TreeSection(top_k=3, steps=3, nodes=16)
-    drafter, batch = _drafter(head, model, shape, 2)
-    _read(drafter, batch.rows(1, 2), tokens[1:9], aux[:8], 8)  # a neighbour, which must not matter
-    _read(drafter, batch.rows(0, 1), tokens[1:], aux, PREFIX)
-    batch.roots.fill_(int(tokens[-1]))
-    drafter.trace = []
-    drafter.draft(batch, shape)
+    drafting = _Drafting(head, model, shape, 2)
+    drafting.read(1, tokens[1:9], aux[:8], 8)  # a neighbour, which must not matter
+    drafting.read(0, tokens[1:], aux, PREFIX)
+    _, drafted = drafting.draft(int(tokens[-1]), shape)
     ids = head.target_ids()
-    scores, first = drafter.trace[0][0, 0].log_softmax(-1).topk(3)
-    second_scores, second = drafter.trace[1][0].log_softmax(-1).topk(3)  # [3, 3]
+    scores, first = drafted[0][0, 0].log_softmax(-1).topk(3)
+    second_scores, second = drafted[1][0].log_softmax(-1).topk(3)  # [3, 3]
     best = (scores[:, None] + second_scores).flatten().topk(3).indices
     for beam in range(3):
         parent = int(best[beam]) // 3
@@ -148,7 +149,7 @@ def test_every_beam_of_a_tree_equals_training_on_its_own_chain(
         for step, chain in ((1, first_chain), (2, second_chain)):
             whole = torch.cat((tokens, chain, tokens[: STEPS - 1 - step]))
             trained = _trained_on(head, model, whole, aux)[step][PREFIX - 1]
-            torch.testing.assert_close(drafter.trace[step][0, beam], trained, atol=1e-4, rtol=0)
+            torch.testing.assert_close(drafted[step][0, beam], trained, atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -160,20 +161,20 @@ def test_a_planted_shift_of_the_tokens_is_seen(model: DecoderModel, head: Eagle3
 def test_a_planted_off_by_one_in_the_rotary_position_is_seen(
     model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Eagle3Drafter._step
+    original = Eagle3Drafter.step
 
     def late(
         drafter: Eagle3Drafter,
-        batch: DecodeBatch,
         tokens: Tensor,
         hidden: Tensor,
-        positions: Tensor,
-        *rest: Any,
-    ) -> Tensor:
-        drafting = rest[-1] is not None  # later draft steps, not the prompt
-        return original(drafter, batch, tokens, hidden, positions + drafting, *rest)
+        metadata: AttentionMetadata,
+        planes: Planes,
+    ) -> tuple[Tensor, Tensor]:
+        if metadata.mask is not None:  # later draft steps, not the prompt
+            metadata = replace(metadata, positions=metadata.positions + 1)
+        return original(drafter, tokens, hidden, metadata, planes)
 
-    monkeypatch.setattr(Eagle3Drafter, "_step", late)
+    monkeypatch.setattr(Eagle3Drafter, "step", late)
     assert _worst(model, head, extended=0) > 1e-3
 
 

@@ -9,25 +9,25 @@ from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.graphs import default_buckets
-from pipeline.decoder.kv import PageAllocator
+from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, prefill_chunk
+from pipeline.decoder.round import decode_round, read_prompt
 from pipeline.eagle3.head import Eagle3Head
-from tests.decoder.conftest import VOCABULARY, open_rows, random_tokens
+from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 
 TREE = TreeSection(top_k=3, steps=4, nodes=10)
 
 
-def _spoil(batch: DecodeBatch, plane: torch.Tensor, rows: slice) -> None:
+def _spoil(batch: DecodeBatch, planes: Planes, rows: slice) -> None:
     """Leave in inert rows what a former request might have left, and worse."""
     batch.roots[rows] = torch.randint(0, VOCABULARY, batch.roots[rows].shape)
     batch.drafter_state[rows] = float("nan")
     batch.temperature[rows], batch.top_p[rows] = 0.7, 0.3
     batch.top_k[rows], batch.seeds[rows] = 2, 12345
     batch.emitted[rows], batch.counts[rows] = 77, 3
-    plane[:, :, 0] = float("nan")  # the page that inert rows write to
+    for plane in (planes.target, *planes.drafter):
+        plane[:, :, 0] = float("nan")  # the page that inert rows write to
 
 
 @pytest.mark.parametrize("drafting", [False, True])
@@ -39,29 +39,18 @@ def test_stale_garbage_in_padded_rows_has_no_effect(
     drafter = Eagle3Drafter(head, model, TREE) if drafting else None
 
     def emitted(padding: int) -> list[list[list[int]]]:
-        allocator = PageAllocator(7, device=model.device)
-        plane = model.plane(allocator)
-        if drafter:
-            drafter.make_plane(allocator)
-        batch = DecodeBatch.empty(
-            3 + padding,
-            pages=2,
-            state_size=drafter.state_size if drafter else 0,
-            emitted=TREE.steps + 1,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        pages = open_rows(model, 3, pages=2).block_table.tolist()
+        planes = poisoned_planes(model, 7, drafter)
+        batch = open_rows(model, 3, pages=2, drafter=drafter, emitted=TREE.steps + 1, spare=padding)
         for row in range(3):
-            temperature = 0.9 * (sampling and row != 1)
-            batch.open_row(row, pages[row], temperature=temperature, top_p=0.8, seed=row)
-            prompt = random_tokens(20 + 30 * row, seed=row)[None]
-            prefill_chunk(model, plane, drafter, batch.rows(row, row + 1), prompt, None)
+            batch.temperature[row] = 0.9 * (sampling and row != 1)
+            batch.top_p[row], batch.seeds[row] = 0.8, row
+            prompt = random_tokens(20 + 30 * row, seed=row)
+            read_prompt(model, planes, drafter, batch.rows(row, row + 1), prompt)
         seen = []
         for _ in range(6):
             if padding:
-                _spoil(batch, plane, slice(3, None))
-            decode_round(model, plane, drafter, batch, sampling=sampling)
+                _spoil(batch, planes, slice(3, None))
+            decode_round(model, planes, drafter, batch, sampling=sampling)
             seen.append([batch.emitted[row, : batch.counts[row]].tolist() for row in range(3)])
             assert (batch.seq_lens[3:] == 0).all(), "padding must not advance"
         return seen
@@ -94,9 +83,3 @@ def test_buckets_and_overlap_change_no_token(
         assert engine.allocator.free_pages == engine.allocator.capacity
     for each in done.values():
         assert each.statistics.round_tokens == len(each.token_ids) - 1
-
-
-def test_buckets_never_waste_more_than_seven_rows() -> None:
-    assert default_buckets(1) == (1,)
-    assert default_buckets(8) == (1, 2, 4, 8)
-    assert default_buckets(20) == (1, 2, 4, 8, 16, 20)

@@ -11,6 +11,7 @@ import pytest
 from pipeline.cli import main
 from pipeline.store.samples import read_samples
 from pipeline.store.stage_run import read_manifest, stage_location
+from pipeline.tuning.cost import Costs
 
 Write = Callable[..., Path]
 
@@ -30,9 +31,14 @@ def test_synth_drafts_with_an_earlier_head_and_eval_picks_its_tree(
     assert main(["run", "-c", str(write_config(eval={"tree": "auto"}))]) == 0
     shown = capsys.readouterr().out
     assert "tree: auto, trying the head on 6 prompts" in shown
-    settings = json.loads((tmp_path / "run/eval/report.json").read_text())["settings"]
-    assert settings["tree"]["auto"] is False
-    assert settings["tree_auto"]["predicted_acceptance_length"] >= 1
+    report = json.loads((tmp_path / "run/eval/report.json").read_text())
+    chosen, settings = report["settings"]["tree_auto"], report["settings"]
+    assert chosen["predicted_acceptance_length"] >= 1 and not chosen["tried_on_other_prompts"]
+    if chosen["predicted_speedup"] > 1:
+        assert settings["tree"] == {"auto": False, **chosen["fastest_tree"]}
+    else:
+        assert settings["tree"] == {"nodes": 1} and "one node, plain decoding" in shown
+        assert report["acceptance_length"] == 1 <= report["head"]["acceptance_length"]
 
     synth = {
         "head": str(tmp_path / "run/train/head"),
@@ -43,6 +49,29 @@ def test_synth_drafts_with_an_earlier_head_and_eval_picks_its_tree(
     assert _replies(drafted) == _replies(plain), "drafting must not change what the target says"
     tokens = [read_manifest(str(run), "synth").tokens for run in (drafted, plain)]
     assert tokens[0] == tokens[1]
+
+
+def test_auto_tries_the_head_on_prompts_that_are_not_measured(
+    write_config: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And where drafting is predicted to cost more than it gives, eval decodes plainly."""
+    slow = {count: 1e9 for count in (2, 64)}
+    costs = Costs(verify={1: 1.0} | slow, draft={1: 1.0}, extend={1: 1.0}, other={2: 0.0})
+    monkeypatch.setattr("pipeline.tuning.tune.measure_costs", lambda *_, **__: costs)
+    config = str(write_config(eval={"tree": "auto", "max_prompts": 4, "hf_prompts": 0}))
+    assert main(["run", "-c", config]) == 0
+    shown = capsys.readouterr().out
+    assert "tree: auto, trying the head on 2 prompts" in shown
+    assert "tree: one node, plain decoding" in shown
+    report = json.loads((tmp_path / "run/eval/report.json").read_text())
+    assert report["settings"]["tree"] == {"nodes": 1}
+    assert report["settings"]["tree_auto"]["tried_on_other_prompts"] is True
+    assert report["acceptance_length"] == report["speedup"]["plain"] == 1
+    assert report["head"]["acceptance_length"] >= 1 and report["head"]["tree"]["nodes"] == 16
+    assert report["lossless"]["greedy_fp32"] is True and report["lossless"]["prompts_checked"] == 4
 
 
 def test_synth_refuses_a_tree_that_depends_on_timings(

@@ -24,7 +24,7 @@ from pipeline.errors import (
 from pipeline.features import run
 from pipeline.features.plan import plan
 from pipeline.records import STATES_FORMAT, Manifest, Sample
-from pipeline.store.shards import verify_shard
+from pipeline.store.shards import committed, verify_shard
 from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.store.states import StatesReader, StatesSample
 
@@ -174,6 +174,60 @@ run(RunConfig.model_validate_json(sys.argv[1]))
     assert again.content_hash == run(whole).content_hash
     for shard in again.shards:
         verify_shard(stage_location(str(tmp_path / "killed"), "features"), shard)
+
+
+def test_two_kinds_of_machines_make_one_stage(
+    tmp_path: Path,
+    make_config: Configs,
+    finish_synth: Synth,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What one of them has committed stays as it is; manifest and entries say who made what."""
+    narrow, wide = (
+        make_config(tmp_path, shard_tokens=1, target={"dtype": dtype})
+        for dtype in ("bfloat16", "float32")
+    )
+    finish_synth(narrow)
+    whole = run(narrow)
+    assert [each.dtype for each in whole.arithmetic] == ["bfloat16"]
+    location = stage_location(str(tmp_path), "features")
+    location.delete("manifest.json")
+    for shard in whole.shards[7:]:
+        location.child("shards").delete(f"{shard.name}.entry.json")
+    capsys.readouterr()
+    both = run(wide)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "features arithmetic: float32, kernels torch" in shown
+    assert "of 7 committed shards 7 by bfloat16, kernels torch" in shown
+    assert both.shards[:7] == whole.shards[:7] and both.shards[7:] != whole.shards[7:]
+    assert {each.dtype for each in both.arithmetic} == {"bfloat16", "float32"}
+    made_by = [entry.arithmetic for entry in committed(location).values()]
+    assert [each and each.dtype for each in made_by] == ["bfloat16"] * 7 + ["float32"] * 5
+    assert {each.kernels for each in both.arithmetic} == {"torch"}
+    assert run(narrow) == both == run(make_config(tmp_path, shard_tokens=1, batch_tokens=32))
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "bytes_each"), [("avx2", "float32", 4), ("amx", "bfloat16", 2)]
+)
+def test_the_plan_follows_the_machine(
+    tmp_path: Path,
+    make_config: Configs,
+    finish_synth: Synth,
+    monkeypatch: pytest.MonkeyPatch,
+    level: str,
+    dtype: str,
+    bytes_each: int,
+) -> None:
+    monkeypatch.setattr("pipeline.config.isa.machine_levels", lambda: ("avx2", "amx"))
+    monkeypatch.setenv("EAGLE3_ISA", level)
+    auto, same = (make_config(tmp_path, target={"dtype": setting}) for setting in ("auto", dtype))
+    parent = finish_synth(auto)
+    assert plan(auto) == plan(same) and f"GFLOP/s in {dtype}" in plan(auto).basis[2]
+    float16 = plan(make_config(tmp_path, target={"dtype": "float16"}))
+    wider = plan(auto).peak_memory_bytes - float16.peak_memory_bytes
+    assert wider >= parent.contract.parameters * (bytes_each - 2)
+    assert (wider > 0) is (bytes_each > 2)
 
 
 def test_samples_without_supervision_are_counted(

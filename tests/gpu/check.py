@@ -1,225 +1,179 @@
 """`make gpu-check`: the decoder on this GPU, in minutes, with torch, triton and transformers only.
 
-    python -m tests.gpu.check [--device cuda|cpu] [--out FILE]
+    python -m tests.gpu.check [--list] [--part 1/3] [--only NAME …] [--save] [--sanitizer]
 
-Random models of every family, so nothing is downloaded. The Triton kernels compute one side of each
-comparison and plain torch operations the other. The last line is JSON; the exit status is 1 if a
-check fails. `--device cpu` runs the same checks with the CPU's operations, which tests this file.
+Every check of cases.py runs in a process of its own, so that one that takes the device down fails
+alone, and all share a Triton cache that is kept: what one has compiled the next one has, in the
+next call as well. Parts end within ten minutes. The last line is JSON; the exit status is 1 if a
+check fails. `--save` adds the results to tests/gpu_results/<gpu>-<date>.json. `--sanitizer` runs
+the checks under compute-sanitizer's memcheck, which is many times slower: name some with --only.
+`--device cpu` runs them with the CPU's operations, which tests this file.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.random_target import random_head, random_model
-from bench.report import ROOT, machine
-from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.engine import Engine
-from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops import pick_ops
-from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.request import Request
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
+from bench.report import ROOT, machine, share_of
+from tests.gpu.cases import checks
 
-VOCABULARY = 512
-KERNEL_TESTS = [
-    str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "tests/decoder/ops").glob("test_triton*.py"))
-]
+RESULTS = ROOT / "tests/gpu_results"
+#: Seconds that a check may take, and how much longer under the sanitizer.
+LIMIT, SANITIZER_FACTOR = 300, 10
+#: Exit status by which compute-sanitizer says that it has seen an error.
+_SANITIZER_ERRORS = 86
 
 
-def shape_of(queries: int, groups: int, hidden: int, **more: int) -> dict[str, Any]:
-    """A configuration's keys."""
-    heads = {"num_attention_heads": queries, "num_key_value_heads": groups}
-    return {**heads, "hidden_size": hidden, **more}
+def perform(name: str, device: torch.device) -> dict[str, Any]:
+    """One check in this process; whatever breaks on a new GPU is a result, too."""
+    started = time.perf_counter()
+    try:
+        result = {"passed": True, **checks(device)[name]()}
+    except Exception as error:
+        traceback.print_exc()
+        result = {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
+    return {**result, "seconds": round(time.perf_counter() - started, 2)}
 
 
-SHAPES = {
-    "llama": shape_of(8, 2, 512),
-    "one group, d 128": shape_of(4, 4, 512),
-    "d 80": shape_of(6, 2, 480, head_dim=80),
-    "d 96, ratio 8": shape_of(8, 1, 256, head_dim=96),
-}
-TREES = {
-    "chain": TreeSection(top_k=1, steps=4, nodes=5),
-    "tree": TreeSection(top_k=4, steps=5, nodes=16),
-    "wide": TreeSection(top_k=10, steps=6, nodes=60),
-}
-#: A token of the speculative output may be this much less likely than the best one, in bf16.
-NEAR_TIE = 0.3
-#: A random number may lie this far outside the stretch of the token that it drew, in fp32.
-DRAW_GAP = 1e-4
-
-Check = Callable[[], dict[str, Any]]
-
-
-def model_of(
-    shape: dict[str, Any], device: torch.device, dtype: torch.dtype, ops: TorchOps
-) -> DecoderModel:
-    """A random Llama; the same weights for every `ops`."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        intermediate_size=768,
-        num_hidden_layers=6,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        **shape,
-    )
-    layers = (1, 2, 4)
-    return random_model(
-        config, layers, device=device, dtype=dtype, max_length=1024, scale=0.08, ops=ops
-    )
-
-
-def head_of(model: DecoderModel) -> Eagle3Head:
-    """A random head: it drafts badly, which losslessness must survive."""
-    return random_head(model.config, torch.arange(0, VOCABULARY, 2), scale=6)
-
-
-def requests(temperature: float = 0.0) -> list[Request]:
-    """Eleven of them: prompts of 3 to 260 tokens, limits of 1 to 48."""
-    generator = torch.Generator().manual_seed(7)
-    prompts = [
-        tuple(torch.randint(0, VOCABULARY, (3 + 26 * index,), generator=generator).tolist())
-        for index in range(10)
-    ]
-    prompts.append(prompts[3][:64])
-    return [
-        Request(str(index), prompt, 1 + (17 * index) % 48, (), temperature=temperature, seed=index)
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def decode(engine: Engine, wanted: list[Request]) -> dict[str, tuple[int, ...]]:
-    return {done.request_id: done.token_ids for done in engine.generate(wanted)}
-
-
-def logits_agree(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Logits of a prompt in fp32: this device's operations against plain torch ones."""
-    largest = []
-    for ops in (pick_ops(device, torch.float32), TorchOps()):
-        model = model_of(shape, device, torch.float32, ops)
-        largest.append(log_probabilities(model, range(200), range(100, 140)))
-    difference = float((largest[0] - largest[1]).abs().max())
-    assert difference < 1e-3, f"log-probabilities differ by {difference}"
-    return {"largest_difference": difference}
-
-
-def greedy_is_lossless(
-    shape: dict[str, Any], tree: TreeSection, device: torch.device
+def perform_apart(
+    name: str, device: torch.device, *, limit: float, sanitizer: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """fp32: with a drafter, in batches of 1, 3 and 8, every token is the plain one."""
-    model = model_of(shape, device, torch.float32, pick_ops(device, torch.float32))
-    plain = decode(Engine(model), requests())
-    for slots in (1, 3, 8):
-        engine = Engine(model, drafter=Eagle3Drafter(head_of(model), model, tree), slots=slots)
-        assert decode(engine, requests()) == plain, f"batch {slots} differs"
-    return {"tokens": 3 * sum(map(len, plain.values()))}
-
-
-def sampling_is_lossless(device: torch.device) -> dict[str, Any]:
-    """fp32: with a drafter, every token is the one that its seed draws from the plain model."""
-    model = model_of(SHAPES["llama"], device, torch.float32, pick_ops(device, torch.float32))
-    drafter = Eagle3Drafter(head_of(model), model, TREES["tree"])
-    done = decode(Engine(model, drafter=drafter, slots=4), requests(0.8))
-    worst = max(draw_gap(model, request, done[request.request_id]) for request in requests(0.8))
-    assert worst <= DRAW_GAP, f"a draw is {worst} away from the plain model's"
-    return {"worst_gap": worst, "tokens": sum(map(len, done.values()))}
-
-
-def near_ties(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """bf16: no speculative token is much less likely to the plain model than its best one."""
-    model = model_of(shape, device, torch.bfloat16, pick_ops(device, torch.bfloat16))
-    drafter = Eagle3Drafter(head_of(model), model, TREES["tree"])
-    done = decode(Engine(model, drafter=drafter, slots=4), requests())
-    replies = [(request.prompt_ids, done[request.request_id]) for request in requests()]
-    gaps = [greedy_gaps(model, *reply) for reply in replies]
-    worst = max(gap.worst for gap in gaps)
-    assert worst <= NEAR_TIE, f"a token is {worst} below the best one"
-    return {
-        "worst_log_probability_gap": worst,
-        "near_ties": sum(gap.near_ties for gap in gaps),
-        "tokens": sum(gap.tokens for gap in gaps),
-    }
-
-
-def kernels() -> dict[str, Any]:
-    """Every Triton kernel against its definition: the suite's own tests, on this GPU."""
-    if importlib.util.find_spec("pytest") is None:
-        return {"skipped": "pytest is not installed; the other checks ran the same kernels"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return {"summary": done.stdout.strip().splitlines()[-1]}
-
-
-def checks(device: torch.device) -> Iterator[tuple[str, Check]]:
-    for name, shape in SHAPES.items():
-        yield f"logits, {name}", partial(logits_agree, shape, device)
-        yield f"near ties in bf16, {name}", partial(near_ties, shape, device)
-        for title, tree in TREES.items():
-            yield f"greedy, {name}, {title}", partial(greedy_is_lossless, shape, tree, device)
-    yield "sampling", lambda: sampling_is_lossless(device)
-    if device.type == "cuda":
-        yield "kernels", kernels
-
-
-def run(device: torch.device) -> dict[str, Any]:
-    """Every check, to the end; a failed one is printed with its trace."""
-    results: dict[str, Any] = {}
-    for name, check in checks(device):
-        started = time.perf_counter()
+    """One check in a process of its own, at most `limit` seconds, under the command `sanitizer`."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        command = [*sanitizer, sys.executable, "-m", "tests.gpu.check"]
+        command += ["--device", device.type, "--here", str(file), "--only", name]
         try:
-            results[name] = {"passed": True, **check()}
-        except Exception as error:  # whatever breaks on a new GPU is a result, too
-            traceback.print_exc()
-            results[name] = {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
-        results[name]["seconds"] = round(time.perf_counter() - started, 2)
-        verdict = "pass" if results[name]["passed"] else "FAIL"
-        print(f"{verdict}  {name}  {results[name]}", flush=True)
-    return results
+            done = subprocess.run(command, cwd=ROOT, env=_environment(), timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            result = {"passed": False, "error": f"took longer than {limit:.0f} s"}
+        else:
+            result = json.loads(file.read_text()) if file.exists() else {"passed": False}
+            if sanitizer and done.returncode == _SANITIZER_ERRORS:
+                result = {**result, "passed": False, "error": "memcheck has seen errors, above"}
+            elif not result["passed"]:
+                result.setdefault("error", f"the process ended with status {done.returncode}")
+    return {**result, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def _environment() -> dict[str, str]:
+    """Compiled kernels are kept in TRITON_CACHE_DIR, below runs/ where nothing else is set."""
+    return {"TRITON_CACHE_DIR": str(ROOT / "runs/triton"), **os.environ}
+
+
+def _options() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    option = parser.add_argument
+    option("--device", default="cuda", choices=("cuda", "cpu"))
+    option("--list", action="store_true", help="print the names of the checks and end")
+    option("--part", help="one part of the checks, as 1/3")
+    option("--only", nargs="+", metavar="NAME", help="checks by name, or by how it begins")
+    option("--limit", type=float, default=LIMIT, help=f"seconds a check, default {LIMIT}")
+    option("--sanitizer", action="store_true", help="under compute-sanitizer --tool memcheck")
+    option("--save", action="store_true", help=f"add the results to {RESULTS.relative_to(ROOT)}/")
+    option("--out", type=Path, help="where the JSON goes, besides the last line")
+    option("--here", type=Path, help=argparse.SUPPRESS)  # the child's side of `perform_apart`
+    options = parser.parse_args()
+    options.device = torch.device(options.device)
+    options.names = _chosen(parser, options)
+    if options.list:
+        print("\n".join(options.names))
+        raise SystemExit
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device; --device cpu runs the same checks with the CPU's operations")
+    options.under = ()
+    if options.sanitizer:
+        program = shutil.which("compute-sanitizer")
+        if program is None:
+            parser.error("--sanitizer needs compute-sanitizer, which comes with the CUDA toolkit")
+        options.under = program, "--tool", "memcheck", "--error-exitcode", str(_SANITIZER_ERRORS)
+        options.limit *= SANITIZER_FACTOR
+    return options
+
+
+def _chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    names = list(checks(options.device))
+    if options.only:
+        exact = [name for name in names if name in options.only]
+        names = exact or [name for name in names if name.startswith(tuple(options.only))]
+        if not names:
+            parser.error(f"no check is called {', '.join(options.only)}; see --list")
+    try:
+        return share_of(names, options.part) if options.part else names
+    except ValueError as error:
+        parser.error(f"--part {options.part}: {error}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--out", type=Path, help="where the JSON goes, besides the last line")
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device; --device cpu runs the same checks with the CPU's operations")
-    results = run(device)
-    record = {
-        "check": "decoder",
+    options = _options()
+    if options.here:
+        (name,) = options.names
+        options.here.write_text(json.dumps(perform(name, options.device)), encoding="utf-8")
+        return
+    results: dict[str, Any] = {}
+    for name in options.names:
+        result = perform_apart(name, options.device, limit=options.limit, sanitizer=options.under)
+        results[name] = result
+        print(f"{'pass' if result['passed'] else 'FAIL'}  {name}  {result}", flush=True)
+    record = record_of(options.device, results, sanitizer=options.sanitizer)
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.save:
+        print(f"results: {save(record, RESULTS)}")
+    print(json.dumps(record))
+    raise SystemExit(not record["passed"])
+
+
+def record_of(
+    device: torch.device, results: dict[str, Any], *, sanitizer: bool = False
+) -> dict[str, Any]:
+    """What is kept of a call."""
+    packages = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    for package in ("triton", "transformers"):
+        try:
+            packages[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            packages[package] = None
+    return {
+        "check": "decoder, compute-sanitizer memcheck" if sanitizer else "decoder",
         "machine": machine(device),
+        "versions": packages,
         "passed": all(result["passed"] for result in results.values()),
         "results": results,
     }
-    if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record))
-    raise SystemExit(not record["passed"])
+
+
+def save(record: dict[str, Any], folder: Path) -> Path:
+    """Add a record to the day's file of its machine; results of the same versions are joined."""
+    name = re.sub(r"[^a-z0-9]+", "-", record["machine"].split(",")[0].lower()).strip("-")
+    kind = "-memcheck" if "memcheck" in record["check"] else ""
+    path = folder / f"{name}-{date.today().isoformat()}{kind}.json"
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if all(earlier.get(key) == record[key] for key in ("check", "machine", "versions")):
+        results = {**earlier["results"], **record["results"]}
+        passed = all(result["passed"] for result in results.values())
+        record = {**record, "passed": passed, "results": results}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 if __name__ == "__main__":

@@ -9,32 +9,40 @@ from pipeline.config import TreeSection, parse
 from pipeline.decoder.request import Completion, Statistics
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.records import EvalReport
+from pipeline.records import Arithmetic, EvalReport
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.report import write_html
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.tuning.score import Gaps
 from pipeline.tuning.tune import Choice
 from tests.eagle3.test_checkpoint import CONTRACT, SHAPE
 
 TREE = TreeSection(top_k=2, steps=3, nodes=6)
+ARITHMETIC = Arithmetic(
+    dtype="float32",
+    kernels="avx2",
+    device="cpu",
+    processor="avx2",
+    threads=2,
+    repeatable="always",
+)
 
 
 def _measured(name: str, category: str, reached: list[int], rates: dict[str, float]) -> Measured:
     """`reached[k]` rounds accepted k drafted tokens or more: each entry is a token emitted."""
     statistics = Statistics(rounds=reached[0], round_tokens=sum(reached), reached=reached)
-    done = Completion(name, (1, 2, 3), "length", statistics)
+    alone = Statistics(rounds=2, round_tokens=2, reached=[2])
     return Measured(
         Question(name, category, (1,)),
-        done,
-        done,
+        Completion(name, (1, 2, 3), "length", alone),
+        Completion(name, (1, 2, 3), "length", statistics),
         rates,
         Gaps(tokens=3, near_ties=len(reached) - 2, worst=0.1 * len(reached)),
     )
 
 
-@pytest.fixture
-def report() -> EvalReport:
+def _report(predicted_speedup: float) -> EvalReport:
     measured = [
         _measured("a", "chat", [10, 8, 4], {"speculative": 30.0, "plain": 20.0, "hf": 10.0}),
         _measured("b", "chat", [10, 2], {"speculative": 20.0, "plain": 20.0}),
@@ -42,9 +50,16 @@ def report() -> EvalReport:
     ]
     config = parse({"target": {"source": "x"}})
     identical = {"a": True, "b": False, "c": True}
-    measurements = Measurements(measured, identical, ["d"], TREE, Choice(TREE, 1.6, 1.2))
+    measurements = Measurements(
+        measured, identical, ["d"], TREE, Choice(TREE, 1.6, predicted_speedup), ARITHMETIC
+    )
     card = HeadCard(CONTRACT, {}, {"coverage": 0.9})
     return summarise(config, CONTRACT, Eagle3Head(SHAPE), card, measurements)
+
+
+@pytest.fixture
+def report() -> EvalReport:
+    return _report(1.2)
 
 
 def test_acceptance(report: EvalReport) -> None:
@@ -76,9 +91,26 @@ def test_one_difference_is_enough(report: EvalReport) -> None:
 def test_the_tree_is_the_one_that_was_used(report: EvalReport) -> None:
     assert report.settings["tree"] == TREE.model_dump()
     assert report.settings["tree_auto"] == {
+        "fastest_tree": {"top_k": 2, "steps": 3, "nodes": 6},
         "predicted_acceptance_length": 1.6,
         "predicted_speedup": 1.2,
+        "tried_on_other_prompts": False,
     }
+
+
+def test_one_node_is_an_answer_and_the_head_is_judged_beside_it() -> None:
+    report = _report(0.97)
+    assert report.settings["tree"] == {"nodes": 1}
+    assert report.settings["tree_auto"]["fastest_tree"]["nodes"] == TREE.nodes
+    assert report.acceptance_length == 1 and report.speedup["plain"] == 1
+    assert report.tokens_per_second["speculative"] == report.tokens_per_second["plain"]
+    assert report.head["acceptance_length"] == pytest.approx((22 + 12 + 33) / 40)
+    assert report.head["speedup_plain"] == 1.5 and report.head["tree"]["nodes"] == TREE.nodes
+    assert report.alpha == pytest.approx((20 / 40, 6 / 20, 1 / 6)), "the head's own"
+    assert {row["acceptance_length"] for row in report.by_category.values()} == {1}
+    page = write_html(report)
+    assert "one node, plain decoding: no tree was predicted to be faster" in page
+    assert "τ 1.68" in page
 
 
 def test_the_head(report: EvalReport) -> None:

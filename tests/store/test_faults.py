@@ -267,6 +267,15 @@ def test_a_limit_that_is_no_number_is_named(
         Location("flaky://run").write("a.bin", b"1")
 
 
+def test_a_time_limit_that_is_no_number_is_named_before_the_store_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EAGLE3_STORE_TIMEOUT_SECONDS", "soon")
+    message = "environment: EAGLE3_STORE_TIMEOUT_SECONDS: 'soon' is not a number of seconds"
+    with pytest.raises(ConfigError, match=rf"{message} \(fix: "):
+        Location("gs://eagle3-nowhere/run")
+
+
 def test_what_does_not_pass_is_not_waited_for() -> None:
     refused = FileNotFoundError(), PermissionError(), ValueError("no")
     for error in (*refused, OSError(28, "no space"), OSError("Forbidden: x")):

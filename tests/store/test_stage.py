@@ -11,9 +11,17 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.errors import ContractMismatch, CorruptShard, MissingStage, StageConflict, StoreError
-from pipeline.records import SCHEMA_VERSION, Manifest, TargetContract, match_contracts
+from pipeline.records import (
+    OLDEST_SCHEMA,
+    SCHEMA_VERSION,
+    Arithmetic,
+    Manifest,
+    TargetContract,
+    digest,
+    match_contracts,
+)
 from pipeline.store.location import Location
-from pipeline.store.shards import read_shard, verify_shard
+from pipeline.store.shards import committed, read_shard, verify_shard
 from pipeline.store.stage_run import (
     StageRun,
     find_manifest,
@@ -110,6 +118,84 @@ def test_interrupted_work_continues_with_what_was_committed(
     assert not list(tmp_path.rglob("*.tmp"))
     whole = finish_synth(make_config(tmp_path / "whole"), contract)
     assert finish_synth(config, contract).shards == whole.shards
+
+
+def arithmetic_of(dtype: str, repeatable: str = "always", *, threads: int = 2) -> Arithmetic:
+    kernels = {"float32": "avx2", "bfloat16": "amx"}[dtype]
+    fields = {"dtype": dtype, "kernels": kernels, "device": "cpu", "processor": kernels}
+    return Arithmetic.model_validate({**fields, "threads": threads, "repeatable": repeatable})
+
+
+def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
+    tmp_path: Path,
+    make_config: Configs,
+    contract: TargetContract,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config, here, there = make_config(tmp_path), arithmetic_of("bfloat16"), arithmetic_of("float32")
+    first = open_synth(config)
+    first.compute_with(here)
+    kept = first.commit("00000.bin", bytes(100), rows=0, tokens=0)
+    shown = capsys.readouterr().out
+    assert "synth arithmetic: bfloat16, kernels amx" in shown and "committed" not in shown
+
+    second = open_synth(config)
+    second.compute_with(there, why=" (why)")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "synth arithmetic: float32, kernels avx2 (why)" in shown
+    assert "of 1 committed shards 1 by bfloat16, kernels amx (amx, 2 threads): they stay" in shown
+    second.commit("00001.bin", bytes(9), rows=1, tokens=1)
+    assert second.shards["00000.bin"] == kept
+    entries = committed(second.location)
+    assert [entry.arithmetic for entry in entries.values()] == [here, there]
+
+    manifest = open_synth(config).finish(contract=contract, licenses={}, sources={})
+    assert set(manifest.arithmetic) == {here, there} and len(manifest.arithmetic) == 2
+    assert read_manifest(str(tmp_path), "synth") == manifest
+    elsewhere = manifest.model_copy(update={"arithmetic": (there,)})
+    assert elsewhere.content_hash == manifest.content_hash, "it makes no two runs differ"
+
+
+def test_resuming_knows_what_its_arithmetic_promises(
+    tmp_path: Path, make_config: Configs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other threads are the same arithmetic where results do not depend on them."""
+    for repeatable, threads, told in (
+        ("always", 1, False),
+        ("per thread count", 2, False),
+        ("per thread count", 1, True),
+        ("no", 2, True),
+    ):
+        config = make_config(tmp_path / f"{repeatable}{threads}")
+        first = open_synth(config)
+        first.compute_with(arithmetic_of("float32", repeatable, threads=2))
+        first.commit("00000.bin", bytes(9), rows=1, tokens=1)
+        capsys.readouterr()
+        open_synth(config).compute_with(arithmetic_of("float32", repeatable, threads=threads))
+        shown = capsys.readouterr().out
+        assert ("committed shards" in shown) is told, (repeatable, threads)
+        assert ("may give other results" in shown) is (repeatable == "no")
+
+
+def test_entries_and_manifests_without_arithmetic_are_read(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
+    """As eagle3 with schema 2 wrote them, down to the hash that the next stage's manifest holds."""
+    config = make_config(tmp_path)
+    finish_synth(config, contract)
+    path = tmp_path / "synth/manifest.json"
+    fields = {**json.loads(path.read_text()), "schema_version": 2}
+    del fields["arithmetic"]
+    path.write_text(json.dumps(fields))
+    old = read_manifest(str(tmp_path), "synth")
+    assert old.arithmetic == ()
+    volatile = {"software", "wall_seconds", "parent_uri"}
+    as_it_was = {name: value for name, value in fields.items() if name not in volatile}
+    assert old.content_hash == digest(as_it_was)
+    path.unlink()
+    for entry in (tmp_path / "synth/shards").glob("*.entry.json"):
+        entry.write_text(json.dumps({**json.loads(entry.read_text()), "arithmetic": None}))
+    assert len(open_synth(config).shards) == 3
 
 
 def test_another_config_is_refused_with_both_hashes(
@@ -277,7 +363,7 @@ def test_unreadable_manifests_are_named(
     fields = json.loads(path.read_text())
     changes: list[dict[str, Any]] = [
         {"schema_version": SCHEMA_VERSION + 1},
-        {"schema_version": SCHEMA_VERSION - 1},
+        {"schema_version": OLDEST_SCHEMA - 1},
         {"surprise": 1},
         {"stage": "train"},
     ]
@@ -286,7 +372,7 @@ def test_unreadable_manifests_are_named(
         ("{", CorruptShard, "not JSON"),
         ("[]", CorruptShard, "not a JSON object"),
         (newer, StoreError, f"schema_version: schema_version {SCHEMA_VERSION + 1} is newer"),
-        (older, StoreError, f"schema_version: schema_version {SCHEMA_VERSION - 1} is older"),
+        (older, StoreError, f"schema_version: schema_version {OLDEST_SCHEMA - 1} is older"),
         (surprise, CorruptShard, "surprise: not a manifest"),
         (train, CorruptShard, "stage: is the manifest of train"),
     ]

@@ -48,7 +48,7 @@ def tree(target: Path, prompts: Path, uri: Path, **synth: Any) -> dict[str, Any]
         "shard_prompts": 8,
     }
     return {
-        "run": {"uri": str(uri), "threads": 1, "seed": 5},
+        "run": {"uri": str(uri), "threads": 1, "seed": 4},
         "target": {"source": str(target), "dtype": "float32", "device": "cpu"},
         "synth": {**section, **synth},
     }

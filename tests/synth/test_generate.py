@@ -181,8 +181,9 @@ def test_the_audit_refuses_samples_without_or_with_only_supervised_tokens(
 
 
 def test_the_shown_sample_marks_what_is_supervised(
-    template: ChatTemplate, capsys: pytest.CaptureFixture[str]
+    template: ChatTemplate, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipeline.console.on_terminal", lambda: True)
     [sample], _ = converse(
         runner(section(), template), Script(template, [("[red]ok", "stop")]), prompts(("hi",))
     )

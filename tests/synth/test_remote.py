@@ -65,7 +65,7 @@ def expected(served: ServedTarget) -> list[Sample]:
 
 def converse(served: ServedTarget, backend: GeneratorBackend) -> tuple[list[Sample], Counter[str]]:
     """All prompts, in batches of four, in the order of the prompts; each is a sample or counted."""
-    runner = ConversationRunner(SECTION, served.template, seed=3, name="")
+    runner = ConversationRunner(SECTION, served.template, seed=4, name="")
     parts = [(f"{start:02d}", PROMPTS[start : start + 4]) for start in range(0, len(PROMPTS), 4)]
     finished = ConversationScheduler(runner, parts).run(backend)
     batches = sorted(finished, key=lambda batch: batch.name)

@@ -66,6 +66,26 @@ def test_every_prompt_becomes_a_sample_or_is_counted(
     assert find_manifest(config.run.uri, "synth") == manifest
 
 
+def test_what_replies_were_computed_with_is_printed_and_kept(
+    make_config: Configure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run goes on with other slots and another type: what is committed stays."""
+    config = make_config(max_prompts=8, shard_prompts=4)
+    whole = run(config)
+    (arithmetic,) = whole.arithmetic
+    assert f"synth arithmetic: {arithmetic}" in " ".join(capsys.readouterr().out.split())
+    assert arithmetic.dtype == "float32" and arithmetic.device == "cpu"
+    location = stage_location(config.run.uri, "synth")
+    location.delete("manifest.json")
+    location.child("shards").delete(f"{whole.shards[1].name}.entry.json")
+    target = config.target.model_copy(update={"dtype": "bfloat16"})
+    other = make_config(max_prompts=8, shard_prompts=4, batch_size=2)
+    both = run(other.model_copy(update={"target": target}))
+    assert "of 1 committed shards 1 by float32" in " ".join(capsys.readouterr().out.split())
+    assert both.shards[0] == whole.shards[0] and len(both.shards) == 2
+    assert {each.dtype for each in both.arithmetic} == {"float32", "bfloat16"}
+
+
 def test_a_finished_stage_is_left_alone(
     make_config: Configure, capsys: pytest.CaptureFixture[str]
 ) -> None:

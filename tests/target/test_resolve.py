@@ -86,6 +86,43 @@ def test_the_contract_states_the_facts(tiny_target: Path) -> None:
     assert contract.chat_template_hash != "none" and contract.rope["rope_type"] == "default"
 
 
+def test_the_contract_names_the_stored_type_whatever_computes(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    """Neither two machines of one run differ, nor a head that names the type it was computed in."""
+    contracts = [
+        open_target(TargetSection(source=str(tiny_target), dtype=dtype)).contract
+        for dtype in ("auto", "float32", "bfloat16", "float16")
+    ]
+    assert contracts == [contracts[0]] * 4 and contracts[0].dtype == "float32"
+    narrow = tmp_path / "narrow"
+    shutil.copytree(tiny_target, narrow)
+    tensors = load_file(narrow / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(halves, narrow / "model.safetensors", metadata={"format": "pt"})
+    assert _contract(narrow).dtype == "bfloat16"
+    older = contracts[0].model_copy(update={"dtype": "bfloat16"})
+    match_contracts(contracts[0], older, where="head")
+    with pytest.raises(ContractMismatch, match=r"contract\.fingerprint"):
+        match_contracts(contracts[0], _contract(narrow), where="narrow")
+
+
+def test_a_gguf_file_is_dequantised_to_one_type_on_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converted: list[Path] = []
+    monkeypatch.setattr("pipeline.target.resolve._convert", lambda gguf, _: converted.append(gguf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
+    directories = {
+        resolve(TargetSection(source=str(gguf), dtype=dtype)).directory
+        for dtype in ("auto", "float32", "float16", "bfloat16")
+    }
+    (directory,) = directories
+    assert directory.name.startswith("model-bfloat16-") and converted == [gguf]
+
+
 def test_fingerprints_of_large_files_sample_all_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "large.bin"
     data = torch.zeros(80 << 20, dtype=torch.uint8).numpy()

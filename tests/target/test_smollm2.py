@@ -9,7 +9,6 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.kv import PageAllocator
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.target.forward import capture_states, register_packed_attention
@@ -17,6 +16,7 @@ from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
 from pipeline.target.resolve import resolve
 from pipeline.target.template import ChatTemplate, load_template
+from tests.decoder.conftest import states_of
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -84,18 +84,10 @@ def test_packed_capture_and_the_decoder_see_the_states_of_hugging_face(
         scale = float(expected.abs().max())  # the residual stream holds values in the thousands
         assert (aux - expected).abs().max() <= 1e-5 * scale
         torch.testing.assert_close(final.clone(), output.hidden_states[-1][0], atol=1e-3, rtol=1e-3)
-        positions, table = torch.arange(len(ids))[None], torch.tensor([[1, 2]])
-        own = decoder.forward(
-            torch.tensor([ids]),
-            positions,
-            table,
-            torch.tensor([0]),
-            None,
-            decoder.plane(PageAllocator(3, device=torch.device("cpu"))),
-        )
-        assert (own.aux[0] - expected).abs().max() <= 1e-5 * scale
+        own = states_of(decoder, torch.tensor(ids))
+        assert (own.aux - expected).abs().max() <= 1e-5 * scale
         torch.testing.assert_close(
-            decoder.logits(own.final[0]), output.logits[0], atol=2e-3, rtol=1e-3
+            decoder.logits(own.final), output.logits[0], atol=2e-3, rtol=1e-3
         )
 
 

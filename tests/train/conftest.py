@@ -73,9 +73,8 @@ def states(target_directory: Path) -> list[StatesSample]:
     from pipeline.target.forward import capture_states, register_packed_attention
     from pipeline.target.open import open_target
 
-    target = open_target(TargetSection(source=str(target_directory), device="cpu")).load(
-        attention=register_packed_attention(),
-    )
+    section = TargetSection(source=str(target_directory), device="cpu", dtype="bfloat16")
+    target = open_target(section).load(attention=register_packed_attention())
     generator = torch.Generator().manual_seed(1)
     samples = []
     for number in range(12):

@@ -108,7 +108,10 @@ def test_coverage_is_counted_by_source() -> None:
     }
 
 
-def test_one_sample_is_shown_with_its_mask(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_sample_is_shown_with_its_mask(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.console.on_terminal", lambda: True)
     corpus = MemoryCorpus([sample(6, []), sample(300, [2, 3, 299])])
     surveyed = survey(corpus, vocab_size=300, budget=300)
     show_sample(corpus, surveyed, lambda ids: "".join(f"<{token}>" for token in ids))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.errors import ContractMismatch, DataError, MissingStage, StageConflict, StoreError
@@ -211,3 +212,55 @@ def test_kill_minus_nine_continues_bit_for_bit(tiny_config: Configure, store_sta
     checksums = [{shard.name: shard.sha256 for shard in done.shards} for done in (manifest, again)]
     assert checksums[0] == checksums[1]
     assert len(list(checkpoints.glob("*.json"))) == killed.train.keep_checkpoints
+
+
+def test_training_goes_on_in_the_type_of_its_checkpoint(
+    tiny_config: Configure, store_states: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine that multiplies something else: the optimiser's state is what it is."""
+    settings = {"epochs": 8, "checkpoint_every": 3}
+    begun, continued = (
+        tiny_config(**settings, dtype=dtype, max_steps=9) for dtype in ("bfloat16", "float32")
+    )
+    store_states(begun)
+    whole = run(begun)
+    stage = Path(begun.run.uri) / "train"
+    for path in (stage / "manifest.json", *(stage / "checkpoints").glob("step-000009*")):
+        path.unlink() if path.is_file() else None
+    capsys.readouterr()
+    again = run(continued)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "continuing from checkpoint step-000006" in shown and "bfloat16" in shown
+    assert "bfloat16, kernels torch, which the checkpoint was begun in" in shown
+    weights = [
+        {shard.name: shard.sha256 for shard in done.shards}["model.safetensors"]
+        for done in (whole, again)
+    ]
+    assert weights[0] == weights[1]
+    assert [each.dtype for each in again.arithmetic] == ["bfloat16"]
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("avx2", "float32"), ("amx", "bfloat16")])
+def test_auto_trains_in_what_the_machine_multiplies_and_stores_the_head_as_ever(
+    tiny_config: Configure,
+    store_states: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    dtype: str,
+) -> None:
+    monkeypatch.setattr("pipeline.config.isa.machine_levels", lambda: ("avx2", "amx"))
+    monkeypatch.setenv("EAGLE3_ISA", level)
+    config = tiny_config(dtype="auto", max_steps=2)
+    parent = store_states(config)
+    assert f"GFLOP/s in {dtype}" in plan(config).basis[2]
+    manifest = run(config)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"train arithmetic: {dtype}, kernels torch" in shown
+    assert ("bfloat16 is not multiplied natively here" in shown) is (dtype == "float32")
+    (arithmetic,) = manifest.arithmetic
+    assert (arithmetic.dtype, arithmetic.kernels, arithmetic.device) == (dtype, "torch", "cpu")
+    stored = load_file(head_of(config) / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.bfloat16
+    _, card = load_head(head_of(config), expected=parent.contract)
+    assert card.provenance["arithmetic"] == [f"{dtype}, kernels torch"]

@@ -13,7 +13,7 @@ from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.tuning.cost import Costs, measure_costs, median_costs
+from pipeline.tuning.cost import CostMeter, Costs, measure_costs, trimmed_mean
 from pipeline.tuning.roofline import (
     Roofline,
     draft_floor_seconds,
@@ -132,8 +132,18 @@ def test_a_context_without_room_for_a_round(drafting: tuple[DecoderModel, Eagle3
         measure_costs(*drafting, 1, 250)
 
 
-def test_the_median_of_measurements_is_taken_point_by_point() -> None:
-    measured = [
-        Costs({1: one, 8: 9 - one}, {2: one}, {3: 2 * one}, {8: 1.0}) for one in (1.0, 2.0, 5.0)
-    ]
-    assert median_costs(measured) == Costs({1: 2.0, 8: 7.0}, {2: 2.0}, {3: 4.0}, {8: 1.0})
+def test_the_mean_is_trimmed_by_a_tenth_at_both_ends() -> None:
+    assert trimmed_mean([9.0]) == 9.0
+    assert trimmed_mean([1.0, 3.0]) == 2.0
+    assert trimmed_mean([2.0, 0.0, 100.0]) == 2.0
+    assert trimmed_mean([*range(1, 20), 1000.0]) == sum(range(3, 19)) / 16
+
+
+def test_a_meter_adds_up_its_turns(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
+    meter = CostMeter(*drafting, 1, 20, (4,), (1,), (2,))
+    clock = iter(range(1, 1000))
+    meter._seconds = lambda _: float(next(clock))  # 1, 2, 3 …
+    meter.turn()
+    meter.turn()
+    # In their order: verify 1, verify 4, other 4, extend 2, propose 1, unroll 1; twice.
+    assert meter.costs() == Costs({1: 4.0, 4: 5.0}, {1: 0.25}, {2: 7.0}, {4: 6.0})

@@ -1,8 +1,8 @@
-"""The engine's view of a drafter.
+"""What proposes draft trees, as the engine sees it.
 
-A drafter keeps nothing of its own about a request: what it must remember stands in its plane of the
-page pool and in `batch.drafter_state`, so that rows can be joined, moved and dropped without its
-help.
+A drafter keeps nothing of its own about a request, and owns no memory: the engine allocates the
+planes and the state of each row that it declares, and hands them in with every call. So rows can be
+joined, moved and dropped without its help, and one drafter can serve several engines.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.kv import PageAllocator
+from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
+from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.tree import Tree
 
 
@@ -23,20 +23,26 @@ class Drafter(Protocol):
     depth: int  # deepest node of any tree it proposes
     nodes: int  # nodes of its largest tree, root included
     lookahead: int  # entries behind the committed ones that drafting writes
-    state_size: int  # values in a row of batch.drafter_state
+    state: RowState | None  # what it keeps of each row, in batch.drafter_state
+    planes: tuple[PlaneShape, ...]  # key/value memory on the pool's pages, in Planes.drafter
 
-    def make_plane(self, allocator: PageAllocator) -> None:
-        """Make its plane of keys and values on the allocator's pages."""
+    def shape_for(self, rows: int) -> TreeSection | None:
+        """Which tree it drafts for a batch of this size; None: the round is a plain one."""
 
-    def shape_for(self, rows: int) -> TreeSection:
-        """Which tree it drafts for a batch of this size."""
-
-    def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
+    def draft(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Tree:
         """Trees below the roots."""
 
-    def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
-        """Read tokens [B, E], and the aux states [B, E, 3H] before each, behind `batch.seq_lens`.
+    def extend(
+        self,
+        batch: DecodeBatch,
+        planes: Planes,
+        rows: TokenRows,
+        tokens: Tensor,
+        aux: Tensor,
+        counts: Tensor,
+    ) -> None:
+        """Read tokens [T], and the aux states [T, 3H] before each, behind `batch.seq_lens`.
 
-        Row b has counts[b] valid entries; the rest is padding. Prompts come the same way, in
-        chunks.
+        Of row b's tokens the first counts[b] ≥ 1 are valid; the rest is padding. Prompts come the
+        same way, in chunks, several in one call; so do the tokens of plain rounds.
         """

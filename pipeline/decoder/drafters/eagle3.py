@@ -12,156 +12,206 @@ L-1+s; it sees all L entries, then its own ancestors among the drafted ones:
 
     entries   0 … L-1 | depth 1: k | depth 2: k | …      k beams a step, written anew every round
     bits                0 … k-1      k … 2k-1            of the mask
+
+The head is loaded into the same form as a layer of the target, so a draft step is the operations of
+`Eagle3Drafter.step`, `logits`, `propose` and `select_beams`, and nothing between them.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.kv import PageAllocator
-from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.base import TorchOps, entry_slots
-from pipeline.decoder.tree import Tree
-from pipeline.eagle3.head import Eagle3Head, RmsNorm
+from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
+from pipeline.decoder.kv import Planes, PlaneShape
+from pipeline.decoder.model import DecoderModel, fuse_layer, stored
+from pipeline.decoder.ops.base import entry_slots
+from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.tree import HEADROOM, Tree
+from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import HeadError
 
 
 class Eagle3Drafter:
-    """One head, its own plane of the page pool, and the dynamic tree."""
+    """One head, and the dynamic tree."""
 
     def __init__(
-        self, head: Eagle3Head, model: DecoderModel, tree: TreeSection | Mapping[int, TreeSection]
+        self,
+        head: Eagle3Head,
+        model: DecoderModel,
+        tree: TreeSection | Mapping[int, TreeSection | None],
     ) -> None:
         """`tree` is one shape for all batches, or the shape from each batch size upward.
 
-        A copy of the head computes with the target's embedding, type, device and operations. Raises
-        HeadError when head and target do not fit.
+        Batches whose shape is None are decoded plainly. The head's weights are copied; the target's
+        embedding, type, device and operations are used. Raises HeadError when head and target do
+        not fit.
         """
         check_fits(head, model)
         self.ops, self.embedding, self.dtype = model.ops, model.embedding, model.dtype
         self.shape = head.shape
         self._trees = {0: tree} if isinstance(tree, TreeSection) else dict(tree)
-        shapes = self._trees.values()
-        self.depth = max(shape.steps for shape in shapes)
-        self.nodes = max(self._nodes(shape) for shape in shapes)
+        shapes = [shape for shape in self._trees.values() if shape is not None]
+        self.depth = max((shape.steps for shape in shapes), default=0)
+        self.nodes = max((self._nodes(shape) for shape in shapes), default=1)
         # A draft writes all its beams; an extension one entry more than a draft has steps.
-        self.lookahead = max(max((each.steps - 1) * each.top_k, each.steps + 1) for each in shapes)
-        self.state_size = head.shape.hidden_size
-        self.target_ids = head.target_ids().to(self.embedding.device)  # [Vd]
-        copied = copy.deepcopy(head)  # a head in training stays as it is
-        self.head = with_ops(copied.to(self.embedding.device, self.dtype).eval(), model.ops)
-        length = model.max_length + self.lookahead
+        written = (max((each.steps - 1) * each.top_k, each.steps + 1) for each in shapes)
+        self.lookahead = max(written, default=1)
+        self.state: RowState | None = RowState(head.shape.hidden_size, model.dtype)
+        key = head.shape.num_key_value_heads, head.shape.head_dim
+        self.planes: tuple[PlaneShape, ...] = (PlaneShape(1, *key, model.dtype),)
         rotary = RotaryTable(
-            self.shape.rope_config(), length, device=model.device, dtype=model.dtype
+            self.shape.rope_config(),
+            model.max_length + HEADROOM,
+            device=model.device,
+            dtype=model.dtype,
         )
         self._rotary = rotary.cos, rotary.sin
+        self._load(head, model.device)
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
 
-    def make_plane(self, allocator: PageAllocator) -> None:
-        kv_heads, head_dim = self.shape.num_key_value_heads, self.shape.head_dim
-        self._keys, self._values = allocator.plane(1, kv_heads, head_dim, self.dtype)[0]
-
-    def shape_for(self, rows: int) -> TreeSection:
+    def shape_for(self, rows: int) -> TreeSection | None:
         return self._trees[max(size for size in self._trees if size <= rows)]
 
-    def extend(self, batch: DecodeBatch, tokens: Tensor, aux: Tensor, counts: Tensor) -> None:
+    def extend(
+        self,
+        batch: DecodeBatch,
+        planes: Planes,
+        rows: TokenRows,
+        tokens: Tensor,
+        aux: Tensor,
+        counts: Tensor,
+    ) -> None:
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
-        entries = batch.seq_lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        slots = entry_slots(batch.block_table, entries)  # [B, E]
-        hidden = self.head.project(aux)  # [B, E, H]
-        output = self._step(batch, tokens.clamp(min=0), hidden, entries, slots, None)  # [B, E, H]
-        last = (counts - 1)[:, None, None].expand(-1, 1, output.shape[-1])
-        batch.drafter_state.copy_(output.gather(1, last)[:, 0])
+        metadata = batch.metadata(self._rotary, rows)
+        _, hidden = self.step(tokens.clamp(min=0), self.project(aux), metadata, planes)  # [T, H]
+        batch.drafter_state.copy_(hidden[rows.starts[:-1] + counts - 1])
 
-    def draft(self, batch: DecodeBatch, shape: TreeSection) -> Tree:
-        tokens, parents, scores = self.candidates(batch, shape)
+    def draft(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Tree:
+        tokens, parents, scores = self.candidates(batch, planes, shape)
         return self.ops.grow_tree(batch.roots, tokens, parents, scores, self._nodes(shape))
 
-    def candidates(self, batch: DecodeBatch, shape: TreeSection) -> tuple[Tensor, Tensor, Tensor]:
+    def candidates(
+        self, batch: DecodeBatch, planes: Planes, shape: TreeSection
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """All that such a draft proposes: tokens, parents, cumulative log-probabilities [B, C].
 
         The first k candidates have depth 1; after them every depth has k·k, k for each of its
         beams, best first. `parents` are candidate indices, -1 for the root.
         """
-        rows, k, device = len(batch), self._beams(shape), batch.roots.device
-        # The drafted entries, step by step, k beams each.
-        drafted = torch.arange((shape.steps - 1) * k, device=device)  # [W]
-        slots = entry_slots(batch.block_table, batch.seq_lens[:, None] + drafted)  # [B, W]
-        positions = batch.seq_lens[:, None] + drafted // k  # [B, W]
-        bits = (1 << drafted).expand(rows, -1)  # [B, W]
-        scores, proposed = self._propose(batch.drafter_state[:, None], k)
-        score, token = scores[:, 0], proposed[:, 0]  # [B, k] of each beam
-        tokens, parents, cumulative = [token], [torch.full_like(token, -1)], [score]
-        # Of each beam [B, k]: the candidate that it continues, and its ancestors among drafted
-        # entries.
-        candidates = torch.arange(k, device=device).expand(rows, -1)
-        lineage = torch.zeros(rows, k, dtype=torch.int64, device=device)
-        hidden = batch.drafter_state[:, None].expand(-1, k, -1)  # [B, k, H]
-        for step in range(1, shape.steps):
-            own = slice((step - 1) * k, step * k)
-            lineage = lineage | bits[:, own]
-            hidden = self._step(batch, token, hidden, positions[:, own], slots[:, own], lineage)
-            gained, proposed = self._propose(hidden, k)  # each [B, k, k]
-            total = (score[:, :, None] + gained).flatten(1)  # [B, k·k]
-            proposed = proposed.flatten(1)
-            tokens.append(proposed)
-            parents.append(candidates[:, :, None].expand(-1, -1, k).flatten(1))
-            cumulative.append(total)
-            if step == shape.steps - 1:
+        rows, k = len(batch), self._beams(shape)
+        state = batch.drafter_state  # [B, H]
+        score, token = self._propose(self._normed(state), rows, k)
+        score, token = score[:, 0], token[:, 0]  # [B, k] of each beam
+        tokens, cumulative, kept = [token], [score], []
+        places, bits = self._places(batch, shape.steps - 1, k)
+        hidden, lineage = state.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
+        for step, place in enumerate(places, 1):
+            metadata = replace(place, mask=lineage.flatten())
+            normed, hidden = self.step(token.flatten(), hidden, metadata, planes)
+            gained, proposed = self._propose(normed, rows, k)  # each [B, k, k]
+            tokens.append(proposed.flatten(1))
+            if step == len(places):
+                cumulative.append((score[:, :, None] + gained).flatten(1))
                 break
-            score, best = total.topk(k, dim=-1)
-            token = proposed.gather(1, best)
-            candidates = best + (k + (step - 1) * k * k)
-            above = best // k  # the beam that each kept candidate continues
-            hidden = hidden.gather(1, above[:, :, None].expand_as(hidden))
-            lineage = lineage.gather(1, above)
-        return torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(cumulative, 1)
+            beams = self.ops.select_beams(score, gained, proposed, lineage, hidden, bits[step])
+            cumulative.append(beams.total)
+            kept.append(beams.best)
+            score, token, lineage, hidden = beams.score, beams.token, beams.lineage, beams.hidden
+        return torch.cat(tokens, 1), _parents(kept, tokens, k), torch.cat(cumulative, 1)
 
-    def _step(
-        self,
-        batch: DecodeBatch,
-        tokens: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        visible: Tensor | None,
-    ) -> Tensor:
-        """The head's output [B, N, H] for tokens [B, N] and hidden [B, N, H], cached in `slots`."""
-        rows, count = tokens.shape
+    def step(
+        self, tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata, planes: Planes
+    ) -> tuple[Tensor, Tensor]:
+        """A pass of the head's layer over tokens [T], hidden [T, H]: what `lm_head` reads [T, H],
+        and the next step's hidden [T, H]."""
+        norms = self._embed_norm, self._hidden_norm, self._eps
+        joined = self.ops.embed_concat(tokens, self.embedding, hidden, *norms)  # [T, 2H]
+        keys, values = planes.drafter[0][0]
+        normed, output = self.ops.layer(
+            self._layer, self._norm, self._eps, metadata, hidden, joined, keys, values
+        )
+        return normed, normed if self.shape.norm_output else output
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            qkv = torch.cat((query, key, value), dim=-2).view(rows * count, -1)
-            where, target = positions.reshape(-1), slots.reshape(-1)
-            turned = self.ops.rope_write(
-                qkv, None, 0.0, self._rotary, where, target, self._keys, self._values
-            ).view_as(query)
-            keys, values, table, lengths = (
-                self._keys,
-                self._values,
-                batch.block_table,
-                batch.seq_lens,
-            )
-            return self.ops.tree_attention(turned, keys, values, table, lengths, visible)
+    def project(self, aux: Tensor) -> Tensor:
+        """Aux states [T, 3H] → the hidden input of step 0 [T, H]."""
+        if self._fc_norms:
+            pairs = zip(aux.chunk(3, dim=-1), self._fc_norms, strict=True)
+            normed = [self.ops.add_rms_norm(part, None, norm, self._eps)[0] for part, norm in pairs]
+            aux = torch.cat(normed, dim=-1)
+        return self.ops.linear(aux, self._fc)
 
-        return self.head.step(F.embedding(tokens, self.embedding), hidden, attend)
+    def logits(self, normed: Tensor) -> Tensor:
+        """Normed outputs [T, H] → logits over the draft vocabulary [T, Vd]."""
+        return self.ops.linear(normed, self._lm_head)
 
-    def _propose(self, output: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Un-normed outputs [B, n, H] → log-probabilities, target ids of the best k [B, n, k]."""
-        logits = self.head.logits(output)  # [B, n, Vd]
+    def _load(self, head: Eagle3Head, device: torch.device) -> None:
+        """Copy the head's weights into the form that the operations want."""
+        weights: dict[str, Tensor] = {
+            name: tensor.clone() for name, tensor in head.state_dict().items()
+        }
+        inside = {name.removeprefix("midlayer."): weights[name] for name in weights}
+
+        def norm(name: str) -> Tensor:
+            return weights[f"{name}.weight"].to(device, self.dtype)
+
+        self._layer = fuse_layer(inside, self.ops, device)
+        self._embed_norm = norm("midlayer.input_layernorm")
+        self._hidden_norm = norm("midlayer.hidden_norm")
+        self._norm, self._eps = norm("norm"), head.shape.rms_norm_eps
+        self._fc_norms = [norm(f"fc_norm.{part}") for part in range(3 * head.shape.fc_norm)]
+        self._fc = self.ops.pack(stored(weights["fc.weight"], device))
+        self._lm_head = self.ops.pack(stored(weights["lm_head.weight"], device))
+        self.target_ids = head.target_ids().to(device)  # [Vd]
+
+    def _normed(self, state: Tensor) -> Tensor:
+        """What `lm_head` reads of a hidden state [B, H]."""
+        if self.shape.norm_output:
+            return state
+        return self.ops.add_rms_norm(state, None, self._norm, self._eps)[0]
+
+    def _propose(self, normed: Tensor, rows: int, k: int) -> tuple[Tensor, Tensor]:
+        """Normed outputs [B · n, H] → log-probabilities, target ids of the best k [B, n, k]."""
+        logits = self.logits(normed)  # [B · n, Vd]
         if self.trace is not None:
-            self.trace.append(logits.float())
-        scores, draft_ids = self.ops.propose(logits.flatten(0, 1), k)
-        shape = *output.shape[:2], k
-        return scores.view(shape), self.target_ids[draft_ids].view(shape)
+            self.trace.append(logits.float().view(rows, -1, logits.shape[-1]))
+        scores, draft_ids = self.ops.propose(logits, k)
+        return scores.view(rows, -1, k), self.target_ids[draft_ids].view(rows, -1, k)
+
+    def _places(
+        self, batch: DecodeBatch, steps: int, k: int
+    ) -> tuple[list[AttentionMetadata], Tensor]:
+        """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
+        rows, device = len(batch), batch.roots.device
+        if steps == 0:
+            return [], torch.zeros(1, rows, k, dtype=torch.int64, device=device)
+        drafted = torch.arange(steps * k, device=device)  # [W] the drafted entries, step by step
+        slots = entry_slots(batch.block_table, batch.seq_lens[:, None] + drafted)  # [B, W]
+        slots = slots.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
+        depths = torch.arange(steps, device=device)[:, None, None]
+        positions = (batch.seq_lens[:, None] + depths).expand(-1, -1, k).flatten(1)
+        bits = (1 << drafted).view(steps, 1, k).expand(-1, rows, -1).contiguous()
+        starts = torch.arange(0, rows * k + 1, k, device=device)
+        places = [
+            AttentionMetadata(
+                rotary=self._rotary,
+                positions=positions[step],
+                slots=slots[step],
+                block_table=batch.block_table,
+                seq_lens=batch.seq_lens,
+                query_starts=starts,
+                longest=k,
+                mask=None,
+            )
+            for step in range(steps)
+        ]
+        return places, bits
 
     def _nodes(self, shape: TreeSection) -> int:
         """Nodes of a tree; a small draft may have fewer candidates than the budget."""
@@ -172,35 +222,22 @@ class Eagle3Drafter:
         return min(shape.top_k, self.shape.draft_vocab_size)
 
 
-class _Linear(nn.Module):
-    def __init__(self, linear: nn.Linear, ops: TorchOps) -> None:
-        super().__init__()
-        self._ops, self._weight = ops, ops.pack(linear.weight.detach())
+def _parents(kept: list[Tensor], tokens: list[Tensor], k: int) -> Tensor:
+    """The candidate [B, C] that each of `tokens` continues, -1 for the root.
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x.reshape(-1, x.shape[-1]), self._weight).view(*x.shape[:-1], -1)
-
-
-class _Norm(nn.Module):
-    def __init__(self, norm: RmsNorm, ops: TorchOps) -> None:
-        super().__init__()
-        self._ops, self._weight, self._eps = ops, norm.weight.detach(), norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        normed, _ = self._ops.add_rms_norm(flat, None, self._weight, self._eps)
-        return normed.view_as(x)
-
-
-def with_ops(head: Eagle3Head, ops: TorchOps) -> Eagle3Head:
-    """The same head with its projections and norms computed by `ops`."""
-    for parent in list(head.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, _Linear(child, ops))
-            elif isinstance(child, RmsNorm):
-                setattr(parent, name, _Norm(child, ops))
-    return head
+    The first k continue the root, the next k · k those k, and then k · k each the kept [B, k] of
+    the k · k before them.
+    """
+    first, device = tokens[0], tokens[0].device
+    parents = [torch.full_like(first, -1)]
+    if len(tokens) > 1:
+        beams = [torch.arange(k, device=device).expand_as(first), *kept]
+        # Where the list of all candidates has those that a beam was chosen from.
+        starts = torch.arange(k - k * k, k + k * k * len(kept), k * k, device=device)
+        starts = starts.clamp(min=0)[:, None]
+        above = torch.stack(beams, 1) + starts  # [B, steps, k]
+        parents.append(above[..., None].expand(-1, -1, -1, k).flatten(1))
+    return torch.cat(parents, 1)
 
 
 def check_fits(head: Eagle3Head, model: DecoderModel) -> None:

@@ -1,9 +1,11 @@
 """What the model, the drafters and the round are made of, once per kind of machine.
 
 base.py     every operation in plain torch: the definition
+eager.py    the same for speed, where there is no other backend
 layer.py    the weights and the attention metadata that a layer reads
+draws.py    logits with noise, the largest of which is a draw
 philox.py   counter-based random numbers
-cpu/        CPU, bf16: kernels in C++, compiled on first use
+cpu/        CPUs: kernels in C++, compiled on first use
 triton/     CUDA: Triton kernels; on CPU under TRITON_INTERPRET=1, for tests
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.eager import EagerOps
 
 
 def pick_ops(device: torch.device, dtype: torch.dtype) -> TorchOps:
@@ -19,9 +22,9 @@ def pick_ops(device: torch.device, dtype: torch.dtype) -> TorchOps:
     if device.type == "cuda":
         from pipeline.decoder.ops.triton.ops import TritonOps
 
-        return TritonOps()
-    if device.type == "cpu" and dtype == torch.bfloat16:
+        return TritonOps(dtype)
+    if device.type == "cpu":
         from pipeline.decoder.ops.cpu.ops import load
 
-        return load() or TorchOps()
-    return TorchOps()
+        return load(dtype) or EagerOps(dtype)
+    return EagerOps(dtype)

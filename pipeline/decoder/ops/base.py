@@ -1,7 +1,9 @@
 """Every operation of the decoder in plain torch: the definition that kernels are tested against.
 
-Shapes: B rows (requests), N tokens a row, T = B·N tokens, H hidden size, V vocabulary, Q query
-heads, G key/value heads, d head size, C candidates, D deepest draft, P pages a row.
+Written to be read, not to be fast: it copies the cache and loops over rows.
+
+Shapes: T tokens in B ragged rows (requests), N nodes a tree, H hidden size, V vocabulary, Q query
+heads, G key/value heads, d head size, C candidates, k beams, D deepest draft, P pages a row.
 
 A cache plane is [pages, G, PAGE, d]; entry e of row b lies in page block_table[b, e // PAGE] at
 e % PAGE, and its *slot* is page · PAGE + e % PAGE. Entries behind the ones an operation names may
@@ -10,13 +12,15 @@ hold anything, NaN included, and never matter.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.decoder.ops.draws import by_node, perturb
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights, Packed
-from pipeline.decoder.ops.philox import uniform
-from pipeline.decoder.tree import WINDOW, SamplingTensors, Tree, VerifyOutput
+from pipeline.decoder.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput
 
 #: Cache entries in a page. One page of one head is the block that an attention kernel loads at
 #: once.
@@ -28,9 +32,13 @@ class TorchOps:
 
     name = "torch"
 
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype` is the type of activations, and of keys and values."""
+        self.dtype = dtype
+
     def pack(self, weight: Tensor) -> Packed:
-        """A weight [out, in] in the form that `linear` wants; shares memory where it can."""
-        return weight
+        """A weight [out, in], in the type it is stored in, in the form that `linear` wants."""
+        return weight.to(self.dtype)
 
     def linear(self, x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
         """x [T, in] → [T, out]; `weight` has been through `pack`."""
@@ -62,38 +70,50 @@ class TorchOps:
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A decoder layer: hidden [T, H], normed for its input → its output, normed and as it is.
+        """A decoder layer: hidden [T, H], and its normed input → its output, normed and as it is.
 
-        The output is normed with `following_norm` [H], the next layer's or the model's last. Keys
-        and values go to their slots of the layer's planes.
+        `normed` [T, In] is what the projections to queries, keys and values read: a norm of
+        `hidden`, or something wider. The output is normed with `following_norm` [H], the next
+        layer's or the model's last. Keys and values go to their slots of the layer's planes.
         """
         qkv = self.linear(normed, weights.qkv, weights.qkv_bias)  # [T, (Q + 2G) d]
-        where = metadata.rotary, metadata.positions, metadata.slots
-        query = self.rope_write(qkv, weights.head_norms, eps, *where, keys, values)  # [T, Q, d]
-        by_row = query.view(metadata.rows, -1, *query.shape[1:])  # [B, N, Q, d]
-        seen = metadata.block_table, metadata.seq_lens, metadata.mask
-        mixed = self.tree_attention(by_row, keys, values, *seen)
-        update = self.linear(mixed.view(len(hidden), -1), weights.output, weights.output_bias)
+        query = self.rope_write(qkv, weights.head_norms, eps, metadata, keys, values)  # [T, Q, d]
+        mixed = self.tree_attention(query, keys, values, metadata).flatten(1)  # [T, Q d]
+        update = self.linear(mixed, weights.output, weights.output_bias)
         normed, hidden = self.add_rms_norm(hidden, update, weights.post_norm, eps)
         update = self.linear(self.silu_mul(self.linear(normed, weights.gate_up)), weights.down)
         return self.add_rms_norm(hidden, update, following_norm, eps)
+
+    def embed_concat(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        hidden: Tensor,
+        embed_norm: Tensor,
+        hidden_norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """A draft head's input [T, 2H]: norm of the tokens' embedding, norm of `hidden` [T, H].
+
+        tokens [T] below V, embedding [V, H], the norms' weights [H].
+        """
+        embedded, _ = self.add_rms_norm(embedding[tokens], None, embed_norm, eps)
+        normed, _ = self.add_rms_norm(hidden, None, hidden_norm, eps)
+        return torch.cat((embedded, normed), dim=-1)
 
     def rope_write(
         self,
         qkv: Tensor,
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
-        rotary: tuple[Tensor, Tensor],
-        positions: Tensor,
-        slots: Tensor,
+        metadata: AttentionMetadata,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
         """Rotate queries and keys, store keys and values in their slots; returns queries [T, Q, d].
 
         qkv [T, (Q + 2G) d]; `norms`, weights [d] of RMS norms over each query and key head, come
-        before the rotation (Qwen3); rotary (cos, sin) [S, d] in the half-split layout; positions,
-        slots [T].
+        before the rotation (Qwen3), which is by the tokens' positions, half-split.
         """
         heads, size = keys.shape[1], keys.shape[3]
         split = qkv.view(len(qkv), -1, size)  # [T, Q + 2G, d]
@@ -101,53 +121,41 @@ class TorchOps:
         if norms is not None:
             query = F.rms_norm(query, (size,), norms[0], eps)
             key = F.rms_norm(key, (size,), norms[1], eps)
-        cos, sin = rotary[0][positions][:, None], rotary[1][positions][:, None]  # [T, 1, d]
-        page, offset = slots // PAGE, slots % PAGE
+        cos, sin = (table[metadata.positions][:, None] for table in metadata.rotary)  # [T, 1, d]
+        page, offset = metadata.slots // PAGE, metadata.slots % PAGE
         keys[page, :, offset] = _rotate(key, cos, sin)
         values[page, :, offset] = value
         return _rotate(query, cos, sin)
 
     def tree_attention(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        mask: Tensor | None,
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """query [B, N, Q, d] → [B, N, Q, d], softmax scale d^-0.5, over the rows' pages.
+        """query [T, Q, d] → [T, Q, d], softmax scale d^-0.5, over the pages of each token's row.
 
         Every query of row b sees the entries below seq_lens[b]. Behind them it sees entry
-        seq_lens[b] + m where bit m of mask [B, N] is set; without `mask` query n sees entries
-        seq_lens[b] … seq_lens[b] + n.
+        seq_lens[b] + m where bit m of its mask is set; without masks query n of its row sees
+        entries seq_lens[b] … seq_lens[b] + n. A query that sees nothing gets zeros.
         """
-        (rows, count, heads, size), groups = query.shape, keys.shape[1]
-        window = count if mask is None else WINDOW
-        pages = min(-(-(int(seq_lens.max()) + window) // PAGE), block_table.shape[1])
-        gathered = [
-            plane[block_table[:, :pages]].transpose(1, 2).flatten(2, 3)  # [B, G, S, d]
-            for plane in (keys, values)
-        ]
-        entry = torch.arange(pages * PAGE, device=query.device)
-        offset = entry - seq_lens[:, None]  # [B, S]; negative: prefix
-        if mask is None:
-            seen = offset[:, None] <= torch.arange(count, device=query.device)[:, None]  # [B, N, S]
-        else:
-            bit = (mask[:, :, None] >> offset.clamp(0, WINDOW - 1)[:, None]) & 1
-            seen = (offset < 0)[:, None] | ((offset < WINDOW)[:, None] & bit.bool())
-        # A weight of zero times NaN would be NaN: what nobody sees is not read at all.
-        unseen = ~seen.any(1)[:, None, :, None]  # [B, 1, S, 1]
-        key, value = (part.masked_fill(unseen, 0) for part in gathered)
-        # Queries that share a key become rows of one problem, so no key is repeated in memory.
-        folded = query.view(rows, count, groups, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        bias = torch.zeros_like(seen, dtype=query.dtype)  # [B, N, S]
-        bias = bias.masked_fill_(~seen, float("-inf")).repeat(1, heads // groups, 1)[:, None]
-        mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias)
-        mixed = mixed.view(rows, groups, -1, count, size).permute(
-            0, 3, 1, 2, 4
-        )  # [B, N, G, Q/G, d]
-        return mixed.reshape(rows, count, heads, size).contiguous()
+        mixed = torch.zeros_like(query)
+        starts, seq_lens = metadata.query_starts.tolist(), metadata.seq_lens.tolist()
+        for row, (first, last) in enumerate(pairwise(starts)):
+            count, prefix = last - first, seq_lens[row]
+            if count == 0:
+                continue
+            mask = metadata.mask
+            window = count if mask is None else WINDOW
+            pages = metadata.block_table[row, : -(-(prefix + window) // PAGE)]
+            # Entry by entry: [S, G, d].
+            key, value = (plane[pages].transpose(1, 2).flatten(0, 1) for plane in (keys, values))
+            behind = torch.arange(len(key), device=query.device) - prefix  # [S]; negative: prefix
+            if mask is None:
+                each = torch.arange(count, device=query.device)[:, None]
+                seen = behind <= each  # [n, S]
+            else:
+                bit = mask[first:last, None] >> behind.clamp(0, WINDOW - 1) & 1
+                seen = (behind < 0) | ((behind < WINDOW) & bit.bool())  # [n, S]
+            mixed[first:last] = _attend(query[first:last], key, value, seen)
+        return mixed
 
     def argmax(self, logits: Tensor) -> Tensor:
         """logits [.., V] → index of the largest, the lowest of equals; -1 where a logit is NaN."""
@@ -158,6 +166,37 @@ class TorchOps:
         """logits [T, V] → log-probabilities (float32) and indices [T, k], the most likely first."""
         scores, index = logits.float().log_softmax(-1).topk(k, dim=-1)
         return scores, index
+
+    def select_beams(
+        self,
+        score: Tensor,
+        gained: Tensor,
+        proposed: Tensor,
+        lineage: Tensor,
+        hidden: Tensor,
+        bits: Tensor,
+    ) -> Beams:
+        """The k best of the k · k continuations of k beams a row.
+
+        score [B, k] are the beams' log-probabilities (float32), `gained` [B, k, k] those of what
+        each proposes, `proposed` [B, k, k] its tokens, lineage [B, k] its bits, hidden [B · k, H]
+        its output. `bits` [B, k] belong to the entries that the kept beams will have, best first.
+        Of equal scores the earlier continuation is the better; where a row's scores hold NaN, any
+        k different ones are kept.
+        """
+        k = score.shape[1]
+        total = (score[:, :, None] + gained).flatten(1)  # [B, k · k]
+        best = torch.sort(total, dim=-1, descending=True, stable=True).indices[:, :k]  # [B, k]
+        above = best // k  # the beam that each kept continuation continues
+        by_row = hidden.view(len(score), k, -1)
+        return Beams(
+            total=total,
+            best=best,
+            score=total.gather(1, best),
+            token=proposed.flatten(1).gather(1, best),
+            lineage=lineage.gather(1, above) | bits,
+            hidden=by_row.gather(1, above[:, :, None].expand_as(by_row)).flatten(0, 1),
+        )
 
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
@@ -202,7 +241,8 @@ class TorchOps:
         predicted [B, N] are the target's choices. The walk starts at the root and takes the first
         child that agrees; `depth` D is the deepest a tree can be.
         """
-        rows, count = tree.tokens.shape
+        rows, count = predicted.shape
+        assert predicted.shape == tree.tokens.shape
         node = torch.zeros(rows, dtype=torch.int64, device=predicted.device)
         path, counts = [node], torch.ones_like(node)
         index = torch.arange(count, device=predicted.device)
@@ -221,34 +261,19 @@ class TorchOps:
     def sample(
         self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
     ) -> Tensor:
-        """Draw the target's choice at every node that a walk can reach.
+        """Draw the target's choice at every node.
 
-        logits [B, N, V] → predicted [B, N]; positions [B, N] is where the drawn token will stand.
-        Nodes off the walked branch may hold anything that names no child of theirs; -1 stands for a
-        NaN among the logits.
+        logits [B, N, V] → predicted [B, N]; positions [B, N] is where the drawn token will stand;
+        -1 stands for a NaN among the logits. Nodes that no walk of `depth` steps from the root
+        reaches may hold -1, too.
         """
-        rows, count, _ = logits.shape
-        predicted = torch.full((rows, count), -1, dtype=torch.int64, device=logits.device)
-        node = torch.zeros(rows, 1, dtype=torch.int64, device=logits.device)
-        each = torch.arange(rows, device=logits.device)
-        for _ in range(depth + 1):
-            position = positions.gather(1, node)[:, 0]
-            drawn = self.draw(logits[each, node[:, 0]], sampling, position)  # [B]
-            predicted.scatter_(1, node, drawn[:, None])
-            child = (tree.parents == node) & (tree.tokens == drawn[:, None])
-            child[:, 0] = False
-            first = child.int().argmax(1, keepdim=True)
-            node = torch.where(child.any(1, keepdim=True), first, node)
-        return predicted
+        count = logits.shape[1]
+        noisy = perturb(logits.flatten(0, 1), by_node(sampling, count), positions.flatten())
+        return self.argmax(noisy).view(-1, count)
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
-        """One token a row of logits [B, V], inverting the cumulative distribution; -1 for a NaN."""
-        greedy = self.argmax(logits)
-        total = cumulative(logits, sampling)
-        threshold = uniform(sampling.seeds, positions)[:, None].double() * total[:, -1:]
-        # The first token whose cumulative mass lies above the threshold always has mass of its own.
-        drawn = (total <= threshold).sum(-1).clamp(max=logits.shape[-1] - 1)
-        return torch.where((sampling.temperature == 0) | (greedy < 0), greedy, drawn)
+        """One token a row of logits [B, V], the largest of `perturb`'s; -1 for a NaN."""
+        return self.argmax(perturb(logits, sampling, positions))
 
     def compact(self, planes: Tensor, block_table: Tensor, seq_lens: Tensor, path: Tensor) -> None:
         """Move entry seq_lens[b] + path[b, e] to seq_lens[b] + e in every layer.
@@ -268,29 +293,17 @@ def entry_slots(block_table: Tensor, entries: Tensor) -> Tensor:
     return block_table.gather(1, entries // PAGE) * PAGE + entries % PAGE
 
 
-def cumulative(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """What each row of logits [B, V] is drawn from, summed up by token id: float64 [B, V]."""
-    scaled = logits.float() / sampling.temperature.clamp(min=1e-6)[:, None]
-    return _keep_top(scaled, sampling).softmax(-1).double().cumsum(-1)
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Softmax attention of one row: query [n, Q, d], key and value [S, G, d], seen [n, S]."""
+    # A weight of zero times NaN would be NaN: what nobody sees is not read at all.
+    unseen = ~seen.any(0)[:, None, None]  # [S, 1, 1]
+    key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+    query, key, value = (part.transpose(0, 1) for part in (query, key, value))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+    return mixed.transpose(0, 1).masked_fill(~seen.any(1)[:, None, None], 0)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding (RoFormer, eq. 34), half-split; x [T, heads, d], cos and sin [T, 1, d]."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
-
-
-def _keep_top(scaled: Tensor, sampling: SamplingTensors) -> Tensor:
-    """scaled [B, V] with -inf outside top-k, then outside top-p; equals of the last kept stay."""
-    ordered = scaled.sort(-1, descending=True).values  # [B, V]
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
-    limit = torch.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1])[:, None]
-    last = ordered.gather(1, (limit - 1).clamp(max=scaled.shape[-1] - 1))  # [B, 1]: k-th largest
-    within_k = ordered.masked_fill(ordered < last, float("-inf"))
-    total = within_k.softmax(-1).double().cumsum(-1)  # [B, V]
-    # A token is kept while the mass before it is below top_p; the first one always is. Over a large
-    # vocabulary float32 masses sum to 1 ± 1e-5 only, hence top_p of what they do sum to.
-    before, top_p = F.pad(total[:, :-1], (1, 0)), sampling.top_p[:, None]
-    inside = (((before < top_p * total[:, -1:]) | (top_p >= 1)) & (ordered >= last)) | (rank == 0)
-    least = ordered.gather(1, inside.sum(-1, keepdim=True) - 1)
-    return scaled.masked_fill(scaled < least, float("-inf"))

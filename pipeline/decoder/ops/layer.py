@@ -13,10 +13,12 @@ Packed: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One decoder layer of the Llama family. Q query heads, G key/value heads, head size d."""
+    """One decoder layer of the Llama family. Q query heads, G key/value heads, head size d.
 
-    input_norm: Tensor  # [H]
-    qkv: Packed  # [(Q + 2G) d, H]
+    The norm of its input is not among them: whoever made the input has normed it already.
+    """
+
+    qkv: Packed  # [(Q + 2G) d, In]; In is H, or 2H in a draft head
     qkv_bias: Tensor | None  # [(Q + 2G) d]
     head_norms: tuple[Tensor, Tensor] | None  # of every query and key head, each [d]
     output: Packed  # [H, Q d]
@@ -28,17 +30,29 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Where the T = B·N tokens of one forward stand, and which entries each of them sees.
+    """Where the T tokens of one forward stand, and which entries each of them sees.
 
-    Made once a forward and passed to every layer. A token has a position, which rotates its query
-    and key, and a slot of the paged cache, which its key and value go to; it attends over the
-    pages of its row: to the entries below the row's `seq_lens`, and behind them as `mask` says.
+    Made once a forward and passed to every layer. Tokens stand in B ragged rows, one behind the
+    other:
+
+        query_starts   0         3   4           7      row 0 has three tokens, row 1 one, row 2
+        tokens         a0 a1 a2  b0  c0  c1  c2         three; a row may have none
+
+    A token has a position, which rotates its query and key, and a slot of the paged cache, which
+    its key and value go to. It attends over the pages of its row: to the entries below the row's
+    `seq_lens`, and behind them as its mask says.
     """
 
-    rows: int  # B
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
-    positions: Tensor  # [T]
+    positions: Tensor  # [T], below S
     slots: Tensor  # [T] page · PAGE + offset
     block_table: Tensor  # [B, P] page ids
     seq_lens: Tensor  # [B] committed entries
-    mask: Tensor | None  # [B, N] bits over the entries behind; None: a chain
+    query_starts: Tensor  # [B + 1] row b has tokens query_starts[b] … query_starts[b + 1] - 1
+    longest: int  # most tokens of a row, or more: what the host knows of query_starts
+    mask: Tensor | None  # [T] bits over the entries behind seq_lens; None: each row is a chain
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.seq_lens)

@@ -9,7 +9,7 @@ finished    a batch is yielded once its last conversation has ended
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class ConversationScheduler:
 
     `across_shards`: open a batch while replies to others are still being generated. Otherwise a
     batch is generated alone, and its replies can be repeated even where the backend is not
-    batch-invariant.
+    batch-invariant. `advance` is given how many conversations have ended since it was last called.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class ConversationScheduler:
         batches: Iterable[tuple[str, Sequence[Prompt]]],
         *,
         across_shards: bool = True,
+        advance: Callable[[int], None] = lambda ended: None,
     ) -> None:
         self._runner, self._batches, self._across_shards = runner, iter(batches), across_shards
+        self._advance = advance
         self._waiting: deque[_Turn] = deque()
         self._running: dict[str, _Turn] = {}  # by request id
         self._open_batches = 0
@@ -113,6 +115,7 @@ class ConversationScheduler:
             batch.by_position[turn.position] = outcome
             batch.ended[reason] += 1
         batch.unfinished -= 1
+        self._advance(1)
         if not batch.unfinished:
             self._finish(batch)
 

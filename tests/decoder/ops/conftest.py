@@ -11,16 +11,71 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from torch import Tensor
 
+from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.ops.triton.language import INTERPRETED
 
 _ROOT = Path(__file__).resolve().parents[3]
 _OUTCOMES = pytest.StashKey[dict[str, str | None]]()
+
+
+def tree_metadata(block_table: Tensor, seq_lens: Tensor, mask: Tensor) -> AttentionMetadata:
+    """Metadata of trees of N nodes a row: block_table [B, P], seq_lens [B], mask [B, N].
+
+    Without rotary tables and with positions of zero: for attention alone.
+    """
+    rows, count = mask.shape
+    return _metadata(block_table, seq_lens, [count] * rows, mask.flatten())
+
+
+def chain_metadata(
+    block_table: Tensor, seq_lens: Tensor, counts: Sequence[int]
+) -> AttentionMetadata:
+    """Metadata of a chain of counts[b] tokens in row b; otherwise as `tree_metadata`."""
+    return _metadata(block_table, seq_lens, counts, None)
+
+
+def slot_metadata(
+    rotary: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor
+) -> AttentionMetadata:
+    """Metadata of tokens with these positions and slots [T], for `rope_write` alone."""
+    none = torch.zeros(1, dtype=torch.int64, device=slots.device)
+    starts = torch.tensor([0, len(slots)], device=slots.device)
+    return AttentionMetadata(
+        rotary, positions, slots, none[None], none, starts, longest=len(slots), mask=None
+    )
+
+
+def _metadata(
+    block_table: Tensor, seq_lens: Tensor, counts: Sequence[int], mask: Tensor | None
+) -> AttentionMetadata:
+    device = seq_lens.device
+    tokens_of = torch.tensor(counts, device=device)  # [B]
+    ends = tokens_of.cumsum(0)
+    row = torch.arange(len(counts), device=device).repeat_interleave(tokens_of)  # [T]
+    within = torch.arange(sum(counts), device=device) - (ends - tokens_of)[row]
+    entries = seq_lens[row] + within
+    # A table may be narrower than what follows the last entry that anybody sees.
+    page = (entries // PAGE).clamp(max=block_table.shape[1] - 1)
+    table = torch.zeros(0, 2, device=device)
+    return AttentionMetadata(
+        rotary=(table, table),
+        positions=torch.zeros_like(entries),
+        slots=block_table[row, page] * PAGE + entries % PAGE,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        query_starts=torch.cat((ends.new_zeros(1), ends)),
+        longest=max(counts),
+        mask=mask,
+    )
 
 
 @pytest.fixture(scope="session")

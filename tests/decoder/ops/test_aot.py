@@ -7,10 +7,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import BaseBackend  # type: ignore[import-untyped]
 
-from bench.aot import SHARED_LIMIT, variants
+from bench.aot import SHARED_LIMIT, Recorder, variants
+from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.tree import SamplingTensors
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "pipeline/decoder/ops/triton"
@@ -42,30 +49,91 @@ def test_every_kernel_is_recorded() -> None:
         )
     }
     assert {variant.name for variant in variants()} == defined
-    types = {
-        name: {
-            variant.signature[next(iter(variant.signature))]
-            for variant in variants()
-            if variant.name == name
-        }
-        for name in defined
+    narrow = {v.name for v in variants() if "*bf16" in v.signature.values()}
+    assert narrow == {
+        *("add_rms_norm", "embed_concat", "silu_mul", "rope_write", "tree_attention"),
+        *("merge_chunks", "compact", "select_beams"),
+        *("argmax_part", "propose_part", "threshold", "draw_part"),
     }
-    for name in (
-        "add_rms_norm",
-        "silu_mul",
-        "rope_write",
-        "tree_attention",
-        "argmax_part",
-        "propose_part",
-        "sample",
-        "compact",
-    ):
-        assert types[name] == {"*bf16", "*fp32"}, name
+    wide = {v.name for v in variants() if "*bf16" not in v.signature.values()}
+    assert wide == defined
     assert {
         (v.constants["DIM"], v.constants["CAUSAL"])
         for v in variants()
         if v.name == "tree_attention"
     } == {(d, c) for d in (64, 128) for c in (True, False)}
+
+
+def _prefill(length: int, row: int) -> Recorder:
+    """What the forward of `length` tokens in slot `row` of eight launches, on tiny tensors."""
+    ops = Recorder(torch.bfloat16)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    # Real tensors: a slot's row of a table begins at a multiple of 16 bytes, or does not.
+    seq_lens, block_table = torch.zeros(8, dtype=torch.int64), torch.zeros(8, 33, dtype=torch.int64)
+    rotary, tokens = (empty(4096, 64), empty(4096, 64)), torch.zeros(length, dtype=torch.int64)
+    tables = block_table[row : row + 1], seq_lens[row : row + 1], torch.tensor([0, length])
+    metadata = AttentionMetadata(rotary, tokens, tokens, *tables, length, None)
+    keys, values = empty(2, 9, 2, PAGE, 64)
+    hidden, norm = empty(length, 256), empty(256)
+    query = ops.rope_write(empty(length, 8 * 64), None, 1e-5, metadata, keys, values)
+    ops.tree_attention(query, keys, values, metadata)
+    ops.add_rms_norm(hidden, hidden, norm, 1e-5)
+    ops.silu_mul(empty(length, 512))
+    ops.embed_concat(tokens, empty(500, 256), hidden, norm, norm, 1e-5)
+    numbers, settings = torch.zeros(8, dtype=torch.int64), torch.zeros(8)
+    own = slice(row, row + 1)
+    sampling = SamplingTensors(settings[own], settings[own], numbers[own], numbers[own])
+    ops.draw(empty(1, 500), sampling, numbers[own])
+    return ops
+
+
+def test_the_lengths_of_prompts_and_the_slots_compile_nothing() -> None:
+    """Of each kernel one variant, or a server would stop for seconds at its first such prompt.
+
+    But for one: rows of up to 64 tokens are cut into chunks, and those are merged.
+    """
+    kinds: dict[str, set[str]] = {}
+    # Every length that a tile, a chunk or a multiple of 16 could tell apart.
+    for length in {*range(1, 200), *range(200, 2049, 13), *range(208, 2049, 16)}:
+        for variant in _prefill(length, length % 8).variants:
+            kinds.setdefault(variant.name, set()).add(variant.specialisation)
+    assert {name: len(variants) for name, variants in kinds.items()} == dict.fromkeys(kinds, 1)
+    assert {"tree_attention", "merge_chunks", "rope_write", "draw_part"} <= set(kinds)
+
+
+def test_launches_are_recorded_as_triton_specialises_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Type and divisibility of every argument, as Triton's own launcher decides them."""
+    native = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    compared = 0
+    record = Recorder._start
+
+    def start(
+        self: Recorder, kernel: Any, grid: Any, arguments: Any, *rest: Any, **more: Any
+    ) -> None:
+        nonlocal compared
+        record(self, kernel, grid, arguments, *rest, **more)
+        variant = self.variants[-1]
+        for index, value in enumerate(arguments):
+            one = kernel.params[index]
+            free = one.do_not_specialize, one.do_not_specialize_on_alignment
+            kind, key = native(BaseBackend, value, False, not free[0], not free[1])
+            assert variant.signature[one.name] == kind, (variant.name, one.name)
+            assert (index in variant.divisible) == (key == "D"), (variant.name, one.name)
+            compared += 1
+
+    monkeypatch.setattr(Recorder, "_start", start)
+    for length in (1, 16, 17, 100):
+        for row in (0, 1):
+            _prefill(length, row)
+    assert compared > 500
+
+
+#: Shared memory of a multiprocessor (CUDA C++ Programming Guide), of which each program takes 1 KiB
+#: more than it asks for.
+_SHARED = {"sm_80": 164, "sm_90": 228, "sm_100": 228}
 
 
 @pytest.mark.slow
@@ -88,6 +156,12 @@ def test_compiles_for_every_architecture(
         (variant.name, f"sm_{arch}") for variant in variants() for arch in SHARED_LIMIT
     }
     assert shared["tree_attention", "sm_90"] > 0
+    # The default tree: 16 nodes in groups of four query heads.
+    default = [row for row in rows if {"tree_attention", "bf16", "d=128", "nodes=16"} <= {*row}]
+    assert {row[4] for row in default} == set(_SHARED)
+    for row in default:
+        used, limit = int(row[7]) / 1024, _SHARED[row[4]]
+        assert 2 * (used + 1) <= limit, f"two programs do not fit on one multiprocessor of {row[4]}"
 
 
 def test_fails_where_shared_memory_is_short(tmp_path: Path) -> None:

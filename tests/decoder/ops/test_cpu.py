@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.base import PAGE, TorchOps
-from pipeline.decoder.ops.cpu import ops as cpu_ops
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.tree import Tree
+from tests.decoder.ops.conftest import slot_metadata
+from tests.decoder.ops.kernels import KERNELS, assert_rounded, load_kernels, name_of, numbers
 
 REFERENCE = TorchOps()
 
 
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    loaded = cpu_ops.load()
-    if loaded is None:
-        pytest.skip(cpu_ops.why_not())
-    return loaded
+@pytest.fixture(scope="module", params=KERNELS, ids=name_of)
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    return load_kernels(*request.param)
 
 
 @contextmanager
@@ -36,38 +34,58 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def bf16(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).bfloat16()
-
-
-def assert_rounded(got: Tensor, wanted: Tensor, slack: float = 1e-5) -> None:
-    """`got` is `wanted` to about half a unit in the last place of bf16, plus `slack`."""
-    assert got.dtype is torch.bfloat16
-    torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=2.0**-8, atol=slack)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 16, 25, 40, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 12, 13, 16, 25, 40, 300])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(64, 64), (576, 960), (33, 17), (1, 1), (2, 31), (127, 65), (1536, 48)]
 )
-@pytest.mark.parametrize("biased", [False, True])
-def test_linear(ops: CpuOps, rows: int, inputs: int, outputs: int, biased: bool) -> None:
-    x, weight, bias = bf16(rows, inputs), bf16(outputs, inputs), bf16(outputs) if biased else None
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_linear(ops: CpuOps, rows: int, inputs: int, outputs: int, stored: torch.dtype) -> None:
+    x, weight = numbers(ops, rows, inputs), torch.randn(outputs, inputs).to(stored)
+    bias = numbers(ops, outputs) if rows % 2 else None
+    if ops.dtype is torch.bfloat16:  # rounds weights that are stored in more
+        weight = weight.bfloat16()
     wanted = REFERENCE.linear(
         x.double(), weight.double(), bias.double() if bias is not None else None
     )
     assert_rounded(ops.linear(x, ops.pack(weight), bias), wanted, slack=1e-5 * math.sqrt(inputs))
 
 
+def test_a_weight_in_float32_gives_the_bits_of_one_in_bfloat16(ops: CpuOps) -> None:
+    weight, x = torch.randn(70, 90).bfloat16(), numbers(ops, 9, 90)
+    y = ops.linear(x, ops.pack(weight))
+    assert torch.equal(ops.linear(x, ops.pack(weight.float())), y)
+    assert torch.equal(
+        ops.linear(x, ops.pack(weight.half())), ops.linear(x, ops.pack(weight.half().float()))
+    )
+
+
+@pytest.mark.skipif(len(KERNELS) < 4, reason="one level only")
+def test_float32_has_the_same_bits_on_every_level() -> None:
+    both = [load_kernels(level, dtype) for level, dtype in KERNELS if dtype is torch.float32]
+    assert len(both) == 2
+    one, other = both
+    x, weight, gate_up = torch.randn(21, 91), torch.randn(50, 91), torch.randn(21, 66) * 9
+    for stored in (weight, weight.bfloat16()):
+        assert torch.equal(*(ops.linear(x, ops.pack(stored)) for ops in both))
+    normed, total = zip(*(ops.add_rms_norm(x, x, x[0], 1e-5) for ops in both), strict=True)
+    assert torch.equal(*normed) and torch.equal(*total)
+    assert torch.equal(one.silu_mul(gate_up), other.silu_mul(gate_up))
+    assert torch.equal(*(ops.propose(x, 5)[0] for ops in both))
+
+
 def test_linear_takes_views(ops: CpuOps) -> None:
-    x, weight = bf16(3, 5, 48)[:, 2], bf16(48, 40).t()
-    assert_rounded(ops.linear(x, ops.pack(weight)), x.double() @ weight.double().t())
+    x, weight = numbers(ops, 3, 5, 48)[:, 2], numbers(ops, 48, 40).t()
+    assert_rounded(ops.linear(x, ops.pack(weight)), x.double() @ weight.double().t(), slack=1e-4)
 
 
 def test_a_row_of_linear_does_not_depend_on_the_others(ops: CpuOps) -> None:
     # 20,000 inputs split even 40 rows into several cached chunks.
     for inputs, outputs in [(576, 200), (20_000, 70), (131, 33)]:
-        x, weight, bias = bf16(77, inputs), ops.pack(bf16(outputs, inputs)), bf16(outputs)
+        x, weight, bias = (
+            numbers(ops, 77, inputs),
+            ops.pack(numbers(ops, outputs, inputs)),
+            numbers(ops, outputs),
+        )
         together = ops.linear(x, weight, bias)
         for rows in (1, 2, 5, 16, 31):
             pieces = [
@@ -80,7 +98,7 @@ def test_a_row_of_linear_does_not_depend_on_the_others(ops: CpuOps) -> None:
 
 
 def test_nan_stays_in_its_row(ops: CpuOps) -> None:
-    x, weight = bf16(20, 63), bf16(40, 63)
+    x, weight = numbers(ops, 20, 63), numbers(ops, 40, 63)
     x[7, 62] = float("nan")
     y = ops.linear(x, ops.pack(weight))
     assert y[7].isnan().all() and y.isnan().any(1).sum() == 1
@@ -89,7 +107,11 @@ def test_nan_stays_in_its_row(ops: CpuOps) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 576), (5, 33), (16, 2048), (200, 576), (1, 7)])
 @pytest.mark.parametrize("updated", [False, True])
 def test_add_rms_norm(ops: CpuOps, rows: int, size: int, updated: bool) -> None:
-    x, update, weight = bf16(rows, size, scale=3), bf16(rows, size) if updated else None, bf16(size)
+    x, update, weight = (
+        numbers(ops, rows, size, scale=3),
+        numbers(ops, rows, size) if updated else None,
+        numbers(ops, size),
+    )
     normed, total = ops.add_rms_norm(x, update, weight, 1e-5)
     assert torch.equal(total, x if update is None else x + update)
     wanted, _ = REFERENCE.add_rms_norm(total.float(), None, weight.float(), 1e-5)
@@ -100,7 +122,7 @@ def test_add_rms_norm(ops: CpuOps, rows: int, size: int, updated: bool) -> None:
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1536), (3, 17), (64, 1536)])
 def test_silu_mul(ops: CpuOps, rows: int, size: int) -> None:
-    gate_up = bf16(rows, 2 * size, scale=6)
+    gate_up = numbers(ops, rows, 2 * size, scale=6)
     gate_up[0, :5] = torch.tensor([0.0, 200.0, -200.0, 3e38, -3e38])
     mixed = ops.silu_mul(gate_up)
     assert_rounded(mixed, REFERENCE.silu_mul(gate_up.float()), slack=1e-30)
@@ -115,11 +137,15 @@ def test_silu_mul(ops: CpuOps, rows: int, size: int) -> None:
 def test_rope_write(
     ops: CpuOps, heads: int, groups: int, size: int, tokens: int, normed: bool
 ) -> None:
-    qkv, rotary = bf16(tokens, (heads + 2 * groups) * size), (bf16(400, size), bf16(400, size))
-    norms = (bf16(size), bf16(size)) if normed else None
+    qkv, rotary = (
+        numbers(ops, tokens, (heads + 2 * groups) * size),
+        (numbers(ops, 400, size), numbers(ops, 400, size)),
+    )
+    norms = (numbers(ops, size), numbers(ops, size)) if normed else None
     positions, slots = torch.randint(400, (tokens,)), torch.randperm(4 * PAGE)[:tokens]
-    planes = torch.full((2, 4, groups, PAGE, size), float("nan"), dtype=torch.bfloat16)
-    query = ops.rope_write(qkv, norms, 1e-6, rotary, positions, slots, planes[0], planes[1])
+    planes = torch.full((2, 4, groups, PAGE, size), float("nan"), dtype=ops.dtype)
+    where = slot_metadata(rotary, positions, slots)
+    query = ops.rope_write(qkv, norms, 1e-6, where, planes[0], planes[1])
 
     wanted_planes = torch.full_like(planes, float("nan"), dtype=torch.float32)
     wide_norms = None if norms is None else (norms[0].float(), norms[1].float())
@@ -128,9 +154,7 @@ def test_rope_write(
         qkv.float(),
         wide_norms,
         1e-6,
-        wide_rotary,
-        positions,
-        slots,
+        slot_metadata(wide_rotary, positions, slots),
         wanted_planes[0],
         wanted_planes[1],
     )
@@ -142,10 +166,34 @@ def test_rope_write(
     )  # values are copied as they are
 
 
+@pytest.mark.parametrize("size", [576, 33])
+def test_embed_concat(ops: CpuOps, size: int) -> None:
+    tokens, embedding, hidden = (
+        torch.tensor([4, 0, 9]),
+        numbers(ops, 10, size),
+        numbers(ops, 3, size),
+    )
+    norms = numbers(ops, size), numbers(ops, size)
+    both = ops.embed_concat(tokens, embedding, hidden, *norms, 1e-5)
+    wide = embedding.float(), hidden.float(), norms[0].float(), norms[1].float()
+    assert_rounded(both, REFERENCE.embed_concat(tokens, *wide, 1e-5))
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (1, 4), (5, 8)])
+def test_select_beams(ops: CpuOps, rows: int, k: int) -> None:
+    score, gained = -torch.rand(rows, k), -torch.randint(1, 9, (rows, k, k)) / 4
+    proposed, lineage = torch.randint(999, (rows, k, k)), torch.randint(1 << 40, (rows, k))
+    hidden, bits = numbers(ops, rows * k, 24), torch.randint(1 << 40, (rows, k))
+    arguments = score, gained, proposed, lineage, hidden, bits
+    kept, wanted = (backend.select_beams(*arguments) for backend in (ops, REFERENCE))
+    for name in ("total", "best", "score", "token", "lineage", "hidden"):
+        assert torch.equal(getattr(kept, name), getattr(wanted, name)), name
+
+
 @pytest.mark.parametrize("size", [1, 15, 16, 1000, 49_152])
 def test_argmax(ops: CpuOps, size: int) -> None:
     # A hundred different values, so that equals are common.
-    logits = torch.randint(-50, 50, (3, 4, size)).bfloat16()
+    logits = torch.randint(-50, 50, (3, 4, size)).to(ops.dtype)
     logits[0, 0] = float("-inf")
     logits[0, 1, size // 2] = float("nan")
     logits[0, 2] = -0.0
@@ -162,7 +210,7 @@ def test_argmax(ops: CpuOps, size: int) -> None:
     ("size", "k"), [(10, 10), (17, 3), (1000, 8), (8192, 10), (300, 64), (300, 65)]
 )
 def test_propose(ops: CpuOps, size: int, k: int) -> None:
-    logits = bf16(9, size, scale=4)
+    logits = numbers(ops, 9, size, scale=4)
     scores, index = ops.propose(logits, k)
     wanted, _ = REFERENCE.propose(logits.double(), k)
     torch.testing.assert_close(scores, wanted, rtol=0, atol=2e-5)
@@ -175,7 +223,7 @@ def test_propose(ops: CpuOps, size: int, k: int) -> None:
 
 
 def test_propose_shows_nan(ops: CpuOps) -> None:
-    logits = bf16(3, 200)
+    logits = numbers(ops, 3, 200)
     logits[1, 150] = float("nan")
     scores, index = ops.propose(logits, 4)
     assert (
@@ -249,7 +297,7 @@ def test_verify_accepts_a_whole_branch(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("layers", [1, 9])
 def test_compact(ops: CpuOps, layers: int) -> None:
-    planes = bf16(layers, 2, 6, 3, PAGE, 64)
+    planes = numbers(ops, layers, 2, 6, 3, PAGE, 64)
     block_table = torch.tensor([[3, 1], [5, 2], [4, 0]])
     seq_lens = torch.tensor([PAGE - 2, 0, 17])  # the first branch crosses a page
     path = torch.tensor([[0, 2, 5, 9, 9], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0]])

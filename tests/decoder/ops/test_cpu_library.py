@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +13,32 @@ import torch
 
 from pipeline.decoder.ops.cpu import library as cpu_library
 from pipeline.decoder.ops.cpu import ops as cpu_ops
+from pipeline.errors import ConfigError
+
+BF16 = torch.bfloat16
 
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache directory, and no memory of an earlier attempt before and after."""
-    if cpu_ops.load() is None:
-        pytest.skip(cpu_ops.why_not())
+    if cpu_ops.load(BF16) is None:
+        pytest.skip(cpu_ops.why_not(BF16))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu_ops._attempt.cache_clear()
     yield tmp_path / "eagle3" / "native"
     cpu_ops._attempt.cache_clear()
+
+
+@pytest.fixture
+def library(fresh: Path) -> Path:
+    """The compiled kernels of this machine in the cache, copied there."""
+    cached = Path("~/.cache/eagle3/native").expanduser()
+    if cached.is_dir():
+        shutil.copytree(cached, fresh, ignore=shutil.ignore_patterns("compiling-*"))
+    loaded = cpu_ops.load(BF16)
+    assert loaded is not None
+    cpu_ops._attempt.cache_clear()
+    return Path(loaded._library._name)
 
 
 def compiler(path: Path, script: str) -> str:
@@ -36,16 +53,61 @@ def test_compiles_once_and_leaves_one_file(
     monkeypatch.setenv(
         "CXX", compiler(tmp_path / "counting", f'echo "$1" >> {tmp_path}/calls; exec g++ "$@"')
     )
-    assert cpu_ops.available(torch.bfloat16) and not cpu_ops.available(torch.float32)
-    cpu_ops._attempt.cache_clear()
-    assert cpu_ops.load() is not None and cpu_ops.why_not() == ""
+    for _ in range(2):
+        cpu_ops._attempt.cache_clear()
+        assert cpu_ops.load(BF16) is not None and cpu_ops.why_not(BF16) == ""
     assert (tmp_path / "calls").read_text().split() == ["--version", "-O3", "--version"]
     assert [file.suffix for file in fresh.iterdir()] == [".so"]
 
 
+def test_a_type_and_a_level_have_libraries_of_their_own(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = cpu_ops.load(torch.float32)
+    assert wide is not None and wide.arithmetic_name in ("avx2", "avx512")
+    monkeypatch.setenv("EAGLE3_ISA", "avx2")
+    lowest = cpu_ops.load(torch.float32)
+    assert lowest is not None and lowest.arithmetic_name == "avx2"
+    assert cpu_ops.load(torch.float16) is None and "float16" in cpu_ops.why_not(torch.float16)
+    assert len(list(fresh.iterdir())) == len({wide.arithmetic_name, "avx2"})
+
+
+def test_a_level_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE3_ISA", "avx1024")
+    with pytest.raises(ConfigError, match="'avx1024' is not a level that this processor has"):
+        cpu_ops.load(BF16)
+    monkeypatch.setenv("EAGLE3_ISA", "none")
+    assert cpu_ops.load(BF16) is None and "AVX2" in cpu_ops.why_not(BF16)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant another user's file")
+@pytest.mark.parametrize("planted", ["library", "folder"])
+def test_code_of_another_user_is_not_loaded(library: Path, planted: str) -> None:
+    os.chown(library if planted == "library" else library.parent, 12345, 12345)
+    assert cpu_ops.load(BF16) is None
+    assert "belongs to user 12345" in cpu_ops.why_not(BF16)
+
+
+@pytest.mark.parametrize("open_to_all", ["library", "folder"])
+def test_code_that_others_can_write_is_not_loaded(library: Path, open_to_all: str) -> None:
+    (library if open_to_all == "library" else library.parent).chmod(0o777)
+    assert cpu_ops.load(BF16) is None
+    assert "can be written by others (fix: remove it" in cpu_ops.why_not(BF16)
+
+
+def test_the_folder_is_made_for_its_user_alone(fresh: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert cpu_ops.load(BF16) is not None
+    finally:
+        os.umask(before)
+    (library,) = fresh.iterdir()
+    assert stat.S_IMODE(fresh.stat().st_mode) == stat.S_IMODE(library.stat().st_mode) == 0o700
+
+
 def test_kernels_and_torch_share_one_openmp_runtime() -> None:
-    if cpu_ops.load() is None:
-        pytest.skip(cpu_ops.why_not())
+    if cpu_ops.load(BF16) is None:
+        pytest.skip(cpu_ops.why_not(BF16))
     runtimes = cpu_library._openmp_runtimes()
     assert len(runtimes) == 1 and Path(runtimes[0]).is_relative_to(Path(torch.__file__).parents[1])
 
@@ -59,8 +121,8 @@ def test_a_compiler_that_fails_says_why(
             tmp_path / "broken", 'test "$1" = --version || { echo "no such option" >&2; exit 1; }'
         ),
     )
-    assert cpu_ops.load() is None
-    assert "no such option" in cpu_ops.why_not()
+    assert cpu_ops.load(BF16) is None
+    assert "no such option" in cpu_ops.why_not(BF16)
 
 
 def test_a_killed_compiler_leaves_nothing(
@@ -73,19 +135,19 @@ def test_a_killed_compiler_leaves_nothing(
             'test "$1" = --version && exit; for last; do :; done; echo half > "$last"; kill -9 $$',
         ),
     )
-    assert cpu_ops.load() is None
+    assert cpu_ops.load(BF16) is None
     assert list(fresh.iterdir()) == []
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    assert cpu_ops.load() is None
-    assert "no C++ compiler" in cpu_ops.why_not()
+    assert cpu_ops.load(BF16) is None
+    assert "no C++ compiler" in cpu_ops.why_not(BF16)
     monkeypatch.setenv("CXX", "/does/not/exist")
     cpu_ops._attempt.cache_clear()
-    assert cpu_ops.load() is None
-    assert "/does/not/exist" in cpu_ops.why_not()
+    assert cpu_ops.load(BF16) is None
+    assert "/does/not/exist" in cpu_ops.why_not(BF16)
 
 
 def test_a_cache_that_cannot_be_written(
@@ -93,11 +155,11 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert cpu_ops.load() is None
-    assert "cannot compile" in cpu_ops.why_not()
+    assert cpu_ops.load(BF16) is None
+    assert "cannot compile" in cpu_ops.why_not(BF16)
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_CPU_KERNELS", "0")
-    assert cpu_ops.load() is None and not cpu_ops.available(torch.bfloat16)
-    assert cpu_ops.why_not() == "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"
+    assert cpu_ops.load(BF16) is None
+    assert cpu_ops.why_not(BF16) == "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"

@@ -14,13 +14,13 @@ from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.ops.cpu import ops as cpu_ops
+from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.request import Request
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from tests.decoder.conftest import CAPTURE, FAMILIES, VOCABULARY
+from tests.decoder.ops.kernels import KERNELS, load_kernels, name_of
 
-pytestmark = pytest.mark.skipif(cpu_ops.load() is None, reason=cpu_ops.why_not())
 CPU = torch.device("cpu")
 TREES = [
     TreeSection(top_k=3, steps=4, nodes=12),
@@ -29,9 +29,14 @@ TREES = [
 ]
 
 
-def _model(directory: Path, ops: TorchOps | None = None) -> DecoderModel:
+@pytest.fixture(scope="module", params=KERNELS, ids=name_of)
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    return load_kernels(*request.param)
+
+
+def _model(directory: Path, ops: TorchOps) -> DecoderModel:
     return DecoderModel.load(
-        directory, CAPTURE, device=CPU, dtype=torch.bfloat16, max_length=160, ops=ops
+        directory, CAPTURE, device=CPU, dtype=ops.dtype, max_length=160, ops=ops
     )
 
 
@@ -50,20 +55,22 @@ def _decode(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
-def test_log_probabilities_are_as_near_to_float32_as_torch_bf16_is(
-    make_target: Callable[[str], Path], family: str
+def test_log_probabilities_are_as_near_to_float64_as_torchs_are(
+    make_target: Callable[[str], Path], ops: CpuOps, family: str
 ) -> None:
     directory = make_target(family)
     ids = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     exact = log_probabilities(
-        DecoderModel.load(directory, CAPTURE, device=CPU, dtype=torch.float32, max_length=160),
+        _model(directory, TorchOps(torch.float64)),
         ids[:1],
         ids[1:],
     )
     ours, theirs = (
-        log_probabilities(_model(directory, ops), ids[:1], ids[1:]) for ops in (None, TorchOps())
+        log_probabilities(_model(directory, each), ids[:1], ids[1:])
+        for each in (ops, TorchOps(ops.dtype))
     )
-    assert (ours - exact).abs().mean() <= 1.1 * (theirs - exact).abs().mean()
+    # Over one text the ratio scatters between 0.8 and 1.15.
+    assert (ours - exact).abs().mean() <= 1.3 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -71,13 +78,13 @@ def test_log_probabilities_are_as_near_to_float32_as_torch_bf16_is(
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_speculation_and_batches_change_no_bit(
     make_target: Callable[[str], Path],
+    ops: CpuOps,
     head: Eagle3Head,
     tree: TreeSection,
     slots: int,
     temperature: float,
 ) -> None:
-    model = _model(make_target("llama"))
-    assert model.ops.name == "cpu"
+    model = _model(make_target("llama"), ops)
     requests = [
         replace(request, temperature=temperature, top_p=0.95, seed=int(request.request_id))
         for request in _requests()

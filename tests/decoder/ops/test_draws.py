@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from pipeline.decoder.ops import philox
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.ops.philox import uniform
+from pipeline.decoder.ops.draws import keep_top
+from pipeline.decoder.ops.philox import random_words
 from pipeline.decoder.tree import SamplingTensors, Tree
 from tests.decoder.ops import markov
 from tests.decoder.ops.markov import VOCABULARY, Settings
@@ -58,30 +63,28 @@ def test_draws_keep_exactly_top_k_and_then_top_p(
 
 def test_a_top_p_of_one_keeps_the_rarest_tokens_of_a_large_vocabulary() -> None:
     """Float32 masses of 128,256 tokens sum to 1 ± 1e-5; what lies beyond 1 must not be cut off."""
-    logits = torch.sort(
-        torch.randn(128_256, generator=torch.Generator().manual_seed(0)) * 3, descending=True
-    ).values
-    numbers = uniform(torch.arange(2**20), torch.zeros(2**20, dtype=torch.int64)).double()
-    seeds = (numbers > 1 - 5e-6).nonzero()[:, 0]  # these fall on the rarest tokens
+    logits = torch.randn(1, 128_256, generator=torch.Generator().manual_seed(0)) * 3
+    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    # Beside a row that is cut, so that nothing is skipped.
+    sampling = SamplingTensors(one.repeat(2), torch.tensor([1.0, 0.5]), *zero.repeat(2, 2))
+    kept = (keep_top(logits.expand(2, -1), sampling) > float("-inf")).sum(-1)
+    assert kept[0] == 128_256 > kept[1]
+
+
+@pytest.mark.parametrize("token", [0, 3, 4, 9])
+def test_a_single_kept_token_is_drawn_whatever_its_noise(token: int) -> None:
+    """Noise is bounded: the largest word would give minus infinity, a tie with what is dropped."""
+    logits = torch.zeros(4096, 10)
+    logits[:, token] = 1.0
+    seeds = torch.arange(4096)
     sampling = SamplingTensors(
-        torch.ones(len(seeds)), torch.ones(len(seeds)), torch.zeros_like(seeds), seeds
+        torch.ones(4096), torch.ones(4096), torch.ones(4096, dtype=torch.int64), seeds
     )
-    drawn = OPS.draw(logits.expand(len(seeds), -1), sampling, torch.zeros_like(seeds))
-    assert len(seeds) > 2
-    torch.testing.assert_close(
-        logits.double().softmax(0).cumsum(0)[drawn], numbers[seeds], atol=1e-6, rtol=0
-    )
-
-
-def test_the_number_zero_draws_the_first_possible_token() -> None:
-    seeds, positions = torch.tensor([12_121_362]), torch.tensor([0])
-    assert float(uniform(seeds, positions)) == 0.0
-    logits = torch.tensor([[float("-inf"), float("-inf"), 0.0, 1.0]])
-    assert OPS.draw(
-        logits,
-        SamplingTensors(torch.ones(1), torch.ones(1), torch.zeros(1, dtype=torch.int64), seeds),
-        positions,
-    ).tolist() == [2]
+    assert (OPS.draw(logits, sampling, seeds) == token).all()
+    words = torch.tensor([0, 2**32 - 1])
+    with patch.object(philox, "random_words", lambda *_: words[None]):
+        high, low = philox.gumbel(seeds, seeds, 2)[0].tolist()
+    assert -2.82 < low < -2.81 and 22.87 < high < 22.88
 
 
 def test_greedy_rows_take_the_lowest_of_the_largest_and_ignore_the_rest() -> None:
@@ -156,26 +159,47 @@ def test_the_plain_philox_gives_the_known_answers(
     assert _philox(counter, key) == answer
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_uniform_is_philox_keyed_by_seed_and_counting_positions(seed: int, position: int) -> None:
-    word = _philox([position & 0xFFFFFFFF, position >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])[
-        0
-    ]
-    assert float(uniform(torch.tensor([seed]), torch.tensor([position]))) == (word >> 8) / 2**24
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**20))
+def test_words_are_philox_s_keyed_by_seed_counting_positions_and_tokens(
+    seed: int, position: int, token: int
+) -> None:
+    key, counter = [seed & 0xFFFFFFFF, seed >> 32], [position & 0xFFFFFFFF, position >> 32]
+    words = random_words(torch.tensor([seed]), torch.tensor([position]), token % 4096 + 1)
+    token %= 4096
+    assert int(words[0, token]) == _philox([*counter, token // 4, 0], key)[token % 4]
 
 
-@pytest.mark.parametrize("axis", ["positions", "seeds", "high words of seeds"])
-def test_numbers_are_uniform_and_neighbours_independent(axis: str) -> None:
+def _uniform(axis: str) -> Tensor:
+    """2^17 numbers in [0, 1) along one axis."""
     steps, fixed = torch.arange(2**17), torch.full((2**17,), 5)
+    if axis == "tokens":
+        return random_words(fixed[:1], fixed[:1], 2**17)[0] / 2**32
     seeds, positions = {
         "positions": (fixed, steps),
         "seeds": (steps, fixed),
         "high words of seeds": (steps << 32, fixed),
     }[axis]
-    cells = (uniform(seeds, positions) * 32).long()
+    return random_words(seeds, positions, 3)[:, 2] / 2**32
+
+
+@pytest.mark.parametrize("axis", ["positions", "seeds", "high words of seeds", "tokens"])
+def test_numbers_are_uniform_and_neighbours_independent(axis: str) -> None:
+    cells = (_uniform(axis) * 32).long()
     pairs = cells[:-1:2] * 32 + cells[1::2]
     for observed, bins in ((cells, 32), (pairs, 32**2)):
         assert (
             markov.p_value_exact(observed.bincount(minlength=bins), torch.full((bins,), 1 / bins))
             > SIGNIFICANCE
         )
+
+
+def test_draws_of_a_large_vocabulary_follow_its_distribution() -> None:
+    """20,000 draws from 1,000 tokens, most of them rare: what bounded noise must not lose."""
+    rows, size = 20_000, 1000
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(1)) * 2
+    counts = torch.zeros(size, dtype=torch.int64)
+    for first in range(0, rows, 1000):
+        sampling = markov.sampling_of((Settings(),), 1000, first)
+        drawn = OPS.draw(logits.expand(1000, -1), sampling, torch.full((1000,), 7))
+        counts += drawn.bincount(minlength=size)
+    assert markov.p_value_exact(counts, logits.double().softmax(0)) > SIGNIFICANCE

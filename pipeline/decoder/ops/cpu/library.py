@@ -1,8 +1,9 @@
-"""Compile the C++ kernels of src once a machine, and load them.
+"""Compile the C++ kernels of src once a level and type, and load them.
 
-The library is kept in ${XDG_CACHE_HOME:-~/.cache}/eagle3/native under a hash of everything that
-shapes it: sources, flags, compiler, processor. It is written to a temporary name and renamed, so
-that two processes may race and a killed compiler leaves nothing that looks finished.
+A library is kept in ${XDG_CACHE_HOME:-~/.cache}/eagle3/native under a hash of everything that
+shapes it: sources, flags, compiler. It is written to a temporary name and renamed, so that two
+processes may race and a killed compiler leaves nothing that looks finished. It is code, so it is
+loaded only from a directory that belongs to the user and that nobody else can write.
 """
 
 from __future__ import annotations
@@ -10,37 +11,45 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
 
-import torch  # noqa: F401 — loads the OpenMP runtime that the kernels share
+import torch  # loads the OpenMP runtime that the kernels share
 
 from pipeline.config import cache_directory
 
 _SOURCES = Path(__file__).parent / "src"
 # Without -ffp-contract=off the compiler may fuse a product and a sum in one instance of a kernel
 # and not in another, and a token's result would depend on how many rows stand beside it.
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=off", "-shared", "-fPIC", "-std=c++17")
-_REQUIRED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+_FLAGS = ("-O3", "-fopenmp", "-ffp-contract=off", "-shared", "-fPIC", "-std=c++17")
+#: Levels of config/isa.py → what the compiler may use.
+_LEVEL_FLAGS = {
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4",),
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "amx": ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
 
 # Arguments of each function: p a pointer, i an int64, f a float; before the colon, what it returns.
 _PROTOTYPES = {
-    "packed_size": "i:ii",
-    "pack": ":ppiii",
-    "linear": ":ppppiiii",
+    "packed_size": "i:iii",
+    "pack": ":ppiiii",
+    "linear": ":ppppii",
     "add_rms_norm": ":pppppfiii",
+    "embed_concat": ":ppppppfii",
     "silu_mul": ":ppiii",
     "layer": ":pppppppppfi",
-    "rope_write": ":ppppppppppfiiiiii",
-    "tree_attention": ":ppppppppi",
+    "rope_write": ":pppppppfiiii",
+    "tree_attention": ":pppppiiii",
     "argmax": ":ppiii",
     "most_proposed": "i:",
     "propose": ":pppiiii",
+    "select_beams": ":ppppppppppppiii",
     "grow_tree": ":ppppppppiii",
     "sample": ":pppppppppiiii",
     "verify": ":ppppppiii",
@@ -53,10 +62,12 @@ class Unavailable(Exception):
     """Why this machine cannot run the kernels."""
 
 
-def load_library() -> ctypes.CDLL:
-    """The kernels, compiled if they are not in the cache. Raises Unavailable with the reason."""
-    processor, runtime = _processor(), _openmp_runtime()
-    path = _compiled(processor, runtime)
+def load_library(level: str, dtype: torch.dtype) -> ctypes.CDLL:
+    """The kernels of a level for activations of a type, compiled if they are not in the cache.
+
+    Raises Unavailable with the reason.
+    """
+    path = _compiled(level, dtype, _openmp_runtime())
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -73,19 +84,6 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _processor() -> str:
-    """Model and features of the processor, which decide what -march=native means."""
-    system, machine = platform.system(), platform.machine()
-    if (system, machine) != ("Linux", "x86_64"):
-        raise Unavailable(f"the kernels are for x86-64 Linux, not {machine} {system}")
-    about = Path("/proc/cpuinfo").read_text()
-    fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", about, re.MULTILINE))
-    missing = _REQUIRED - set(fields.get("flags", "").split())
-    if missing:
-        raise Unavailable(f"the processor lacks {', '.join(sorted(missing))}")
-    return f"{fields.get('model name')} {fields['flags']}"
-
-
 def _openmp_runtime() -> str:
     """Torch's OpenMP runtime; linked to this very file, kernels and torch share one thread pool."""
     runtimes = _openmp_runtimes()
@@ -99,18 +97,22 @@ def _openmp_runtimes() -> list[str]:
     return sorted(set(re.findall(r"(/\S*/lib(?:gomp|i?omp5?)[-.]\S*)$", mapped, re.MULTILINE)))
 
 
-def _compiled(processor: str, runtime: str) -> Path:
+def _compiled(level: str, dtype: torch.dtype, runtime: str) -> Path:
     compiler = _compiler()
+    wide = ("-DEAGLE3_FLOAT32",) if dtype is torch.float32 else ()
+    flags = *_FLAGS, *_LEVEL_FLAGS[level], *wide
     sources = sorted(_SOURCES.glob("*.cpp"))
     try:
         version = _run([*compiler, "--version"], timeout=60)
         content = [file.read_text() for file in (*sources, *sorted(_SOURCES.glob("*.h")))]
-        shaping = *content, *_FLAGS, *compiler, version, processor, runtime
+        shaping = *content, *flags, *compiler, version, runtime
         key = hashlib.sha256("\0".join(shaping).encode()).hexdigest()[:32]
-        path = cache_directory() / "native" / f"{key}.so"
+        path = cache_directory() / "native" / f"{level}-{key}.so"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_foreign(path.parent)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, sources, runtime, path)
+            _compile([*compiler, *flags], sources, runtime, path)
+        _refuse_foreign(path)
     except subprocess.CalledProcessError as error:
         problem = error.stderr.strip()[-500:] or error.returncode
         raise Unavailable(f"{shlex.join(compiler)} failed: {problem}") from error
@@ -119,13 +121,27 @@ def _compiled(processor: str, runtime: str) -> Path:
     return path
 
 
-def _compile(compiler: list[str], sources: list[Path], runtime: str, path: Path) -> None:
+def _refuse_foreign(path: Path) -> None:
+    """Raise Unavailable for what somebody else made, or could have changed."""
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "can be written by others"
+    else:
+        return
+    fix = f"remove it, or `chmod -R go-w {path}` if you trust what is in it"
+    raise Unavailable(f"no code is loaded from {path}: it {problem} (fix: {fix})")
+
+
+def _compile(command: list[str], sources: list[Path], runtime: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="compiling-") as directory:
         output = Path(directory) / path.name
         # Torch's runtime comes first and satisfies every symbol, so the compiler's own is not
-        # recorded.
-        linked = "-Wl,--as-needed", *map(str, sources), runtime
-        _run([*compiler, *_FLAGS, *linked, "-o", str(output)], timeout=600)
+        # recorded. A process may load two types: each library's calls stay inside it (-Bsymbolic).
+        linked = "-Wl,--as-needed", "-Wl,-Bsymbolic", *map(str, sources), runtime
+        _run([*command, *linked, "-o", str(output)], timeout=600)
+        output.chmod(0o700)
         output.replace(path)
 
 

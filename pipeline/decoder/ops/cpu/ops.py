@@ -1,17 +1,21 @@
-"""The decoder's operations on CPU in bf16, by C++ kernels for AVX512-BF16 compiled on first use.
+"""The decoder's operations on CPUs: C++ kernels for four levels of instructions, compiled on first
+use.
 
 One promise beyond the reference: what a token gives does not depend, to the last bit, on the batch,
 the tree, the chunk or the number of threads around it. A node that was verified in a tree has
-exactly the states and logits that plain decoding would have given it.
+exactly the states and logits that plain decoding would have given it. In float32 it does not depend
+on the level either.
 
-Shapes as in base.py. Accumulation is in float32, results are rounded once.
+Activations are bfloat16 or float32, whichever the operations are made for; accumulation is in
+float32 and results are rounded once. Weights that are stored in bfloat16 stay so in memory and are
+widened in registers where the processor does not multiply them. Shapes as in base.py.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,89 +23,112 @@ import torch
 from torch import Tensor
 
 from pipeline.config import cpu_kernels
-from pipeline.decoder.ops.base import PAGE, TorchOps
+from pipeline.config.isa import LEVELS, isa_level
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.library import Unavailable, load_library
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights
-from pipeline.decoder.tree import SamplingTensors, Tree, VerifyOutput
+from pipeline.decoder.tree import Beams, SamplingTensors, Tree, VerifyOutput
 
 _threads = torch.get_num_threads
 
 
-def load() -> CpuOps | None:
-    """The backend, compiled if need be; None where it cannot run, see `why_not`."""
-    return _attempt()[0] if cpu_kernels() else None
+def load(dtype: torch.dtype) -> CpuOps | None:
+    """The backend for activations of a type, compiled if need be; None where it cannot run."""
+    return _attempt(isa_level(), dtype)[0] if cpu_kernels() else None
 
 
-def why_not() -> str:
+def why_not(dtype: torch.dtype) -> str:
     """Why `load` gives None; empty where it does not."""
-    return (
-        _attempt()[1]
-        if cpu_kernels()
-        else "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"
-    )
-
-
-def available(dtype: torch.dtype) -> bool:
-    """Can this machine run the backend, and does it compute in `dtype`?"""
-    return dtype is torch.bfloat16 and load() is not None
+    if not cpu_kernels():
+        return "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"
+    return _attempt(isa_level(), dtype)[1]
 
 
 @cache
-def _attempt() -> tuple[CpuOps | None, str]:
+def _attempt(level: str | None, dtype: torch.dtype) -> tuple[CpuOps | None, str]:
+    if level is None:
+        return None, "the kernels are for x86-64 Linux with AVX2 and FMA"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None, f"the kernels compute in bfloat16 or float32, not in {dtype}"
+    if dtype is torch.float32 and level in ("avx512_bf16", "amx"):
+        level = "avx512"  # the levels above have nothing more for float32
     try:
-        return CpuOps(load_library()), ""
+        return CpuOps(level, dtype), ""
     except Unavailable as reason:
         return None, str(reason)
+
+
+class _MatrixStruct(ctypes.Structure):
+    """`Matrix` of kernels.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "wide")),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A matrix [outputs, inputs] in the layout of linear.cpp."""
 
-    data: Tensor
+    data: Tensor  # uint8
+    struct: _MatrixStruct
+    address: int  # of `struct`
     outputs: int
     inputs: int
 
 
 class CpuOps(TorchOps):
-    """bf16 only; a float32 model takes TorchOps."""
+    """Kernels of one level for activations of one type."""
 
     name = "cpu"
+    repeatable = "always"
 
     # An operation on one token takes a few µs, so the wrappers do as little as they can: one
     # allocation, one call.
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library  # a function is an attribute of its own once it was looked up
-        self._most_proposed = int(library.eagle3_most_proposed())
+    def __init__(self, level: str, dtype: torch.dtype) -> None:
+        """Raises Unavailable where the kernels cannot be compiled or loaded."""
+        assert level in LEVELS
+        super().__init__(dtype)
+        self.arithmetic_name = level
+        #: A function is an attribute of its own once it was looked up.
+        self._library = load_library(level, dtype)
+        self._most_proposed = int(self._library.eagle3_most_proposed())
         self._layers: WeakKeyDictionary[LayerWeights, _LayerStruct] = WeakKeyDictionary()
         self._metadata = _MetadataStruct()  # the last forward's
 
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in] in panels of 32 outputs. The original is not needed any more."""
-        assert weight.dtype is torch.bfloat16
-        weight = weight.contiguous()
+        if self.dtype is torch.bfloat16:
+            weight = weight.to(torch.bfloat16)
+        elif weight.dtype is not torch.bfloat16:  # float16 is not a part of bfloat16
+            weight = weight.to(torch.float32)
+        weight, wide = weight.contiguous(), int(weight.dtype is torch.float32)
         outputs, inputs = weight.shape
-        data = torch.empty(self._library.eagle3_packed_size(outputs, inputs), dtype=torch.uint8)
+        size = self._library.eagle3_packed_size(outputs, inputs, wide)
+        data = torch.empty(size, dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
-        self._library.eagle3_pack(*_addresses(weight, data), outputs, inputs, _threads())
-        return Weight(data, outputs, inputs)
+        self._library.eagle3_pack(*_addresses(weight, data), outputs, inputs, wide, _threads())
+        struct = _MatrixStruct(data.data_ptr(), outputs, inputs, wide)
+        return Weight(data, struct, ctypes.addressof(struct), outputs, inputs)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        assert x.dtype is torch.bfloat16
+        assert x.dtype is self.dtype
         x = x.contiguous()
         rows, inputs = x.shape
         assert inputs == weight.inputs
         y = x.new_empty(rows, weight.outputs)
+        bias_at = None if bias is None else bias.data_ptr()
         self._library.eagle3_linear(
-            *_addresses(x, weight.data, bias, y), rows, inputs, weight.outputs, _threads()
+            x.data_ptr(), weight.address, bias_at, y.data_ptr(), rows, _threads()
         )
         return y
 
     def add_rms_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        assert x.dtype is torch.bfloat16
+        assert x.dtype is self.dtype
         x = x.contiguous()
         normed, total = torch.empty_like(x), x
         if update is not None:
@@ -112,7 +139,7 @@ class CpuOps(TorchOps):
         return normed, total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        assert gate_up.dtype is torch.bfloat16
+        assert gate_up.dtype is self.dtype
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         y = gate_up.new_empty(rows, both // 2)
@@ -130,68 +157,87 @@ class CpuOps(TorchOps):
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        assert hidden.dtype is normed.dtype is keys.dtype is torch.bfloat16
-        assert hidden.is_contiguous() and normed.is_contiguous() and keys.is_contiguous()
-        if self._metadata.source is not metadata:
-            self._metadata = _metadata_struct(metadata)
+        assert hidden.dtype is normed.dtype is keys.dtype is self.dtype
+        assert metadata.rotary[0].dtype is self.dtype
+        assert hidden.is_contiguous() and normed.is_contiguous()
+        assert keys.is_contiguous() and values.is_contiguous()
         layer = self._layers.get(weights)
         if layer is None:
-            layer = _layer_struct(weights, groups=keys.shape[1], size=keys.shape[3])
+            layer = _layer_struct(weights, self.dtype, groups=keys.shape[1], size=keys.shape[3])
             self._layers[weights] = layer
         normed_sum, total = torch.empty_like(hidden), torch.empty_like(hidden)
         tensors = following_norm, hidden, normed, keys, values, normed_sum, total
-        structs = ctypes.addressof(layer), ctypes.addressof(self._metadata)
+        structs = ctypes.addressof(layer), self._address_of(metadata)
         self._library.eagle3_layer(*structs, *_addresses(*tensors), eps, _threads())
         return normed_sum, total
+
+    def embed_concat(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        hidden: Tensor,
+        embed_norm: Tensor,
+        hidden_norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        assert hidden.dtype is embedding.dtype is self.dtype and embedding.is_contiguous()
+        tokens, hidden = tokens.contiguous(), hidden.contiguous()
+        rows, size = hidden.shape
+        both = hidden.new_empty(rows, 2 * size)
+        tensors = tokens, embedding, hidden, embed_norm, hidden_norm, both
+        self._library.eagle3_embed_concat(*_addresses(*tensors), eps, rows, size)
+        return both
 
     def rope_write(
         self,
         qkv: Tensor,
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
-        rotary: tuple[Tensor, Tensor],
-        positions: Tensor,
-        slots: Tensor,
+        metadata: AttentionMetadata,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        assert qkv.dtype is keys.dtype is rotary[0].dtype is torch.bfloat16
+        assert qkv.dtype is keys.dtype is metadata.rotary[0].dtype is self.dtype
         assert keys.is_contiguous() and values.is_contiguous()
-        qkv, positions, slots = qkv.contiguous(), positions.contiguous(), slots.contiguous()
+        qkv = qkv.contiguous()
         tokens, width = qkv.shape
         groups, size = keys.shape[1], keys.shape[3]
         heads = width // size - 2 * groups
         query = qkv.new_empty(tokens, heads, size)
-        query_norm, key_norm = norms or (None, None)
-        tensors = qkv, query_norm, key_norm, *rotary, positions, slots, keys, values, query
+        before = _addresses(qkv, *(norms or (None, None)))
+        sizes = heads, groups, size
         self._library.eagle3_rope_write(
-            *_addresses(*tensors), eps, tokens, heads, groups, PAGE, size, _threads()
+            *before,
+            self._address_of(metadata),
+            *_addresses(keys, values, query),
+            eps,
+            *sizes,
+            _threads(),
         )
         return query
 
     def tree_attention(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        mask: Tensor | None,
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """As in the reference, for even d; a query that sees nothing gives zeros."""
-        assert query.dtype is keys.dtype is torch.bfloat16
+        assert query.dtype is keys.dtype is self.dtype
         assert keys.is_contiguous() and values.is_contiguous()
-        query, block_table, seq_lens = (
-            tensor.contiguous() for tensor in (query, block_table, seq_lens)
+        query = query.contiguous()
+        mixed = torch.empty_like(query)
+        _, heads, size = query.shape
+        self._library.eagle3_tree_attention(
+            *_addresses(query, keys, values),
+            self._address_of(metadata),
+            mixed.data_ptr(),
+            heads,
+            keys.shape[1],
+            size,
+            _threads(),
         )
-        mask, mixed = None if mask is None else mask.contiguous(), torch.empty_like(query)
-        tensors = query, keys, values, block_table, seq_lens, mask, mixed
-        sizes = _sizes(*query.shape, keys.shape[1], block_table.shape[1])
-        self._library.eagle3_tree_attention(*_addresses(*tensors), sizes, _threads())
         return mixed
 
     def argmax(self, logits: Tensor) -> Tensor:
-        if logits.dtype is not torch.bfloat16:
+        if logits.dtype is not self.dtype:
             return super().argmax(logits)
         logits = logits.contiguous()
         index = torch.empty(logits.shape[:-1], dtype=torch.int64)
@@ -201,7 +247,7 @@ class CpuOps(TorchOps):
 
     def propose(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rows, vocabulary = logits.shape
-        if logits.dtype is not torch.bfloat16 or k > min(vocabulary, self._most_proposed):
+        if logits.dtype is not self.dtype or k > min(vocabulary, self._most_proposed):
             return super().propose(logits, k)
         logits = logits.contiguous()
         scores, index = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
@@ -209,6 +255,27 @@ class CpuOps(TorchOps):
             *_addresses(logits, scores, index), k, rows, vocabulary, _threads()
         )
         return scores, index
+
+    def select_beams(
+        self,
+        score: Tensor,
+        gained: Tensor,
+        proposed: Tensor,
+        lineage: Tensor,
+        hidden: Tensor,
+        bits: Tensor,
+    ) -> Beams:
+        assert score.dtype is gained.dtype is torch.float32
+        tensors = score, gained, proposed, lineage, hidden, bits
+        inputs = [tensor.contiguous() for tensor in tensors]
+        rows, k = score.shape
+        best, token, kept_lineage = torch.empty(3, rows, k, dtype=torch.int64).unbind()
+        total, kept_score = torch.empty(rows, k * k), torch.empty(rows, k)
+        kept_hidden = torch.empty_like(inputs[4])
+        kept = total, best, kept_score, token, kept_lineage, kept_hidden
+        bytes_each = hidden.shape[1] * hidden.element_size()
+        self._library.eagle3_select_beams(*_addresses(*inputs, *kept), rows, k, bytes_each)
+        return Beams(*kept)
 
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
@@ -233,7 +300,7 @@ class CpuOps(TorchOps):
     def sample(
         self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
     ) -> Tensor:
-        if logits.dtype is not torch.bfloat16:
+        if logits.dtype is not self.dtype:
             return super().sample(logits, tree, sampling, positions, depth)
         by_row = sampling.temperature, sampling.top_p, sampling.top_k, sampling.seeds
         tensors = logits, tree.tokens, tree.parents, positions, *by_row
@@ -256,20 +323,19 @@ class CpuOps(TorchOps):
         self._library.eagle3_compact(*_addresses(planes, *inputs), *plane, *branch, _threads())
 
 
+    def _address_of(self, metadata: AttentionMetadata) -> int:
+        """Of the struct of a forward's metadata, which all its layers share."""
+        if self._metadata.source is not metadata:
+            self._metadata = _metadata_struct(metadata)
+        return ctypes.addressof(self._metadata)
+
+
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
     """Pointers for a call, null for what is missing; the caller keeps the tensors alive."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-@lru_cache(maxsize=4096)
-def _sizes(
-    rows: int, count: int, heads: int, size: int, groups: int, pages: int
-) -> ctypes.Array[ctypes.c_int64]:
-    """One pointer: converting six integers would cost more than the rest of the call."""
-    return (ctypes.c_int64 * 6)(rows, count, heads, groups, size, pages)
-
-
-# What the call of a whole layer reads, field by field as in layer.cpp -----------------------------
+# What calls read through one pointer, field by field as in kernels.h and layer.cpp ----------------
 
 
 def _fields(*, pointers: str, numbers: str) -> list[tuple[str, Any]]:
@@ -282,7 +348,7 @@ class _LayerStruct(ctypes.Structure):
 
     _fields_ = _fields(
         pointers="qkv output gate_up down qkv_bias query_norm key_norm output_bias post_norm",
-        numbers="heads groups size hidden inner",
+        numbers="heads groups size",
     )
 
 
@@ -290,32 +356,36 @@ class _MetadataStruct(ctypes.Structure):
     """`Metadata`: the addresses of an AttentionMetadata, and its sizes."""
 
     _fields_ = _fields(
-        pointers="cos sin positions slots block_table seq_lens mask", numbers="rows count pages"
+        pointers="cos sin positions slots block_table seq_lens query_starts mask",
+        numbers="rows tokens pages",
     )
     source: AttentionMetadata | None = None
     tensors: tuple[Tensor | None, ...] = ()  # what the addresses point into
 
 
-def _layer_struct(weights: LayerWeights, *, groups: int, size: int) -> _LayerStruct:
+def _layer_struct(
+    weights: LayerWeights, dtype: torch.dtype, *, groups: int, size: int
+) -> _LayerStruct:
     query_norm, key_norm = weights.head_norms or (None, None)
     vectors = weights.qkv_bias, query_norm, key_norm, weights.output_bias, weights.post_norm
-    assert all(vector is None or vector.dtype is torch.bfloat16 for vector in vectors)
+    assert all(vector is None or vector.dtype is dtype for vector in vectors)
     matrices = weights.qkv, weights.output, weights.gate_up, weights.down
-    addresses = _addresses(*(matrix.data for matrix in matrices), *vectors)
-    heads, hidden, inner = (
-        weights.output.inputs // size,
-        weights.output.outputs,
-        weights.down.inputs,
-    )
-    return _LayerStruct(*addresses, heads, groups, size, hidden, inner)
+    addresses = *(matrix.address for matrix in matrices), *_addresses(*vectors)
+    return _LayerStruct(*addresses, weights.output.inputs // size, groups, size)
 
 
 def _metadata_struct(metadata: AttentionMetadata) -> _MetadataStruct:
-    mask = None if metadata.mask is None else metadata.mask.contiguous()
+    cos, sin = metadata.rotary
+    assert cos.is_contiguous() and sin.is_contiguous()
     indices = metadata.positions, metadata.slots, metadata.block_table, metadata.seq_lens
-    tensors = *metadata.rotary, *(tensor.contiguous() for tensor in indices), mask
-    count = len(metadata.positions) // metadata.rows
-    pages = metadata.block_table.shape[1]
-    struct = _MetadataStruct(*_addresses(*tensors), metadata.rows, count, pages)
+    mask = None if metadata.mask is None else metadata.mask.contiguous()
+    tensors = (
+        cos,
+        sin,
+        *(tensor.contiguous() for tensor in (*indices, metadata.query_starts)),
+        mask,
+    )
+    sizes = len(metadata.seq_lens), len(metadata.positions), metadata.block_table.shape[1]
+    struct = _MetadataStruct(*_addresses(*tensors), *sizes)
     struct.source, struct.tensors = metadata, tensors
     return struct

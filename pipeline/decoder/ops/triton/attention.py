@@ -1,4 +1,4 @@
-"""Attention of a few queries a row over a paged cache.
+"""Attention of a few queries a row over a paged cache, in ragged rows.
 
 FlashAttention-2 (Dao 2023), split over the keys as in Flash-Decoding (Dao et al. 2023), with
 grouped queries (Ainslie et al. 2023): those that share a key/value head are rows of one problem,
@@ -7,19 +7,24 @@ row m being node · GROUP_SIZE + query head of the group.
                 prefix: seen by all          window: seen by bit      unseen
     pages     | 0        | 1        | 2    :     | 3        | 4
     entries   |##########|##########|######:## # |#  #      |            read once for all rows m
-    split             0             |          1            |
+    chunk             0             |          1            |
 
-Pages that lie wholly in the prefix need no mask. In the others, entries that no row sees are not
-even read: they may hold anything, and zero times NaN is NaN. Each split of the pages leaves its own
-softmax with the logarithm (base 2) of its mass, and the merge weighs them; a split without work
-leaves -inf.
+Pages that all rows see whole need no mask. In the others, entries that no row sees are not even
+read: they may hold anything, and zero times NaN is NaN.
+
+A chunk is a fixed number of pages, so a long row among short ones is many programs among few, and a
+row is cut in the same places and gets the same bits whatever stands beside it. The grid has room
+for the longest row that the block table holds; programs without a chunk end at once. A row of one
+chunk is written by its program, and so is one of more than MOST_SPLIT tokens, whose tiles are
+enough programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, and the
+merge weighs them; a chunk that a tile does not see leaves -inf.
 """
 
 from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Block, Pointer, Scalar, jit
+from pipeline.decoder.ops.triton.language import Block, Pointer, Scalar, Stride, Table, jit
 
 
 @jit
@@ -27,59 +32,67 @@ def tree_attention_kernel(
     query: Pointer,
     keys: Pointer,
     values: Pointer,
-    block_table: Pointer,
-    seq_lens: Pointer,
-    mask: Pointer,
+    block_table: Table,
+    seq_lens: Table,
+    query_starts: Table,
+    mask: Table,
     out: Pointer,
     partial: Pointer,
     lse_log2: Pointer,
     scale_log2: Scalar,
-    count: Scalar,
     pages: Scalar,
-    splits: Scalar,
-    page_stride: Scalar,
-    head_stride: Scalar,
-    entry_stride: Scalar,
+    chunk: Scalar,
+    most: Scalar,
+    page_stride: Stride,
+    head_stride: Stride,
+    entry_stride: Stride,
     block_table_stride: Scalar,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    LEAST_PAGES: tl.constexpr,
+    MOST_SPLIT: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
-    SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """ROWS_BLOCK folded queries of one row and group, over one split of its pages.
+    """ROWS_BLOCK folded queries of one row and group, over one of its chunks of `chunk` pages.
 
-    Grid [tiles, B·G, splits].
+    Grid [tiles, B·G, chunks]. partial and lse_log2 [chunks, B·G, most · GROUP_SIZE (, DIM)].
     """
     problem = tl.program_id(1).to(tl.int64)  # row · G + group
     row, group = problem // GROUPS, problem % GROUPS
+    start = tl.load(query_starts + row)
+    count = (tl.load(query_starts + row + 1) - start).to(tl.int32)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
-    m = tl.program_id(0) * ROWS_BLOCK + tl.arange(0, ROWS_BLOCK)  # [m]
+    # The last tile sees the most, and so begins first.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS_BLOCK
+    chunks = _chunks_of(seq_len, count, pages, chunk, tl.num_programs(2), PAGE, MOST_SPLIT, CAUSAL)
+    if (tile >= count * GROUP_SIZE) | (tl.program_id(2) >= chunks):
+        return
+    m = tile + tl.arange(0, ROWS_BLOCK)  # [m]
     node, real = m // GROUP_SIZE, m < count * GROUP_SIZE
     if CAUSAL:
         row_mask = tl.where(real, node, -1)  # the last entry behind the prefix that is seen
         reach = tl.max(row_mask, axis=0) + 1
+        whole = (seq_len + tile // GROUP_SIZE + 1) // PAGE  # pages that all rows see
     else:
-        row_mask = tl.load(mask + row * count + node, mask=real, other=0)  # bits
+        row_mask = tl.load(mask + start + node, mask=real, other=0)  # bits
         in_page = PAGE - seq_len % PAGE  # entries of the window in the page where it begins
         spilled = tl.max(((row_mask >> tl.minimum(in_page, PAGE - 1)) != 0).to(tl.int32), axis=0)
         reach = tl.where(spilled > 0, PAGE, in_page)
-    # A row's pages decide how long its splits are, not how many: the grid never depends on data.
+        whole = seq_len // PAGE
+    # Nothing behind the last row of the tile is read.
     used = tl.minimum(tl.cdiv(seq_len + reach, PAGE), pages)
-    per_split = tl.maximum(tl.cdiv(used, splits), LEAST_PAGES)
-    first = tl.program_id(2) * per_split
-    last = tl.minimum(first + per_split, used)
-    whole = tl.minimum(seq_len // PAGE, last)
+    first = tl.program_id(2) * chunk
+    last = tl.where(chunks > 1, tl.minimum(first + chunk, used), used)
+    whole = tl.minimum(whole, last)
 
-    column = tl.arange(0, DIM_BLOCK)  # [c]
+    column = tl.arange(0, DIM_BLOCK)
     stored = real[:, None] & (column < DIM)[None, :]
     head = node * (GROUPS * GROUP_SIZE) + group * GROUP_SIZE + m % GROUP_SIZE
-    at = (row * count * (GROUPS * GROUP_SIZE) + head)[:, None] * DIM + column[None, :]
+    at = (start * (GROUPS * GROUP_SIZE) + head)[:, None] * DIM + column[None, :]
     rows = tl.load(query + at, mask=stored, other=0.0)  # [m, c]
     peak = tl.full([ROWS_BLOCK], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS_BLOCK], tl.float32)
@@ -87,7 +100,7 @@ def tree_attention_kernel(
     block_table += row * block_table_stride
     keys += group * head_stride
     values += group * head_stride
-    for MASKED in tl.static_range(2):  # pages that lie wholly in the prefix, then the others
+    for MASKED in tl.static_range(2):  # pages that all rows see whole, then the others
         begin = tl.maximum(first, whole) if MASKED else first
         for page in range(begin, last if MASKED else whole):
             base = tl.load(block_table + page).to(tl.int64) * page_stride
@@ -99,13 +112,31 @@ def tree_attention_kernel(
     # A query that sees nothing yields zeros, as in the reference.
     mass = tl.where(mass == 0, 1.0, mass)
     mixed = mixed / mass[:, None]
-    if SPLIT:
-        at = (tl.program_id(2) * tl.num_programs(1) + problem) * (count * GROUP_SIZE) + m  # [m]
-        tl.store(lse_log2 + at, peak + tl.log2(mass), mask=real)
-        part = partial + at[:, None] * DIM + column[None, :]
-        tl.store(part, mixed, mask=stored & (first < last))
+    if chunks > 1:
+        part = (tl.program_id(2) * tl.num_programs(1) + problem) * (most * GROUP_SIZE) + m  # [m]
+        tl.store(lse_log2 + part, peak + tl.log2(mass), mask=real)
+        weighed = stored & (first < last)
+        tl.store(partial + part[:, None] * DIM + column[None, :], mixed, mask=weighed)
     else:
         tl.store(out + at, mixed.to(out.dtype.element_ty), mask=stored)
+
+
+@jit
+def _chunks_of(
+    seq_len: Scalar,
+    count: Scalar,
+    pages: Scalar,
+    chunk: Scalar,
+    room: Scalar,
+    PAGE: tl.constexpr,
+    MOST_SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> Block:
+    """Into how many chunks a row is cut; `room` is how many the grid has."""
+    behind = count if CAUSAL else PAGE
+    used = tl.minimum(tl.cdiv(seq_len + behind, PAGE), pages)
+    chunks = tl.minimum(tl.cdiv(used, chunk), room)
+    return tl.where(count <= MOST_SPLIT, tl.maximum(chunks, 1), 1)
 
 
 @jit
@@ -118,7 +149,7 @@ def _fold(
     mixed: Block,
     keys: Pointer,
     values: Pointer,
-    entry_stride: Scalar,
+    entry_stride: Stride,
     scale_log2: Scalar,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
@@ -174,33 +205,45 @@ def _dot(left: Block, right: Block, WIDEN: tl.constexpr) -> Block:
 
 
 @jit
-def merge_splits_kernel(
+def merge_chunks_kernel(
     partial: Pointer,
     lse_log2: Pointer,
     out: Pointer,
-    count: Scalar,
-    splits: Scalar,
+    seq_lens: Table,
+    query_starts: Table,
+    pages: Scalar,
+    chunk: Scalar,
+    most: Scalar,
+    room: Scalar,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    MOST_SPLIT: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
+    CHUNKS_BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ) -> None:
-    """Weigh the splits of one folded query by their mass; grid [N·GROUP_SIZE, B·G]."""
+    """Weigh the chunks of one folded query by their mass; grid [most · GROUP_SIZE, B·G]."""
     m, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    split, column = tl.arange(0, SPLITS_BLOCK), tl.arange(0, DIM_BLOCK)
-    at = (split * tl.num_programs(1) + problem) * (count * GROUP_SIZE) + m  # [s]
-    logs = tl.load(lse_log2 + at, mask=split < splits, other=float("-inf"))
+    row, group = problem // GROUPS, problem % GROUPS
+    start = tl.load(query_starts + row)
+    count = (tl.load(query_starts + row + 1) - start).to(tl.int32)
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    chunks = _chunks_of(seq_len, count, pages, chunk, room, PAGE, MOST_SPLIT, CAUSAL)
+    if (m >= count * GROUP_SIZE) | (chunks == 1):
+        return
+    index, column = tl.arange(0, CHUNKS_BLOCK), tl.arange(0, DIM_BLOCK)
+    at = (index * tl.num_programs(1) + problem) * (most * GROUP_SIZE) + m  # [i]
+    logs = tl.load(lse_log2 + at, mask=index < chunks, other=float("-inf"))
     peak = tl.max(logs, axis=0)
     weight = tl.exp2(logs - tl.where(peak == float("-inf"), 0.0, peak))
-    # What a split without work left behind is not read.
-    worked = (logs != float("-inf"))[:, None] & (column < DIM)[None, :]
-    source = partial + at[:, None] * DIM + column[None, :]  # [s, c]
-    part = tl.load(source, mask=worked, other=0.0)
+    # What a chunk that was not seen left behind is not read.
+    seen = (logs != float("-inf"))[:, None] & (column < DIM)[None, :]
+    source = partial + at[:, None] * DIM + column[None, :]  # [i, c]
+    part = tl.load(source, mask=seen, other=0.0)
     mass = tl.sum(weight, axis=0)
     mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(mass == 0, 1.0, mass)
-    head = (
-        (m // GROUP_SIZE) * (GROUPS * GROUP_SIZE) + (problem % GROUPS) * GROUP_SIZE + m % GROUP_SIZE
-    )
-    at_out = (problem // GROUPS * count * (GROUPS * GROUP_SIZE) + head) * DIM + column
-    tl.store(out + at_out, mixed.to(out.dtype.element_ty), mask=column < DIM)
+    head = (m // GROUP_SIZE) * (GROUPS * GROUP_SIZE) + group * GROUP_SIZE + m % GROUP_SIZE
+    to = out + (start * (GROUPS * GROUP_SIZE) + head) * DIM + column
+    tl.store(to, mixed.to(out.dtype.element_ty), mask=column < DIM)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Pointer, Scalar, jit
+from pipeline.decoder.ops.triton.language import Pointer, Scalar, Stride, Table, jit
 
 
 @jit
@@ -20,14 +20,14 @@ def rope_write_kernel(
     eps: Scalar,
     cos: Pointer,
     sin: Pointer,
-    positions: Pointer,
-    slots: Pointer,
+    positions: Table,
+    slots: Table,
     query: Pointer,
     keys: Pointer,
     values: Pointer,
-    page_stride: Scalar,
-    head_stride: Scalar,
-    entry_stride: Scalar,
+    page_stride: Stride,
+    head_stride: Stride,
+    entry_stride: Stride,
     QUERY_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HALF: tl.constexpr,
@@ -83,15 +83,15 @@ def rope_write_kernel(
 @jit
 def compact_kernel(
     planes: Pointer,
-    block_table: Pointer,
-    seq_lens: Pointer,
-    path: Pointer,
+    block_table: Table,
+    seq_lens: Table,
+    path: Table,
     moved: Scalar,
-    layer_stride: Scalar,
-    side_stride: Scalar,
-    page_stride: Scalar,
-    head_stride: Scalar,
-    entry_stride: Scalar,
+    layer_stride: Stride,
+    side_stride: Stride,
+    page_stride: Stride,
+    head_stride: Stride,
+    entry_stride: Stride,
     block_table_stride: Scalar,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,

@@ -12,11 +12,18 @@ from typing import Any, TypeAlias
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-# To Triton all three are tensors, and it accepts no annotation from outside its own language.
-#: A tensor's first element, as the kernel sees it.
+# To Triton all of these are tensors, and it accepts no annotation from outside its own language.
+# `jit` reads them: they decide which launches share a compiled kernel.
+#: A tensor's first element, as the kernel sees it. Whether its address is a multiple of 16 bytes is
+#: compiled in, and lets threads load several elements at once.
 Pointer: TypeAlias = tl.tensor
+#: The same of metadata, read by the element: a row of a table begins anywhere.
+Table: TypeAlias = tl.tensor
 #: A number that may differ from launch to launch without a new compilation.
 Scalar: TypeAlias = tl.tensor
+#: A distance between elements, which no launch of an engine changes: whether it is a multiple of 16
+#: is compiled in.
+Stride: TypeAlias = tl.tensor
 #: A value inside a kernel: a block of numbers, or a single one.
 Block: TypeAlias = tl.tensor
 
@@ -25,8 +32,14 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit` with a type."""
-    return triton.jit(function)
+    """`triton.jit`, specialised on the annotated types only.
+
+    A server meets every prompt length and every slot. Triton would compile a kernel anew, which
+    takes seconds, where a count becomes 1 or a multiple of 16, or a table's row stands elsewhere.
+    """
+    kinds = function.__annotations__
+    free = [name for name, kind in kinds.items() if kind in ("Scalar", "Table")]
+    return triton.jit(function, do_not_specialize=free, do_not_specialize_on_alignment=free)
 
 
 def power_of_two(size: int, least: int = 1) -> int:

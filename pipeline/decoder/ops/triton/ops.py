@@ -3,6 +3,9 @@
 Made for CUDA graphs: grids and allocations follow from shapes alone, and nothing waits for the
 device. Block sizes, warps and stages are fixed by shape and type, never tuned at run time, so that
 a graph captured today does the same arithmetic tomorrow.
+
+What is compiled depends on the model, the tree and the width of the block table. The lengths of
+prompts, positions and slots compile nothing: one prefill of any length, of one row, warms them all.
 """
 
 from __future__ import annotations
@@ -13,67 +16,80 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE, TorchOps
-from pipeline.decoder.ops.triton.attention import merge_splits_kernel, tree_attention_kernel
+from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.triton.attention import merge_chunks_kernel, tree_attention_kernel
+from pipeline.decoder.ops.triton.choices import ChoiceOps
 from pipeline.decoder.ops.triton.kv import compact_kernel, rope_write_kernel
 from pipeline.decoder.ops.triton.language import INTERPRETED, power_of_two
-from pipeline.decoder.ops.triton.rows import add_rms_norm_kernel, silu_mul_kernel
-from pipeline.decoder.ops.triton.sampling import sample_kernel
-from pipeline.decoder.ops.triton.top_k import (
-    argmax_join_kernel,
-    argmax_part_kernel,
-    propose_join_kernel,
-    propose_part_kernel,
+from pipeline.decoder.ops.triton.rows import (
+    add_rms_norm_kernel,
+    embed_concat_kernel,
+    silu_mul_kernel,
 )
-from pipeline.decoder.ops.triton.tree import grow_tree_kernel, verify_kernel
-from pipeline.decoder.tree import WINDOW, SamplingTensors, Tree, VerifyOutput, root_only
+from pipeline.decoder.tree import WINDOW
 
 assert PAGE == WINDOW, "the attention kernel shifts a page's worth of bits"
 
-#: About two programs for each multiprocessor of a large GPU: a batch that offers fewer has its keys
-#: split.
-_ENOUGH_PROGRAMS = 256
-#: More splits than this cost more in the merge than they win.
-_MOST_SPLITS = 64
-#: A split shorter than this would not hide the time that its first page takes to arrive.
-_LEAST_PAGES = 2
-#: Candidates for top-k and top-p lie this far below the largest scaled logit, at first: e^-16 of
-#: its mass.
-_NEAR = 16.0
+#: Rows of more tokens than this are not cut into chunks: their tiles are enough programs.
+MOST_SPLIT = WINDOW
+# Attention's floor is the cache: 2 · G · d values an entry, read once for all nodes of a tree. At
+# 8 groups, d = 128 in bfloat16 these are 4 KiB; 8192 entries take an H100 (3.35 TB/s) 10 us a
+# layer. One multiprocessor loads 25 GB/s of that, two pages in flight; a chunk of four pages is
+# 128 KiB a group, and ends after 5 us.
+_LEAST_CHUNK = 4
+#: More chunks than this cost more in the merge than they win; a wider table has longer ones.
+_MOST_CHUNKS = 32
 
 
-class TritonOps(TorchOps):
+class TritonOps(ChoiceOps):
     """Kernels for everything but matrix products, which stay with cuBLAS.
 
-    Tensors are contiguous unless their strides are named: cache planes and block tables may be
-    slices.
+    Cache planes and block tables may be slices, of which the strides are passed on. All else is
+    contiguous, or is copied.
     """
-
-    name = "triton"
 
     def add_rms_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         count, size = x.shape
-        normed = torch.empty_like(x)
-        total = x if update is None else torch.empty_like(x)
+        x = x.contiguous()
+        normed = x.new_empty(x.shape)
+        total = x if update is None else x.new_empty(x.shape)
         block = power_of_two(size)
-        # A row stays in registers: 16 values a thread up to H = 8192, more only beyond.
-        warps = min(16, max(1, block // 512))
-        arguments = x, x if update is None else update, weight, normed, total, eps
+        arguments = x, x if update is None else update.contiguous(), weight, normed, total, eps
         self._launch(
-            add_rms_norm_kernel, (count,), arguments, warps,
+            add_rms_norm_kernel, (count,), arguments, _norm_warps(block),
             SIZE=size, BLOCK=block, HAS_UPDATE=update is not None,
         )  # fmt: skip
         return normed, total
+
+    def embed_concat(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        hidden: Tensor,
+        embed_norm: Tensor,
+        hidden_norm: Tensor,
+        eps: float,
+    ) -> Tensor:
+        count, size = hidden.shape
+        out = hidden.new_empty(count, 2 * size)
+        inputs = tokens.contiguous(), embedding, hidden.contiguous(), embed_norm, hidden_norm
+        block = power_of_two(size)
+        self._launch(
+            embed_concat_kernel, (count, 2), (*inputs, out, eps), _norm_warps(block),
+            SIZE=size, BLOCK=block,
+        )  # fmt: skip
+        return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         count, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(count, size)
         # Eight values a thread: one 16-byte load of bfloat16 from each half.
         block = min(1024, power_of_two(size))
-        grid = count, -(-size // block)
-        self._launch(silu_mul_kernel, grid, (gate_up, out), warps=4, SIZE=size, BLOCK=block)
+        grid, arguments = (count, -(-size // block)), (gate_up.contiguous(), out)
+        self._launch(silu_mul_kernel, grid, arguments, warps=4, SIZE=size, BLOCK=block)
         return out
 
     def rope_write(
@@ -81,23 +97,22 @@ class TritonOps(TorchOps):
         qkv: Tensor,
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
-        rotary: tuple[Tensor, Tensor],
-        positions: Tensor,
-        slots: Tensor,
+        metadata: AttentionMetadata,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
         assert keys.stride() == values.stride() and keys.stride(3) == 1
-        groups, size = keys.shape[1], keys.shape[3]
+        qkv, (groups, size) = qkv.contiguous(), (keys.shape[1], keys.shape[3])
         heads = qkv.shape[1] // size - 2 * groups
         query = qkv.new_empty(len(qkv), heads, size)
         gains = (qkv, qkv) if norms is None else norms
-        inputs = qkv, *gains, eps, *rotary, positions, slots
+        inputs = qkv, *gains, eps, *metadata.rotary, metadata.positions, metadata.slots
         self._launch(
             rope_write_kernel,
             (len(qkv), -(-(heads + 2 * groups) // 4)),
             (*inputs, query, keys, values, *keys.stride()[:3]),
             warps=1,  # four heads, a few kilobytes: more warps would only wait
+            strided=(keys, values),
             QUERY_HEADS=heads,
             GROUPS=groups,
             HALF=size // 2,
@@ -109,144 +124,57 @@ class TritonOps(TorchOps):
         return query
 
     def tree_attention(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        mask: Tensor | None,
+        self, query: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
+        block_table, mask = metadata.block_table, metadata.mask
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert block_table.stride(1) == 1
-        rows, count, heads, size = query.shape
-        groups, pages = keys.shape[1], block_table.shape[1]
-        folded = count * (heads // groups)
-        # bfloat16: as many rows as tensor cores take at once, so that few programs read a page.
-        # float32 has no exact tensor cores; its products unroll into registers, which 16 rows do
-        # not overflow.
+        query, (_, heads, size) = query.contiguous(), query.shape
+        (rows, pages), groups, longest = block_table.shape, keys.shape[1], metadata.longest
+        group, causal = heads // groups, mask is None
+        block = tile_rows(longest * group, query.dtype, causal=causal)
+        room, chunk = chunks_of(pages)
+        if rows == 1 and len(query) > MOST_SPLIT:
+            room = 1  # this row is not cut
+        most = min(longest, MOST_SPLIT)  # tokens of a row that is cut
+        parts = (room, rows * groups, most * group) if room > 1 else (0,)
+        partial = query.new_empty(*parts, size, dtype=torch.float32)
+        lse, out = partial.new_empty(parts), query.new_empty(query.shape)
+        lengths = metadata.seq_lens, metadata.query_starts
+        inputs = query, keys, values, block_table, *lengths, lengths[0] if mask is None else mask
+        cuts = pages, chunk, most
+        shape: dict[str, Any] = {
+            "GROUPS": groups,
+            "GROUP_SIZE": group,
+            "DIM": size,
+            "PAGE": PAGE,
+            "MOST_SPLIT": MOST_SPLIT,
+            "DIM_BLOCK": power_of_two(size, 16),
+            "CAUSAL": causal,
+        }
         narrow = query.dtype != torch.float32
-        block = min(128, power_of_two(folded, 16)) if narrow else 16
-        dim = power_of_two(size, 16)
-        tiles = -(-folded // block)
-        splits = split_count(tiles * rows * groups, pages)
-        out = partial = lse = torch.empty_like(query)
-        if splits > 1:
-            partial = query.new_empty(splits, rows * groups, folded, size, dtype=torch.float32)
-            lse = query.new_empty(splits, rows * groups, folded, dtype=torch.float32)
-        inputs = query, keys, values, block_table, seq_lens, seq_lens if mask is None else mask
-        scale = math.log2(math.e) * size**-0.5
-        strides = *keys.stride()[:3], block_table.stride(0)
-        shape = {"GROUPS": groups, "GROUP_SIZE": heads // groups, "DIM": size, "DIM_BLOCK": dim}
+        scale, strides = math.log2(math.e) * size**-0.5, keys.stride()[:3]
         self._launch(
             tree_attention_kernel,
-            (tiles, rows * groups, splits),
-            (*inputs, out, partial, lse, scale, count, pages, splits, *strides),
+            (-(-longest * group // block), rows * groups, room),
+            (*inputs, out, partial, lse, scale, *cuts, *strides, block_table.stride(0)),
             warps=8 if block == 128 or not narrow else 4,
-            # Half the stages fetch page numbers, half the pages: two pages in flight, 32 KiB each
-            # in bfloat16 at d = 128. float32 is for checks, and one page of it takes the space of
-            # two.
-            stages=5 if narrow else 2,
+            # Two programs share a multiprocessor, and so does their shared memory: with two pages
+            # of 32 KiB in flight (bfloat16, d = 128) a program of 64 rows takes 81 KiB of 113 on an
+            # H100, and 56 of 81 on an A100. A third page would leave one program alone.
+            stages=4 if narrow else 2,
+            strided=(keys, values, block_table),
             **shape,
-            PAGE=PAGE,
-            LEAST_PAGES=_LEAST_PAGES,
             ROWS_BLOCK=block,
-            CAUSAL=mask is None,
-            SPLIT=splits > 1,
             WIDEN=INTERPRETED,
         )
-        if splits > 1:
+        if room > 1:
             self._launch(
-                merge_splits_kernel, (folded, rows * groups), (partial, lse, out, count, splits),
-                warps=4, **shape, SPLITS_BLOCK=power_of_two(splits),
+                merge_chunks_kernel, (most * group, rows * groups),
+                (partial, lse, out, *lengths, *cuts, room),
+                warps=4, **shape, CHUNKS_BLOCK=power_of_two(room),
             )  # fmt: skip
         return out
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        size = logits.shape[-1]
-        rows = logits.numel() // size
-        block = min(4096, power_of_two(size))
-        parts = -(-size // block)
-        joined = power_of_two(parts)
-        keys = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
-        index = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-        self._launch(argmax_part_kernel, (rows, parts), (logits, keys, size), warps=8, BLOCK=block)
-        self._launch(argmax_join_kernel, (rows,), (keys, index, parts), warps=1, PARTS_BLOCK=joined)
-        return index
-
-    def propose(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        rows, size = logits.shape
-        # Short blocks: finding k in a block takes k passes over its registers, and blocks run side
-        # by side.
-        block = max(min(2048, power_of_two(size)), power_of_two(k))
-        parts = -(-size // block)
-        keys = torch.empty(rows, parts, k, dtype=torch.int64, device=logits.device)
-        peaks, masses = torch.empty(2, rows, parts, dtype=torch.float32, device=logits.device)
-        scores = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
-        index = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
-        by_part = keys, peaks, masses
-        self._launch(
-            propose_part_kernel, (rows, parts), (logits, *by_part, size), warps=4, K=k, BLOCK=block
-        )
-        self._launch(
-            propose_join_kernel, (rows,), (*by_part, scores, index, parts), warps=4,
-            K=k, PARTS_BLOCK=power_of_two(parts), KEYS_BLOCK=power_of_two(parts * k),
-        )  # fmt: skip
-        return scores, index
-
-    def grow_tree(
-        self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
-    ) -> Tree:
-        rows, count = tokens.shape
-        kept = min(nodes - 1, count)
-        if kept == 0:
-            return root_only(roots)
-        shape = rows, kept + 1
-        tree = Tree(*(torch.empty(shape, dtype=torch.int64, device=roots.device) for _ in range(4)))
-        grown = tree.tokens, tree.parents, tree.ancestors, tree.depth
-        self._launch(
-            grow_tree_kernel, (rows,), (roots, tokens, parents, scores, *grown, count),
-            warps=4, KEPT=kept, BLOCK=power_of_two(count),
-        )  # fmt: skip
-        return tree
-
-    def verify(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
-        rows, nodes = tree.tokens.shape
-        path, emitted = torch.empty(2, rows, depth + 1, dtype=torch.int64, device=predicted.device)
-        counts = torch.empty(rows, dtype=torch.int64, device=predicted.device)
-        arrays = tree.tokens, tree.parents, predicted, path, counts, emitted
-        self._launch(
-            verify_kernel, (rows,), (*arrays, nodes, depth + 1),
-            warps=1,  # its reductions need no shared memory then
-            NODES_BLOCK=power_of_two(nodes),
-        )  # fmt: skip
-        return VerifyOutput(path, counts, emitted)
-
-    def sample(
-        self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
-    ) -> Tensor:
-        rows, nodes, size = logits.shape
-        predicted = torch.empty(rows, nodes, dtype=torch.int64, device=logits.device)
-        values = torch.empty(rows, size, dtype=torch.float32, device=logits.device)
-        index = torch.empty(rows, size, dtype=torch.int32, device=logits.device)
-        by_row = sampling.temperature, sampling.top_p, sampling.top_k, sampling.seeds
-        inputs = logits, tree.tokens, tree.parents, positions, *by_row
-        self._launch(
-            sample_kernel,
-            (rows,),
-            (*inputs, values, index, predicted, nodes, size, depth + 1),
-            # A row has one multiprocessor to itself: this keeps it busy at four values a thread.
-            warps=16,
-            NEAR=_NEAR,
-            NODES_BLOCK=power_of_two(nodes),
-            BLOCK=min(2048, power_of_two(size)),
-            WAYS=4,
-        )
-        return predicted
-
-    def draw(self, logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
-        tree = root_only(torch.zeros_like(positions))
-        return self.sample(logits[:, None], tree, sampling, positions[:, None], 0)[:, 0]
 
     def compact(self, planes: Tensor, block_table: Tensor, seq_lens: Tensor, path: Tensor) -> None:
         assert planes.stride(5) == 1 and block_table.stride(1) == 1
@@ -256,8 +184,9 @@ class TritonOps(TorchOps):
         self._launch(
             compact_kernel,
             (layers * sides, rows, groups),
-            (planes, block_table, seq_lens, path, moved, *strides),
+            (planes, block_table, seq_lens.contiguous(), path.contiguous(), moved, *strides),
             warps=1 if moved <= 16 else 4,
+            strided=(planes, block_table),
             GROUPS=groups,
             DIM=size,
             PAGE=PAGE,
@@ -265,19 +194,25 @@ class TritonOps(TorchOps):
             DIM_BLOCK=power_of_two(size),
         )
 
-    def _launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        arguments: tuple[Any, ...],
-        warps: int,
-        stages: int = 1,
-        **constants: Any,
-    ) -> None:
-        """Every kernel starts here; ahead-of-time compilation records the launch instead."""
-        kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+
+def tile_rows(folded: int, dtype: torch.dtype, *, causal: bool) -> int:
+    """Folded queries of one program, of at most `folded` a row and group.
+
+    bfloat16: as many as tensor cores take at once, so that few programs read a page. A tree has one
+    shape; chunks of prompts come in every length, which must not compile anything. float32 has no
+    exact tensor cores; its products unroll into registers, which 16 rows do not overflow.
+    """
+    if dtype == torch.float32:
+        return 16
+    return 64 if causal else min(128, power_of_two(folded, 16))
 
 
-def split_count(programs: int, pages: int) -> int:
-    """Into how many parts the keys of `programs` problems over `pages` pages are split."""
-    return max(1, min(_ENOUGH_PROGRAMS // programs, _MOST_SPLITS, pages // _LEAST_PAGES))
+def chunks_of(pages: int) -> tuple[int, int]:
+    """The most chunks of a row, and the pages of a chunk, where block tables hold `pages`."""
+    chunk = max(_LEAST_CHUNK, -(-pages // _MOST_CHUNKS))
+    return -(-pages // chunk), chunk
+
+
+def _norm_warps(block: int) -> int:
+    """A row stays in registers: 16 values a thread up to H = 8192, more only beyond."""
+    return min(16, max(1, block // 512))

@@ -53,13 +53,15 @@ def is_nan_key(key: Block) -> Block:
 
 
 @jit
-def argmax_part_kernel(logits: Pointer, keys: Pointer, size: Scalar, BLOCK: tl.constexpr) -> None:
+def argmax_part_kernel(
+    logits: Pointer, keys: Pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     """The largest key of one block of one row; grid [rows, blocks]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = logits + row * size + column
-    x = tl.load(source, mask=column < size, other=float("-inf")).to(tl.float32)
-    key = tl.where(column < size, key_of(x, column), -(2**63))
+    source = logits + row * SIZE + column
+    x = tl.load(source, mask=column < SIZE, other=float("-inf")).to(tl.float32)
+    key = tl.where(column < SIZE, key_of(x, column), -(2**63))
     tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), tl.max(key, axis=0))
 
 
@@ -80,19 +82,19 @@ def propose_part_kernel(
     keys: Pointer,
     peaks: Pointer,
     masses: Pointer,
-    size: Scalar,
+    SIZE: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One block of one row; grid [T, blocks]."""
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = logits + tl.program_id(0).to(tl.int64) * size + column
-    x = tl.load(source, mask=column < size, other=float("-inf")).to(tl.float32)
+    source = logits + tl.program_id(0).to(tl.int64) * SIZE + column
+    x = tl.load(source, mask=column < SIZE, other=float("-inf")).to(tl.float32)
     peak = tl.max(x, axis=0)
     tl.store(peaks + part, peak)
     tl.store(masses + part, tl.sum(tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak)), axis=0))
-    key = tl.where(column < size, key_of(x, column), -(2**63))
+    key = tl.where(column < SIZE, key_of(x, column), -(2**63))
     for rank in range(K):
         best = tl.max(key, axis=0)
         tl.store(keys + part * K + rank, best)

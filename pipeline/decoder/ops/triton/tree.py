@@ -1,23 +1,68 @@
-"""Growing a draft tree out of its candidates, and walking down it."""
+"""Drafting on from the best beams, growing a tree out of all candidates, and walking down it."""
 
 from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Pointer, Scalar, jit
-from pipeline.decoder.ops.triton.top_k import key_of
+from pipeline.decoder.ops.triton.language import Pointer, Scalar, Table, jit
+from pipeline.decoder.ops.triton.top_k import index_of, key_of, value_of
+
+
+@jit
+def select_beams_kernel(
+    score: Table,
+    gained: Table,
+    proposed: Table,
+    lineage: Table,
+    hidden: Pointer,
+    bits: Table,
+    total: Table,
+    best: Table,
+    kept_score: Table,
+    kept_token: Table,
+    kept_lineage: Table,
+    kept_hidden: Pointer,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+) -> None:
+    """One kept beam of one row; grid [B, K].
+
+    Each finds its own continuation: ranking K² numbers again is cheaper than telling the others.
+    """
+    row, rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < K * K
+    above = tl.load(score + row * K + at // K, mask=inside, other=0.0)
+    x = above + tl.load(gained + row * (K * K) + at, mask=inside, other=0.0)
+    if rank == 0:
+        tl.store(total + row * (K * K) + at, x, mask=inside)
+    key = tl.where(inside, key_of(x, at), -(2**63))
+    bar = tl.max(key, axis=0)
+    for _ in range(rank):
+        bar = tl.max(tl.where(key < bar, key, -(2**63)), axis=0)
+    chosen, out = index_of(bar), row * K + rank
+    beam = row * K + chosen // K
+    tl.store(best + out, chosen)
+    tl.store(kept_score + out, value_of(bar))
+    tl.store(kept_token + out, tl.load(proposed + row * (K * K) + chosen))
+    tl.store(kept_lineage + out, tl.load(lineage + beam) | tl.load(bits + out))
+    column = tl.arange(0, SIZE_BLOCK)
+    state = tl.load(hidden + beam * SIZE + column, mask=column < SIZE)
+    tl.store(kept_hidden + out * SIZE + column, state, mask=column < SIZE)
 
 
 @jit
 def grow_tree_kernel(
-    roots: Pointer,
-    tokens: Pointer,
-    parents: Pointer,
-    scores: Pointer,
-    node_tokens: Pointer,
-    node_parents: Pointer,
-    ancestors: Pointer,
-    depth: Pointer,
+    roots: Table,
+    tokens: Table,
+    parents: Table,
+    scores: Table,
+    node_tokens: Table,
+    node_parents: Table,
+    ancestors: Table,
+    depth: Table,
     count: Scalar,
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -61,12 +106,12 @@ def grow_tree_kernel(
 
 @jit
 def verify_kernel(
-    tokens: Pointer,
-    parents: Pointer,
-    predicted: Pointer,
-    path: Pointer,
-    counts: Pointer,
-    emitted: Pointer,
+    tokens: Table,
+    parents: Table,
+    predicted: Table,
+    path: Table,
+    counts: Table,
+    emitted: Table,
     nodes: Scalar,
     steps: Scalar,
     NODES_BLOCK: tl.constexpr,

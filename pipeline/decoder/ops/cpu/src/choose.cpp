@@ -7,37 +7,39 @@ namespace {
 
 constexpr int64_t kMostProposed = 64;
 
+// Sixteen logits; what lies behind the end is less than all.
+F16 logits_at(const Act* from, int64_t live) {
+    if (live >= kLanes) return load(from);
+    float padded[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i)
+        padded[i] = i < live ? widen(from[i]) : -std::numeric_limits<float>::infinity();
+    return load(padded);
+}
+
 // Index of the largest of `size` logits, the lowest of equals; -1 where one is NaN.
-int64_t largest(const bf16* logits, int64_t size) {
-    const __m512i step = _mm512_set1_epi32(kLanes);
-    __m512i at = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), where = at;
-    __m512 best = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    __mmask16 nan = 0;
-    for (int64_t i = 0; i < size; i += kLanes, at = _mm512_add_epi32(at, step)) {
-        const __mmask16 live = lanes(i, size);
-        const __m512 v = load(logits + i, live);
-        nan |= _mm512_mask_cmp_ps_mask(live, v, v, _CMP_UNORD_Q);
-        const __mmask16 better = _mm512_mask_cmp_ps_mask(live, v, best, _CMP_GT_OQ);
-        best = _mm512_mask_mov_ps(best, better, v);
-        where = _mm512_mask_mov_epi32(where, better, at);
+int64_t index_of_largest(const Act* logits, int64_t size) {
+    F16 best = all(-std::numeric_limits<float>::infinity());
+    uint32_t nan = 0;
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const F16 v = logits_at(logits + i, size - i);
+        nan |= nans(v);
+        best = max(v, best);
     }
     if (nan) return -1;
-    // A lane that never improved holds -inf and its own number, which is right when all are -inf.
-    const __mmask16 equal =
-        _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(equal, where);
+    best = all(largest(best));
+    for (int64_t i = 0;; i += kLanes)
+        if (const uint32_t hit = equal(logits_at(logits + i, size - i), best))
+            return i + __builtin_ctz(hit);
 }
 
 // The `k` largest logits and their indices, best first, the lower index first of equals.
-void best(const bf16* logits, int64_t size, int64_t k, float* score, int64_t* index) {
+void best(const Act* logits, int64_t size, int64_t k, float* score, int64_t* index) {
     int64_t held = 0;
     for (int64_t i = 0; i < size; i += kLanes) {
-        __mmask16 worth = lanes(i, size);
-        if (held == k)
-            worth = _mm512_mask_cmp_ps_mask(worth, load(logits + i, worth),
-                                            _mm512_set1_ps(score[k - 1]), _CMP_GT_OQ);
-        for (uint32_t bits = worth; bits; bits &= bits - 1) {
-            const int64_t at = i + __builtin_ctz(bits);
+        uint32_t worth = size - i >= kLanes ? 0xFFFF : (1u << (size - i)) - 1;
+        if (held == k) worth &= greater(logits_at(logits + i, size - i), all(score[k - 1]));
+        for (; worth; worth &= worth - 1) {
+            const int64_t at = i + __builtin_ctz(worth);
             const float v = widen(logits[at]);
             if (held == k && !(v > score[k - 1])) continue;
             int64_t position = held < k ? held++ : k - 1;
@@ -49,15 +51,11 @@ void best(const bf16* logits, int64_t size, int64_t k, float* score, int64_t* in
     }
 }
 
-float log_sum_exp(const bf16* logits, int64_t size, float most) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += kLanes) {
-        const __mmask16 live = lanes(i, size);
-        const __m512 below = _mm512_sub_ps(load(logits + i, live), _mm512_set1_ps(most));
-        sum =
-            _mm512_mask_add_ps(sum, live, sum, exp2(_mm512_mul_ps(below, _mm512_set1_ps(kLog2e))));
-    }
-    return most + std::log(_mm512_reduce_add_ps(sum));
+float log_sum_exp(const Act* logits, int64_t size, float most) {
+    F16 total = zero();
+    for (int64_t i = 0; i < size; i += kLanes)
+        total = total + exp2((logits_at(logits + i, size - i) - all(most)) * all(kLog2e));
+    return most + std::log(sum(total));
 }
 
 // A number that orders as torch sorts: NaN above everything, both zeros equal.
@@ -76,19 +74,19 @@ extern "C" {
 int64_t eagle3_most_proposed() { return kMostProposed; }
 
 // logits [rows, size] → index [rows].
-void eagle3_argmax(const bf16* logits, int64_t* index, int64_t rows, int64_t size,
+void eagle3_argmax(const Act* logits, int64_t* index, int64_t rows, int64_t size,
                    int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 1 << 15)
-    for (int64_t row = 0; row < rows; ++row) index[row] = largest(logits + row * size, size);
+    for (int64_t row = 0; row < rows; ++row) index[row] = index_of_largest(logits + row * size, size);
 }
 
 // logits [rows, size] → log-probabilities and indices [rows, k], best first; k at most
 // `kMostProposed`.
-void eagle3_propose(const bf16* logits, float* score, int64_t* index, int64_t k, int64_t rows,
+void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, int64_t rows,
                     int64_t size, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * size > 1 << 15)
     for (int64_t row = 0; row < rows; ++row) {
-        const bf16* from = logits + row * size;
+        const Act* from = logits + row * size;
         best(from, size, k, score + row * k, index + row * k);
         const float log_sum = log_sum_exp(from, size, score[row * k]);
         for (int64_t i = 0; i < k; ++i) score[row * k + i] -= log_sum;
@@ -122,6 +120,34 @@ void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t
             const uint64_t bit = uint64_t{1} << node;
             ancestors[at + node] = ancestors[at + parent] | static_cast<int64_t>(bit);
             depth[at + node] = depth[at + parent] + 1;
+        }
+    }
+}
+
+// The k best of the k · k continuations of k beams a row; see select_beams of base.py. `bytes` is
+// the size of one hidden state.
+void eagle3_select_beams(const float* score, const float* gained, const int64_t* proposed,
+                         const int64_t* lineage, const char* hidden, const int64_t* bits,
+                         float* total, int64_t* best, float* kept_score, int64_t* token,
+                         int64_t* kept_lineage, char* kept_hidden, int64_t rows, int64_t k,
+                         int64_t bytes) {
+    for (int64_t row = 0; row < rows; ++row) {
+        const int64_t beams = row * k, all = beams * k;
+        for (int64_t i = 0; i < k * k; ++i) total[all + i] = score[beams + i / k] + gained[all + i];
+        std::vector<int64_t> order(k * k);
+        for (int64_t i = 0; i < k * k; ++i) order[i] = i;
+        const auto better = [&](int64_t a, int64_t b) {
+            const int32_t left = rank(total[all + a]), right = rank(total[all + b]);
+            return left != right ? left > right : a < b;
+        };
+        std::partial_sort(order.begin(), order.begin() + k, order.end(), better);
+        for (int64_t i = 0; i < k; ++i) {
+            const int64_t at = order[i], above = beams + at / k;
+            best[beams + i] = at;
+            kept_score[beams + i] = total[all + at];
+            token[beams + i] = proposed[all + at];
+            kept_lineage[beams + i] = lineage[above] | bits[beams + i];
+            std::memcpy(kept_hidden + (beams + i) * bytes, hidden + above * bytes, bytes);
         }
     }
 }

@@ -1,120 +1,198 @@
-// Matrix products with packed bf16 weights.
+// Matrix products with packed weights.
 //
-// A weight [out, in] is stored as panels of 32 outputs; a panel holds, for every pair of inputs,
-// the pair of each output, which is what one dot-product instruction multiplies with a pair of x:
+// A weight [out, in] is stored as panels of 32 outputs. In bf16 a panel holds, for every pair of
+// inputs, the pair of each output: what a dot-product instruction multiplies with a pair of x, what
+// an AMX tile takes as it is, and what a shift and a mask turn into two vectors of float32.
 //
 //     panel 0   pair 0   w[0][0] w[0][1]  w[1][0] w[1][1]  …  w[31][0] w[31][1]      128 bytes
 //               pair 1   w[0][2] w[0][3]  w[1][2] w[1][3]  …  w[31][2] w[31][3]
 //               …
 //     panel 1   pair 0   w[32][0] w[32][1] …
 //
-// An output is one lane of one accumulator that walks the pairs in order, however many rows x has
-// and however they are split: a row's result never depends on the rows beside it.
+// In float32 a panel holds the 32 weights of input 0, then those of input 1, and so on.
+//
+// An output is one lane of one accumulator that walks the inputs in order, however many rows x has
+// and however they are split: a row's result never depends on the rows beside it. In float32 it is
+// the same chain of fused multiply-adds on every level.
 //
 // With few rows the product costs what reading the weights costs, so each thread reads one
 // contiguous run of panels and asks for the next panel while it works on this one. With many rows,
 // a chunk of them stays in the cache while all panels pass by.
-#include "simd.h"
+#include "amx.h"
+#include "kernels.h"
 
+#include <type_traits>
 #include <vector>
 
 namespace {
 
 constexpr int64_t kPanel = 32;
-constexpr int64_t kRows = 12;  // rows a pass keeps in registers: 24 accumulators
-constexpr int64_t kWays = 8;   // ways of the L1 cache: rows that fit however far apart they lie
+constexpr int64_t kStep = 128;  // bytes of a panel at one step: a pair of inputs, or one input
+constexpr int64_t kWays = 8;    // ways of the L1 cache: rows that fit however far apart they lie
 constexpr int64_t kChunkBytes = 384 * 1024;  // rows of x that stay in the L2 cache beside a panel
 constexpr int64_t kSerialWork = 1 << 15;     // multiplications for which one thread is enough
+#ifdef __AVX512F__
+constexpr int kRows = kTiles ? 32 : 12;  // rows that a pass keeps in registers,
+constexpr int kWideRows = 12;            // and both halves of a panel with them
+#else
+constexpr int kRows = 6, kWideRows = 2;
+#endif
 
 struct Product {
-    const uint32_t* x;       // pairs of inputs: [rows][pairs], or packed as [passes][pairs][height]
-    const uint32_t* weight;  // packed
-    const bf16* bias;        // [out] or null
-    bf16* y;                 // [rows, out]
-    int64_t rows, in, out;
-    bool packed;  // with a vector of padding behind each pass
-    int64_t pairs() const { return (in + 1) / 2; }
+    const Element* x;    // [rows][stride], as it is multiplied
+    const char* weight;  // packed
+    const Act* bias;     // [out] or null
+    Act* y;              // [rows, out]
+    int64_t rows, out, steps, stride;
     int64_t panels() const { return (out + kPanel - 1) / kPanel; }
     int64_t passes() const { return (rows + kRows - 1) / kRows; }
-    // Passes are of nearly equal height.
-    int64_t first_row(int64_t pass) const { return rows * pass / passes(); }
+    // Passes are of nearly equal height, those of tiles are full.
+    int64_t first_row(int64_t pass) const {
+        return kTiles ? std::min(pass * kRows, rows) : rows * pass / passes();
+    }
 };
 
-// The rows of one pass side by side, in the order in which `multiply` reads them. Rows that lie a
-// power of two apart, as in many models, would otherwise compete for a few lines of the L1 cache.
-void pack_rows(const bf16* x, int64_t height, int64_t in, uint32_t* packed) {
-    for (int64_t k = 0; 2 * k < in; k += kLanes) {
-        // An odd last input is paired with zero.
-        const __mmask32 live = in - 2 * k >= 32 ? ~0u : (1u << (in - 2 * k)) - 1;
-        __m512i rows[16];
-        for (int64_t r = 0; r < kLanes; ++r)
-            rows[r] = r < height ? _mm512_maskz_loadu_epi16(live, x + r * in + 2 * k)
-                                 : _mm512_setzero_si512();
-        transpose(rows);
-        // Whole vectors, each writing over the end of the one before: masked stores are slow on
-        // some processors.
-        for (int64_t i = 0; i < kLanes && 2 * (k + i) < in; ++i)
-            _mm512_storeu_si512(packed + (k + i) * height, rows[i]);
+#ifdef EAGLE3_DOTS
+
+template <int Rows, int Halves>
+inline void multiply_step(F16 (&acc)[Halves][Rows], const char* weight, const uint32_t* x,
+                          int64_t stride, int64_t k, bool) {
+#pragma GCC unroll 2
+    for (int h = 0; h < Halves; ++h) {
+        const __m512i words = _mm512_loadu_si512(weight + h * 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r)
+            acc[h][r].v = _mm512_dpbf16_ps(acc[h][r].v, (__m512bh)words,
+                                           (__m512bh)_mm512_set1_epi32(x[r * stride + k]));
     }
 }
 
-// The rows of pass number `pass` times one panel; each step also prefetches `Lines` cache lines at
-// `ahead`.
-template <int Rows, int Lines>
-void multiply(const Product& p, int64_t pass, int64_t panel, const char* ahead) {
-    const int64_t pairs = p.pairs(), first = p.first_row(pass);
-    const uint32_t* weight = p.weight + panel * pairs * kPanel;
-    const uint32_t* x = p.x + first * pairs + (p.packed ? pass * kLanes : 0);
-    const int64_t row = p.packed ? 1 : pairs, step = p.packed ? Rows : 1;
-    __m512 acc[2][Rows];
+#else
+
+template <int Rows, int Halves>
+inline void accumulate(F16 (&acc)[Halves][Rows], const F16 (&w)[Halves], const float* x,
+                       int64_t stride) {
 #pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) acc[0][r] = acc[1][r] = _mm512_setzero_ps();
+    for (int r = 0; r < Rows; ++r) {
+        const F16 both = all(x[r * stride]);
+#pragma GCC unroll 2
+        for (int h = 0; h < Halves; ++h) acc[h][r] = fma(w[h], both, acc[h][r]);
+    }
+}
+
+template <int Rows, int Halves>
+inline void multiply_step(F16 (&acc)[Halves][Rows], const char* weight, const float* x,
+                          int64_t stride, int64_t k, bool wide) {
+    F16 w[Halves];
+    if (wide) {
+#pragma GCC unroll 2
+        for (int h = 0; h < Halves; ++h) w[h] = load(reinterpret_cast<const float*>(weight + h * 64));
+        accumulate(acc, w, x + k, stride);
+        return;
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < Halves; ++h)
+        w[h] = first(load_pairs(reinterpret_cast<const uint32_t*>(weight + h * 64)));
+    accumulate(acc, w, x + 2 * k, stride);
+    asm volatile("" : "+r"(weight));  // read the words again: six rows leave no register for them
+#pragma GCC unroll 2
+    for (int h = 0; h < Halves; ++h)
+        w[h] = second(load_pairs(reinterpret_cast<const uint32_t*>(weight + h * 64)));
+    accumulate(acc, w, x + 2 * k + 1, stride);
+}
+
+#endif
+
+// `Rows` rows from `row` on times `Halves` halves of a panel; each step also prefetches `Lines`
+// cache lines at `ahead`.
+template <int Rows, int Halves, bool Wide>
+void multiply(const Product& p, int64_t row, int64_t panel, int64_t half, const char* ahead,
+              int lines) {
+    const char* weight = p.weight + (panel * p.steps * 2 + half) * 64;
+    const Element* x = p.x + row * p.stride;
+    F16 acc[Halves][Rows];
+#pragma GCC unroll 2
+    for (int h = 0; h < Halves; ++h)
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r) acc[h][r] = zero();
+    if (lines == 0) {
 #pragma GCC unroll 1
-    for (int64_t k = 0; k < pairs; ++k) {
-        const __m512i low = _mm512_load_si512(weight + k * kPanel),
-                      high = _mm512_load_si512(weight + k * kPanel + kLanes);
+        for (int64_t k = 0; k < p.steps; ++k)
+            multiply_step<Rows, Halves>(acc, weight + k * kStep, x, p.stride, k, Wide);
+    } else {
         // Into L2: in L1 the next panel would push out this one before all passes have read it.
-        for (int line = 0; line < Lines; ++line)
-            _mm_prefetch(ahead + (k * Lines + line) * 64, _MM_HINT_T1);
-#pragma GCC unroll 12
-        for (int r = 0; r < Rows; ++r) {
-            const __m512i both = broadcast_pair(x + k * step + r * row);
-            acc[0][r] = dot(acc[0][r], low, both);
-            acc[1][r] = dot(acc[1][r], high, both);
+#pragma GCC unroll 1
+        for (int64_t k = 0; k < p.steps; ++k) {
+            _mm_prefetch(ahead + k * lines * 64, _MM_HINT_T1);
+            if (lines == 2) _mm_prefetch(ahead + k * 128 + 64, _MM_HINT_T1);
+            multiply_step<Rows, Halves>(acc, weight + k * kStep, x, p.stride, k, Wide);
         }
     }
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-        const int64_t at = panel * kPanel + half * kLanes;
-        if (at >= p.out) break;
-        const __mmask16 live = lanes(at, p.out);
-        const __m512 bias = p.bias ? load(p.bias + at, live) : _mm512_setzero_ps();
+    for (int h = 0; h < Halves; ++h) {
+        const int64_t at = panel * kPanel + (half + h) * kLanes, live = p.out - at;
+        if (live <= 0) break;
+        const F16 bias = p.bias ? load(p.bias + at, live) : zero();
 #pragma GCC unroll 12
-        for (int r = 0; r < Rows; ++r)
-            store(p.y + (first + r) * p.out + at, live, _mm512_add_ps(acc[half][r], bias));
+        for (int r = 0; r < Rows; ++r) store(p.y + (row + r) * p.out + at, acc[h][r] + bias, live);
     }
 }
 
-using Kernel = void (*)(const Product&, int64_t, int64_t, const char*);
-template <int Lines>
-constexpr Kernel kKernels[kRows + 1] = {
+using Pass = void (*)(const Product&, int64_t, int64_t, int64_t, const char*, int);
+template <int Halves, bool Wide>
+constexpr Pass kPasses[13] = {
     nullptr,
-    multiply<1, Lines>, multiply<2, Lines>, multiply<3, Lines>, multiply<4, Lines>,
-    multiply<5, Lines>, multiply<6, Lines>, multiply<7, Lines>, multiply<8, Lines>,
-    multiply<9, Lines>, multiply<10, Lines>, multiply<11, Lines>, multiply<12, Lines>,
+    multiply<1, Halves, Wide>, multiply<2, Halves, Wide>, multiply<3, Halves, Wide>,
+    multiply<4, Halves, Wide>, multiply<5, Halves, Wide>, multiply<6, Halves, Wide>,
+#ifdef __AVX512F__
+    multiply<7, Halves, Wide>, multiply<8, Halves, Wide>, multiply<9, Halves, Wide>,
+    multiply<10, Halves, Wide>, multiply<11, Halves, Wide>, multiply<12, Halves, Wide>,
+#endif
 };
 
-// Passes [begin, end) times one panel. The first two share the prefetching of the next panel; with
-// a single row the hardware does as well by itself.
-void multiply_passes(const Product& p, int64_t begin, int64_t end, int64_t panel, bool more) {
-    const char* next = reinterpret_cast<const char*>(p.weight + (panel + 1) * p.pairs() * kPanel);
-    const int64_t half = p.pairs() * 64;
-    for (int64_t pass = begin; pass < end; ++pass) {
-        const int64_t height = p.first_row(pass + 1) - p.first_row(pass);
-        if (!more || pass - begin > 1 || p.rows == 1) kKernels<0>[height](p, pass, panel, nullptr);
-        else if (end - begin == 1) kKernels<2>[height](p, pass, panel, next);
-        else kKernels<1>[height](p, pass, panel, next + (pass - begin) * half);
+// Passes [begin, end) times one panel, or times one of its halves after the other where registers
+// do not hold both. The first two share the prefetching of the next panel; with a single row the
+// hardware does as well by itself.
+void multiply_passes(const Product& p, bool wide, int64_t begin, int64_t end, int64_t panel,
+                     bool more) {
+    const bool both = (p.rows + p.passes() - 1) / p.passes() <= kWideRows;
+    const Pass* passes = both ? wide ? kPasses<2, true> : kPasses<2, false>
+                              : wide ? kPasses<1, true> : kPasses<1, false>;
+    const char* next = p.weight + (panel + 1) * p.steps * kStep;
+    const int64_t distance = p.steps * 64;
+    for (int64_t half = 0; half < (both ? 1 : 2); ++half)
+        for (int64_t pass = begin; pass < end; ++pass) {
+            const int64_t row = p.first_row(pass), height = p.first_row(pass + 1) - row;
+            const Pass run = passes[height];
+            if (!more || half || pass - begin > 1 || p.rows == 1)
+                run(p, row, panel, half, nullptr, 0);
+            else if (end - begin == 1) run(p, row, panel, half, next, 2);
+            else run(p, row, panel, half, next + (pass - begin) * distance, 1);
+        }
+}
+
+// Rows of x as they are multiplied, side by side at a distance that no cache set repeats: rows a
+// power of two apart, as in many models, would compete for a few lines of the L1 cache.
+const Element* prepared(const Act* x, int64_t rows, int64_t in, int64_t width, int64_t& stride,
+                        int64_t threads) {
+    static thread_local std::vector<Element> buffer;
+    stride = ((width + 15) / 16 | 1) * 16;
+    buffer.resize(rows * stride);
+    Element* const to = buffer.data();
+    const int64_t step = stride;
+#pragma omp parallel for num_threads(threads) if (rows * in > kSerialWork)
+    for (int64_t row = 0; row < rows; ++row) {
+        if constexpr (kDots) {
+            std::memset(to + row * step, 0, width * sizeof(Element));  // an odd input has a zero
+            std::memcpy(to + row * step, x + row * in, in * sizeof(Act));
+        } else {
+            float* wide = reinterpret_cast<float*>(to + row * step);
+            for (int64_t i = 0; i < in; i += kLanes)
+                store(wide + i, load(x + row * in + i, in - i), in - i);
+            for (int64_t i = in; i < width; ++i) wide[i] = 0;
+        }
     }
+    return to;
 }
 
 }  // namespace
@@ -122,55 +200,69 @@ void multiply_passes(const Product& p, int64_t begin, int64_t end, int64_t panel
 extern "C" {
 
 // Bytes that `eagle3_pack` fills.
-int64_t eagle3_packed_size(int64_t out, int64_t in) {
-    return (out + kPanel - 1) / kPanel * kPanel * ((in + 1) / 2) * 4;
+int64_t eagle3_packed_size(int64_t out, int64_t in, int64_t wide) {
+    const int64_t steps = wide ? in : packed_pairs(in);
+    return (out + kPanel - 1) / kPanel * steps * kStep;
 }
 
-// weight [out, in] → packed, 64-byte aligned; outputs and inputs that fill up a panel or a pair are
-// zero.
-void eagle3_pack(const bf16* weight, uint32_t* packed, int64_t out, int64_t in, int64_t threads) {
-    const int64_t pairs = (in + 1) / 2, panels = (out + kPanel - 1) / kPanel;
+// weight [out, in], bf16 or with `wide` float32 → packed, 64-byte aligned; outputs and inputs that
+// fill up a panel or a pair are zero.
+void eagle3_pack(const void* weight, void* packed, int64_t out, int64_t in, int64_t wide,
+                 int64_t threads) {
+    const int64_t steps = wide ? in : packed_pairs(in), panels = (out + kPanel - 1) / kPanel;
+    const auto* numbers = static_cast<const uint32_t*>(weight);
+    const auto* halves = static_cast<const bf16*>(weight);
+    auto* to = static_cast<uint32_t*>(packed);
+    const auto half = [&](int64_t row, int64_t k) -> uint32_t {
+        return row < out && k < in ? halves[row * in + k] : 0;
+    };
 #pragma omp parallel for num_threads(threads)
     for (int64_t panel = 0; panel < panels; ++panel)
-        for (int64_t k = 0; k < pairs; ++k)
+        for (int64_t k = 0; k < steps; ++k)
             for (int64_t lane = 0; lane < kPanel; ++lane) {
                 const int64_t row = panel * kPanel + lane;
-                const uint32_t low = row < out ? weight[row * in + 2 * k] : 0;
-                const uint32_t high =
-                    row < out && 2 * k + 1 < in ? weight[row * in + 2 * k + 1] : 0;
-                packed[(panel * pairs + k) * kPanel + lane] = low | high << 16;
+                to[(panel * steps + k) * kPanel + lane] =
+                    wide ? (row < out ? numbers[row * in + k] : 0)
+                         : half(row, 2 * k) | half(row, 2 * k + 1) << 16;
             }
 }
 
 // y [rows, out] = x [rows, in] · weightᵀ + bias; bias may be null.
-void eagle3_linear(const bf16* x, const uint32_t* weight, const bf16* bias, bf16* y, int64_t rows,
-                   int64_t in, int64_t out, int64_t threads) {
-    Product p{reinterpret_cast<const uint32_t*>(x), weight, bias, y, rows, in, out, false};
-    const int64_t pairs = p.pairs(), passes = p.passes();
-    if ((rows + passes - 1) / passes > kWays || in % 2) {
-        static thread_local std::vector<uint32_t> buffer;
-        buffer.resize(rows * pairs + passes * kLanes);
-        uint32_t* packed = buffer.data();
-#pragma omp parallel for num_threads(threads) if (rows * in > kSerialWork)
-        for (int64_t pass = 0; pass < passes; ++pass) {
-            const int64_t first = p.first_row(pass);
-            pack_rows(x + first * in, p.first_row(pass + 1) - first, in,
-                      packed + first * pairs + pass * kLanes);
-        }
-        p.x = packed, p.packed = true;
+void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, int64_t rows,
+                   int64_t threads) {
+    const int64_t in = matrix->in, out = matrix->out;
+    const bool wide = matrix->wide, few = rows <= kWays;
+    Product p{nullptr, matrix->data, bias, y, rows, out, wide ? in : packed_pairs(in), in};
+    // What is read of each row: whole steps.
+    const int64_t width = wide ? in : kDots ? p.steps : 2 * p.steps;
+    if (kDots && few && in == 2 * p.steps) {
+        p.x = reinterpret_cast<const Element*>(x), p.stride = p.steps;
+    } else if (std::is_same_v<Act, Element> && few && in == width) {
+        p.x = reinterpret_cast<const Element*>(x);
+    } else {
+        p.x = prepared(x, rows, in, width, p.stride, threads);
     }
-    const int64_t pass_bytes = 4 * std::max<int64_t>(pairs, 1) * kRows;
+    const int64_t pass_bytes = 4 * std::max<int64_t>(width, 1) * kRows;
     const int64_t chunk = std::max<int64_t>(1, kChunkBytes / pass_bytes);  // passes
-    const int64_t chunks = (passes + chunk - 1) / chunk, tasks = chunks * p.panels();
+    const int64_t passes = p.passes(), chunks = (passes + chunk - 1) / chunk;
+    const int64_t tasks = chunks * p.panels();
 #pragma omp parallel num_threads(threads) if (rows * in * out > kSerialWork)
     {
         // A contiguous share each: all panels of one chunk of rows come before the next chunk.
         const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
         const int64_t last = tasks * (thread + 1) / team;
+        const Tiles tiles(rows);
         for (int64_t task = tasks * thread / team; task < last; ++task) {
             const int64_t begin = task / p.panels() * chunk, panel = task % p.panels();
-            multiply_passes(p, begin, std::min(begin + chunk, passes), panel,
-                            task + 1 < last && panel + 1 < p.panels());
+            const int64_t end = std::min(begin + chunk, passes);
+            const bool more = task + 1 < last && panel + 1 < p.panels();
+            if constexpr (kTiles)
+                multiply_tiles(reinterpret_cast<const uint32_t*>(p.x), p.stride,
+                               p.weight + panel * p.steps * kStep, p.steps, bias, y,
+                               p.first_row(begin), p.first_row(end), rows, panel * kPanel, out,
+                               more);
+            else
+                multiply_passes(p, wide, begin, end, panel, more);
         }
     }
 }

@@ -1,39 +1,44 @@
 // What happens to each token by itself: norms, activation, rotation. Sums and products in float32.
-#include "simd.h"
+#include "kernels.h"
 
 namespace {
 
 constexpr int64_t kSerialWork = 1 << 13;  // numbers below which a second thread does not pay
 
+float inverse_rms(const Act* x, int64_t size, float eps) {
+    F16 squares = zero();
+    for (int64_t i = 0; i < size; i += kLanes) {
+        const F16 v = load(x + i, size - i);
+        squares = fma(v, v, squares);
+    }
+    return 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + eps);
+}
+
+// x / sqrt(mean(x²) + eps) · weight
+void norm(const Act* x, const Act* weight, Act* to, int64_t size, float eps) {
+    const F16 inverse = all(inverse_rms(x, size, eps));
+    for (int64_t i = 0; i < size; i += kLanes)
+        store(to + i, load(x + i, size - i) * inverse * load(weight + i, size - i), size - i);
+}
+
 // Rotation of one head (RoFormer, eq. 34), half-split, after an optional RMS norm:
 //
 //     to[i]        = x[i] · cos[i]               − x[i + half] · sin[i]
 //     to[i + half] = x[i + half] · cos[i + half] + x[i] · sin[i + half]
-void rotate(const bf16* x, const bf16* norm, float eps, const bf16* cos, const bf16* sin, bf16* to,
+void rotate(const Act* x, const Act* weight, float eps, const Act* cos, const Act* sin, Act* to,
             int64_t size) {
     const int64_t half = size / 2;
-    __m512 inverse = _mm512_set1_ps(1.0f);
-    if (norm) {
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += kLanes) {
-            const __m512 v = load(x + i, lanes(i, size));
-            squares = _mm512_fmadd_ps(v, v, squares);
-        }
-        inverse = _mm512_set1_ps(
-            1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps));
-    }
+    const F16 inverse = all(weight ? inverse_rms(x, size, eps) : 1.0f);
     for (int64_t i = 0; i < half; i += kLanes) {
-        const __mmask16 live = lanes(i, half);
-        __m512 low = load(x + i, live), high = load(x + i + half, live);
-        if (norm) {
-            low = _mm512_mul_ps(_mm512_mul_ps(low, inverse), load(norm + i, live));
-            high = _mm512_mul_ps(_mm512_mul_ps(high, inverse), load(norm + i + half, live));
+        const int64_t live = half - i;
+        F16 low = load(x + i, live), high = load(x + i + half, live);
+        if (weight) {
+            low = low * inverse * load(weight + i, live);
+            high = high * inverse * load(weight + i + half, live);
         }
-        store(to + i, live,
-              _mm512_fmsub_ps(low, load(cos + i, live), _mm512_mul_ps(high, load(sin + i, live))));
-        store(to + i + half, live,
-              _mm512_fmadd_ps(high, load(cos + i + half, live),
-                              _mm512_mul_ps(low, load(sin + i + half, live))));
+        store(to + i, fms(low, load(cos + i, live), high * load(sin + i, live)), live);
+        store(to + i + half,
+              fma(high, load(cos + i + half, live), low * load(sin + i + half, live)), live);
     }
 }
 
@@ -41,73 +46,63 @@ void rotate(const bf16* x, const bf16* norm, float eps, const bf16* cos, const b
 
 extern "C" {
 
-// sum = x + update, rounded; normed = sum / sqrt(mean(sum²) + eps) · weight. All [rows, size].
-// Without an update (null) x is the sum, and `sum` is not written.
-void eagle3_add_rms_norm(const bf16* x, const bf16* update, const bf16* weight, bf16* normed,
-                         bf16* sum, float eps, int64_t rows, int64_t size, int64_t threads) {
+// sum = x + update, rounded; normed = its RMS norm · weight. All [rows, size]. Without an update
+// (null) x is the sum, and `sum` is not written.
+void eagle3_add_rms_norm(const Act* x, const Act* update, const Act* weight, Act* normed, Act* sum,
+                         float eps, int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > kSerialWork)
-    for (int64_t row = 0; row < rows; ++row) {
-        const int64_t at = row * size;
-        const bf16* total = update ? sum + at : x + at;
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += kLanes) {
-            const __mmask16 live = lanes(i, size);
-            __m512 v = load(x + at + i, live);
-            if (update) {
-                const __m256i rounded = narrow(_mm512_add_ps(v, load(update + at + i, live)));
-                store(sum + at + i, live, rounded);
-                v = widen(rounded);
-            }
-            squares = _mm512_fmadd_ps(v, v, squares);
-        }
-        const __m512 inverse = _mm512_set1_ps(
-            1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / static_cast<float>(size) + eps));
-        for (int64_t i = 0; i < size; i += kLanes) {
-            const __mmask16 live = lanes(i, size);
-            store(normed + at + i, live,
-                  _mm512_mul_ps(_mm512_mul_ps(load(total + i, live), inverse),
-                                load(weight + i, live)));
-        }
+    for (int64_t at = 0; at < rows * size; at += size) {
+        if (update)
+            for (int64_t i = 0; i < size; i += kLanes)
+                store(sum + at + i, load(x + at + i, size - i) + load(update + at + i, size - i),
+                      size - i);
+        norm(update ? sum + at : x + at, weight, normed + at, size, eps);
+    }
+}
+
+// The input of an EAGLE-3 head, to [rows, 2 size]: the norm of each token's embedding, then that
+// of its hidden state [rows, size].
+void eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
+                         const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
+                         int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; ++row, to += 2 * size) {
+        norm(embedding + tokens[row] * size, embed_norm, to, size, eps);
+        norm(hidden + row * size, hidden_norm, to + size, size, eps);
     }
 }
 
 // gate_up [rows, 2 size] → y [rows, size]: silu(gate) · up.
-void eagle3_silu_mul(const bf16* gate_up, bf16* y, int64_t rows, int64_t size, int64_t threads) {
+void eagle3_silu_mul(const Act* gate_up, Act* y, int64_t rows, int64_t size, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > kSerialWork)
     for (int64_t row = 0; row < rows; ++row) {
-        const bf16* from = gate_up + row * 2 * size;
+        const Act* from = gate_up + row * 2 * size;
         for (int64_t i = 0; i < size; i += kLanes) {
-            const __mmask16 live = lanes(i, size);
-            const __m512 gate = load(from + i, live);
-            const __m512 divisor = _mm512_add_ps(
-                _mm512_set1_ps(1.0f), exp2(_mm512_mul_ps(gate, _mm512_set1_ps(-kLog2e))));
-            store(y + row * size + i, live,
-                  _mm512_mul_ps(_mm512_div_ps(gate, divisor), load(from + size + i, live)));
+            const F16 gate = load(from + i, size - i), up = load(from + size + i, size - i);
+            store(y + row * size + i, gate / (all(1.0f) + exp2(gate * all(-kLog2e))) * up,
+                  size - i);
         }
     }
 }
 
 // qkv [tokens, heads + 2 groups, size]: rotated queries to `query` [tokens, heads, size], rotated
-// keys and values to their slots of the planes [pages, groups, page, size]. Norm weights [size] may
-// both be null.
-void eagle3_rope_write(const bf16* qkv, const bf16* query_norm, const bf16* key_norm,
-                       const bf16* cos, const bf16* sin, const int64_t* positions,
-                       const int64_t* slots, bf16* keys, bf16* values, bf16* query, float eps,
-                       int64_t tokens, int64_t heads, int64_t groups, int64_t page, int64_t size,
-                       int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * (heads + groups) * size > kSerialWork)
-    for (int64_t token = 0; token < tokens; ++token) {
-        const bf16* from = qkv + token * (heads + 2 * groups) * size;
-        const bf16 *cos_row = cos + positions[token] * size,
-                   *sin_row = sin + positions[token] * size;
+// keys and values to their slots of the planes [pages, groups, kPage, size]. Norm weights [size]
+// may both be null.
+void eagle3_rope_write(const Act* qkv, const Act* query_norm, const Act* key_norm,
+                       const Metadata* metadata, Act* keys, Act* values, Act* query, float eps,
+                       int64_t heads, int64_t groups, int64_t size, int64_t threads) {
+    const Metadata& m = *metadata;
+#pragma omp parallel for num_threads(threads) if (m.tokens * (heads + groups) * size > kSerialWork)
+    for (int64_t token = 0; token < m.tokens; ++token) {
+        const Act* from = qkv + token * (heads + 2 * groups) * size;
+        const Act *cos = m.cos + m.positions[token] * size, *sin = m.sin + m.positions[token] * size;
         for (int64_t head = 0; head < heads; ++head, from += size)
-            rotate(from, query_norm, eps, cos_row, sin_row, query + (token * heads + head) * size,
-                   size);
-        const int64_t slot = (slots[token] / page * groups * page + slots[token] % page) * size;
+            rotate(from, query_norm, eps, cos, sin, query + (token * heads + head) * size, size);
+        const int64_t slot = m.slots[token];
+        const int64_t entry = (slot / kPage * groups * kPage + slot % kPage) * size;
         for (int64_t group = 0; group < groups; ++group, from += size) {
-            const int64_t to = slot + group * page * size;
-            rotate(from, key_norm, eps, cos_row, sin_row, keys + to, size);
-            std::memcpy(values + to, from + groups * size, size * sizeof(bf16));
+            const int64_t to = entry + group * kPage * size;
+            rotate(from, key_norm, eps, cos, sin, keys + to, size);
+            std::memcpy(values + to, from + groups * size, size * sizeof(Act));
         }
     }
 }

@@ -1,93 +1,187 @@
 // Drawing tokens from a target's distribution, along the branch of a tree that the draws agree
-// with.
+// with: the largest of scaled logits and Gumbel noise, as in draws.py and philox.py.
 //
-// bf16 has 65,536 values, so a row's logits are counted by value: top-k and top-p then walk the
-// values from the top, equal logits together, and nothing is sorted.
+// The noise of one token is dear (two logarithms), but it is bounded by cheap numbers: with v of
+// philox.py, -log(-log(1 - v)) < -log(v), so a token can only win where v < exp(x - best). Noise is
+// made for the few that pass, and the loops over all tokens are left to the compiler's vectors.
 #include "simd.h"
 
+#include <functional>
 #include <vector>
 
 namespace {
 
-constexpr int64_t kValues = 1 << 16;
-
-// Orders bf16 numbers as unsigned integers; both zeros are one value.
-uint32_t key_of(bf16 value) {
-    if (value == 0x8000) value = 0;
-    return value & 0x8000 ? 0xFFFFu ^ value : value | 0x8000u;
-}
-
-float value_of(uint32_t key) {
-    return widen(static_cast<bf16>(key & 0x8000 ? key & 0x7FFF : 0xFFFFu ^ key));
-}
-
-// Philox 4x32-10 as in philox.py: a number in [0, 1) with 24 random bits.
-double uniform(uint64_t seed, uint64_t position) {
-    uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
-                           0, 0};
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t first = uint64_t{0xD2511F53} * counter[0],
-                       second = uint64_t{0xCD9E8D57} * counter[2];
-        const uint32_t next[4] = {static_cast<uint32_t>(second >> 32) ^ counter[1] ^ key[0],
-                                  static_cast<uint32_t>(second),
-                                  static_cast<uint32_t>(first >> 32) ^ counter[3] ^ key[1],
-                                  static_cast<uint32_t>(first)};
-        std::memcpy(counter, next, sizeof counter);
-        key[0] += 0x9E3779B9, key[1] += 0xBB67AE85;
-    }
-    return (counter[0] >> 8) * 0x1p-24;
-}
+constexpr int64_t kBlock = 256;  // tokens that are looked at together
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// Candidates for top-k and top-p are at most this far below the largest; the first that suffices.
+constexpr float kNear[] = {6, 12, kInfinity};
 
 struct Settings {
     float temperature, top_p;
     int64_t top_k;  // 0: no limit
+    uint64_t seed, position;
 };
 
-// One token from `size` logits; -1 where one is NaN.
-int64_t draw(const bf16* logits, int64_t size, const Settings& settings, double number) {
-    static thread_local std::vector<int32_t> counts;
-    static thread_local std::vector<float>
-        weights;  // of each kept value, in units of the largest's
-    counts.assign(kValues, 0), weights.resize(kValues);
-    int64_t most = -1, highest = 0;
-    for (int64_t i = 0; i < size; ++i) {
-        if ((logits[i] & 0x7FFF) > 0x7F80) return -1;
-        const int64_t key = key_of(logits[i]);
-        ++counts[key];
-        if (most < 0 || key > highest) most = i, highest = key;
-    }
-    if (settings.temperature == 0) return most;
+// Orders floats as integers: NaN above infinity, both zeros alike.
+int32_t image_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits = x == 0 ? 0 : bits;
+    return x != x ? std::numeric_limits<int32_t>::max() : bits ^ ((bits >> 31) & 0x7FFFFFFF);
+}
 
-    const float largest = value_of(highest), scale = 1 / std::max(settings.temperature, 1e-6f);
-    const int64_t limit = settings.top_k > 0 ? std::min(settings.top_k, size) : size;
-    int64_t least = highest;  // the lowest value that is kept
-    double total = 0;
-    for (int64_t key = highest, held = 0; held < limit; --key) {
-        if (!counts[key]) continue;
-        weights[key] = key == highest ? 1.0f : std::exp((value_of(key) - largest) * scale);
-        total += static_cast<double>(counts[key]) * weights[key];
-        held += counts[key], least = key;
-    }
-    if (settings.top_p < 1) {
-        const double wanted = settings.top_p * total;
-        double before = 0;
-        int64_t key = highest;
-        for (; key >= least && before < wanted; --key)
-            before += static_cast<double>(counts[key]) * (counts[key] ? weights[key] : 0);
-        least = std::max(least, key + 1), total = before;
-    }
+// e^x to 2e-7 for x up to 0, zero below -87; in steps that vectorise.
+float exponential(float x) {
+    const float t = std::max(x, -87.0f) * kLog2e;
+    const int32_t whole = static_cast<int32_t>(t - 0.5f);
+    const float f = t - static_cast<float>(whole);
+    float y = 1.540353e-4f;  // the Taylor series of 2^f: |f| is at most 1/2
+    y = y * f + 1.3333558e-3f;
+    y = y * f + 9.6181291e-3f;
+    y = y * f + 5.5504109e-2f;
+    y = y * f + 2.4022651e-1f;
+    y = y * f + 6.9314718e-1f;
+    y = y * f + 1.0f;
+    const int32_t bits = (whole + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : y * power;
+}
 
-    const double threshold = number * total;
+// Philox 4x32-10: the words of kBlock tokens from `first` on.
+void random_words(const Settings& settings, int64_t first, uint32_t* words) {
+    constexpr int64_t kGroups = kBlock / 4;
+    uint32_t counter[4][kGroups];
+    for (int64_t i = 0; i < kGroups; ++i) {
+        counter[0][i] = static_cast<uint32_t>(settings.position);
+        counter[1][i] = static_cast<uint32_t>(settings.position >> 32);
+        counter[2][i] = static_cast<uint32_t>(first / 4 + i);
+        counter[3][i] = 0;
+    }
+    uint32_t low = static_cast<uint32_t>(settings.seed),
+             high = static_cast<uint32_t>(settings.seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        for (int64_t i = 0; i < kGroups; ++i) {
+            const uint64_t one = uint64_t{0xD2511F53} * counter[0][i],
+                           two = uint64_t{0xCD9E8D57} * counter[2][i];
+            counter[0][i] = static_cast<uint32_t>(two >> 32) ^ counter[1][i] ^ low;
+            counter[1][i] = static_cast<uint32_t>(two);
+            counter[2][i] = static_cast<uint32_t>(one >> 32) ^ counter[3][i] ^ high;
+            counter[3][i] = static_cast<uint32_t>(one);
+        }
+        low += 0x9E3779B9, high += 0xBB67AE85;
+    }
+    for (int64_t i = 0; i < kBlock; ++i) words[i] = counter[i % 4][i / 4];
+}
+
+float uniform(uint32_t word) { return (static_cast<float>(word) + 0.5f) * 0x1p-32f; }
+
+float gumbel(uint32_t word) {
+    return -std::log(-std::log1p(-std::min(uniform(word), 1 - 0x1p-24f)));
+}
+
+// Not below exp(x), and above it by 6 % at most, for x up to 0: between powers of two a line.
+float at_least_exp(float x) {
+    const float scaled = std::max(x * kLog2e, -126.0f) + 127;
+    const int32_t bits = static_cast<int32_t>(scaled * (1 << 23)) + 1024;
+    float bound;
+    std::memcpy(&bound, &bits, sizeof bound);
+    return bound;
+}
+
+double mass_of(const float* first, const float* last, float peak) {
     double mass = 0;
-    int64_t last = most;
-    for (int64_t i = 0; i < size; ++i) {
-        const int64_t key = key_of(logits[i]);
-        if (key < least || weights[key] == 0) continue;
-        mass += weights[key], last = i;
-        if (mass > threshold) break;
+#pragma omp simd reduction(+ : mass)
+    for (const float* at = first; at < last; ++at) mass += exponential(*at - peak);
+    return mass;
+}
+
+// The lowest of the values above which all of them weigh less than `wanted`; at least the largest.
+// Quickselect: the part that cannot hold it is dropped, and nothing is sorted. Changes their order.
+float nucleus(std::vector<float>& values, float peak, double wanted) {
+    float *first = values.data(), *last = first + values.size(), least = peak;
+    double above = 0;  // the mass of what is known to be kept
+    while (first != last) {
+        const float pivot = first[(last - first) / 2];
+        float* equal = std::partition(first, last, [=](float x) { return x > pivot; });
+        const double heavier = above + mass_of(first, equal, peak);
+        if (heavier >= wanted) {
+            last = equal;
+            continue;
+        }
+        float* less = std::partition(equal, last, [=](float x) { return x == pivot; });
+        above = heavier + mass_of(equal, less, peak), first = less, least = pivot;
     }
-    return last;
+    return least;
+}
+
+// The least of the scaled logits that top-k, then top-p keep.
+float threshold(const std::vector<float>& scaled, const Settings& settings, float peak) {
+    static thread_local std::vector<float> kept;
+    const int64_t size = scaled.size(), limit = std::min(settings.top_k, size);  // 0: no limit
+    double wanted = settings.top_p * mass_of(scaled.data(), scaled.data() + size, peak);
+    for (const float near : kNear) {
+        kept.resize(size + 1);
+        int64_t count = 0;
+        const float floor = peak - near;
+        for (const float x : scaled) kept[count] = x, count += x >= floor;
+        kept.resize(count);
+        if (limit ? count >= limit : mass_of(&kept[0], &kept[count], peak) >= wanted) break;
+    }
+    float least = -kInfinity;
+    if (limit) {
+        std::nth_element(kept.begin(), kept.begin() + limit - 1, kept.end(), std::greater<>());
+        least = kept[limit - 1];
+        kept.erase(std::partition(kept.begin(), kept.end(), [=](float x) { return x >= least; }),
+                   kept.end());
+        wanted = settings.top_p * mass_of(kept.data(), kept.data() + kept.size(), peak);
+    }
+    return settings.top_p < 1 ? nucleus(kept, peak, wanted) : least;
+}
+
+// One token from `size` logits; -1 where one is NaN.
+int64_t draw(const Act* logits, int64_t size, const Settings& settings) {
+    static thread_local std::vector<float> scaled;
+    int32_t highest = std::numeric_limits<int32_t>::min();
+#pragma omp simd reduction(max : highest)
+    for (int64_t i = 0; i < size; ++i) highest = std::max(highest, image_of(widen(logits[i])));
+    if (highest == std::numeric_limits<int32_t>::max()) return -1;
+    int64_t token = 0;
+    while (image_of(widen(logits[token])) != highest) ++token;
+    const float largest = widen(logits[token]);
+    if (settings.temperature == 0 || !std::isfinite(largest)) return token;
+
+    const float scale = std::max(settings.temperature, 1e-6f), peak = largest / scale;
+    scaled.resize(size);
+    for (int64_t i = 0; i < size; ++i) scaled[i] = widen(logits[i]) / scale;
+    const bool cut = settings.top_k > 0 || settings.top_p < 1;
+    const float least = cut ? threshold(scaled, settings, peak) : -kInfinity;
+    uint32_t words[kBlock];
+    float best = -kInfinity, chance[kBlock];
+    const auto consider = [&](int64_t i, uint32_t word) {
+        const float noisy = scaled[i] + gumbel(word);
+        if (noisy > best || (noisy == best && i < token)) best = noisy, token = i;
+    };
+    const int64_t beginning = token / kBlock * kBlock;
+    random_words(settings, beginning, words);
+    consider(token, words[token - beginning]);  // a high bar for the others
+    for (int64_t start = 0; start < size; start += kBlock) {
+        const int64_t count = std::min(kBlock, size - start);
+        const float* x = &scaled[start];
+        float high = -kInfinity;
+#pragma omp simd reduction(max : high)
+        for (int64_t i = 0; i < count; ++i) high = std::max(high, x[i]);
+        // The largest noise is 22.88; sums are rounded, in units of the larger number.
+        const float slack = 1e-4f + std::abs(best) * 0x1p-21f, bar = best - slack;
+        if (high < least || high + 23 < bar) continue;
+        random_words(settings, start, words);
+        for (int64_t i = 0; i < count; ++i)
+            chance[i] = at_least_exp(std::min(x[i] - bar, 0.0f)) - uniform(words[i]);
+        for (int64_t i = 0; i < count; ++i)
+            if (chance[i] >= 0 && x[i] >= least && x[i] > -kInfinity)
+                consider(start + i, words[i]);
+    }
+    return token;
 }
 
 }  // namespace
@@ -95,7 +189,7 @@ int64_t draw(const bf16* logits, int64_t size, const Settings& settings, double 
 // Trees [rows, nodes] with logits [rows, nodes, size] → the target's choice at every node of the
 // walk, -1 elsewhere and where a logit is NaN. positions [rows, nodes] is where a drawn token will
 // stand.
-extern "C" void eagle3_sample(const bf16* logits, const int64_t* tokens, const int64_t* parents,
+extern "C" void eagle3_sample(const Act* logits, const int64_t* tokens, const int64_t* parents,
                               const int64_t* positions, const float* temperature,
                               const float* top_p, const int64_t* top_k, const int64_t* seeds,
                               int64_t* predicted, int64_t rows, int64_t nodes, int64_t size,
@@ -105,10 +199,11 @@ extern "C" void eagle3_sample(const bf16* logits, const int64_t* tokens, const i
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t at = row * nodes;
         std::fill_n(predicted + at, nodes, -1);
-        const Settings settings{temperature[row], top_p[row], top_k[row]};
         for (int64_t node = 0, next = 0; next >= 0;) {
-            const int64_t token = draw(logits + (at + node) * size, size, settings,
-                                       uniform(seeds[row], positions[at + node]));
+            const Settings settings{temperature[row], top_p[row], top_k[row],
+                                    static_cast<uint64_t>(seeds[row]),
+                                    static_cast<uint64_t>(positions[at + node])};
+            const int64_t token = draw(logits + (at + node) * size, size, settings);
             predicted[at + node] = token;
             next = -1;
             for (int64_t child = 1; child < nodes && next < 0 && token >= 0; ++child)

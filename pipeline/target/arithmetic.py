@@ -1,0 +1,139 @@
+"""What a machine computes with: `auto` resolved, and what may be promised of the results.
+
+    setting    CUDA ≥ 8.0   CPU with AVX512-BF16, AMX or ARM's bf16   any other
+    auto       bfloat16     bfloat16                                  float32
+    other      as it says, on every machine
+
+Weights and states keep the type they are stored in; arithmetic makes no two runs differ. Torch's
+own products promise less than our kernels: in fp32 they are the same for one number of threads; in
+bf16 so only where the processor multiplies it, elsewhere results hang on addresses. At the top of
+this module there is no torch: `--plan` asks `planned_dtype`.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from pipeline.config import TargetSection, TrainSection, cpu_kernels
+from pipeline.config.isa import cpu_multiplies_bf16, isa_level, machine_levels
+from pipeline.records import Arithmetic
+
+if TYPE_CHECKING:
+    import torch
+
+Dtype = Literal["bfloat16", "float32", "float16"]
+
+#: What a notice says where `auto` chose fp32.
+NOT_NATIVE = " (bfloat16 is not multiplied natively here)"
+#: CUDA devices from this capability on multiply bf16.
+_CUDA_BF16 = (8, 0)
+#: Exists where an NVIDIA driver has found a GPU.
+_NVIDIA_DEVICE = Path("/dev/nvidia0")
+
+
+def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
+    """`target.dtype` or `train.dtype` on `device`."""
+    import torch
+
+    name = setting if setting != "auto" else _native(device)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def planned_dtype(setting: str, device: str) -> Dtype:
+    """As `resolve_dtype` for the setting `target.device`, without torch.
+
+    A CUDA device that can be seen is taken to multiply bf16.
+    """
+    if setting != "auto":
+        return cast(Dtype, setting)
+    cuda = device == "cuda" or (device == "auto" and _NVIDIA_DEVICE.exists())
+    return "bfloat16" if cuda or cpu_multiplies_bf16() else "float32"
+
+
+def target_dtype(section: TargetSection) -> Dtype:
+    """`planned_dtype` of the target."""
+    return planned_dtype(section.dtype, section.device)
+
+
+def decoder_weight_bytes(section: TargetSection) -> int:
+    """Of a weight in the decoder's memory.
+
+    Our CPU kernels leave one that is stored in 16 bits as it is, whatever they compute in.
+    """
+    ours = cpu_kernels() and isa_level() is not None
+    return 4 if target_dtype(section) == "float32" and not ours else 2
+
+
+def train_dtype(section: TrainSection, target: TargetSection) -> Dtype:
+    """`planned_dtype` of training, which runs on the target's device."""
+    return planned_dtype(section.dtype, target.device)
+
+
+def torch_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
+    """Of what torch itself computes: capture, training, and decoding without other kernels."""
+    import torch
+
+    exact = dtype == torch.float32 or _native(device) == "bfloat16"
+    # CUDA: atomic additions and cuBLAS' choice of algorithm are nobody's promise.
+    repeatable = "per thread count" if exact and device.type == "cpu" else "no"
+    return _arithmetic("torch", dtype, device, repeatable)
+
+
+def decoder_arithmetic(ops: Any, dtype: torch.dtype, device: torch.device) -> Arithmetic:
+    """Of a decoder's backend, by what it says of itself; torch's own where it says nothing.
+
+    A backend has a `name`; `arithmetic_name` is the level that its kernels were compiled for, and
+    `repeatable` what it promises.
+    """
+    if ops.name == "torch":
+        return torch_arithmetic(dtype, device)
+    name = getattr(ops, "arithmetic_name", None)
+    if name is None:
+        name = (isa_level() or ops.name) if ops.name == "cpu" else ops.name
+    return _arithmetic(name, dtype, device, getattr(ops, "repeatable", "no"))
+
+
+def server_arithmetic(kind: str) -> Arithmetic:
+    """Of servers: theirs to know."""
+    return Arithmetic(
+        dtype="unknown", kernels=kind, device="server", processor="", threads=0, repeatable="no"
+    )
+
+
+def reason(arithmetic: Arithmetic, setting: str) -> str:
+    """Why `auto` chose fp32, behind what is said of it; else nothing."""
+    return NOT_NATIVE if setting == "auto" and arithmetic.dtype == "float32" else ""
+
+
+def _arithmetic(
+    kernels: str, dtype: torch.dtype, device: torch.device, repeatable: Any
+) -> Arithmetic:
+    import torch
+
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        processor = f"sm_{major}{minor}"
+    else:
+        processor = machine_levels()[-1] if machine_levels() else platform.machine()
+    return Arithmetic(
+        dtype=str(dtype).removeprefix("torch."),
+        kernels=kernels,
+        device=cast(Any, device.type),
+        processor=processor,
+        threads=torch.get_num_threads(),
+        repeatable=repeatable,
+    )
+
+
+def _native(device: torch.device) -> Dtype:
+    """The faster of bf16 and fp32 on `device`: bf16 where it is multiplied natively."""
+    if device.type == "cuda":
+        import torch
+
+        native = torch.cuda.get_device_capability(device) >= _CUDA_BF16
+    else:
+        native = cpu_multiplies_bf16()
+    return "bfloat16" if native else "float32"

@@ -1,0 +1,156 @@
+"""Prompts packed into one forward: what shares it changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import TreeSection
+from pipeline.decoder.batch import DecodeBatch, TokenRows
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.prefill import Staging
+from pipeline.decoder.request import Request
+from pipeline.decoder.round import read_prompt, read_prompts
+from pipeline.eagle3.head import Eagle3Head
+from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens
+
+TREE = TreeSection(top_k=3, steps=4, nodes=10)
+PROMPTS = [random_tokens(length, seed=length) for length in (37, 1, 70, 5)]
+
+
+def _equal(ours: DecodeBatch, theirs: DecodeBatch) -> None:
+    for name in ("roots", "seq_lens", "emitted", "counts"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    torch.testing.assert_close(ours.drafter_state, theirs.drafter_state, atol=1e-3, rtol=1e-3)
+
+
+@torch.inference_mode()
+def test_packed_prompts_leave_what_single_ones_leave(model: DecoderModel, head: Eagle3Head) -> None:
+    """First tokens, drafter's states, and keys and values of the target and the drafter."""
+    drafter = Eagle3Drafter(head, model, TREE)
+    alone = open_rows(model, 4, pages=2, drafter=drafter)
+    packed = open_rows(model, 4, pages=2, drafter=drafter)
+    planes = [poisoned_planes(model, 9, drafter) for _ in range(2)]
+    for batch in (alone, packed):
+        batch.temperature[1:3], batch.seeds[1:3] = 0.9, 7
+    for row, prompt in enumerate(PROMPTS):
+        read_prompt(model, planes[0], drafter, alone.rows(row, row + 1), prompt)
+    starts = torch.tensor([0, *(len(prompt) for prompt in PROMPTS)]).cumsum(0)
+    rows = TokenRows.ragged(starts, int(starts[-1]), longest=70)
+    tokens = torch.cat(PROMPTS)
+    behind = torch.cat([prompt.roll(-1) for prompt in PROMPTS])
+    read_prompts(model, planes[1], drafter, packed, rows, tokens, behind, last=4)
+    _equal(packed, alone)
+    for ours, theirs in (
+        (planes[1].target, planes[0].target),
+        (planes[1].drafter[0], planes[0].drafter[0]),
+    ):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3, equal_nan=True)
+
+
+def test_one_forward_reads_several_prompts(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six requests of 5 + 7 tokens each arrive at once, the budget is 4 · 12."""
+    sizes: list[int] = []
+    original = DecoderModel.forward
+
+    def counting(self: DecoderModel, tokens: Tensor, *rest: object) -> object:
+        sizes.append(len(tokens))
+        return original(self, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecoderModel, "forward", counting)
+    requests = [Request(str(index), tuple(range(5 + 7 * index)), 4, ()) for index in range(6)]
+    packed = {done.request_id: done for done in Engine(model, slots=6).generate(requests)}
+    assert sizes[0] == sum(len(request.prompt_ids) for request in requests)
+    assert sizes[1:] == [6, 6, 6]
+    sizes.clear()
+    engine = Engine(model, slots=6, prefill_tokens=12)
+    done = {each.request_id: each for each in engine.generate(requests)}
+    # 5 + 12 + 19 + 12 of the 26; then 12 a round beside the rounds of those that are running.
+    assert sizes[:2] == [48, 3] and sizes[2] == 12
+    monkeypatch.undo()
+    for request in requests:
+        (alone,) = Engine(model).generate([request])
+        name = request.request_id
+        assert packed[name].token_ids == done[name].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("prefill_tokens", [3, 16, 512])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sampled_replies_do_not_depend_on_the_packing(
+    model: DecoderModel, head: Eagle3Head, prefill_tokens: int, overlap: bool
+) -> None:
+    requests = [
+        Request(str(index), tuple(prompt.tolist()), 3 + 4 * index, (), temperature=0.9, seed=index)
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    requests.append(replace(requests[0], request_id="greedy", temperature=0.0))
+    alone = {each.request_id: next(Engine(model).generate([each])).token_ids for each in requests}
+    drafter = Eagle3Drafter(head, model, TREE)
+    engine = Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens, overlap=overlap)
+    for _ in range(2):
+        assert {done.request_id: done.token_ids for done in engine.generate(requests)} == alone
+
+
+def test_drafts_do_not_depend_on_the_chunks(model: DecoderModel, head: Eagle3Head) -> None:
+    """A drafter that read a wrong token at a chunk's end would propose other things."""
+
+    def logits(prefill_tokens: int) -> list[Tensor]:
+        drafter = Eagle3Drafter(head, model, TREE)
+        engine = Engine(model, drafter=drafter, slots=2, prefill_tokens=prefill_tokens)
+        drafter.trace = []
+        requests = [Request(name, tuple(PROMPTS[2].tolist()), 6, ()) for name in "ab"]
+        list(engine.generate(requests))
+        return drafter.trace
+
+    whole = logits(512)
+    for prefill_tokens in (8, 35):  # 32 and 38 tokens; 70 and 70
+        chunks = logits(prefill_tokens)
+        # Of the two requests one may start rounds before the other.
+        for drafted in (whole, chunks):
+            assert len(drafted) % TREE.steps == 0
+        first = chunks[: TREE.steps]
+        for ours, theirs in zip(first, whole, strict=False):
+            torch.testing.assert_close(ours[0], theirs[0], atol=1e-3, rtol=1e-3)
+
+
+def test_a_pass_reads_no_more_than_the_budget(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While others decode, 8 tokens a pass; before that four times as many."""
+    sizes: list[list[int]] = []
+    original = TokenRows.ragged
+
+    def counting(starts: Tensor, tokens: int, longest: int) -> TokenRows:
+        sizes.append(starts.diff().tolist())
+        assert longest == max(sizes[-1])
+        return original(starts, tokens, longest)
+
+    monkeypatch.setattr(TokenRows, "ragged", counting)
+    requests = [Request(str(index), (1,) * 30, 20, ()) for index in range(3)]
+    list(Engine(model, slots=3, prefill_tokens=8).generate(requests))
+    assert sizes == [[30, 2], [8], [8], [8], [4, 4], [8], [8], [8], [2]]
+
+
+def test_staged_values_may_be_sent_again_before_they_are_used() -> None:
+    staging = Staging(torch.int64, torch.device("cpu"))
+    sent = [staging.send(values) for values in ([1, 2, 3], [4], [], range(100), [2**62])]
+    assert [each.tolist() for each in sent] == [[1, 2, 3], [4], [], list(range(100)), [2**62]]
+    numbers = Staging(torch.float32, torch.device("cpu"))
+    assert numbers.send([0.5, 1]).dtype is torch.float32
+
+
+def test_staging_waits_for_a_copy_that_is_under_way() -> None:
+    waited: list[str] = []
+    staging = Staging(torch.int64, torch.device("cpu"))
+    staging._copied = SimpleNamespace(synchronize=lambda: waited.append("waited"))  # type: ignore[assignment]
+    staging.send([1])
+    assert waited == ["waited"]

@@ -1,0 +1,352 @@
+"""The checks of `make gpu-check`, by name. Each is run in a process of its own.
+
+Random models, so nothing is downloaded. The Triton kernels compute one side of each comparison, and
+plain torch operations or Hugging Face's model the other. Everything also runs on a CPU, with the
+CPU's operations, and smaller: that is what test_check.py does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.random_target import random_head, random_model
+from bench.report import ROOT
+from pipeline.config import TreeSection
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops import pick_ops
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.request import Request
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
+
+VOCABULARY, LENGTH = 512, 1024
+KERNEL_TESTS = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "tests/decoder/ops").glob("test_triton*.py"))
+]
+
+
+def shape_of(queries: int, groups: int, hidden: int, **more: int) -> dict[str, Any]:
+    """A configuration's keys."""
+    heads = {"num_attention_heads": queries, "num_key_value_heads": groups}
+    return {**heads, "hidden_size": hidden, **more}
+
+
+LLAMA = shape_of(8, 2, 512)
+SHAPES = {
+    "llama": LLAMA,
+    "one group, d 128": shape_of(4, 4, 512),
+    "d 80": shape_of(6, 2, 480, head_dim=80),
+    "d 96, ratio 8": shape_of(8, 1, 256, head_dim=96),
+}
+TREES = {
+    "chain": TreeSection(top_k=1, steps=4, nodes=5),
+    "tree": TreeSection(top_k=4, steps=5, nodes=16),
+    "wide": TreeSection(top_k=10, steps=6, nodes=60),
+}
+#: Published configurations (config.json of each on the Hugging Face hub); weights are random.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": {
+        "model_type": "llama",
+        **shape_of(32, 8, 2048, intermediate_size=8192, num_hidden_layers=16, vocab_size=128256),
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        **shape_of(14, 2, 896, intermediate_size=4864, num_hidden_layers=24, vocab_size=151936),
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "Qwen3-0.6B": {
+        "model_type": "qwen3",
+        **shape_of(16, 8, 1024, intermediate_size=3072, num_hidden_layers=28, vocab_size=151936),
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+}
+#: Draft vocabulary and vocabulary of the widest targets.
+WIDE = 32000, 128256
+#: A long row among short ones.
+RAGGED = (6000, 3, 200, 17, 64, 1)
+#: Log-probabilities may differ by this much in fp32, for small models and for whole ones.
+DIFFERENCE, WHOLE_DIFFERENCE = 1e-3, 1e-2
+#: A token of the speculative output may be this much less likely than the best one, in bf16.
+NEAR_TIE = 0.3
+#: A draw may lie this far below the best perturbed token, in fp32.
+DRAW_GAP = 1e-3
+
+Check = Callable[[], dict[str, Any]]
+
+
+def model_of(
+    shape: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: TorchOps | None = None,
+    *,
+    length: int = LENGTH,
+    vocabulary: int | None = None,
+) -> DecoderModel:
+    """A random Llama; the same weights for every `ops`."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=vocabulary or VOCABULARY,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        max_position_embeddings=2 * length,
+        tie_word_embeddings=False,
+        **shape,
+    )
+    return random_model(
+        config, (1, 2, 4), device=device, dtype=dtype, max_length=length, scale=0.08, ops=ops
+    )
+
+
+def head_of(model: DecoderModel, proposed: int | None = None) -> Eagle3Head:
+    """A random head: it drafts badly, which losslessness must survive."""
+    return random_head(model.config, torch.arange(0, proposed or model.vocabulary, 2), scale=6)
+
+
+def drafting(model: DecoderModel, tree: TreeSection, slots: int) -> Engine:
+    """An engine that drafts such trees."""
+    return Engine(model, drafter=Eagle3Drafter(head_of(model), model, tree), slots=slots)
+
+
+def prompt_of(tokens: int, seed: int = 7) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, VOCABULARY, (tokens,), generator=generator).tolist())
+
+
+def requests(temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> list[Request]:
+    """Eleven of them: prompts of 3 to 260 tokens, limits of 1 to 48."""
+    prompts = [prompt_of(3 + 26 * index, index) for index in range(10)]
+    prompts.append(prompts[3][:64])
+    return [
+        Request(
+            str(index),
+            prompt,
+            1 + (17 * index) % 48,
+            (),
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=index,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def decode(engine: Engine, wanted: list[Request]) -> dict[str, tuple[int, ...]]:
+    """Every request's tokens. Raises AssertionError when one of them ends as an error."""
+    replies = {}
+    for done in engine.generate(wanted):
+        assert done.error is None, f"request {done.request_id}: {done.error}"
+        replies[done.request_id] = done.token_ids
+    return replies
+
+
+def logits_agree(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Logits of a prompt in fp32: this device's operations against plain torch ones."""
+    dtype, largest = torch.float32, []
+    for ops in (pick_ops(device, dtype), TorchOps(dtype)):
+        model = model_of(shape, device, dtype, ops)
+        largest.append(log_probabilities(model, prompt_of(200), prompt_of(40, 8)))
+    difference = float((largest[0] - largest[1]).abs().max())
+    assert difference < DIFFERENCE, f"log-probabilities differ by {difference}"
+    return {"largest_difference": difference}
+
+
+def greedy_is_lossless(
+    shape: dict[str, Any], tree: TreeSection, device: torch.device
+) -> dict[str, Any]:
+    """fp32: with a drafter, in batches of 1, 3 and 8, every token is the plain one."""
+    model = model_of(shape, device, torch.float32)
+    plain = decode(Engine(model), requests())
+    for slots in (1, 3, 8):
+        assert decode(drafting(model, tree, slots), requests()) == plain, f"batch {slots} differs"
+    return {"tokens": 3 * sum(map(len, plain.values()))}
+
+
+def sampling_is_lossless(device: torch.device, top_p: float, top_k: int) -> dict[str, Any]:
+    """fp32: with a drafter, every token is the one that its seed draws from the plain model."""
+    model, wanted = model_of(LLAMA, device, torch.float32), requests(0.8, top_p, top_k)
+    done = decode(drafting(model, TREES["tree"], 4), wanted)
+    return {**_draws(model, wanted, done), "tokens": sum(map(len, done.values()))}
+
+
+def near_ties(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """bf16: no speculative token is much less likely to the plain model than its best one."""
+    model = model_of(shape, device, torch.bfloat16)
+    done = decode(drafting(model, TREES["tree"], 4), requests())
+    replies = [(request.prompt_ids, done[request.request_id]) for request in requests()]
+    gaps = [greedy_gaps(model, *reply) for reply in replies]
+    worst = max(gap.worst for gap in gaps)
+    assert worst <= NEAR_TIE, f"a token is {worst} below the best one"
+    return {
+        "worst_log_probability_gap": worst,
+        "near_ties": sum(gap.near_ties for gap in gaps),
+        "tokens": sum(gap.tokens for gap in gaps),
+    }
+
+
+def length_limit(length: int, device: torch.device) -> dict[str, Any]:
+    """fp32: prompt and reply fill `length` to the last entry, in a full pool of pages."""
+    model = model_of(LLAMA, device, torch.float32, length=length)
+    splits = length - 1, length - 2, length - 40, length - 7, 3
+    wanted = [
+        Request(str(prompt), prompt_of(prompt), min(length - prompt, 60) if prompt > 3 else 1, ())
+        for prompt in splits
+    ]
+    plain = decode(Engine(model, slots=len(wanted)), wanted)
+    for request in wanted:
+        assert len(plain[request.request_id]) == request.max_new_tokens, request.request_id
+    for tree in TREES.values():
+        assert decode(drafting(model, tree, len(wanted)), wanted) == plain, f"{tree} differs"
+    return {"tokens": (1 + len(TREES)) * sum(map(len, plain.values()))}
+
+
+def ragged_batch(device: torch.device) -> dict[str, Any]:
+    """fp32: a long row among short ones decodes as every row alone."""
+    length = max(RAGGED) + 64
+    model = model_of(LLAMA, device, torch.float32, length=length)
+    wanted = [Request(str(tokens), prompt_of(tokens), 24, ()) for tokens in RAGGED]
+    plain = decode(Engine(model), wanted)
+    for name, tree in TREES.items():
+        assert decode(drafting(model, tree, len(wanted)), wanted) == plain, f"{name} differs"
+    return {"tokens": (1 + len(TREES)) * sum(map(len, plain.values()))}
+
+
+def wide_vocabulary(device: torch.device) -> dict[str, Any]:
+    """fp32: greedy and sampled replies with a vocabulary of 128,256 and a draft one of 16,000."""
+    proposed, vocabulary = WIDE
+    model = model_of(LLAMA, device, torch.float32, vocabulary=vocabulary)
+    drafter = Eagle3Drafter(head_of(model, proposed), model, TREES["tree"])
+    engine = Engine(model, drafter=drafter, slots=4)
+    plain = decode(Engine(model, slots=4), requests())
+    assert decode(engine, requests()) == plain, "greedy replies differ"
+    wanted = requests(0.8, top_p=0.95, top_k=50)
+    return {**_draws(model, wanted, decode(engine, wanted)), "vocabulary": vocabulary}
+
+
+def against_hf(name: str, device: torch.device) -> dict[str, Any]:
+    """A whole architecture with random weights: log-probabilities and greedy replies are HF's.
+
+    fp32: log-probabilities of a text. bf16: each token that we choose is HF's best or nearly so.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    keys = dict(ARCHITECTURES[name])
+    config: Any = AutoConfig.for_model(keys.pop("model_type"), **keys)
+    torch.manual_seed(0)
+    family: Any = AutoModelForCausalLM
+    hf = family.from_config(config, dtype=torch.float32).eval()
+    for parameter in hf.parameters():  # else logits are nearly flat, norms 1 and biases 0
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
+    layers = config.num_hidden_layers
+    capture = 1, layers // 2 - 1, layers - 4
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype in (torch.float32, torch.bfloat16):
+            directory = Path(folder) / str(dtype)
+            hf.to(dtype).save_pretrained(directory)
+            hf.to(device)
+            model = DecoderModel.load(
+                directory, capture, device=device, dtype=dtype, max_length=300
+            )
+            prompt, reply = prompt_of(200), prompt_of(100, 8)
+            if dtype == torch.bfloat16:
+                wanted = Request("0", prompt, 64, ())
+                reply = decode(drafting(model, TREES["tree"], 1), [wanted])["0"]
+            tokens = torch.tensor([[*prompt, *reply[:-1]]], device=device)
+            with torch.inference_mode():
+                theirs = hf(tokens).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+            if dtype == torch.float32:
+                ours = log_probabilities(model, prompt, reply)
+                difference = float((theirs - ours).abs().max())
+                assert difference < WHOLE_DIFFERENCE, f"log-probabilities differ by {difference}"
+                results["largest_difference"] = difference
+            else:
+                chosen = theirs.gather(1, torch.tensor(reply, device=device)[:, None])[:, 0]
+                behind = theirs.max(-1).values - chosen
+                results["worst_log_probability_gap"] = worst = float(behind.max())
+                results["near_ties"] = int((behind > 0).sum())
+                assert worst <= NEAR_TIE, f"a token is {worst} below Hugging Face's best one"
+            hf.to("cpu")
+    return results
+
+
+def kernels(file: str) -> dict[str, Any]:
+    """Triton kernels against their definitions: the suite's own tests, on this GPU."""
+    if importlib.util.find_spec("pytest") is None:
+        return {"skipped": "pytest is not installed; the other checks ran the same kernels"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return {"summary": done.stdout.strip().splitlines()[-1]}
+
+
+def checks(device: torch.device) -> dict[str, Check]:
+    """Every check by its name; long ones stand apart, so that parts take about as long."""
+    return dict(_checks(device))
+
+
+def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
+    if device.type == "cuda":
+        for file in KERNEL_TESTS:
+            yield f"kernels, {Path(file).stem}", partial(kernels, file)
+    for name in ARCHITECTURES:
+        yield f"hugging face, {name}", partial(against_hf, name, device)
+    for name, shape in SHAPES.items():
+        yield f"logits, {name}", partial(logits_agree, shape, device)
+        yield f"near ties in bf16, {name}", partial(near_ties, shape, device)
+        for title, tree in TREES.items():
+            yield f"greedy, {name}, {title}", partial(greedy_is_lossless, shape, tree, device)
+    yield "sampling", partial(sampling_is_lossless, device, 1.0, 0)
+    yield "sampling, top-p and top-k", partial(sampling_is_lossless, device, 0.9, 40)
+    for length in (LENGTH, LENGTH - 24):
+        yield f"length limit, {length}", partial(length_limit, length, device)
+    yield "ragged batch", partial(ragged_batch, device)
+    yield "vocabulary of 128k", partial(wide_vocabulary, device)
+
+
+def _draws(
+    model: DecoderModel, wanted: list[Request], done: dict[str, tuple[int, ...]]
+) -> dict[str, float]:
+    worst = max(draw_gap(model, request, done[request.request_id]) for request in wanted)
+    assert worst <= DRAW_GAP, f"a draw is {worst} away from the plain model's"
+    return {"worst_gap": worst}
