@@ -261,7 +261,9 @@ def against_hf(name: str, device: torch.device) -> dict[str, Any]:
     fp32: log-probabilities of a text. bf16: each token that we choose is HF's best or nearly so.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     keys = dict(ARCHITECTURES[name])
     config: Any = AutoConfig.for_model(keys.pop("model_type"), **keys)
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench.report import ROOT
+from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.tree import Tree, VerifyOutput
 from tests.gpu import cases, check
@@ -64,7 +65,8 @@ def test_a_sound_decoder_passes() -> None:
 
 
 def test_a_lossy_verification_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = TorchOps.verify
+    backend = type(pick_ops(CPU, torch.float32))
+    honest = backend.verify
 
     def generous(self: TorchOps, tree: Tree, predicted: torch.Tensor, depth: int) -> VerifyOutput:
         wrong = predicted.clone()
@@ -72,7 +74,7 @@ def test_a_lossy_verification_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
             wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])
         return honest(self, tree, wrong, depth)
 
-    monkeypatch.setattr(TorchOps, "verify", generous)
+    monkeypatch.setattr(backend, "verify", generous)
     results = perform("greedy, llama, tree", "sampling", "logits, llama")
     assert not results["greedy, llama, tree"]["passed"]
     assert not results["sampling"]["passed"]
