@@ -41,7 +41,7 @@ def _options() -> argparse.Namespace:
     option("--device", default=here, choices=("cpu", "cuda"))
     option("--levels", type=_names, help=f"of {', '.join(bench_levels())}; default all (CPU)")
     option("--only", type=_names, default=GROUPS, help=f"of {', '.join(GROUPS)} (CPU)")
-    option("--quick", action="store_true", help="three runs, and only what issues ask for (CPU)")
+    option("--quick", action="store_true", help="three runs (CPU)")
     option("--part", help="one part by its name, or as 2/4; default all (GPU)")
     option("--list", action="store_true", help="print the parts and end (GPU)")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")

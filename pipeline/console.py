@@ -120,8 +120,8 @@ class Pace:
 
     @property
     def seconds_left(self) -> float | None:
-        """None while the rate or the total is unknown."""
-        if self.rate is None or self.total is None:
+        """None while the total is unknown, or the rate rests on too little to go on."""
+        if self.rate is None or self.total is None or self.done - self.first < self.total / 50:
             return None
         return max(0.0, self.total - self.done) / self.rate
 

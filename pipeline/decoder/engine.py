@@ -108,6 +108,8 @@ class Engine:
         if buckets is None and cuda:
             buckets = default_buckets(slots)
         with torch.inference_mode():
+            if cuda:
+                self._prefill.warm()
             self._runner = RoundRunner(
                 model, planes, drafter, self._batch, buckets=buckets, verify=verify
             )

@@ -21,6 +21,9 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import RunningRequest
 from pipeline.decoder.round import read_prompts
 
+#: Tokens of a prompt that take every path of a long one.
+_LONG = 256
+
 
 class Prefill:
     """Requests in the rows of a batch of their own, in order of arrival."""
@@ -33,6 +36,19 @@ class Prefill:
         self._opened = 0  # rows whose parameters are on the device
         self._ints = Staging(torch.int64, model.device)
         self._floats = Staging(torch.float32, model.device)
+
+    def warm(self) -> None:
+        """Launch, on a row that nobody holds, all that reading prompts launches later.
+
+        Kernels compile now and not in the middle of serving: those of prompts of one token, of
+        more than any kernel takes at once, and of chunks that are not the last of their prompt.
+        """
+        row = self.batch.rows(0, 1)
+        for length, last in ((1, 1), (min(_LONG, self._model.max_length), 0)):
+            ids = torch.zeros(length, dtype=torch.int64, device=self._model.device)
+            rows = TokenRows.even(1, length, ids.device)
+            read_prompts(self._model, self._planes, self._drafter, row, rows, ids, ids, last=last)
+            self.batch.clear_row(0)
 
     @property
     def unread(self) -> int:

@@ -65,8 +65,9 @@ def test_captured_states_are_the_outputs_of_the_named_layers(
     _, aux, final, hidden, _ = _both(make_target("llama"), [37])
     # hidden[0] is the embedding, hidden[i + 1] the output of layer i, and the last one is normed.
     expected = torch.cat([hidden[layer + 1] for layer in CAPTURE], -1)[0]
-    torch.testing.assert_close(aux, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(final, hidden[-1][0], atol=1e-4, rtol=1e-4)
+    # Sums of other orders; states are as large as a hundred.
+    torch.testing.assert_close(aux, expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(final, hidden[-1][0], atol=1e-3, rtol=1e-4)
     off_by_one = torch.cat([hidden[layer] for layer in CAPTURE], -1)
     assert (aux - off_by_one).abs().max() > 0.1, (
         "a planted off-by-one in the capture layer must be seen"

@@ -154,3 +154,27 @@ def test_staging_waits_for_a_copy_that_is_under_way() -> None:
     staging._copied = SimpleNamespace(synchronize=lambda: waited.append("waited"))  # type: ignore[assignment]
     staging.send([1])
     assert waited == ["waited"]
+
+
+@torch.inference_mode()
+def test_warming_reads_a_short_and_a_long_prompt_and_leaves_nothing(
+    model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=2)
+    request = Request("1", tuple(PROMPTS[0].tolist()), 12, ())
+    (before,) = engine.generate([request])
+    lengths = []
+    forward = model.forward
+
+    def counting(tokens: Tensor, *rest: object) -> object:
+        lengths.append(len(tokens))
+        return forward(tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model, "forward", counting)
+    engine._prefill.warm()
+    assert lengths == [1, model.max_length]  # shorter here than what is long
+    monkeypatch.undo()
+    row = engine._prefill.batch.rows(0, 1)
+    assert not row.active.any() and not row.seq_lens.any() and not row.block_table.any()
+    (after,) = engine.generate([request])
+    assert after.token_ids == before.token_ids

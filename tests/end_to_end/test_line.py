@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipeline.cli import main
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.tree import Tree, VerifyOutput
 from pipeline.records import STAGES, EvalReport, Manifest
 from pipeline.store.stage_run import read_manifest
@@ -169,7 +170,8 @@ def test_a_decoder_that_changes_the_output_fails_the_run(
             wrong[:, 0] = torch.where(predicted[:, 0] % 7 == 0, tree.tokens[:, 1], predicted[:, 0])
         return verify(self, tree, wrong, depth)
 
-    monkeypatch.setattr(TorchOps, "verify", verify_wrongly)
+    for backend in (TorchOps, CpuOps):
+        monkeypatch.setattr(backend, "verify", verify_wrongly)
     shutil.rmtree(tmp_path / "run/eval")
     capsys.readouterr()
     assert main(["eval", "-c", config]) == 1

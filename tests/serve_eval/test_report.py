@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from typing import Any
@@ -321,3 +322,17 @@ def test_terminal_table(capsys: pytest.CaptureFixture[str]) -> None:
         "–",
     ):
         assert shown in text, shown
+
+
+def test_json_log_has_the_figures_in_one_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EAGLE3_LOG", "json")
+    report = made_up_report()
+    print_table(report)
+    [line] = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert record["stage"] == "eval" and "lossless" in record["message"]
+    assert record["acceptance_length"] == report.acceptance_length
+    assert record["alpha"] == list(report.alpha) and record["speedup"] == report.speedup
+    assert record["by_category"] == report.by_category

@@ -322,7 +322,6 @@ class CpuOps(TorchOps):
         branch = len(path), block_table.shape[1], path.shape[1]
         self._library.eagle3_compact(*_addresses(planes, *inputs), *plane, *branch, _threads())
 
-
     def _address_of(self, metadata: AttentionMetadata) -> int:
         """Of the struct of a forward's metadata, which all its layers share."""
         if self._metadata.source is not metadata:

@@ -5,7 +5,7 @@ device. Block sizes, warps and stages are fixed by shape and type, never tuned a
 a graph captured today does the same arithmetic tomorrow.
 
 What is compiled depends on the model, the tree and the width of the block table. The lengths of
-prompts, positions and slots compile nothing: one prefill of any length, of one row, warms them all.
+prompts, positions and slots compile nothing: a prompt of one token and a long one warm them all.
 """
 
 from __future__ import annotations
