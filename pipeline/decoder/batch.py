@@ -8,6 +8,7 @@ else a former request left in it has no effect on anyone.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -35,8 +36,10 @@ class TokenRows:
     longest: int  # most tokens of a row, or more
 
     @classmethod
+    @cache
     def even(cls, rows: int, count: int, device: torch.device) -> TokenRows:
-        """`count` tokens in each of `rows` rows."""
+        """`count` tokens in each of `rows` rows; the same tensors for the same numbers, for good:
+        captured graphs keep their addresses."""
         index = torch.arange(rows * count, device=device)
         starts = torch.arange(0, rows * count + 1, count, device=device)
         return cls(starts, index // count, index % count, count)

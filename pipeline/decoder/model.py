@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.decoder.kv import PlaneShape
 from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
@@ -78,14 +78,15 @@ class DecoderModel:
         lm_head = embedding if tied else stored(weights.lm_head(), device)
         self._lm_head = ops.pack(lm_head)
         self.embedding = embedding.to(dtype)  # [V, H]
-        self.layers: list[LayerWeights] = []
-        #: Of each layer's input, and of the last one's output.
-        self._norms: list[Tensor] = []
+        layers: list[LayerWeights] = []
+        norms: list[Tensor] = []  # of each layer's input, and of the last one's output
         for index in range(config.num_hidden_layers):
             layer = weights.layer(index)
-            self._norms.append(layer["input_layernorm.weight"].to(device, dtype))
-            self.layers.append(fuse_layer(layer, ops, device))
-        self._norms.append(weights.final_norm().to(device, dtype))
+            norms.append(layer["input_layernorm.weight"].to(device, dtype))
+            layers.append(fuse_layer(layer, ops, device))
+        norms.append(weights.final_norm().to(device, dtype))
+        self._input_norm = norms[0]
+        self._stack = LayerStack(tuple(layers), tuple(norms[1:]), self.eps, capture_layers)
         length = max_length + HEADROOM
         rotary = RotaryTable(config, length, device=device, dtype=dtype)
         self.rotary = rotary.cos, rotary.sin
@@ -117,6 +118,11 @@ class DecoderModel:
         )
 
     @property
+    def layers(self) -> tuple[LayerWeights, ...]:
+        """Its decoder layers, in order."""
+        return self._stack.layers
+
+    @property
     def vocabulary(self) -> int:
         """Token ids are below this."""
         return len(self.embedding)
@@ -128,18 +134,10 @@ class DecoderModel:
 
     def forward(self, tokens: Tensor, metadata: AttentionMetadata, plane: Tensor) -> Forward:
         """Run tokens [T]; their keys and values go to `plane`, the target's of a pool."""
-        ops, eps = self.ops, self.eps
         embedded = F.embedding(tokens, self.embedding)  # [T, H]
-        normed, hidden = ops.add_rms_norm(embedded, None, self._norms[0], eps)
-        captured = []
-        for index, layer in enumerate(self.layers):
-            keys, values = plane[index]
-            normed, hidden = ops.layer(
-                layer, self._norms[index + 1], eps, metadata, hidden, normed, keys, values
-            )
-            if index in self.capture_layers:
-                captured.append(hidden)
-        return Forward(torch.cat(captured, dim=-1), normed)
+        normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, self.eps)
+        normed, _, aux = self.ops.layers(self._stack, metadata, hidden, normed, plane)
+        return Forward(aux, normed)
 
     def logits(self, final: Tensor) -> Tensor:
         """Final states [T, H] → logits [T, V]."""

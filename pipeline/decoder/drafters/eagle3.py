@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.base import entry_slots
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.tree import HEADROOM, Tree
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
@@ -133,9 +134,8 @@ class Eagle3Drafter:
         and the next step's hidden [T, H]."""
         norms = self._embed_norm, self._hidden_norm, self._eps
         joined = self.ops.embed_concat(tokens, self.embedding, hidden, *norms)  # [T, 2H]
-        keys, values = planes.drafter[0][0]
-        normed, output = self.ops.layer(
-            self._layer, self._norm, self._eps, metadata, hidden, joined, keys, values
+        normed, output, _ = self.ops.layers(
+            self._stack, metadata, hidden, joined, planes.drafter[0]
         )
         return normed, normed if self.shape.norm_output else output
 
@@ -161,10 +161,11 @@ class Eagle3Drafter:
         def norm(name: str) -> Tensor:
             return weights[f"{name}.weight"].to(device, self.dtype)
 
-        self._layer = fuse_layer(inside, self.ops, device)
         self._embed_norm = norm("midlayer.input_layernorm")
         self._hidden_norm = norm("midlayer.hidden_norm")
         self._norm, self._eps = norm("norm"), head.shape.rms_norm_eps
+        layer = fuse_layer(inside, self.ops, device)
+        self._stack = LayerStack((layer,), (self._norm,), self._eps, captured=())
         self._fc_norms = [norm(f"fc_norm.{part}") for part in range(3 * head.shape.fc_norm)]
         self._fc = self.ops.pack(stored(weights["fc.weight"], device))
         self._lm_head = self.ops.pack(stored(weights["lm_head.weight"], device))
@@ -188,16 +189,13 @@ class Eagle3Drafter:
         self, batch: DecodeBatch, steps: int, k: int
     ) -> tuple[list[AttentionMetadata], Tensor]:
         """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
-        rows, device = len(batch), batch.roots.device
+        rows = len(batch)
+        drafted, depths, bits, starts = _beam_constants(rows, steps, k, batch.roots.device)
         if steps == 0:
-            return [], torch.zeros(1, rows, k, dtype=torch.int64, device=device)
-        drafted = torch.arange(steps * k, device=device)  # [W] the drafted entries, step by step
+            return [], bits
         slots = entry_slots(batch.block_table, batch.seq_lens[:, None] + drafted)  # [B, W]
         slots = slots.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
-        depths = torch.arange(steps, device=device)[:, None, None]
         positions = (batch.seq_lens[:, None] + depths).expand(-1, -1, k).flatten(1)
-        bits = (1 << drafted).view(steps, 1, k).expand(-1, rows, -1).contiguous()
-        starts = torch.arange(0, rows * k + 1, k, device=device)
         places = [
             AttentionMetadata(
                 rotary=self._rotary,
@@ -222,22 +220,43 @@ class Eagle3Drafter:
         return min(shape.top_k, self.shape.draft_vocab_size)
 
 
+@cache
+def _beam_constants(
+    rows: int, steps: int, k: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of `steps` draft steps of k beams a row: drafted entries [W], step by step; depths [steps, 1,
+    1]; bits of the entries [steps, B, k], one step of zeros for none; where rows start [B + 1]."""
+    drafted = torch.arange(steps * k, device=device)
+    depths = torch.arange(steps, device=device)[:, None, None]
+    bits = (1 << drafted).view(steps, 1, k).expand(-1, rows, -1).contiguous()
+    if steps == 0:
+        bits = torch.zeros(1, rows, k, dtype=torch.int64, device=device)
+    return drafted, depths, bits, torch.arange(0, rows * k + 1, k, device=device)
+
+
 def _parents(kept: list[Tensor], tokens: list[Tensor], k: int) -> Tensor:
     """The candidate [B, C] that each of `tokens` continues, -1 for the root.
 
     The first k continue the root, the next k · k those k, and then k · k each the kept [B, k] of
     the k · k before them.
     """
-    first, device = tokens[0], tokens[0].device
-    parents = [torch.full_like(first, -1)]
-    if len(tokens) > 1:
-        beams = [torch.arange(k, device=device).expand_as(first), *kept]
-        # Where the list of all candidates has those that a beam was chosen from.
-        starts = torch.arange(k - k * k, k + k * k * len(kept), k * k, device=device)
-        starts = starts.clamp(min=0)[:, None]
-        above = torch.stack(beams, 1) + starts  # [B, steps, k]
-        parents.append(above[..., None].expand(-1, -1, -1, k).flatten(1))
-    return torch.cat(parents, 1)
+    root, first, starts = _parent_constants(len(tokens[0]), len(kept), k, tokens[0].device)
+    if len(tokens) == 1:
+        return root
+    above = torch.stack([first, *kept], 1) + starts  # [B, steps, k]
+    return torch.cat((root, above[..., None].expand(-1, -1, -1, k).flatten(1)), 1)
+
+
+@cache
+def _parent_constants(
+    rows: int, kept: int, k: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents of the first k candidates [B, k]; the first beams [B, k]; and where the list of all
+    candidates has those that each step's beams were chosen from [steps, 1]."""
+    root = torch.full((rows, k), -1, device=device)
+    first = torch.arange(k, device=device).expand(rows, -1)
+    starts = torch.arange(k - k * k, k + k * k * kept, k * k, device=device)
+    return root, first, starts.clamp(min=0)[:, None]
 
 
 def check_fits(head: Eagle3Head, model: DecoderModel) -> None:

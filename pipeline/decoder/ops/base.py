@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.decoder.ops.draws import by_node, perturb
-from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights, Packed
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights, Packed
 from pipeline.decoder.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput
 
 #: Cache entries in a page. One page of one head is the block that an attention kernel loads at
@@ -58,6 +58,29 @@ class TorchOps:
         """[T, 2I] → [T, I]: silu(first half) · second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def layers(
+        self,
+        stack: LayerStack,
+        metadata: AttentionMetadata,
+        hidden: Tensor,
+        normed: Tensor,
+        plane: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [T, H] and its normed input through all layers of a stack.
+
+        Returns the last output, normed and as it is [T, H], and the captured ones side by side
+        [T, C · H]. Keys and values go to `plane` [layers, 2, pages, G, PAGE, d].
+        """
+        captured = []
+        for index, (weights, norm) in enumerate(zip(stack.layers, stack.norms, strict=True)):
+            keys, values = plane[index]
+            normed, hidden = self.layer(
+                weights, norm, stack.eps, metadata, hidden, normed, keys, values
+            )
+            if index in stack.captured:
+                captured.append(hidden)
+        return normed, hidden, torch.cat(captured, dim=-1) if captured else hidden[:, :0]
 
     def layer(
         self,

@@ -1,4 +1,4 @@
-"""What `ops.layer` reads beside hidden states: a layer's weights, a forward's metadata."""
+"""What `ops.layers` reads beside hidden states: a layer's weights, a forward's metadata."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ class LayerWeights:
     post_norm: Tensor  # [H]
     gate_up: Packed  # [2I, H]
     down: Packed  # [H, I]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStack:
+    """Decoder layers one behind the other."""
+
+    layers: tuple[LayerWeights, ...]
+    norms: tuple[Tensor, ...]  # of each layer's output [H]: the next one's input, or the last norm
+    eps: float
+    captured: tuple[int, ...]  # ascending: layers whose outputs are kept
 
 
 @dataclass(frozen=True, eq=False)

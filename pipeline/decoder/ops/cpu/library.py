@@ -43,7 +43,7 @@ _PROTOTYPES = {
     "add_rms_norm": ":pppppfiii",
     "embed_concat": ":ppppppfii",
     "silu_mul": ":ppiii",
-    "layer": ":pppppppppfi",
+    "layers": ":pipppppipifi",
     "rope_write": ":pppppppfiiii",
     "tree_attention": ":pppppiiii",
     "argmax": ":ppiii",

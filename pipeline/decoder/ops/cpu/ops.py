@@ -14,7 +14,6 @@ widened in registers where the processor does not multiply them. Shapes as in ba
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +25,15 @@ from pipeline.config import cpu_kernels
 from pipeline.config.isa import LEVELS, isa_level
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.library import Unavailable, load_library
-from pipeline.decoder.ops.layer import AttentionMetadata, LayerWeights
+from pipeline.decoder.ops.cpu.structs import (
+    MatrixStruct,
+    MetadataStruct,
+    Weight,
+    addresses,
+    layer_structs,
+    metadata_struct,
+)
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.tree import Beams, SamplingTensors, Tree, VerifyOutput
 
 _threads = torch.get_num_threads
@@ -58,26 +65,6 @@ def _attempt(level: str | None, dtype: torch.dtype) -> tuple[CpuOps | None, str]
         return None, str(reason)
 
 
-class _MatrixStruct(ctypes.Structure):
-    """`Matrix` of kernels.h."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("outputs", "inputs", "wide")),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A matrix [outputs, inputs] in the layout of linear.cpp."""
-
-    data: Tensor  # uint8
-    struct: _MatrixStruct
-    address: int  # of `struct`
-    outputs: int
-    inputs: int
-
-
 class CpuOps(TorchOps):
     """Kernels of one level for activations of one type."""
 
@@ -95,8 +82,8 @@ class CpuOps(TorchOps):
         #: A function is an attribute of its own once it was looked up.
         self._library = load_library(level, dtype)
         self._most_proposed = int(self._library.eagle3_most_proposed())
-        self._layers: WeakKeyDictionary[LayerWeights, _LayerStruct] = WeakKeyDictionary()
-        self._metadata = _MetadataStruct()  # the last forward's
+        self._stacks: WeakKeyDictionary[LayerStack, Any] = WeakKeyDictionary()
+        self._metadata = MetadataStruct()  # the last forward's
 
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in] in panels of 32 outputs. The original is not needed any more."""
@@ -109,8 +96,8 @@ class CpuOps(TorchOps):
         size = self._library.eagle3_packed_size(outputs, inputs, wide)
         data = torch.empty(size, dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
-        self._library.eagle3_pack(*_addresses(weight, data), outputs, inputs, wide, _threads())
-        struct = _MatrixStruct(data.data_ptr(), outputs, inputs, wide)
+        self._library.eagle3_pack(*addresses(weight, data), outputs, inputs, wide, _threads())
+        struct = MatrixStruct(data.data_ptr(), outputs, inputs, wide)
         return Weight(data, struct, ctypes.addressof(struct), outputs, inputs)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -134,7 +121,7 @@ class CpuOps(TorchOps):
         if update is not None:
             update, total = update.contiguous(), torch.empty_like(x)
         self._library.eagle3_add_rms_norm(
-            *_addresses(x, update, weight, normed, total), eps, *x.shape, _threads()
+            *addresses(x, update, weight, normed, total), eps, *x.shape, _threads()
         )
         return normed, total
 
@@ -143,33 +130,40 @@ class CpuOps(TorchOps):
         gate_up = gate_up.contiguous()
         rows, both = gate_up.shape
         y = gate_up.new_empty(rows, both // 2)
-        self._library.eagle3_silu_mul(*_addresses(gate_up, y), rows, both // 2, _threads())
+        self._library.eagle3_silu_mul(*addresses(gate_up, y), rows, both // 2, _threads())
         return y
 
-    def layer(
+    def layers(
         self,
-        weights: LayerWeights,
-        following_norm: Tensor,
-        eps: float,
+        stack: LayerStack,
         metadata: AttentionMetadata,
         hidden: Tensor,
         normed: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        assert hidden.dtype is normed.dtype is keys.dtype is self.dtype
-        assert metadata.rotary[0].dtype is self.dtype
-        assert hidden.is_contiguous() and normed.is_contiguous()
-        assert keys.is_contiguous() and values.is_contiguous()
-        layer = self._layers.get(weights)
-        if layer is None:
-            layer = _layer_struct(weights, self.dtype, groups=keys.shape[1], size=keys.shape[3])
-            self._layers[weights] = layer
-        normed_sum, total = torch.empty_like(hidden), torch.empty_like(hidden)
-        tensors = following_norm, hidden, normed, keys, values, normed_sum, total
-        structs = ctypes.addressof(layer), self._address_of(metadata)
-        self._library.eagle3_layer(*structs, *_addresses(*tensors), eps, _threads())
-        return normed_sum, total
+        plane: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert hidden.dtype is normed.dtype is plane.dtype is self.dtype
+        assert metadata.rotary[0].dtype is self.dtype and plane.is_contiguous()
+        structs = self._stacks.get(stack)
+        if structs is None:
+            structs = layer_structs(stack, self.dtype, groups=plane.shape[3], size=plane.shape[5])
+            self._stacks[stack] = structs
+        output = hidden.clone(memory_format=torch.contiguous_format)
+        normed, output_normed = normed.contiguous(), torch.empty_like(output)
+        tokens, size = output.shape
+        count, captures = len(stack.layers), len(stack.captured)
+        aux = output.new_empty(tokens, captures * size)
+        self._library.eagle3_layers(
+            ctypes.addressof(structs),
+            count,
+            self._address_of(metadata),
+            *addresses(normed, output, output_normed, plane),
+            plane.numel() // (2 * count),
+            aux.data_ptr(),
+            captures,
+            stack.eps,
+            _threads(),
+        )
+        return output_normed, output, aux
 
     def embed_concat(
         self,
@@ -185,7 +179,7 @@ class CpuOps(TorchOps):
         rows, size = hidden.shape
         both = hidden.new_empty(rows, 2 * size)
         tensors = tokens, embedding, hidden, embed_norm, hidden_norm, both
-        self._library.eagle3_embed_concat(*_addresses(*tensors), eps, rows, size)
+        self._library.eagle3_embed_concat(*addresses(*tensors), eps, rows, size)
         return both
 
     def rope_write(
@@ -204,12 +198,12 @@ class CpuOps(TorchOps):
         groups, size = keys.shape[1], keys.shape[3]
         heads = width // size - 2 * groups
         query = qkv.new_empty(tokens, heads, size)
-        before = _addresses(qkv, *(norms or (None, None)))
+        before = addresses(qkv, *(norms or (None, None)))
         sizes = heads, groups, size
         self._library.eagle3_rope_write(
             *before,
             self._address_of(metadata),
-            *_addresses(keys, values, query),
+            *addresses(keys, values, query),
             eps,
             *sizes,
             _threads(),
@@ -226,7 +220,7 @@ class CpuOps(TorchOps):
         mixed = torch.empty_like(query)
         _, heads, size = query.shape
         self._library.eagle3_tree_attention(
-            *_addresses(query, keys, values),
+            *addresses(query, keys, values),
             self._address_of(metadata),
             mixed.data_ptr(),
             heads,
@@ -242,7 +236,7 @@ class CpuOps(TorchOps):
         logits = logits.contiguous()
         index = torch.empty(logits.shape[:-1], dtype=torch.int64)
         sizes = index.numel(), logits.shape[-1]
-        self._library.eagle3_argmax(*_addresses(logits, index), *sizes, _threads())
+        self._library.eagle3_argmax(*addresses(logits, index), *sizes, _threads())
         return index
 
     def propose(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -252,7 +246,7 @@ class CpuOps(TorchOps):
         logits = logits.contiguous()
         scores, index = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
         self._library.eagle3_propose(
-            *_addresses(logits, scores, index), k, rows, vocabulary, _threads()
+            *addresses(logits, scores, index), k, rows, vocabulary, _threads()
         )
         return scores, index
 
@@ -274,7 +268,7 @@ class CpuOps(TorchOps):
         kept_hidden = torch.empty_like(inputs[4])
         kept = total, best, kept_score, token, kept_lineage, kept_hidden
         bytes_each = hidden.shape[1] * hidden.element_size()
-        self._library.eagle3_select_beams(*_addresses(*inputs, *kept), rows, k, bytes_each)
+        self._library.eagle3_select_beams(*addresses(*inputs, *kept), rows, k, bytes_each)
         return Beams(*kept)
 
     def grow_tree(
@@ -285,7 +279,7 @@ class CpuOps(TorchOps):
         rows, count = tokens.shape
         kept = min(nodes - 1, count)
         grown = torch.empty(4, rows, kept + 1, dtype=torch.int64).unbind()
-        self._library.eagle3_grow_tree(*_addresses(*inputs, *grown), rows, count, kept)
+        self._library.eagle3_grow_tree(*addresses(*inputs, *grown), rows, count, kept)
         return Tree(*grown)
 
     def verify(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
@@ -294,7 +288,7 @@ class CpuOps(TorchOps):
         path, emitted = torch.empty(2, rows, depth + 1, dtype=torch.int64).unbind()
         counts = torch.empty_like(path[:, 0])
         outputs = path, counts, emitted
-        self._library.eagle3_verify(*_addresses(*inputs, *outputs), rows, nodes, depth)
+        self._library.eagle3_verify(*addresses(*inputs, *outputs), rows, nodes, depth)
         return VerifyOutput(*outputs)
 
     def sample(
@@ -306,7 +300,7 @@ class CpuOps(TorchOps):
         tensors = logits, tree.tokens, tree.parents, positions, *by_row
         inputs = [tensor.contiguous() for tensor in tensors]
         predicted = torch.empty(logits.shape[:2], dtype=torch.int64)
-        self._library.eagle3_sample(*_addresses(*inputs, predicted), *logits.shape, _threads())
+        self._library.eagle3_sample(*addresses(*inputs, predicted), *logits.shape, _threads())
         return predicted
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
@@ -320,71 +314,10 @@ class CpuOps(TorchOps):
         layers, sides, pages, groups, page, size = planes.shape
         plane = layers * sides, pages, groups, page, size * planes.element_size()
         branch = len(path), block_table.shape[1], path.shape[1]
-        self._library.eagle3_compact(*_addresses(planes, *inputs), *plane, *branch, _threads())
+        self._library.eagle3_compact(*addresses(planes, *inputs), *plane, *branch, _threads())
 
     def _address_of(self, metadata: AttentionMetadata) -> int:
         """Of the struct of a forward's metadata, which all its layers share."""
         if self._metadata.source is not metadata:
-            self._metadata = _metadata_struct(metadata)
+            self._metadata = metadata_struct(metadata)
         return ctypes.addressof(self._metadata)
-
-
-def _addresses(*tensors: Tensor | None) -> list[int | None]:
-    """Pointers for a call, null for what is missing; the caller keeps the tensors alive."""
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-# What calls read through one pointer, field by field as in kernels.h and layer.cpp ----------------
-
-
-def _fields(*, pointers: str, numbers: str) -> list[tuple[str, Any]]:
-    addresses = [(name, ctypes.c_void_p) for name in pointers.split()]
-    return [*addresses, *((name, ctypes.c_int64) for name in numbers.split())]
-
-
-class _LayerStruct(ctypes.Structure):
-    """`Layer`: the addresses of a LayerWeights, and its sizes."""
-
-    _fields_ = _fields(
-        pointers="qkv output gate_up down qkv_bias query_norm key_norm output_bias post_norm",
-        numbers="heads groups size",
-    )
-
-
-class _MetadataStruct(ctypes.Structure):
-    """`Metadata`: the addresses of an AttentionMetadata, and its sizes."""
-
-    _fields_ = _fields(
-        pointers="cos sin positions slots block_table seq_lens query_starts mask",
-        numbers="rows tokens pages",
-    )
-    source: AttentionMetadata | None = None
-    tensors: tuple[Tensor | None, ...] = ()  # what the addresses point into
-
-
-def _layer_struct(
-    weights: LayerWeights, dtype: torch.dtype, *, groups: int, size: int
-) -> _LayerStruct:
-    query_norm, key_norm = weights.head_norms or (None, None)
-    vectors = weights.qkv_bias, query_norm, key_norm, weights.output_bias, weights.post_norm
-    assert all(vector is None or vector.dtype is dtype for vector in vectors)
-    matrices = weights.qkv, weights.output, weights.gate_up, weights.down
-    addresses = *(matrix.address for matrix in matrices), *_addresses(*vectors)
-    return _LayerStruct(*addresses, weights.output.inputs // size, groups, size)
-
-
-def _metadata_struct(metadata: AttentionMetadata) -> _MetadataStruct:
-    cos, sin = metadata.rotary
-    assert cos.is_contiguous() and sin.is_contiguous()
-    indices = metadata.positions, metadata.slots, metadata.block_table, metadata.seq_lens
-    mask = None if metadata.mask is None else metadata.mask.contiguous()
-    tensors = (
-        cos,
-        sin,
-        *(tensor.contiguous() for tensor in (*indices, metadata.query_starts)),
-        mask,
-    )
-    sizes = len(metadata.seq_lens), len(metadata.positions), metadata.block_table.shape[1]
-    struct = _MetadataStruct(*_addresses(*tensors), *sizes)
-    struct.source, struct.tensors = metadata, tensors
-    return struct

@@ -14,6 +14,7 @@
 
 constexpr bool kTiles = true;
 constexpr int64_t kTilePairs = 16, kTileRows = 16;
+constexpr int64_t kTileStreams = 8;  // of prefetching
 
 // Pairs of inputs that a packed weight has: whole tiles of them.
 inline int64_t packed_pairs(int64_t in) { return (in + 31) / 32 * kTilePairs; }
@@ -51,8 +52,8 @@ inline void multiply_blocks(const uint32_t* x, int64_t stride, const char* weigh
     for (int64_t k = 0; k < pairs; k += kTilePairs) {
         const char* step = weight + k * 128;
         if (more)
-            for (int64_t line = 0; line < 32; ++line)
-                _mm_prefetch(step + pairs * 128 + line * 64, _MM_HINT_T1);
+            for (int64_t line = 2 * k; line < 2 * (k + kTilePairs); ++line)
+                prefetch_line<kTileStreams>(weight + pairs * 128, 2 * pairs, line);
         _tile_loadd(4, x + k, stride * 4);
         _tile_loadd(6, step, 128);
         _tile_dpbf16ps(0, 4, 6);

@@ -1,5 +1,5 @@
-// A whole decoder layer in one call. Nothing new is computed here: a token passes nine operations a
-// layer, and calling each from Python would take a tenth of the time of decoding one token.
+// All layers of a forward in one call. Nothing new is computed here: a token passes nine operations
+// a layer, and calling each from Python would take a tenth of the time of decoding one token.
 #include "kernels.h"
 
 #include <vector>
@@ -9,15 +9,19 @@ extern "C" {
 struct Layer {  // LayerWeights of layer.py; what a layer lacks is null
     const Matrix *qkv, *output, *gate_up, *down;
     const Act *qkv_bias, *query_norm, *key_norm, *output_bias, *post_norm;
+    const Act* norm;  // of its output
     int64_t heads, groups, size;
+    int64_t captured;  // where its output goes among the captured ones, or -1
 };
 
-// normed [tokens, in of qkv] and hidden [tokens, hidden] → the layer's output `sum`, and
-// `normed_sum` by `following` [hidden].
-void eagle3_layer(const Layer* layer, const Metadata* metadata, const Act* following,
-                  const Act* hidden, const Act* normed, Act* keys, Act* values, Act* normed_sum,
-                  Act* sum, float eps, int64_t threads) {
-    const Layer& l = *layer;
+}
+
+namespace {
+
+// hidden [tokens, hidden] becomes the layer's output; `normed` is read [tokens, in of qkv], and
+// `output_normed` [tokens, hidden], which may be the same, is the norm of the output.
+void forward(const Layer& l, const Metadata* metadata, const Act* normed, Act* hidden,
+             Act* output_normed, Act* keys, Act* values, float eps, int64_t threads) {
     const int64_t tokens = metadata->tokens, hidden_size = l.output->out, inner = l.down->in;
     const int64_t qkv_size = l.qkv->out, queries = l.output->in;
     static thread_local std::vector<Act> buffer;
@@ -32,12 +36,35 @@ void eagle3_layer(const Layer* layer, const Metadata* metadata, const Act* follo
                       l.groups, l.size, threads);
     eagle3_tree_attention(query, keys, values, metadata, mixed, l.heads, l.groups, l.size, threads);
     eagle3_linear(mixed, l.output, l.output_bias, update, tokens, threads);
-    eagle3_add_rms_norm(hidden, update, l.post_norm, normed_sum, sum, eps, tokens, hidden_size,
-                        threads);
-    eagle3_linear(normed_sum, l.gate_up, nullptr, gate_up, tokens, threads);
+    eagle3_add_rms_norm(hidden, update, l.post_norm, output_normed, hidden, eps, tokens,
+                        hidden_size, threads);
+    eagle3_linear(output_normed, l.gate_up, nullptr, gate_up, tokens, threads);
     eagle3_silu_mul(gate_up, act, tokens, inner, threads);
     eagle3_linear(act, l.down, nullptr, update, tokens, threads);
-    eagle3_add_rms_norm(sum, update, following, normed_sum, sum, eps, tokens, hidden_size, threads);
+    eagle3_add_rms_norm(hidden, update, l.norm, output_normed, hidden, eps, tokens, hidden_size,
+                        threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// `count` layers: hidden [tokens, hidden] is overwritten with the last output, output_normed
+// [tokens, hidden] is its norm; `normed` is the first layer's input. Keys and values go to planes
+// of `side` numbers [count, 2, side], captured outputs to aux [tokens, captures, hidden].
+void eagle3_layers(const Layer* layers, int64_t count, const Metadata* metadata, const Act* normed,
+                   Act* hidden, Act* output_normed, Act* planes, int64_t side, Act* aux,
+                   int64_t captures, float eps, int64_t threads) {
+    const int64_t size = layers->output->out;
+    for (int64_t i = 0; i < count; ++i) {
+        Act* keys = planes + 2 * i * side;
+        forward(layers[i], metadata, i ? output_normed : normed, hidden, output_normed, keys,
+                keys + side, eps, threads);
+        if (layers[i].captured >= 0)
+            for (int64_t token = 0; token < metadata->tokens; ++token)
+                std::memcpy(aux + (token * captures + layers[i].captured) * size,
+                            hidden + token * size, size * sizeof(Act));
+    }
 }
 
 }  // extern "C"

@@ -31,6 +31,7 @@ constexpr int64_t kStep = 128;  // bytes of a panel at one step: a pair of input
 constexpr int64_t kWays = 8;    // ways of the L1 cache: rows that fit however far apart they lie
 constexpr int64_t kChunkBytes = 384 * 1024;  // rows of x that stay in the L2 cache beside a panel
 constexpr int64_t kSerialWork = 1 << 15;     // multiplications for which one thread is enough
+constexpr int64_t kStreams = 4;              // of prefetching
 #ifdef __AVX512F__
 constexpr int kRows = kTiles ? 32 : 12;  // rows that a pass keeps in registers,
 constexpr int kWideRows = 12;            // and both halves of a panel with them
@@ -120,11 +121,10 @@ void multiply(const Product& p, int64_t row, int64_t panel, int64_t half, const 
         for (int64_t k = 0; k < p.steps; ++k)
             multiply_step<Rows, Halves>(acc, weight + k * kStep, x, p.stride, k, Wide);
     } else {
-        // Into L2: in L1 the next panel would push out this one before all passes have read it.
 #pragma GCC unroll 1
         for (int64_t k = 0; k < p.steps; ++k) {
-            _mm_prefetch(ahead + k * lines * 64, _MM_HINT_T1);
-            if (lines == 2) _mm_prefetch(ahead + k * 128 + 64, _MM_HINT_T1);
+            prefetch_line<kStreams>(ahead, p.steps * lines, k * lines);
+            if (lines == 2) prefetch_line<kStreams>(ahead, p.steps * 2, k * 2 + 1);
             multiply_step<Rows, Halves>(acc, weight + k * kStep, x, p.stride, k, Wide);
         }
     }
@@ -151,8 +151,7 @@ constexpr Pass kPasses[13] = {
 };
 
 // Passes [begin, end) times one panel, or times one of its halves after the other where registers
-// do not hold both. The first two share the prefetching of the next panel; with a single row the
-// hardware does as well by itself.
+// do not hold both. The first two share the prefetching of the next panel.
 void multiply_passes(const Product& p, bool wide, int64_t begin, int64_t end, int64_t panel,
                      bool more) {
     const bool both = (p.rows + p.passes() - 1) / p.passes() <= kWideRows;
@@ -164,7 +163,7 @@ void multiply_passes(const Product& p, bool wide, int64_t begin, int64_t end, in
         for (int64_t pass = begin; pass < end; ++pass) {
             const int64_t row = p.first_row(pass), height = p.first_row(pass + 1) - row;
             const Pass run = passes[height];
-            if (!more || half || pass - begin > 1 || p.rows == 1)
+            if (!more || half || pass - begin > 1)
                 run(p, row, panel, half, nullptr, 0);
             else if (end - begin == 1) run(p, row, panel, half, next, 2);
             else run(p, row, panel, half, next + (pass - begin) * distance, 1);
