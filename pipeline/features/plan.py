@@ -12,8 +12,8 @@ from pipeline.store.shards import ENTRY, SHARDS, read_entry
 from pipeline.store.stage_run import find_manifest, stage_location
 from pipeline.target.arithmetic import target_dtype
 
-#: Sustained rate of one CPU thread in matrix products; measured with SmolLM2-135M on two cores, the
-#: bf16 one with AVX512-BF16.
+#: Sustained rate of one CPU thread in matrix products; measured with SmolLM2-135M on two cores,
+#: bf16 with AVX512-BF16, fp32 with torch limited to AVX2.
 _FLOPS_PER_THREAD = {"bfloat16": 150e9, "float32": 60e9, "float16": 60e9}
 #: The interpreter with torch and transformers imported.
 _INTERPRETER_BYTES = 700 << 20

@@ -83,17 +83,10 @@ def torch_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
 
 
 def decoder_arithmetic(ops: Any, dtype: torch.dtype, device: torch.device) -> Arithmetic:
-    """Of a decoder's backend, by what it says of itself; torch's own where it says nothing.
-
-    A backend has a `name`; `arithmetic_name` is the level that its kernels were compiled for, and
-    `repeatable` what it promises.
-    """
+    """Of a decoder's backend: what its kernels are called, and what it promises of results."""
     if ops.name == "torch":
         return torch_arithmetic(dtype, device)
-    name = getattr(ops, "arithmetic_name", None)
-    if name is None:
-        name = (isa_level() or ops.name) if ops.name == "cpu" else ops.name
-    return _arithmetic(name, dtype, device, getattr(ops, "repeatable", "no"))
+    return _arithmetic(ops.arithmetic_name, dtype, device, ops.repeatable)
 
 
 def server_arithmetic(kind: str) -> Arithmetic:

@@ -169,10 +169,10 @@ def fit(
     least_squares = section.head_config.init_layer == "least_squares" and not section.start_from
     if least_squares and resumed is None:
         _solve(config, head, target, data)
-    with long_step("train", "setting up the trainer"):
-        config, why = _choose_dtype(config, resumed, target.device)
+    config, why = _choose_dtype(config, resumed, target.device)
     section = config.train
-    trainer = _trainer(config, head, target, data)
+    with long_step("train", "setting up the trainer"):
+        trainer = _trainer(config, head, target, data)
     before = _resume(trainer, resumed)
     arithmetic = torch_arithmetic(trainer.dtype, trainer.device)
     stage_run.compute_with(arithmetic, why=why, earlier=before.arithmetic)

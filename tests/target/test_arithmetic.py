@@ -9,6 +9,7 @@ import torch
 
 from pipeline.config import TargetSection, TrainSection, isa
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.records import Arithmetic
 from pipeline.target.arithmetic import (
     NOT_NATIVE,
@@ -100,7 +101,7 @@ def test_torch_promises_less_than_our_kernels(force: pytest.MonkeyPatch) -> None
     assert str(arithmetic) == "float32, kernels avx2" and arithmetic.repeatable == "always"
     assert arithmetic.threads == torch.get_num_threads() and arithmetic.processor == "amx"
     assert decoder_arithmetic(TorchOps(), torch.float32, CPU).kernels == "torch"
-    assert decoder_arithmetic(SimpleNamespace(name="triton"), torch.float32, CPU).repeatable == "no"
+    assert decoder_arithmetic(TritonOps(), torch.float32, CPU).repeatable == "no"
 
 
 def test_which_arithmetics_agree() -> None:

@@ -14,7 +14,8 @@ from pipeline.decoder.ops.layer import Packed
 class Launcher(TorchOps):
     """Operations that launch kernels, in activations of type `dtype`."""
 
-    name = "triton"
+    name = arithmetic_name = "triton"
+    repeatable = "no"  # cuBLAS chooses its algorithms
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(dtype)
