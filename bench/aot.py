@@ -27,8 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.base import PAGE
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.ops.triton.language import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.tree import SamplingTensors, root_only

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.tree import SamplingTensors, VerifyOutput
 
@@ -136,12 +136,9 @@ class DecodeBatch:
         """Make a row inert; nothing is waited for."""
         self.block_table[row], self.seq_lens[row], self.active[row] = 0, 0, 0
 
-    def slots(self, row: Tensor, entries: Tensor) -> Tensor:
-        """Slots [T] of cache entries [T] of rows [T]."""
-        return self.block_table[row, entries // PAGE] * PAGE + entries % PAGE
-
     def metadata(
         self,
+        ops: TorchOps,
         rotary: tuple[Tensor, Tensor],
         rows: TokenRows,
         *,
@@ -153,11 +150,12 @@ class DecodeBatch:
         They are chains at their entries' positions, unless `positions` [T] and the bits of `mask`
         [T] say otherwise.
         """
-        entries = self.seq_lens[rows.row] + rows.within  # [T]
+        place = self.block_table, self.seq_lens, rows.row, rows.within
+        entries, slots = ops.slots_behind(*place)
         return AttentionMetadata(
             rotary=rotary,
             positions=entries if positions is None else positions,
-            slots=self.slots(rows.row, entries),
+            slots=slots,
             block_table=self.block_table,
             seq_lens=self.seq_lens,
             query_starts=rows.starts,

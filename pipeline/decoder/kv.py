@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.layer import PAGE
 from pipeline.errors import ConfigError
 
 #: Of the memory that is free, how much a pool may take: a device is ours alone, a host is not.

@@ -84,6 +84,7 @@ def read_tree(
     rows, nodes = tree.tokens.shape
     positions = batch.seq_lens[:, None] + tree.depth  # [B, N]
     metadata = batch.metadata(
+        model.ops,
         model.rotary,
         TokenRows.even(rows, nodes, positions.device),
         positions=positions.flatten(),
@@ -114,7 +115,7 @@ def read_prompts(
     last one: nothing follows it yet, and the row's first token is drawn. It becomes the root, and
     is left in `batch.emitted`.
     """
-    metadata = batch.metadata(model.rotary, rows)
+    metadata = batch.metadata(model.ops, model.rotary, rows)
     output = model.forward(tokens, metadata, planes.target)
     ended, ends = batch.rows(0, last), rows.starts[1 : last + 1] - 1  # [last]
     if last:

@@ -28,7 +28,7 @@ def log_probabilities(
         1, pages=allocator.capacity, emitted=0, state=None, device=model.device
     )
     batch.block_table.copy_(torch.arange(1, allocator.pages, device=model.device))
-    metadata = batch.metadata(model.rotary, TokenRows.even(1, len(tokens), model.device))
+    metadata = batch.metadata(model.ops, model.rotary, TokenRows.even(1, len(tokens), model.device))
     output = model.forward(tokens, metadata, plane)
     return model.logits(output.final[len(prompt_ids) - 1 :]).float().log_softmax(-1)
 

@@ -106,7 +106,7 @@ def states_of(model: DecoderModel, tokens: Tensor) -> Forward:
     """Aux and final states of a sequence [T], read in one forward."""
     pages = pages_for(len(tokens))
     batch, planes = open_rows(model, 1, pages=pages), poisoned_planes(model, pages + 1)
-    metadata = batch.metadata(model.rotary, TokenRows.even(1, len(tokens), model.device))
+    metadata = batch.metadata(model.ops, model.rotary, TokenRows.even(1, len(tokens), model.device))
     return model.forward(tokens, metadata, planes.target)
 
 

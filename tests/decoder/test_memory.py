@@ -15,8 +15,8 @@ from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import PlaneShape, _free_of_container, free_bytes, pages_for
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.base import PAGE, TorchOps
-from pipeline.decoder.ops.layer import Packed
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.layer import PAGE, Packed
 from pipeline.decoder.request import Request
 from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.head import Eagle3Head
@@ -38,7 +38,7 @@ def test_rotary_tables_reach_to_the_end_of_a_round_in_flight(
 ) -> None:
     """A request of full length, the deepest trees, every draft accepted, one round too many."""
     drafter = Eagle3Drafter(head, model, CHAIN)
-    for table in (*model.rotary, *drafter._rotary):
+    for table in (*model.rotary, *drafter._head.rotary):
         assert len(table) == model.max_length + HEADROOM
     for new_tokens in range(2, 2 + CHAIN.steps):
         accept_all = ImposedAcceptance((CHAIN.steps,), CPU)

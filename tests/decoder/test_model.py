@@ -33,7 +33,7 @@ def _both(
     planes, batch = poisoned_planes(model, 3), open_rows(model, 1, pages=2)
     outputs = []
     for chunk in torch.split(ids, chunks):
-        metadata = batch.metadata(model.rotary, TokenRows.even(1, len(chunk), CPU))
+        metadata = batch.metadata(model.ops, model.rotary, TokenRows.even(1, len(chunk), CPU))
         outputs.append(model.forward(chunk, metadata, planes.target))
         batch.seq_lens.add_(len(chunk))
     reference = AutoModelForCausalLM.from_pretrained(directory)(

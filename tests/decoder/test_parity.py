@@ -16,9 +16,7 @@ from torch import Tensor
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import TokenRows
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.tree import Tree
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
@@ -161,20 +159,17 @@ def test_a_planted_shift_of_the_tokens_is_seen(model: DecoderModel, head: Eagle3
 def test_a_planted_off_by_one_in_the_rotary_position_is_seen(
     model: DecoderModel, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Eagle3Drafter.step
+    original = Eagle3Drafter._load
 
-    def late(
-        drafter: Eagle3Drafter,
-        tokens: Tensor,
-        hidden: Tensor,
-        metadata: AttentionMetadata,
-        planes: Planes,
-    ) -> tuple[Tensor, Tensor]:
-        if metadata.mask is not None:  # later draft steps, not the prompt
-            metadata = replace(metadata, positions=metadata.positions + 1)
-        return original(drafter, tokens, hidden, metadata, planes)
+    def late(drafter: Eagle3Drafter, head: Eagle3Head, model: DecoderModel) -> None:
+        original(drafter, head, model)
+        # Positions behind the prompt, those of later draft steps, are rotated by one too many.
+        rotary = [
+            torch.cat((table[:PREFIX], table[PREFIX + 1 :])) for table in drafter._head.rotary
+        ]
+        drafter._head = replace(drafter._head, rotary=(rotary[0], rotary[1]))
 
-    monkeypatch.setattr(Eagle3Drafter, "step", late)
+    monkeypatch.setattr(Eagle3Drafter, "_load", late)
     assert _worst(model, head, extended=0) > 1e-3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -76,7 +77,7 @@ def test_nan_logits_end_one_request_only(
     model.embedding = model.embedding.clone()
     model.embedding[poisoned] = float("nan")
     if drafter:
-        drafter.embedding = model.embedding
+        drafter._head = replace(drafter._head, embedding=model.embedding)
     engine = Engine(model, drafter=drafter, slots=3, overlap=overlap)
     bad = Request("bad", (5, poisoned, 6), 8, ())
     for _ in range(2):  # the second time on pages that hold NaN from the first

@@ -18,13 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.decoder.ops.draft import Candidates, DraftHead, unroll
 from pipeline.decoder.ops.draws import by_node, perturb
-from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights, Packed
+from pipeline.decoder.ops.layer import (
+    PAGE,
+    AttentionMetadata,
+    LayerStack,
+    LayerWeights,
+    Packed,
+    entry_slots,
+)
 from pipeline.decoder.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput
-
-#: Cache entries in a page. One page of one head is the block that an attention kernel loads at
-#: once.
-PAGE = 64
 
 
 class TorchOps:
@@ -58,6 +62,16 @@ class TorchOps:
         """[T, 2I] → [T, I]: silu(first half) · second half."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def slots_behind(
+        self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Cache entries and slots [T] of tokens `within` [T] places behind what their rows have.
+
+        block_table [B, P], seq_lens [B]; token t belongs to row[t].
+        """
+        entries = seq_lens[row] + within
+        return entries, block_table[row, entries // PAGE] * PAGE + entries % PAGE
 
     def layers(
         self,
@@ -221,6 +235,25 @@ class TorchOps:
             hidden=by_row.gather(1, above[:, :, None].expand_as(by_row)).flatten(0, 1),
         )
 
+    def unroll(
+        self,
+        head: DraftHead,
+        state: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        plane: Tensor,
+        steps: int,
+        k: int,
+        trace: list[Tensor] | None = None,
+    ) -> Candidates:
+        """What a draft of `steps` steps of k beams a row proposes.
+
+        state [B, H] is the head's output at the last committed entry. Drafted keys and values go
+        behind the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. `trace` is given every
+        step's logits [B, beams, Vd], the root's first.
+        """
+        return unroll(self, head, state, block_table, seq_lens, plane, steps, k, trace)
+
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
     ) -> Tree:
@@ -309,11 +342,6 @@ class TorchOps:
         target = entry_slots(block_table, seq_lens[:, None] + entry)
         moved = planes[:, :, source // PAGE, :, source % PAGE]
         planes[:, :, target // PAGE, :, target % PAGE] = moved
-
-
-def entry_slots(block_table: Tensor, entries: Tensor) -> Tensor:
-    """Slots of entries [B, E] of each row."""
-    return block_table.gather(1, entries // PAGE) * PAGE + entries % PAGE
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE, TorchOps
-from pipeline.decoder.ops.layer import AttentionMetadata, Packed
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, Packed
 from pipeline.decoder.tree import WINDOW, SamplingTensors
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

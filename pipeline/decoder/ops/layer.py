@@ -7,6 +7,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+#: Cache entries in a page. One page of one head is the block that an attention kernel loads at
+#: once.
+PAGE = 64
+
 #: A weight as a backend wants it; only that backend's `linear` looks inside.
 Packed: TypeAlias = Any
 
@@ -66,3 +70,8 @@ class AttentionMetadata:
     def rows(self) -> int:
         """B."""
         return len(self.seq_lens)
+
+
+def entry_slots(block_table: Tensor, entries: Tensor) -> Tensor:
+    """Slots of entries [B, E] of each row."""
+    return block_table.gather(1, entries // PAGE) * PAGE + entries % PAGE

@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.ops.triton.language import INTERPRETED
 
 _ROOT = Path(__file__).resolve().parents[3]

@@ -15,8 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import BaseBackend  # type: ignore[import-untyped]
 
 from bench.aot import SHARED_LIMIT, Recorder, variants
-from pipeline.decoder.ops.base import PAGE
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.tree import SamplingTensors
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE, TorchOps
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
+from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.tree import Tree
 from tests.decoder.ops.conftest import slot_metadata
 from tests.decoder.ops.kernels import KERNELS, assert_rounded, load_kernels, name_of, numbers

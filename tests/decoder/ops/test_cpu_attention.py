@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE, TorchOps, entry_slots
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, entry_slots
 from tests.decoder.ops.conftest import chain_metadata, tree_metadata
 from tests.decoder.ops.kernels import KERNELS, load_kernels, name_of, numbers
 

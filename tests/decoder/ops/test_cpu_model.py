@@ -8,17 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from bench.random_target import random_head
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
+from pipeline.decoder.ops.draft import unroll
 from pipeline.decoder.request import Request
+from pipeline.decoder.round import read_prompt
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
-from tests.decoder.conftest import CAPTURE, FAMILIES, VOCABULARY
+from tests.decoder.conftest import (
+    CAPTURE,
+    FAMILIES,
+    VOCABULARY,
+    open_rows,
+    poisoned_planes,
+    random_tokens,
+)
 from tests.decoder.ops.kernels import KERNELS, load_kernels, name_of
 
 CPU = torch.device("cpu")
@@ -71,6 +82,38 @@ def test_log_probabilities_are_as_near_to_float64_as_torchs_are(
     )
     # Over one text the ratio scatters between 0.8 and 1.15.
     assert (ours - exact).abs().mean() <= 1.3 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("steps", "k"), [(1, 4), (2, 1), (5, 4), (7, 8), (4, 20)], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("norm_output", [False, True])
+@torch.inference_mode()
+def test_a_draft_in_one_call_is_the_draft_step_by_step(
+    make_target: Callable[[str], Path], ops: CpuOps, steps: int, k: int, norm_output: bool
+) -> None:
+    """Every bit of it: candidates, logits, and the keys and values that it leaves behind."""
+    model = _model(make_target("llama"), ops)
+    chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
+    drawn = random_head(model.config, chosen.sort().values, intermediate_size=64, scale=12)
+    head = Eagle3Head(drawn.shape.model_copy(update={"norm_output": norm_output}))
+    head.load_state_dict(drawn.state_dict())
+    head.set_vocabulary(drawn.target_ids())
+    drafter = Eagle3Drafter(head, model, TreeSection(top_k=k, steps=steps, nodes=2))
+    batch = open_rows(model, 3, pages=3, drafter=drafter)
+    planes = poisoned_planes(model, 10, drafter)
+    for row, length in enumerate((5, 61, 90)):  # the second's beams reach over a page's end
+        read_prompt(model, planes, drafter, batch.rows(row, row + 1), random_tokens(length, seed=k))
+    state = batch.drafter_state, batch.block_table, batch.seq_lens
+    traces: tuple[list[Tensor], list[Tensor]] = [], []
+    copies = planes.drafter[0].clone(), planes.drafter[0].clone()
+    ours = ops.unroll(drafter._head, *state, copies[0], steps, k, traces[0])
+    wanted = unroll(ops, drafter._head, *state, copies[1], steps, k, traces[1])
+    assert all(torch.equal(each, other) for each, other in zip(ours, wanted, strict=True))
+    assert all(torch.equal(each, other) for each, other in zip(*traces, strict=True))
+    assert torch.equal(copies[0].nan_to_num(), copies[1].nan_to_num())
+    untraced = ops.unroll(drafter._head, *state, copies[0], steps, k)
+    assert all(torch.equal(each, other) for each, other in zip(untraced, wanted, strict=True))
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops import pick_ops
-from pipeline.decoder.ops.base import PAGE, TorchOps
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.tree import SamplingTensors
 from tests.decoder.ops.conftest import chain_metadata, slot_metadata, tree_metadata
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.decoder.ops.base import PAGE
+from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.ops.triton.language import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
 from tests.decoder.ops.compare import OPS, REFERENCE, TOLERANCE, TYPES, error, seeded

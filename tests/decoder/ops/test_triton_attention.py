@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.ops.triton.ops import MOST_SPLIT, chunks_of
 from pipeline.decoder.tree import WINDOW
 from tests.decoder.ops.compare import OPS, REFERENCE, TOLERANCE, TYPES

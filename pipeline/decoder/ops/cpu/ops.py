@@ -26,6 +26,8 @@ from pipeline.config.isa import LEVELS, isa_level
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.library import Unavailable, load_library
 from pipeline.decoder.ops.cpu.structs import (
+    DraftHeadStruct,
+    LayerStruct,
     MatrixStruct,
     MetadataStruct,
     Weight,
@@ -33,6 +35,7 @@ from pipeline.decoder.ops.cpu.structs import (
     layer_structs,
     metadata_struct,
 )
+from pipeline.decoder.ops.draft import Candidates, DraftHead
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.tree import Beams, SamplingTensors, Tree, VerifyOutput
 
@@ -83,6 +86,7 @@ class CpuOps(TorchOps):
         self._library = load_library(level, dtype)
         self._most_proposed = int(self._library.eagle3_most_proposed())
         self._stacks: WeakKeyDictionary[LayerStack, Any] = WeakKeyDictionary()
+        self._heads: WeakKeyDictionary[DraftHead, DraftHeadStruct] = WeakKeyDictionary()
         self._metadata = MetadataStruct()  # the last forward's
 
     def pack(self, weight: Tensor) -> Weight:
@@ -133,6 +137,17 @@ class CpuOps(TorchOps):
         self._library.eagle3_silu_mul(*addresses(gate_up, y), rows, both // 2, _threads())
         return y
 
+    def slots_behind(
+        self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        inputs = [tensor.contiguous() for tensor in (block_table, seq_lens, row, within)]
+        entries, slots = torch.empty(2, len(row), dtype=torch.int64).unbind()
+        outputs = entries, slots
+        self._library.eagle3_slots_behind(
+            *addresses(*inputs, *outputs), len(row), block_table.shape[1]
+        )
+        return outputs
+
     def layers(
         self,
         stack: LayerStack,
@@ -143,10 +158,7 @@ class CpuOps(TorchOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert hidden.dtype is normed.dtype is plane.dtype is self.dtype
         assert metadata.rotary[0].dtype is self.dtype and plane.is_contiguous()
-        structs = self._stacks.get(stack)
-        if structs is None:
-            structs = layer_structs(stack, self.dtype, groups=plane.shape[3], size=plane.shape[5])
-            self._stacks[stack] = structs
+        structs = self._structs_of(stack, plane)
         output = hidden.clone(memory_format=torch.contiguous_format)
         normed, output_normed = normed.contiguous(), torch.empty_like(output)
         tokens, size = output.shape
@@ -271,6 +283,53 @@ class CpuOps(TorchOps):
         self._library.eagle3_select_beams(*addresses(*inputs, *kept), rows, k, bytes_each)
         return Beams(*kept)
 
+    def unroll(
+        self,
+        head: DraftHead,
+        state: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        plane: Tensor,
+        steps: int,
+        k: int,
+        trace: list[Tensor] | None = None,
+    ) -> Candidates:
+        vocabulary = len(head.target_ids)
+        if k > min(vocabulary, self._most_proposed):
+            return super().unroll(head, state, block_table, seq_lens, plane, steps, k, trace)
+        tensors = head.embedding, head.embed_norm, head.hidden_norm, *head.rotary, state, plane
+        assert all(each.dtype is self.dtype and each.is_contiguous() for each in tensors)
+        block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
+        struct = self._heads.get(head)
+        if struct is None:
+            layer = ctypes.addressof(self._structs_of(head.stack, plane))
+            weights = addresses(*tensors[:3], head.target_ids)
+            struct = DraftHeadStruct(layer, head.lm_head.address, *weights, head.norm_output)
+            self._heads[head] = struct
+        rows, count = len(state), k + (steps - 1) * k * k
+        cache = *head.rotary, None, None, block_table, seq_lens, None, None
+        metadata = MetadataStruct(*addresses(*cache), rows, 0, block_table.shape[1])
+        tokens, parents = torch.empty(2, rows, count, dtype=torch.int64).unbind()
+        scores = torch.empty(rows, count)
+        beams = 1 + (steps - 1) * k if trace is not None else k
+        logits = state.new_empty(rows * beams, vocabulary)
+        self._library.eagle3_unroll(
+            ctypes.addressof(struct),
+            ctypes.addressof(metadata),
+            *addresses(state, plane),
+            plane.numel() // 2,
+            *addresses(tokens, parents, scores, logits),
+            trace is not None,
+            steps,
+            k,
+            head.stack.eps,
+            _threads(),
+        )
+        if trace is not None:
+            sizes = [rows, *[rows * k] * (steps - 1)]
+            trace += [each.view(rows, -1, vocabulary) for each in torch.split(logits, sizes)]
+        return Candidates(tokens, parents, scores)
+
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
     ) -> Tree:
@@ -315,6 +374,14 @@ class CpuOps(TorchOps):
         plane = layers * sides, pages, groups, page, size * planes.element_size()
         branch = len(path), block_table.shape[1], path.shape[1]
         self._library.eagle3_compact(*addresses(planes, *inputs), *plane, *branch, _threads())
+
+    def _structs_of(self, stack: LayerStack, plane: Tensor) -> ctypes.Array[LayerStruct]:
+        """Of a stack, whose keys and values go to planes like this one."""
+        structs = self._stacks.get(stack)
+        if structs is None:
+            structs = layer_structs(stack, self.dtype, groups=plane.shape[3], size=plane.shape[5])
+            self._stacks[stack] = structs
+        return structs
 
     def _address_of(self, metadata: AttentionMetadata) -> int:
         """Of the struct of a forward's metadata, which all its layers share."""

@@ -51,6 +51,14 @@ class LayerStruct(ctypes.Structure):
     )
 
 
+class DraftHeadStruct(ctypes.Structure):
+    """`DraftHead`: the addresses of a DraftHead."""
+
+    _fields_ = _fields(
+        pointers="layer lm_head embedding embed_norm hidden_norm target_ids", numbers="norm_output"
+    )
+
+
 class MetadataStruct(ctypes.Structure):
     """`Metadata`: the addresses of an AttentionMetadata, and its sizes."""
 

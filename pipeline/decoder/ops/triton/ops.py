@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.base import PAGE
-from pipeline.decoder.ops.layer import AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.ops.triton.attention import merge_chunks_kernel, tree_attention_kernel
 from pipeline.decoder.ops.triton.choices import ChoiceOps
 from pipeline.decoder.ops.triton.kv import compact_kernel, rope_write_kernel

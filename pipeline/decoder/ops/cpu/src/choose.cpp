@@ -1,5 +1,5 @@
 // From logits to tokens, trees and accepted branches.
-#include "simd.h"
+#include "kernels.h"
 
 #include <vector>
 

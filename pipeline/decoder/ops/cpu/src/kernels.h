@@ -27,6 +27,14 @@ struct Metadata {  // AttentionMetadata of layer.py
     int64_t rows, tokens, pages;
 };
 
+struct Layer {  // LayerWeights of layer.py; what a layer lacks is null
+    const Matrix *qkv, *output, *gate_up, *down;
+    const Act *qkv_bias, *query_norm, *key_norm, *output_bias, *post_norm;
+    const Act* norm;  // of its output
+    int64_t heads, groups, size;
+    int64_t captured;  // where its output goes among the captured ones, or -1
+};
+
 void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, int64_t rows,
                    int64_t threads);
 void eagle3_add_rms_norm(const Act* x, const Act* update, const Act* weight, Act* normed, Act* sum,
@@ -38,4 +46,17 @@ void eagle3_rope_write(const Act* qkv, const Act* query_norm, const Act* key_nor
 void eagle3_tree_attention(const Act* query, const Act* keys, const Act* values,
                            const Metadata* metadata, Act* mixed, int64_t heads, int64_t groups,
                            int64_t size, int64_t threads);
+void eagle3_layers(const Layer* layers, int64_t count, const Metadata* metadata, const Act* normed,
+                   Act* hidden, Act* output_normed, Act* planes, int64_t side, Act* aux,
+                   int64_t captures, float eps, int64_t threads);
+void eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
+                         const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
+                         int64_t rows, int64_t size);
+void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, int64_t rows,
+                    int64_t size, int64_t threads);
+void eagle3_select_beams(const float* score, const float* gained, const int64_t* proposed,
+                         const int64_t* lineage, const char* hidden, const int64_t* bits,
+                         float* total, int64_t* best, float* kept_score, int64_t* token,
+                         int64_t* kept_lineage, char* kept_hidden, int64_t rows, int64_t k,
+                         int64_t bytes);
 }

@@ -4,18 +4,6 @@
 
 #include <vector>
 
-extern "C" {
-
-struct Layer {  // LayerWeights of layer.py; what a layer lacks is null
-    const Matrix *qkv, *output, *gate_up, *down;
-    const Act *qkv_bias, *query_norm, *key_norm, *output_bias, *post_norm;
-    const Act* norm;  // of its output
-    int64_t heads, groups, size;
-    int64_t captured;  // where its output goes among the captured ones, or -1
-};
-
-}
-
 namespace {
 
 // hidden [tokens, hidden] becomes the layer's output; `normed` is read [tokens, in of qkv], and

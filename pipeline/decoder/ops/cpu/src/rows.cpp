@@ -84,6 +84,17 @@ void eagle3_silu_mul(const Act* gate_up, Act* y, int64_t rows, int64_t size, int
     }
 }
 
+// Entries and slots [tokens] of tokens `within` [tokens] places behind the seq_lens of their rows,
+// which have `pages` pages each.
+void eagle3_slots_behind(const int64_t* block_table, const int64_t* seq_lens, const int64_t* row,
+                         const int64_t* within, int64_t* entries, int64_t* slots, int64_t tokens,
+                         int64_t pages) {
+    for (int64_t token = 0; token < tokens; ++token) {
+        const int64_t entry = entries[token] = seq_lens[row[token]] + within[token];
+        slots[token] = block_table[row[token] * pages + entry / kPage] * kPage + entry % kPage;
+    }
+}
+
 // qkv [tokens, heads + 2 groups, size]: rotated queries to `query` [tokens, heads, size], rotated
 // keys and values to their slots of the planes [pages, groups, kPage, size]. Norm weights [size]
 // may both be null.

@@ -1,0 +1,120 @@
+// All steps of an EAGLE-3 head's draft in one call: `unroll` of draft.py, which draws the entries.
+// A step reads a twentieth of what a forward of the target reads, so what Python takes for a dozen
+// calls would be a third of it.
+#include "kernels.h"
+
+#include <vector>
+
+extern "C" {
+
+struct DraftHead {  // DraftHead of draft.py
+    const Layer* layer;
+    const Matrix* lm_head;
+    const Act *embedding, *embed_norm, *hidden_norm;
+    const int64_t* target_ids;
+    int64_t norm_output;
+};
+
+}
+
+namespace {
+
+// k beams of each of `rows` rows, and what they propose.
+struct Beams {
+    int64_t rows, k, all = rows * k;
+    std::vector<int64_t> token = numbers(all), lineage = numbers(all), above = numbers(all);
+    std::vector<float> score = std::vector<float>(all);
+    // k of each beam: ids of the draft vocabulary, then of the target's.
+    std::vector<int64_t> proposed = numbers(all * k);
+    std::vector<float> gained = std::vector<float>(all * k);
+
+    static std::vector<int64_t> numbers(int64_t count) { return std::vector<int64_t>(count); }
+};
+
+// Logits of `count` normed outputs, and the best k of each.
+void propose(const DraftHead& head, const Act* normed, Act* logits, Beams& beams, int64_t count,
+             int64_t threads) {
+    const int64_t k = beams.k;
+    eagle3_linear(normed, head.lm_head, nullptr, logits, count, threads);
+    eagle3_propose(logits, beams.gained.data(), beams.proposed.data(), k, count, head.lm_head->out,
+                   threads);
+    for (int64_t i = 0; i < count * k; ++i) beams.proposed[i] = head.target_ids[beams.proposed[i]];
+}
+
+}  // namespace
+
+extern "C" {
+
+// state [rows, hidden] → tokens, parents, scores [rows, candidates], candidates being
+// k + (steps - 1) k². Keys and values of drafted entries go to `plane`, of two sides of `side`
+// numbers. `metadata` says which rows there are; its tokens are none. `logits` has room for a step's,
+// or with `keep` for all of them, one behind the other.
+void eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* state, Act* plane,
+                   int64_t side, int64_t* tokens, int64_t* parents, float* scores, Act* logits,
+                   int64_t keep, int64_t steps, int64_t k, float eps, int64_t threads) {
+    const int64_t size = head->layer->output->out, rows = metadata->rows, all = rows * k;
+    const int64_t candidates = k + (steps - 1) * k * k;
+    Beams beams{rows, k}, kept{rows, k};
+    std::vector<Act> normed(all * size), hidden(all * size), other(all * size),
+        joined(all * 2 * size);
+
+    const Act* read = state;
+    if (!head->norm_output) {
+        eagle3_add_rms_norm(state, nullptr, head->layer->norm, normed.data(), nullptr, eps, rows,
+                            size, threads);
+        read = normed.data();
+    }
+    propose(*head, read, logits, beams, rows, threads);
+    if (keep) logits += rows * head->lm_head->out;
+    for (int64_t beam = 0; beam < all; ++beam) {
+        const int64_t row = beam / k, i = beam % k, at = row * candidates + i;
+        tokens[at] = beams.token[beam] = beams.proposed[beam];
+        scores[at] = beams.score[beam] = beams.gained[beam];
+        parents[at] = -1, beams.above[beam] = i, beams.lineage[beam] = int64_t{1} << i;
+        std::memcpy(&hidden[beam * size], state + row * size, size * sizeof(Act));
+    }
+
+    std::vector<int64_t> positions(all), slots(all), starts(rows + 1), bits(all), best(all);
+    std::vector<float> total(all * k);
+    for (int64_t row = 0; row <= rows; ++row) starts[row] = row * k;
+    for (int64_t step = 1; step < steps; ++step) {
+        const int64_t first = k + (step - 1) * k * k;  // of the candidates of this step
+        for (int64_t beam = 0; beam < all; ++beam) {
+            const int64_t row = beam / k, length = metadata->seq_lens[row];
+            const int64_t entry = length + (step - 1) * k + beam % k;
+            const int64_t page = metadata->block_table[row * metadata->pages + entry / kPage];
+            positions[beam] = length + step - 1;
+            slots[beam] = page * kPage + entry % kPage;
+            // Entries of the last step are never written.
+            bits[beam] = step + 1 < steps ? int64_t{1} << (step * k + beam % k) : 0;
+        }
+        Metadata here = *metadata;
+        here.positions = positions.data(), here.slots = slots.data();
+        here.query_starts = starts.data(), here.mask = beams.lineage.data(), here.tokens = all;
+        eagle3_embed_concat(beams.token.data(), head->embedding, hidden.data(), head->embed_norm,
+                            head->hidden_norm, joined.data(), eps, all, size);
+        eagle3_layers(head->layer, 1, &here, joined.data(), hidden.data(), normed.data(), plane,
+                      side, nullptr, 0, eps, threads);
+        propose(*head, normed.data(), logits, beams, all, threads);
+        if (keep) logits += all * head->lm_head->out;
+        const Act* output = head->norm_output ? normed.data() : hidden.data();
+        eagle3_select_beams(beams.score.data(), beams.gained.data(), beams.proposed.data(),
+                            beams.lineage.data(), reinterpret_cast<const char*>(output),
+                            bits.data(), total.data(), best.data(), kept.score.data(),
+                            kept.token.data(), kept.lineage.data(),
+                            reinterpret_cast<char*>(other.data()), rows, k, size * sizeof(Act));
+        for (int64_t beam = 0; beam < all; ++beam) {
+            const int64_t at = beam / k * candidates + first;
+            for (int64_t i = 0; i < k; ++i) {
+                const int64_t to = at + beam % k * k + i, from = beam * k + i;
+                tokens[to] = beams.proposed[from], scores[to] = total[from];
+                parents[to] = beams.above[beam];
+            }
+            kept.above[beam] = first + best[beam];
+        }
+        std::swap(beams, kept);
+        std::swap(hidden, other);
+    }
+}
+
+}  // extern "C"
