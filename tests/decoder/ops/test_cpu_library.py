@@ -13,6 +13,7 @@ import torch
 
 from pipeline.decoder.ops.cpu import library as cpu_library
 from pipeline.decoder.ops.cpu import ops as cpu_ops
+from pipeline.decoder.ops.cpu.memory import WeightMemory
 from pipeline.errors import ConfigError
 
 BF16 = torch.bfloat16
@@ -163,3 +164,16 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_CPU_KERNELS", "0")
     assert cpu_ops.load(BF16) is None
     assert cpu_ops.why_not(BF16) == "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"
+
+
+def test_small_weights_lie_side_by_side_and_none_overlaps() -> None:
+    memory = WeightMemory()
+    sizes = [1, 63, 64, 65, 5_000_000, 20_000_000, *[15_000_000] * 5]
+    pieces = [memory.empty(size).fill_(index) for index, size in enumerate(sizes)]
+    assert [len(piece) for piece in pieces] == sizes
+    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
+    for index, piece in enumerate(pieces):  # no piece is a part of another
+        assert int(piece[0]) == int(piece[-1]) == index
+    chunks = [piece.untyped_storage().data_ptr() for piece in pieces]
+    assert len(set(chunks[:5])) == 1, "small weights share a chunk"
+    assert chunks[5] != chunks[4] and len(set(chunks)) == 3, "a large one has its own"

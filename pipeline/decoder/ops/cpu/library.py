@@ -39,7 +39,7 @@ _LEVEL_FLAGS = {
 _PROTOTYPES = {
     "packed_size": "i:iii",
     "pack": ":ppiiii",
-    "linear": ":ppppii",
+    "linear": ":ppppiip",
     "add_rms_norm": ":pppppfiii",
     "embed_concat": ":ppppppfii",
     "silu_mul": ":ppiii",

@@ -25,6 +25,7 @@ from pipeline.config import cpu_kernels
 from pipeline.config.isa import LEVELS, isa_level
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.library import Unavailable, load_library
+from pipeline.decoder.ops.cpu.memory import WeightMemory
 from pipeline.decoder.ops.cpu.structs import (
     DraftHeadStruct,
     LayerStruct,
@@ -87,6 +88,7 @@ class CpuOps(TorchOps):
         self._most_proposed = int(self._library.eagle3_most_proposed())
         self._stacks: WeakKeyDictionary[LayerStack, Any] = WeakKeyDictionary()
         self._heads: WeakKeyDictionary[DraftHead, DraftHeadStruct] = WeakKeyDictionary()
+        self._memory = WeightMemory()
         self._metadata = MetadataStruct()  # the last forward's
 
     def pack(self, weight: Tensor) -> Weight:
@@ -98,7 +100,7 @@ class CpuOps(TorchOps):
         weight, wide = weight.contiguous(), int(weight.dtype is torch.float32)
         outputs, inputs = weight.shape
         size = self._library.eagle3_packed_size(outputs, inputs, wide)
-        data = torch.empty(size, dtype=torch.uint8)
+        data = self._memory.empty(size)
         assert data.data_ptr() % 64 == 0
         self._library.eagle3_pack(*addresses(weight, data), outputs, inputs, wide, _threads())
         struct = MatrixStruct(data.data_ptr(), outputs, inputs, wide)
@@ -112,7 +114,7 @@ class CpuOps(TorchOps):
         y = x.new_empty(rows, weight.outputs)
         bias_at = None if bias is None else bias.data_ptr()
         self._library.eagle3_linear(
-            x.data_ptr(), weight.address, bias_at, y.data_ptr(), rows, _threads()
+            x.data_ptr(), weight.address, bias_at, y.data_ptr(), rows, _threads(), None
         )
         return y
 

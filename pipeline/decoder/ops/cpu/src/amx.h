@@ -39,10 +39,11 @@ public:
     Tiles(const Tiles&) = delete;
 };
 
-// One or two tiles of rows from x on times a panel: sums [32][32].
+// One or two tiles of rows from x on times a panel: sums [32][32]. As many bytes at `ahead` are
+// prefetched, if it is not null.
 template <int Blocks>
 inline void multiply_blocks(const uint32_t* x, int64_t stride, const char* weight, int64_t pairs,
-                            float* sums, bool more) {
+                            float* sums, const char* ahead) {
     _tile_zero(0);
     _tile_zero(1);
     if constexpr (Blocks == 2) {
@@ -51,9 +52,9 @@ inline void multiply_blocks(const uint32_t* x, int64_t stride, const char* weigh
     }
     for (int64_t k = 0; k < pairs; k += kTilePairs) {
         const char* step = weight + k * 128;
-        if (more)
+        if (ahead)
             for (int64_t line = 2 * k; line < 2 * (k + kTilePairs); ++line)
-                prefetch_line<kTileStreams>(weight + pairs * 128, 2 * pairs, line);
+                prefetch_line<kTileStreams>(ahead, 2 * pairs, line);
         _tile_loadd(4, x + k, stride * 4);
         _tile_loadd(6, step, 128);
         _tile_dpbf16ps(0, 4, 6);
@@ -76,7 +77,7 @@ inline void multiply_blocks(const uint32_t* x, int64_t stride, const char* weigh
 // Rows [begin, end) of x times the panel of the outputs from `at` on.
 inline void multiply_tiles(const uint32_t* x, int64_t stride, const char* weight, int64_t pairs,
                            const Act* bias, Act* y, int64_t begin, int64_t end, int64_t rows,
-                           int64_t at, int64_t out, bool more) {
+                           int64_t at, int64_t out, const char* ahead) {
     alignas(64) float sums[2 * kTileRows * 32];
     // The heights of tiles are those of all rows: of more than 32, blocks are whole, and the last
     // ones overlap.
@@ -85,8 +86,8 @@ inline void multiply_tiles(const uint32_t* x, int64_t stride, const char* weight
         if (rows > 2 * kTileRows) from = std::min(row, rows - 2 * kTileRows);
         const int64_t height = std::min(2 * kTileRows, rows - from);
         const uint32_t* at_row = x + from * stride;
-        if (height <= kTileRows) multiply_blocks<1>(at_row, stride, weight, pairs, sums, more);
-        else multiply_blocks<2>(at_row, stride, weight, pairs, sums, more && row == begin);
+        if (height <= kTileRows) multiply_blocks<1>(at_row, stride, weight, pairs, sums, ahead);
+        else multiply_blocks<2>(at_row, stride, weight, pairs, sums, row == begin ? ahead : nullptr);
         for (int64_t half = 0; half < 2; ++half) {
             const int64_t first = at + half * kLanes, live = out - first;
             if (live <= 0) break;
@@ -107,6 +108,6 @@ struct Tiles {
     ~Tiles() {}
 };
 inline void multiply_tiles(const uint32_t*, int64_t, const char*, int64_t, const Act*, Act*,
-                           int64_t, int64_t, int64_t, int64_t, int64_t, bool) {}
+                           int64_t, int64_t, int64_t, int64_t, int64_t, const char*) {}
 
 #endif

@@ -35,7 +35,7 @@ struct Beams {
 void propose(const DraftHead& head, const Act* normed, Act* logits, Beams& beams, int64_t count,
              int64_t threads) {
     const int64_t k = beams.k;
-    eagle3_linear(normed, head.lm_head, nullptr, logits, count, threads);
+    eagle3_linear(normed, head.lm_head, nullptr, logits, count, threads, head.layer->qkv);
     eagle3_propose(logits, beams.gained.data(), beams.proposed.data(), k, count, head.lm_head->out,
                    threads);
     for (int64_t i = 0; i < count * k; ++i) beams.proposed[i] = head.target_ids[beams.proposed[i]];

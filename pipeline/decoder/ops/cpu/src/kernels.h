@@ -36,7 +36,7 @@ struct Layer {  // LayerWeights of layer.py; what a layer lacks is null
 };
 
 void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, int64_t rows,
-                   int64_t threads);
+                   int64_t threads, const Matrix* next);
 void eagle3_add_rms_norm(const Act* x, const Act* update, const Act* weight, Act* normed, Act* sum,
                          float eps, int64_t rows, int64_t size, int64_t threads);
 void eagle3_silu_mul(const Act* gate_up, Act* y, int64_t rows, int64_t size, int64_t threads);

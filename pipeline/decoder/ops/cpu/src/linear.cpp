@@ -151,23 +151,29 @@ constexpr Pass kPasses[13] = {
 };
 
 // Passes [begin, end) times one panel, or times one of its halves after the other where registers
-// do not hold both. The first two share the prefetching of the next panel.
+// do not hold both. The first two share the prefetching of a panel at `ahead`, if it is not null.
 void multiply_passes(const Product& p, bool wide, int64_t begin, int64_t end, int64_t panel,
-                     bool more) {
+                     const char* ahead) {
     const bool both = (p.rows + p.passes() - 1) / p.passes() <= kWideRows;
     const Pass* passes = both ? wide ? kPasses<2, true> : kPasses<2, false>
                               : wide ? kPasses<1, true> : kPasses<1, false>;
-    const char* next = p.weight + (panel + 1) * p.steps * kStep;
     const int64_t distance = p.steps * 64;
     for (int64_t half = 0; half < (both ? 1 : 2); ++half)
         for (int64_t pass = begin; pass < end; ++pass) {
             const int64_t row = p.first_row(pass), height = p.first_row(pass + 1) - row;
             const Pass run = passes[height];
-            if (!more || half || pass - begin > 1)
+            if (!ahead || half || pass - begin > 1)
                 run(p, row, panel, half, nullptr, 0);
-            else if (end - begin == 1) run(p, row, panel, half, next, 2);
-            else run(p, row, panel, half, next + (pass - begin) * distance, 1);
+            else if (end - begin == 1) run(p, row, panel, half, ahead, 2);
+            else run(p, row, panel, half, ahead + (pass - begin) * distance, 1);
         }
+}
+
+// The panel that a thread begins with, where all rows are one chunk.
+const char* first_panel(const Matrix& matrix, int64_t thread, int64_t team) {
+    const int64_t panels = (matrix.out + kPanel - 1) / kPanel;
+    const int64_t steps = matrix.wide ? matrix.in : packed_pairs(matrix.in);
+    return matrix.data + panels * thread / team * steps * kStep;
 }
 
 // Rows of x as they are multiplied, side by side at a distance that no cache set repeats: rows a
@@ -226,9 +232,10 @@ void eagle3_pack(const void* weight, void* packed, int64_t out, int64_t in, int6
             }
 }
 
-// y [rows, out] = x [rows, in] · weightᵀ + bias; bias may be null.
+// y [rows, out] = x [rows, in] · weightᵀ + bias; bias may be null. While a thread multiplies its last
+// panel it asks for the first one that it will need of `next`, which may be null, too.
 void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, int64_t rows,
-                   int64_t threads) {
+                   int64_t threads, const Matrix* next) {
     const int64_t in = matrix->in, out = matrix->out;
     const bool wide = matrix->wide, few = rows <= kWays;
     Product p{nullptr, matrix->data, bias, y, rows, out, wide ? in : packed_pairs(in), in};
@@ -254,14 +261,16 @@ void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, 
         for (int64_t task = tasks * thread / team; task < last; ++task) {
             const int64_t begin = task / p.panels() * chunk, panel = task % p.panels();
             const int64_t end = std::min(begin + chunk, passes);
-            const bool more = task + 1 < last && panel + 1 < p.panels();
+            const char* ahead = p.weight + (panel + 1) * p.steps * kStep;
+            if (panel + 1 == p.panels() || task + 1 == last)
+                ahead = next && task + 1 == last ? first_panel(*next, thread, team) : nullptr;
             if constexpr (kTiles)
                 multiply_tiles(reinterpret_cast<const uint32_t*>(p.x), p.stride,
                                p.weight + panel * p.steps * kStep, p.steps, bias, y,
                                p.first_row(begin), p.first_row(end), rows, panel * kPanel, out,
-                               more);
+                               ahead);
             else
-                multiply_passes(p, wide, begin, end, panel, more);
+                multiply_passes(p, wide, begin, end, panel, ahead);
         }
     }
 }
