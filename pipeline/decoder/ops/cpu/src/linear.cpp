@@ -21,6 +21,7 @@
 #include "amx.h"
 #include "kernels.h"
 
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -28,7 +29,7 @@ namespace {
 
 constexpr int64_t kPanel = 32;
 constexpr int64_t kStep = 128;  // bytes of a panel at one step: a pair of inputs, or one input
-constexpr int64_t kWays = 8;    // ways of the L1 cache: rows that fit however far apart they lie
+constexpr int64_t kLine = 64, kSets = 64, kWays = 8;  // of the L1 cache
 constexpr int64_t kChunkBytes = 384 * 1024;  // rows of x that stay in the L2 cache beside a panel
 constexpr int64_t kSerialWork = 1 << 15;     // multiplications for which one thread is enough
 constexpr int64_t kStreams = 4;              // of prefetching
@@ -176,6 +177,12 @@ const char* first_panel(const Matrix& matrix, int64_t thread, int64_t team) {
     return matrix.data + panels * thread / team * steps * kStep;
 }
 
+// Whether the L1 cache holds a line of each of so many rows, `bytes` apart.
+bool rows_fit(int64_t rows, int64_t bytes) {
+    const int64_t sets = bytes % kLine ? 1 : kSets / std::gcd(bytes / kLine, kSets);
+    return rows <= kWays * sets;
+}
+
 // Rows of x as they are multiplied, side by side at a distance that no cache set repeats: rows a
 // power of two apart, as in many models, would compete for a few lines of the L1 cache.
 const Element* prepared(const Act* x, int64_t rows, int64_t in, int64_t width, int64_t& stride,
@@ -237,13 +244,13 @@ void eagle3_pack(const void* weight, void* packed, int64_t out, int64_t in, int6
 void eagle3_linear(const Act* x, const Matrix* matrix, const Act* bias, Act* y, int64_t rows,
                    int64_t threads, const Matrix* next) {
     const int64_t in = matrix->in, out = matrix->out;
-    const bool wide = matrix->wide, few = rows <= kWays;
+    const bool wide = matrix->wide, fit = rows_fit(rows, in * sizeof(Act));
     Product p{nullptr, matrix->data, bias, y, rows, out, wide ? in : packed_pairs(in), in};
     // What is read of each row: whole steps.
     const int64_t width = wide ? in : kDots ? p.steps : 2 * p.steps;
-    if (kDots && few && in == 2 * p.steps) {
+    if (kDots && fit && in == 2 * p.steps) {
         p.x = reinterpret_cast<const Element*>(x), p.stride = p.steps;
-    } else if (std::is_same_v<Act, Element> && few && in == width) {
+    } else if (std::is_same_v<Act, Element> && fit && in == width) {
         p.x = reinterpret_cast<const Element*>(x);
     } else {
         p.x = prepared(x, rows, in, width, p.stride, threads);
