@@ -1,7 +1,7 @@
 """Memory for weights, side by side in huge pages where the kernel gives them.
 
 A forward reads every weight once and nothing twice. With pages of 4 KiB that is a walk of the page
-table for every 64 cache lines; with pages of 2 MiB two cores of a Xeon read 300 MB in panels about a
+table for every 64 cache lines; with pages of 2 MiB two cores of a Xeon read 300 MB in panels a
 tenth faster.
 """
 
