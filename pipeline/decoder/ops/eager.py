@@ -56,13 +56,11 @@ class EagerOps(TorchOps):
     def add_rms_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        if x.dtype is not torch.float32:
-            return super().add_rms_norm(x, update, weight, eps)
         total = x if update is None else x + update
-        norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True)
+        norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=torch.float32)
         mean_of = 1 / total.shape[-1]
         scale = torch.addcmul(_scalar(eps, x.device), norm, norm, value=mean_of).rsqrt_()
-        return (total * scale).mul_(weight), total
+        return (total * scale).mul_(weight).to(x.dtype), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
