@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
@@ -255,10 +256,16 @@ def wide_vocabulary(device: torch.device) -> dict[str, Any]:
     return {**_draws(model, wanted, decode(engine, wanted)), "vocabulary": vocabulary}
 
 
+def _behind(scores: Tensor, chosen: Tensor) -> Tensor:
+    """How far below the best of scores [T, V] each chosen token [T] is."""
+    return scores.max(-1).values - scores.gather(1, chosen[:, None])[:, 0]
+
+
 def against_hf(name: str, device: torch.device) -> dict[str, Any]:
     """A whole architecture with random weights: log-probabilities and greedy replies are HF's.
 
-    fp32: log-probabilities of a text. bf16: each token that we choose is HF's best or nearly so.
+    fp32: log-probabilities of a text. bf16: each token that we choose is the best to HF in fp32, or
+    behind it by no more than HF's own bf16 may put it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -291,18 +298,22 @@ def against_hf(name: str, device: torch.device) -> dict[str, Any]:
                 reply = decode(drafting(model, TREES["tree"], 1), [wanted])["0"]
             tokens = torch.tensor([[*prompt, *reply[:-1]]], device=device)
             with torch.inference_mode():
-                theirs = hf(tokens).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+                rounded = hf(tokens).logits[0, len(prompt) - 1 :].float()
+                theirs = hf.float()(tokens).logits[0, len(prompt) - 1 :].log_softmax(-1)
             if dtype == torch.float32:
                 ours = log_probabilities(model, prompt, reply)
                 difference = float((theirs - ours).abs().max())
                 assert difference < WHOLE_DIFFERENCE, f"log-probabilities differ by {difference}"
                 results["largest_difference"] = difference
             else:
-                chosen = theirs.gather(1, torch.tensor(reply, device=device)[:, None])[:, 0]
-                behind = theirs.max(-1).values - chosen
-                results["worst_log_probability_gap"] = worst = float(behind.max())
-                results["near_ties"] = int((behind > 0).sum())
-                assert worst <= NEAR_TIE, f"a token is {worst} below Hugging Face's best one"
+                ours = _behind(theirs, torch.tensor(reply, device=device))
+                worst = float(ours.max())
+                # Two tokens' rounding errors can change their order; HF's own bf16 shows how large.
+                allowed = 2 * float((rounded.log_softmax(-1) - theirs).abs().max())
+                results["worst_log_probability_gap"] = worst
+                results["allowed_log_probability_gap"] = allowed
+                results["near_ties"] = int((ours > 0).sum())
+                assert worst <= allowed, f"a token is {worst} below the best one, not {allowed}"
             hf.to("cpu")
     return results
 
