@@ -108,6 +108,8 @@ def _figures(options: argparse.Namespace) -> dict[str, Any]:
 def speed(runs: int) -> dict[str, Any]:
     """Whole optimiser steps through DeepSpeed, rows of 512 tokens."""
     steps = {dtype: optimiser_step(*ROW, dtype=dtype) for dtype in TYPES}
+    for first, _ in steps.values():  # kernels compile, and memory is touched for the first time
+        first()
     tokens, auto = ROW[0], str(resolve_dtype("auto", CPU)).removeprefix("torch.")
     rivals: dict[str, Callable[[], float]] = {
         dtype: partial(_rate, step, tokens, time.perf_counter) for dtype, (step, _) in steps.items()
