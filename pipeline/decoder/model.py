@@ -68,11 +68,10 @@ class DecoderModel:
         ops: TorchOps,
     ) -> None:
         """`max_length` is the longest prompt + reply, `ops` the backend that computes."""
-        self.config, self.capture_layers, self.max_length = config, capture_layers, max_length
+        self.config, self.max_length = config, max_length
         self.device, self.dtype, self.ops = device, dtype, ops
         self.num_heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        self.eps = config.rms_norm_eps
         embedding = stored(weights.embedding(), device)
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
         lm_head = embedding if tied else stored(weights.lm_head(), device)
@@ -86,7 +85,8 @@ class DecoderModel:
             layers.append(fuse_layer(layer, ops, device))
         norms.append(weights.final_norm().to(device, dtype))
         self._input_norm = norms[0]
-        self._stack = LayerStack(tuple(layers), tuple(norms[1:]), self.eps, capture_layers)
+        eps = config.rms_norm_eps
+        self._stack = LayerStack(tuple(layers), tuple(norms[1:]), eps, capture_layers)
         length = max_length + HEADROOM
         rotary = RotaryTable(config, length, device=device, dtype=dtype)
         self.rotary = rotary.cos, rotary.sin
@@ -135,7 +135,7 @@ class DecoderModel:
     def forward(self, tokens: Tensor, metadata: AttentionMetadata, plane: Tensor) -> Forward:
         """Run tokens [T]; their keys and values go to `plane`, the target's of a pool."""
         embedded = F.embedding(tokens, self.embedding)  # [T, H]
-        normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, self.eps)
+        normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, self._stack.eps)
         normed, _, aux = self.ops.layers(self._stack, metadata, hidden, normed, plane)
         return Forward(aux, normed)
 

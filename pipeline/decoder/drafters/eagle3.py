@@ -80,10 +80,8 @@ class Eagle3Drafter:
         batch.drafter_state.copy_(hidden[rows.starts[:-1] + counts - 1])
 
     def draft(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Tree:
-        drafted, nodes = self.candidates(batch, planes, shape), self._nodes(shape)
-        return self.ops.grow_tree(
-            batch.roots, drafted.tokens, drafted.parents, drafted.scores, nodes
-        )
+        candidates = self.candidates(batch, planes, shape)
+        return self.ops.grow_tree(batch.roots, *candidates, self._nodes(shape))
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         """All that such a draft proposes."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoder.ops.draft import Candidates, DraftHead, unroll
+from pipeline.decoder.ops import draft
 from pipeline.decoder.ops.draws import by_node, perturb
 from pipeline.decoder.ops.layer import (
     PAGE,
@@ -235,24 +235,7 @@ class TorchOps:
             hidden=by_row.gather(1, above[:, :, None].expand_as(by_row)).flatten(0, 1),
         )
 
-    def unroll(
-        self,
-        head: DraftHead,
-        state: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        plane: Tensor,
-        steps: int,
-        k: int,
-        trace: list[Tensor] | None = None,
-    ) -> Candidates:
-        """What a draft of `steps` steps of k beams a row proposes.
-
-        state [B, H] is the head's output at the last committed entry. Drafted keys and values go
-        behind the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. `trace` is given every
-        step's logits [B, beams, Vd], the root's first.
-        """
-        return unroll(self, head, state, block_table, seq_lens, plane, steps, k, trace)
+    unroll = draft.unroll
 
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int

@@ -74,7 +74,12 @@ def unroll(
     k: int,
     trace: list[Tensor] | None = None,
 ) -> Candidates:
-    """See `TorchOps.unroll`."""
+    """What a draft of `steps` steps of k beams a row proposes: an operation of every backend.
+
+    state [B, H] is the head's output at the last committed entry. Drafted keys and values go behind
+    the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. `trace` is given every step's
+    logits [B, beams, Vd], the root's first.
+    """
     rows = len(state)
 
     def propose(normed: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,8 @@ class EagerOps(TorchOps):
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         total = x if update is None else x + update
-        norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=wide)
         mean_of = 1 / total.shape[-1]
         scale = torch.addcmul(_scalar(eps, x.device), norm, norm, value=mean_of).rsqrt_()
         return (total * scale).mul_(weight).to(x.dtype), total

@@ -1,4 +1,4 @@
-"""What calls read through one pointer, field by field as in kernels.h and layer.cpp."""
+"""What calls read through one pointer, field by field as in kernels.h and draft.cpp."""
 
 from __future__ import annotations
 

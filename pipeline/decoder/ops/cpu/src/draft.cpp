@@ -1,6 +1,5 @@
 // All steps of an EAGLE-3 head's draft in one call: `unroll` of draft.py, which draws the entries.
-// A step reads a twentieth of what a forward of the target reads, so what Python takes for a dozen
-// calls would be a third of it.
+// A step reads little beside a forward of the target: a dozen calls from Python would show.
 #include "kernels.h"
 
 #include <vector>

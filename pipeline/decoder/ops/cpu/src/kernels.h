@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-constexpr int64_t kPage = 64;  // PAGE of base.py
+constexpr int64_t kPage = 64;  // PAGE of layer.py
 
 // Ask for line i of the `count` cache lines at `from`, into L2: in L1 the next panel of a weight
 // would push out the one that is being multiplied. Lines are taken from several places in turn,
