@@ -40,13 +40,14 @@ from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, r
 from bench.tau_cost import tau_cost
 from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
 from pipeline.features.capture import capture_shard
-from pipeline.features.packing import into_forwards, into_shards
+from pipeline.features.packing import cut, into_forwards
 from pipeline.features.writer import ShardWriter
 from pipeline.prompts import load_prompts
 from pipeline.records import Message, Sample, SamplingParams, Shard, Span
 from pipeline.store.cache import ShardCache
+from pipeline.store.manifest import stage_location
 from pipeline.store.shards import SHARDS
-from pipeline.store.stage_run import open_stage, stage_location
+from pipeline.store.stage_run import open_stage
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
 from pipeline.target import forward
 from pipeline.target.forward import register_packed_attention
@@ -134,7 +135,9 @@ def capture(
     target: LoadedTarget, samples: list[Sample], shard_tokens: int, encoding: Encoding, runs: int
 ) -> dict[str, float]:
     """Tokens a second of both rivals, as the clock on the wall has it."""
-    shards = list(into_shards(samples, shard_tokens))
+    lengths = [len(sample.token_ids) for sample in samples]
+    parts = cut(lengths, max(1, round(sum(lengths) / shard_tokens)))
+    shards = [[samples[number] for number in part] for part in parts]
     tokens, number = _tokens(samples), count()
 
     def whole() -> float:

@@ -16,7 +16,8 @@ from pathlib import Path
 from bench.report import ROOT, peak_gigabytes
 from pipeline.config import parse
 from pipeline.synth.screen import Screen
-from pipeline.synth.select import select_prompts, synth_section
+from pipeline.synth.select import synth_section
+from pipeline.synth.stream import PromptStream
 
 #: Prompts that are screened together, as the prompts of a shard are.
 SHARD = 500
@@ -43,14 +44,16 @@ def main() -> None:
     run = {"uri": "runs/none", "threads": int(threads)}
     config = parse({"run": run, "target": {"source": "none"}, "synth": synth})
     started = time.perf_counter()
-    selection = select_prompts(config)
+    stream = PromptStream(synth_section(config), config.run.seed)
+    prompts = list(stream)
     selected = time.perf_counter()
     screen = Screen(synth_section(config), seed=config.run.seed)
-    clean = sum(len(screen.prompts(prompts)[0]) for prompts in selection.shards(SHARD).values())
+    cuts = (prompts[start : start + SHARD] for start in range(0, len(prompts), SHARD))
+    clean = sum(len(screen.prompts(cut)[0]) for cut in cuts)
     ended = time.perf_counter()
     figures = {
-        "file_prompts": selection.loaded,
-        "file_prompts_after_filters": len(selection.prompts),
+        "file_prompts": stream.loaded,
+        "file_prompts_after_filters": len(prompts),
         "file_prompts_after_policy": clean,
         "file_filters_seconds": selected - started,
         "file_policy_seconds": ended - selected,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline import runtime
 from pipeline.config import RunConfig, TargetSection, TreeSection
 from pipeline.config import load as load_config
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
@@ -17,19 +18,15 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
 from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
 from pipeline.errors import Eagle3Error
-from pipeline.features import run as run_features
 from pipeline.records import STAGES, Manifest, Sample, Stage
-from pipeline.serve_eval import run as run_eval
 from pipeline.store.location import Location, as_directory
+from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import read_samples as read_shard_of_samples
-from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.store.states import StatesReader, StatesSample
-from pipeline.synth import run as run_synth
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import pick_device
 from pipeline.target.open import open_contracted_target, open_target
 from pipeline.target.template import ChatTemplate
-from pipeline.train import run as run_train
 
 __all__ = [
     "ChatTemplate",
@@ -49,15 +46,13 @@ __all__ = [
     "run",
 ]
 
-_RUN = {"synth": run_synth, "features": run_features, "train": run_train, "eval": run_eval}
-
 
 def run(config: RunConfig, *stages: Stage) -> list[Manifest]:
     """Run stages of `config` in the order given, by default all four; finished ones are kept.
 
     Raises Eagle3Error for whatever the user can fix.
     """
-    return [_RUN[stage](config) for stage in stages or STAGES]
+    return [runtime.run(config, stage) for stage in stages or STAGES]
 
 
 def open_engine(

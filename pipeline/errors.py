@@ -11,7 +11,9 @@
     ├── StoreError             a run directory that cannot be read or written
     │   ├── CorruptShard       bytes that do not match their checksum or layout
     │   ├── MissingStage       the parent stage has not been completed
-    │   └── StageConflict      finished or begun work that belongs to another config or parent
+    │   ├── StageConflict      finished or begun work that belongs to another config or parent
+    │   └── StageIncomplete    this process's part is done, others' parts are not (exit code 75)
+    ├── WorkersDied            the processes that should share a stage's work end early (75)
     ├── EndpointError          a server that should answer prompts cannot be reached or used
     ├── MissingPackage         an optional dependency that this command needs
     └── NotLossless            speculative output differs from plain output (exit code 1)
@@ -23,6 +25,8 @@ line and exits with `exit_code`, without a traceback. A broken invariant of our 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Eagle3Error(Exception):
     """A user-facing error: `where: problem (fix: …)`."""
@@ -32,6 +36,14 @@ class Eagle3Error(Exception):
     def __init__(self, problem: str, *, where: str, fix: str) -> None:
         self.problem, self.where, self.fix = problem, where, fix
         super().__init__(f"{where}: {problem} (fix: {fix})")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross from one process to another."""
+        return _again, (type(self), self.problem, self.where, self.fix)
+
+
+def _again(kind: type[Eagle3Error], problem: str, where: str, fix: str) -> Eagle3Error:
+    return kind(problem, where=where, fix=fix)
 
 
 class ConfigError(Eagle3Error):
@@ -76,6 +88,18 @@ class MissingStage(StoreError):
 
 class StageConflict(StoreError):
     """The directory holds work for another config or another parent; names both hashes."""
+
+
+class StageIncomplete(StoreError):
+    """This process has done its part, and others have not: the same command later finishes."""
+
+    exit_code = 75  # EX_TEMPFAIL: try again
+
+
+class WorkersDied(Eagle3Error):
+    """Processes on other machines that should do the work are gone, or cannot be reached."""
+
+    exit_code = 75
 
 
 class EndpointError(Eagle3Error):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipeline.errors import ContractMismatch
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 #: The oldest that is still read: schema 2 has no `arithmetic`.
 OLDEST_SCHEMA = 2
 #: Of the states on disk, which docs/states-format.md describes; raised with every change that an
@@ -28,6 +28,9 @@ STATES_FORMAT = 3
 #: Layer id `i` names the residual stream *after* decoder layer `i` (0-based). SafeAILab calls the
 #: same tensor "entering layer i+1"; vLLM and speculators write `i+1`.
 CAPTURE_CONVENTION = "output-of-layer"
+
+#: A file in a directory, and nothing above or outside of it: manifests may come from strangers.
+FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Stage = Literal["synth", "features", "train", "eval"]
 STAGES: tuple[Stage, ...] = ("synth", "features", "train", "eval")
@@ -163,14 +166,32 @@ class Arithmetic(Record):
 
 
 class Shard(Record):
-    """One committed file. `rejected` counts the input records that it consumed and left out."""
+    """One committed file. `rejected` counts the input records that it consumed and left out.
 
-    name: str
+    Two that hold the same are equal, whatever the files are called that hold it.
+    """
+
+    name: str = Field(pattern=FILE_NAME)
+    #: The file with its bytes. Each attempt at a shard has one of its own, so that writers never
+    #: touch each other's; schemas before 4 had none but `name`.
+    file: str | None = Field(None, pattern=FILE_NAME)
     rows: int
     tokens: int
     bytes: int
     sha256: str
     rejected: dict[str, int] = {}
+
+    @property
+    def path(self) -> str:
+        """Its file's name in the directory of the shards."""
+        return self.file or self.name
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Shard):
+            return NotImplemented
+        return self.model_dump(exclude={"file"}) == other.model_dump(exclude={"file"})
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Manifest(Record):
@@ -195,8 +216,9 @@ class Manifest(Record):
     @property
     def content_hash(self) -> str:
         """Hash of what the stage produced; equal for equal bytes, however they were computed."""
-        volatile = {"software", "arithmetic", "wall_seconds", "parent_uri"}
-        return digest(self.model_dump(mode="json", exclude=volatile))
+        volatile: dict[str, Any] = {"software": True, "arithmetic": True, "wall_seconds": True}
+        places = {"parent_uri": True, "shards": {"__all__": {"file"}}}
+        return digest(self.model_dump(mode="json", exclude=volatile | places))
 
     @property
     def rows(self) -> int:

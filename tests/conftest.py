@@ -43,6 +43,8 @@ SLOW = (
     "synth/test_kill.py",
     "store/test_faults.py",
     "store/test_kill.py",
+    "store/test_writers.py",
+    "store/test_claims.py",
     "gpu/",
     "features/test_stage.py",
     "tuning/",

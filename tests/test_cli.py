@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline import __version__, cli
+from pipeline import __version__, cli, runtime
 from pipeline.cli import commands
 from pipeline.config import RunConfig
 from pipeline.errors import NotLossless
@@ -145,13 +145,10 @@ class _Rooms:
         self.calls: list[tuple[str, str, bool]] = []
         self.raises: Exception | None = None
 
-    def run_of(self, stage: str):  # type: ignore[no-untyped-def]
-        def run(config: RunConfig) -> None:
-            self.calls.append(("run", stage, config.run.force))
-            if self.raises:
-                raise self.raises
-
-        return run
+    def run(self, config: RunConfig, stage: str) -> None:
+        self.calls.append(("run", stage, config.run.force))
+        if self.raises:
+            raise self.raises
 
     def plan_of(self, stage: str):  # type: ignore[no-untyped-def]
         def plan(config: RunConfig) -> Plan:
@@ -177,7 +174,7 @@ class _Rooms:
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rooms]:
     rooms = _Rooms()
-    monkeypatch.setattr(commands, "run_of", rooms.run_of)
+    monkeypatch.setattr(commands, "run", rooms.run)
     monkeypatch.setattr(commands, "plan_of", rooms.plan_of)
     yield rooms
 
@@ -229,9 +226,9 @@ def test_plan_prints_a_table_and_runs_nothing(
 
 
 def test_every_stage_has_a_door_and_a_plan() -> None:
-    assert set(commands.ROOMS) == set(STAGES)
+    assert set(runtime.ROOMS) == set(STAGES)
     for stage in STAGES:
-        assert callable(commands.run_of(stage))
+        assert callable(runtime.entry_of(stage))
         assert callable(commands.plan_of(stage))
 
 

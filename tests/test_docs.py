@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.cli.commands import ROOMS
 from pipeline.cli.parser import parse_arguments
+from pipeline.runtime import ROOMS
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs/fleet.md").read_text(encoding="utf-8")
 

@@ -26,13 +26,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoder": BASE | {"eagle3", "target"},
     "tuning": BASE | {"eagle3", "target", "decoder"},
     **{name: BASE | SHARED for name in STAGES | {"exchange"}},
-    "api": BASE | SHARED | STAGES,
-    "cli": BASE | SHARED | STAGES | {"exchange"},
+    "runtime": BASE | SHARED | STAGES,
+    "api": BASE | SHARED | STAGES | {"runtime"},
+    "cli": BASE | SHARED | STAGES | {"exchange", "runtime"},
 }
 
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself
 WINGS: dict[str, dict[str, set[str]]] = {
-    "store": {".": {"states"}, "states": {"."}},
+    "store": {".": {"states", "backends"}, "states": {"."}, "backends": set()},
     "prompts": {".": {"packages"}, "packages": {"."}},
     "eagle3": {".": {"formats"}, "formats": {"."}},
     "decoder": {

@@ -14,33 +14,21 @@ from typing import cast
 
 from pipeline.config import PiiSection, RunConfig, load
 from pipeline.console import fail, readable_bytes, readable_duration
-from pipeline.records import STAGES, Manifest, Plan, Stage
-
-#: The room behind each stage; `eval` would shadow a builtin as a package name.
-ROOMS: dict[Stage, str] = {
-    "synth": "synth",
-    "features": "features",
-    "train": "train",
-    "eval": "serve_eval",
-}
+from pipeline.records import STAGES, Plan, Stage
+from pipeline.runtime import ROOMS, run
 
 
 def run_stages(arguments: argparse.Namespace) -> int:
     """`eagle3 synth|features|train|eval|run`, or their plans."""
-    config = load(arguments.config, arguments.overrides, force=arguments.force)
+    options = {"force": arguments.force, "shard": arguments.shard}
+    config = load(arguments.config, arguments.overrides, **options)
     stages = STAGES if arguments.command == "run" else (cast(Stage, arguments.command),)
     for stage in stages:
         if arguments.plan:
             _print_plan(plan_of(stage)(config))
         else:
-            run_of(stage)(config)
+            run(config, stage)
     return 0
-
-
-def run_of(stage: Stage) -> Callable[[RunConfig], Manifest]:
-    """The stage's entry function."""
-    run: Callable[[RunConfig], Manifest] = importlib.import_module(f"pipeline.{ROOMS[stage]}").run
-    return run
 
 
 def plan_of(stage: Stage) -> Callable[[RunConfig], Plan]:

@@ -86,6 +86,12 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="discard a stage's earlier output that belongs to another config or parent",
     )
+    staged.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="make every N-th shard of synth and features, from number I on (0/4 … 3/4); exit code "
+        "75 says that other parts are missing",
+    )
     for stage in STAGES:
         _command(commands, stage, _STAGES[stage], configured, staged)
     in_order = "the four stages in order; finished ones are left as they are"

@@ -17,7 +17,11 @@ from pipeline.errors import ConfigError
 
 
 def load(
-    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, force: bool = False
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    force: bool = False,
+    shard: str | None = None,
 ) -> RunConfig:
     """Read, override, check and freeze. Raises ConfigError with file, key and fix."""
     tree = _read_yaml(Path(path))
@@ -25,6 +29,8 @@ def load(
         _apply_override(tree, override)
     if force:
         tree.setdefault("run", {})["force"] = True
+    if shard is not None:
+        tree.setdefault("run", {})["shard"] = shard
     return parse(tree, where=str(path))
 
 

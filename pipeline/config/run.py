@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field, field_validator
+from pydantic_core import to_jsonable_python
 
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
@@ -21,6 +23,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "tree": True,
         "generator": TRANSPORT_KEYS,
         "dlp": {"project", "endpoint", "timeout"},
+        "pii": {"salt_variable"},  # the salt itself is compared
     },
     "features": {"batch_tokens", "self_check_tolerance", "device_map"},
     "train": {
@@ -33,6 +36,20 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "wandb_project",
     },
 }
+
+
+class RaySection(Section):
+    """Synth and features in the actors of a Ray cluster."""
+
+    address: str | None = None
+    """The cluster, as `ray.init` takes it. None: $RAY_ADDRESS, or a cluster of this machine
+    alone."""
+    workers: int | None = Field(None, gt=0)
+    """Actors, each a process with the model. None: as many as the cluster holds."""
+    cpus: float = Field(1, ge=0)
+    """CPUs that Ray keeps free for an actor; run.threads says how many it uses."""
+    gpus: float = Field(0, ge=0)
+    """GPUs of an actor."""
 
 
 class RunSection(Section):
@@ -50,6 +67,17 @@ class RunSection(Section):
     cache_bytes: int = Field(20_000_000_000, ge=0)
     """Limit of the copies of remote shards. Where it cannot hold 64 shards, samples are read by
     byte range."""
+    shard: str | None = Field(None, pattern=r"^\d+/[1-9]\d*$")
+    """i/n: of synth's and features' shards this process makes every n-th, from number i on (0/4 …
+    3/4). Whoever finds all of them committed finishes the stage (`--shard`)."""
+    runtime: Literal["local", "ray"] = "local"
+    """What runs synth and features: this process, or actors on Ray."""
+    ray: RaySection = RaySection()
+    """The actors."""
+    claim_seconds: float = Field(60, gt=0)
+    """A shard of synth or features that another process has claimed is taken over once the claim
+    has not been renewed for so long, by the store's clock; claims are renewed four times as
+    often."""
     force: bool = False
     """Discard a stage's earlier output when it belongs to another config (`--force`)."""
     store_retry_seconds: float | None = Field(None, ge=0)
@@ -61,6 +89,20 @@ class RunSection(Section):
     cpu_kernels: bool | None = None
     """Decode with the C++ kernels on CPUs that can run them. None: unless $EAGLE3_CPU_KERNELS is
     0."""
+
+    @field_validator("shard")
+    @classmethod
+    def _is_a_part(cls, value: str | None) -> str | None:
+        if value is not None:
+            index, count = map(int, value.split("/"))
+            if index >= count:
+                raise ValueError(f"there is no part {index} of {count}; parts are 0 … {count - 1}")
+        return value
+
+    def owns(self, index: int) -> bool:
+        """Whether shard number `index` is this process's to make."""
+        part, parts = map(int, (self.shard or "0/1").split("/"))
+        return index % parts == part
 
 
 class TargetSection(Section):
@@ -142,10 +184,24 @@ class RunConfig(Section):
     """Head to report."""
 
     def section_hash(self, stage: Stage) -> str:
-        """Hash of what decides `stage`'s output: the target, the seed and its own section."""
+        """Hash of `shaping`."""
+        return digest(self.shaping(stage))
+
+    def shaping(self, stage: Stage) -> dict[str, Any]:
+        """What decides `stage`'s output: the target, the seed and its own section."""
         section: Section | None = getattr(self, stage)
         target = self.target.model_dump(mode="json", exclude=_NOT_IN_THE_OUTPUT["target"])
         own = section and section.model_dump(mode="json", exclude=_NOT_IN_THE_OUTPUT.get(stage))
         if own and stage == "features":
             own["format"] = STATES_FORMAT  # states of an older version are not taken for these
-        return digest({"seed": self.run.seed, "target": target, stage: own})
+        return {"seed": self.run.seed, "target": target, stage: own}
+
+    def default(self, keys: Sequence[str]) -> Any:
+        """The default of a key of `shaping`, as it is there; None where there is none."""
+        section: Any = self
+        for key in keys[:-1]:
+            section = getattr(section, key, None)
+        fields = type(section).model_fields if isinstance(section, BaseModel) else {}
+        if keys[-1] not in fields:
+            return None
+        return to_jsonable_python(fields[keys[-1]].get_default(call_default_factory=True))

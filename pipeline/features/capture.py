@@ -15,7 +15,7 @@ from pipeline.config import RunConfig, prepare_process
 from pipeline.errors import DataError
 from pipeline.features.packing import into_forwards
 from pipeline.records import Sample, TargetContract
-from pipeline.store.stage_run import manifest_where
+from pipeline.store.manifest import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.store.states.encodings import AUX_LAYERS
 from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
@@ -76,7 +76,7 @@ def supervised_mask(sample: Sample) -> Tensor:
 
 def chosen_for_check(name: str, count: int) -> int:
     """Number of the sample of shard `name` that is computed twice; the same in every run."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % count
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % max(1, count)
 
 
 def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> list[float]:

@@ -1,32 +1,72 @@
 """Which samples share a shard, and which share a forward: depends on their order and lengths alone.
 
-samples   ▢▢▢ ▢▢ ▢▢▢▢ ▢ ▢▢▢▢▢ ▢▢
-shards   [▢▢▢ ▢▢ ▢▢▢▢][▢ ▢▢▢▢▢ ▢▢]     closed by the sample that reaches shard_tokens
-forwards [▢▢▢▢][▢▢▢ ▢▢] [▢▢▢▢▢][▢▢ ▢]  the longest first; at most batch_tokens, or one longer sample
+synth's shards  [▢▢▢ ▢▢ ▢▢▢▢ ▢ ▢▢▢▢▢ ▢▢][…   one is cut into as many parts as its tokens, which
+shards          [▢▢▢ ▢▢ ▢▢▢▢][▢ ▢▢▢▢▢ ▢▢][…  its manifest counts, are features.shard_tokens
+forwards        [▢▢▢▢][▢▢▢ ▢▢] [▢▢▢▢▢][▢▢ ▢]  the longest first; at most batch_tokens, or one longer
 
-Inside a shard samples of like length are computed together and put back into their order. The most
-memory is needed by the first forward of a shard, not by some later one.
+What is cut where needs no sample but those of one synth shard, so that a shard can be made without
+reading others. Inside a shard samples of like length are computed together and put back into their
+order. The most memory is needed by the first forward of a shard, not by some later one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
-from pipeline.records import Sample
+from pipeline.records import Shard
 
 
-def into_shards(samples: Iterable[Sample], shard_tokens: int) -> Iterator[list[Sample]]:
-    """Consecutive samples; a list is closed once it holds `shard_tokens`, the last with fewer."""
-    shard: list[Sample] = []
-    held = 0
-    for sample in samples:
-        shard.append(sample)
-        held += len(sample.token_ids)
-        if held >= shard_tokens:
-            yield shard
-            shard, held = [], 0
-    if shard:
-        yield shard
+class Part(NamedTuple):
+    """One shard of the features: part `number` of the `parts` of a synth shard."""
+
+    source: Shard
+    number: int
+    parts: int
+
+    @property
+    def tokens(self) -> float:
+        """About so many, before its samples are known."""
+        return self.source.tokens / self.parts
+
+
+def parts_of(shards: Sequence[Shard], shard_tokens: int) -> dict[str, Part]:
+    """Name → part, of all shards of the features, in order; those of synth without rows have none.
+
+    A synth shard has one part for each `shard_tokens` of its tokens, a last one for the rest, and
+    no more than samples.
+    """
+    parts = {}
+    for index, shard in enumerate(shards):
+        count = min(shard.rows, -(-shard.tokens // shard_tokens))
+        for number in range(count):
+            parts[f"{index:06d}-{number:03d}.safetensors"] = Part(shard, number, count)
+    return parts
+
+
+def cut(lengths: Sequence[int], count: int) -> list[range]:
+    """`count` runs of consecutive samples, none empty, as equal in tokens as their lengths allow.
+
+    A sample goes to the run in which its middle lies:
+
+        lengths   5  3    4  4  |  8         count 2, 24 tokens: the middle is at 12
+    """
+    total, ends = sum(lengths), list(accumulate(lengths))
+    bounds = [0]
+    for part in range(1, count):
+        limit = total * part / count
+        first = next(
+            (
+                i
+                for i, (end, n) in enumerate(zip(ends, lengths, strict=True))
+                if end - n / 2 >= limit
+            ),
+            len(lengths),
+        )
+        # One sample at least for this run, and for each that follows.
+        bounds.append(min(max(first, bounds[-1] + 1), len(lengths) - (count - part)))
+    return [range(*pair) for pair in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
 
 
 def into_forwards(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
+from pipeline.features.packing import parts_of
 from pipeline.records import Manifest, Plan
+from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.shards import ENTRY, SHARDS, read_entry
-from pipeline.store.stage_run import find_manifest, stage_location
 from pipeline.target.arithmetic import target_dtype
 
 #: Sustained rate of one CPU thread in matrix products; measured with SmolLM2-135M on two cores,
@@ -114,7 +115,7 @@ def _supervised(parent: Manifest) -> int:
 
 
 def _expected_shards(config: RunConfig, parent: Manifest) -> int:
-    return max(1, -(-parent.tokens // config.features.shard_tokens))
+    return len(parts_of(parent.shards, config.features.shard_tokens))
 
 
 def _rate(config: RunConfig, parent: Manifest) -> tuple[float, str]:

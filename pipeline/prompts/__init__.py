@@ -1,6 +1,8 @@
 """Where prompts come from: files, hub data sets, pip packages that carry data, and our own.
 
-    sources.py   load_prompts: every configured source, in order; balanced draws
+    sources.py   load_prompts, stream_prompts: every configured source, in order
+    draw.py      balanced draws, also of more prompts than memory holds
+    extent.py    how much a source holds, without reading all of it
     files.py     JSONL and Parquet
     hub.py       Hugging Face data sets
     builtin.py   requests written for this project
@@ -12,6 +14,7 @@ Only user turns are taken; a reply in a source is never used.
 
 from __future__ import annotations
 
-from pipeline.prompts.sources import balanced, load_prompts
+from pipeline.prompts.draw import balanced
+from pipeline.prompts.sources import load_prompts, stream_prompts
 
-__all__ = ["balanced", "load_prompts"]
+__all__ = ["balanced", "load_prompts", "stream_prompts"]

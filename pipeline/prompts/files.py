@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -13,7 +14,9 @@ from pipeline.prompts.records import to_prompt
 from pipeline.records import Prompt
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
-_PARQUET = (".parquet", ".parquet.gz")
+PARQUET = (".parquet", ".parquet.gz")
+#: Of a Parquet file, decoded at one time.
+_ROWS = 4096
 
 
 def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
@@ -23,7 +26,7 @@ def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
     """
     if source.endswith(_JSONL):
         records = read_jsonl(source)
-    elif source.endswith(_PARQUET):
+    elif source.endswith(PARQUET):
         records = _read_parquet(source)
     else:
         problem = "is not a kind of prompts file that can be read"
@@ -36,7 +39,7 @@ def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
 
 def read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
     """(file:line, object) of every line that is not blank."""
-    with _open(source) as file:
+    with open_file(source) as file:
         for number, line in enumerate(_lines(file, source), start=1):
             where = f"{source}:{number}"
             if line.strip():
@@ -54,18 +57,30 @@ def _parse(line: bytes, where: str) -> Any:
         raise DataError(problem, where=where, fix="correct or remove that line") from None
 
 
+def count_rows(source: str) -> int:
+    """Records of a Parquet file, by its own account. Raises DataError."""
+    with _parquet(source) as table:
+        return int(table.metadata.num_rows)
+
+
 def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
+    with _parquet(source) as table:
+        number = 0
+        for batch in table.iter_batches(_ROWS):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{source}: row {number}", record
+
+
+@contextmanager
+def _parquet(source: str) -> Iterator[Any]:
+    """The file as pyarrow has it. Raises DataError, also for damage that shows while reading."""
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    with _open(source) as file:
+    with open_file(source) as file:
         try:
-            table = pyarrow.parquet.ParquetFile(file)
-            number = 0
-            for batch in table.iter_batches():
-                for record in batch.to_pylist():
-                    number += 1
-                    yield f"{source}: row {number}", record
+            yield pyarrow.parquet.ParquetFile(file)
         except (pyarrow.ArrowException, OSError) as error:
             problem = f"not a readable Parquet file: {str(error).splitlines()[0]}"
             raise DataError(problem, where=source, fix="write the file again") from None
@@ -80,10 +95,14 @@ def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:
         raise DataError(problem, where=source, fix="write or download the file again") from None
 
 
-def _open(source: str) -> BinaryIO:
+def open_file(source: str, *, unpack: bool = True) -> BinaryIO:
+    """A local or remote file; the bytes in a `.gz` one, unless they are wanted as they are.
+
+    Raises DataError.
+    """
     import fsspec  # type: ignore[import-untyped]
 
-    compression = "gzip" if source.endswith(".gz") else None
+    compression = "gzip" if unpack and source.endswith(".gz") else None
     try:
         file: BinaryIO = fsspec.open(source, "rb", compression=compression).open()
         return file

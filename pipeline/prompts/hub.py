@@ -18,9 +18,20 @@ def read_hub(name: str, spec: SourceSpec) -> Iterator[Prompt]:
         yield to_prompt(record, where=where, sample_id=sample_id, source=name, field=spec.field)
 
 
+def count_hub(name: str, spec: SourceSpec) -> int | None:
+    """Records of the split as its data set tells, None where it does not."""
+    try:
+        from datasets import load_dataset_builder  # type: ignore[import-untyped]
+
+        builder = load_dataset_builder(name, spec.subset, revision=spec.revision)
+        return int(builder.info.splits[spec.split].num_examples) or None
+    except Exception:  # as below; whoever reads the records says what is wrong
+        return None
+
+
 def _records(name: str, spec: SourceSpec, where: str) -> Iterator[Any]:
     try:
-        from datasets import load_dataset  # type: ignore[import-untyped]
+        from datasets import load_dataset
     except ImportError:
         fix = "pip install datasets, or export the data set to JSONL and name that file"
         raise MissingPackage("needs the pip package datasets", where=where, fix=fix) from None

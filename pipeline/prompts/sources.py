@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts.builtin import read_builtin
+from pipeline.prompts.draw import draw
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
 from pipeline.prompts.packages import read_package
@@ -17,41 +17,28 @@ from pipeline.records import Prompt
 
 
 def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
-    """Prompts of every source in configured order, each within its own `limit`.
+    """As `stream_prompts`, all of them in memory."""
+    return list(stream_prompts(specs, seed=seed))
+
+
+def stream_prompts(specs: Sequence[SourceSpec], *, seed: int) -> Iterator[Prompt]:
+    """Prompts of every source in configured order, each within its own `limit`, one at a time.
 
     Raises DataError for a missing or malformed source, MissingPackage for a pip package that is
-    not installed.
+    not installed. A source that cannot be read at all is told before the first prompt.
     """
-    prompts: list[Prompt] = []
     for spec in specs:
-        records = itertools.islice(_read(spec), spec.read_at_most)
-        of_source = [_with_configured_fields(prompt, spec) for prompt in records]
-        if not of_source:
+        if next(read_source(spec), None) is None:
             fix = "remove the source or correct its path"
             raise DataError("holds no prompts", where=spec.source, fix=fix)
-        prompts += balanced(of_source, spec.limit, seed)
-    return prompts
+    for spec in specs:
+        yield from draw(read_source(spec), spec.limit, seed)
 
 
-def balanced(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt]:
-    """At most `limit` prompts, spread evenly over categories, in their original order.
-
-    The draw depends on the prompts and the seed alone, and a smaller draw is part of a larger one.
-    """
-    if limit is None or len(prompts) <= limit:
-        return list(prompts)
-    by_category: dict[str, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        by_category.setdefault(prompt.category, []).append(index)
-    for category, indices in by_category.items():
-        # A generator per category: adding a category does not reshuffle the others.
-        random.Random(f"{seed}:{category}").shuffle(indices)
-    drawn: list[int] = []
-    while len(drawn) < limit:
-        for category in sorted(by_category):
-            if by_category[category] and len(drawn) < limit:
-                drawn.append(by_category[category].pop())
-    return [prompts[index] for index in sorted(drawn)]
+def read_source(spec: SourceSpec) -> Iterator[Prompt]:
+    """Prompts of one source, `read_at_most` of them; its `limit` is the caller's to draw."""
+    records = itertools.islice(_read(spec), spec.read_at_most)
+    return (_with_configured_fields(prompt, spec) for prompt in records)
 
 
 def _read(spec: SourceSpec) -> Iterator[Prompt]:
@@ -76,4 +63,5 @@ def _with_configured_fields(prompt: Prompt, spec: SourceSpec) -> Prompt:
         "category": spec.category,
         "sampling": spec.sampling,
     }
-    return prompt.model_copy(update={field: value for field, value in configured.items() if value})
+    update = {field: value for field, value in configured.items() if value}
+    return prompt.model_copy(update=update) if update else prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config import EvalSection, RunConfig
 from pipeline.records import Manifest, Plan
-from pipeline.store.stage_run import find_manifest
+from pipeline.store.manifest import find_manifest
 from pipeline.target.arithmetic import decoder_weight_bytes, target_dtype
 
 #: Bytes a CPU thread streams per second while decoding at batch 1; measured with SmolLM2-135M in

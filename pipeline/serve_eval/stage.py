@@ -17,13 +17,8 @@ from pipeline.serve_eval.questions import Question, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.store.location import Location, as_directory
-from pipeline.store.stage_run import (
-    StageRun,
-    manifest_where,
-    open_stage,
-    read_manifest,
-    stage_location,
-)
+from pipeline.store.manifest import manifest_where, read_manifest, stage_location
+from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate

@@ -22,8 +22,8 @@ from typing import BinaryIO, NamedTuple
 
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Shard
-from pipeline.store.backend import Checksum, explain_os_error
-from pipeline.store.disk import is_temporary, replace_file
+from pipeline.store.backends.base import Checksum, explain_os_error
+from pipeline.store.backends.disk import is_temporary, replace_file
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, check_shard, stored_checksum
 
@@ -50,7 +50,7 @@ class ShardCache:
         StoreError when the disk is full.
         """
         folder = self.folder(shard)
-        path = folder / SHARDS / shard.name
+        path = folder / SHARDS / shard.path
         if not _touch(path, shard):
             try:
                 with self._locked(f"{shard.sha256[:2]}.lock"):
@@ -116,7 +116,7 @@ def download_shard(location: Location, shard: Shard, path: Path, *, thorough: bo
 
     def fill(file: BinaryIO) -> None:
         checksum, size = Checksum(expected.partition(":")[0]), 0
-        for block in folder.blocks(shard.name):
+        for block in folder.blocks(shard.path):
             checksum.update(block)
             size += file.write(block)
         check_shard(location, shard, size, str(checksum), expected)

@@ -3,26 +3,32 @@
     temporary files    .NAME.<pid>-<hex>.tmp: a local file that was not finished
     orphaned shards    shards/NAME without an entry in a stage that has begun: killed before it
     unowned shards     shards/ of a stage with neither begin.json nor manifest
+    unselected prompts files of synth's prompts/ that selection.json does not name
+    needless prompts   all of prompts/ once synth has its manifest: they were not screened
 
-Committed data — what a manifest lists, or an entry names — is never touched, nor is anything that
-may belong to a running writer: a file must have been left alone for a while. Uploads in parts that
+Committed data — what a manifest lists, or an entry or an unfinished stage's selection names — is
+never touched, nor is anything that may belong to a running writer: a file must have been left alone
+for a while. Uploads in parts that
 were never completed are invisible in Google Cloud Storage, cost nothing and expire by themselves.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 from pipeline.errors import StoreError
 from pipeline.records import STAGES, Stage
-from pipeline.store.backend import FileInfo
+from pipeline.store.backends.base import FileInfo
+from pipeline.store.begin import BEGIN
 from pipeline.store.location import Location
-from pipeline.store.shards import ENTRY, SHARDS
-from pipeline.store.stage_run import BEGIN, MANIFEST, find_manifest, stage_location
+from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
+from pipeline.store.prompts import PROMPTS, SELECTION, find_selection
+from pipeline.store.shards import ENTRY, SHARDS, read_entries
 
+_Clock = Callable[[], float]
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
@@ -47,18 +53,20 @@ class Orphan(NamedTuple):
 def find_orphans(run_uri: str) -> list[Orphan]:
     """All orphans of a run, whatever their age.
 
-    Raises StoreError when `run_uri` holds no stage of a run, and as `find_manifest` does for a
-    manifest that cannot be read.
+    Raises StoreError when `run_uri` holds no stage of a run, and as `find_manifest` and
+    `find_selection` do for what cannot be read.
     """
     begun = [stage for stage in STAGES if _is_begun(run_uri, stage)]
     if not begun:
         fix = "pass the run.uri of a run, the directory above synth, features, train and eval"
         raise StoreError("holds no stage of a run", where=run_uri, fix=fix)
+    now = cache(Location(run_uri).now)  # the store's clock; asked once, and only if need be
     orphans: list[Orphan] = []
     for stage in STAGES:
-        orphans += _temporaries(stage_location(run_uri, stage))
+        orphans += _temporaries(stage_location(run_uri, stage), now)
     for stage in STAGES:
-        orphans += _shards(run_uri, stage, begun=stage in begun)
+        orphans += _shards(run_uri, stage, now, begun=stage in begun)
+    orphans += _prompts(run_uri, now)
     return orphans
 
 
@@ -73,29 +81,50 @@ def _is_begun(run_uri: str, stage: Stage) -> bool:
     return location.exists(BEGIN) or location.exists(MANIFEST)
 
 
-def _temporaries(folder: Location) -> Iterator[Orphan]:
+def _temporaries(folder: Location, now: _Clock) -> Iterator[Orphan]:
     """Of `folder` and all below; object stores have none."""
     if not folder.is_local:
         return
     for name, info in folder.temporaries().items():
         if _TEMPORARY.fullmatch(name):
-            yield _orphan(folder, name, info, "unfinished temporary file")
+            yield _orphan(folder, name, info, "unfinished temporary file", now)
     for name in folder.subdirectories():
-        yield from _temporaries(folder.child(name))
+        yield from _temporaries(folder.child(name), now)
 
 
-def _shards(run_uri: str, stage: Stage, *, begun: bool) -> Iterator[Orphan]:
+def _shards(run_uri: str, stage: Stage, now: _Clock, *, begun: bool) -> Iterator[Orphan]:
     manifest = find_manifest(run_uri, stage)
     folder = stage_location(run_uri, stage).child(SHARDS)
     files = folder.files()
-    kept = {shard.name for shard in manifest.shards} if manifest else set()
+    shards = manifest.shards if manifest else [entry.shard for entry in read_entries(folder)]
+    kept = {shard.path for shard in shards}
     for name, info in files.items():
         if not begun:
-            yield _orphan(folder, name, info, "of a stage with neither begin.json nor manifest")
-        elif not name.endswith(ENTRY) and name not in kept and name + ENTRY not in files:
-            yield _orphan(folder, name, info, "shard without an entry")
+            reason = "of a stage with neither begin.json nor manifest"
+            yield _orphan(folder, name, info, reason, now)
+        elif not name.endswith(ENTRY) and name not in kept:
+            yield _orphan(folder, name, info, "shard without an entry", now)
 
 
-def _orphan(folder: Location, name: str, info: FileInfo, reason: str) -> Orphan:
-    age = None if info.modified is None else time.time() - info.modified
+def _prompts(run_uri: str, now: _Clock) -> Iterator[Orphan]:
+    location = stage_location(run_uri, "synth")
+    folder = location.child(PROMPTS)
+    files = folder.files()
+    if not files:
+        return
+    if find_manifest(run_uri, "synth"):
+        kept, reason = set(), "prompts of a finished stage, not screened"
+    else:
+        selection = find_selection(location)
+        kept = {shard.file for shard in selection.shards} if selection else set()
+        reason = f"prompts that no {SELECTION} names"
+    # A process that selects for hours leaves its first files alone while it writes its last.
+    newest = max(files.values(), key=lambda info: info.modified or 0.0)
+    for name, info in files.items():
+        if name not in kept:
+            yield _orphan(folder, name, info._replace(modified=newest.modified), reason, now)
+
+
+def _orphan(folder: Location, name: str, info: FileInfo, reason: str, now: _Clock) -> Orphan:
+    age = None if info.modified is None else now() - info.modified
     return Orphan(folder, name, info.size, reason, age)

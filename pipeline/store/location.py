@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from pipeline.errors import CorruptShard, Eagle3Error
-from pipeline.store.backend import Backend, FileInfo, explain_os_error
-from pipeline.store.disk import Disk, is_temporary
-from pipeline.store.remote import Remote, explain_remote_error
+from pipeline.store.backends.base import Backend, FileInfo, explain_os_error
+from pipeline.store.backends.disk import Disk, is_temporary
+from pipeline.store.backends.remote import Remote, explain_remote_error
 
 T = TypeVar("T")
+
+#: A temporary file that has not changed for this long belongs to nobody any more.
+_ABANDONED_SECONDS = 3600.0
 
 
 class Location:
@@ -116,6 +121,25 @@ class Location:
         """
         return self._attempt(lambda: self._backend.write(name, data), name, writing=True)
 
+    def create(self, name: str, data: bytes) -> bytes:
+        """Write `name` unless something is there; returns the bytes that are there afterwards.
+
+        Of several writers at once, one succeeds, and all get its bytes. So does a writer whose
+        answer was lost, and who finds its own bytes at the next attempt: callers who must know
+        themselves from others put something of their own into the data.
+        """
+        create = self._backend.create
+        while not self._attempt(lambda: create(name, data), name, writing=True):
+            there = self._attempt(lambda: self._read_if_there(name), name, writing=False)
+            if there is not None:  # else it has been deleted meanwhile
+                return there
+        return data
+
+    def _read_if_there(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return self._backend.read(name)
+        return None
+
     def put_file(self, name: str, local_path: str | os.PathLike[str]) -> FileInfo:
         """As `write`, with a local file's bytes, without holding them in memory."""
         return self._attempt(lambda: self._backend.put_file(name, local_path), name, writing=True)
@@ -134,10 +158,27 @@ class Location:
         """Sorted names of the directories directly in this one."""
         return self._attempt(self._backend.directories, "", writing=False)
 
-    def sweep(self) -> None:
-        """Remove temporary files that a killed writer left in this directory."""
-        for name in self.temporaries():
-            self.delete(name)
+    def sweep(self) -> dict[str, FileInfo]:
+        """Remove temporary files that a killed writer left in this directory over an hour ago.
+
+        Younger ones may belong to a writer who is at work, on this machine or on another. Their age
+        is told by the store's clock alone. Returns the other files (as `files` does), of the same
+        listing.
+        """
+        listing = self._listing()
+        temporaries = {name: info for name, info in listing.items() if is_temporary(name)}
+        now = self.now() if temporaries else 0.0
+        for name, info in temporaries.items():
+            if info.modified is not None and now - info.modified > _ABANDONED_SECONDS:
+                self.delete(name)
+        return {name: info for name, info in listing.items() if name not in temporaries}
+
+    def now(self) -> float:
+        """Seconds since 1970 by the clock that dates this directory's files."""
+        name = f".clock.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        modified = self.write(name, b"").modified
+        self.delete(name)
+        return time.time() if modified is None else modified
 
     def local_path(self, name: str) -> Path:
         """Where a local directory has the file `name`; "." is the directory itself."""

@@ -16,14 +16,16 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from pipeline.errors import CorruptShard, DataError
-from pipeline.records import Sample, Shard, canonical_json
+from pipeline.records import Record, Sample, Shard, canonical_json
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, read_shard
+
+RecordType = TypeVar("RecordType", bound=Record)
 
 _TEXT_FIELDS = ("sample_id", "source", "license", "category", "finish_reason", "generator")
 _NOTES = b"eagle3"
@@ -46,6 +48,11 @@ def encode_samples(samples: list[Sample], notes: Mapping[str, Any] | None = None
 
 def decode_samples(data: bytes, where: str) -> list[Sample]:
     """The samples of one file, in order. Raises CorruptShard that names `where` and the field."""
+    return decode_rows(data, where, Sample)
+
+
+def decode_rows(data: bytes, where: str, kind: type[RecordType]) -> list[RecordType]:
+    """As `decode_samples`, of rows of any kind."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -54,15 +61,15 @@ def decode_samples(data: bytes, where: str) -> list[Sample]:
     except (pa.ArrowException, OSError) as error:
         problem = f"not a readable Parquet file: {' '.join(str(error).split())[:200]}"
         raise CorruptShard(problem, where=where, fix=_FIX) from None
-    samples = []
+    records = []
     for index, row in enumerate(rows):
         try:
-            samples.append(Sample.model_validate(row))
+            records.append(kind.model_validate(row))
         except ValidationError as error:
             first = error.errors()[0]
             field = f"row {index}, {'.'.join(str(part) for part in first['loc'])}"
             raise CorruptShard(first["msg"], where=f"{where}: {field}", fix=_FIX) from None
-    return samples
+    return records
 
 
 def decode_notes(data: bytes, where: str) -> dict[str, Any]:
@@ -81,7 +88,7 @@ def decode_notes(data: bytes, where: str) -> dict[str, Any]:
 
 def read_samples(location: Location, shard: Shard) -> list[Sample]:
     """The samples of one shard of the stage at `location`, after checking its bytes."""
-    where = location.child(SHARDS).where(shard.name)
+    where = location.child(SHARDS).where(shard.path)
     return decode_samples(read_shard(location, shard), where)
 
 

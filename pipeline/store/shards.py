@@ -1,25 +1,30 @@
 """One committed file. Data first, then its entry: a file without an entry was never committed.
 
-    <stage>/shards/00003.safetensors             the bytes
-    <stage>/shards/00003.safetensors.entry.json  the Shard, its seconds, the store's own checksum
+    <stage>/shards/00003.9f2c41d07be3a685.safetensors  the bytes, in a file of this attempt's own
+                   00003.safetensors.entry.json        the Shard, which names that file; seconds,
+                                                       the store's own checksum
 
-A commit is write → verify → entry; the manifest that lists the shard comes when all are committed:
+A commit is write → verify → entry. The entry is created exclusively: of several processes that make
+the same shard, on whatever machines, the first entry wins for good, and the others take its shard
+for theirs. The manifest that lists the shard comes when all are committed:
 
     write ──► size and checksum as the store reports them ──► entry ──► … ──► manifest
-      └ killed here: an orphan, written again       └ killed from here on: committed, left as it is
+      └ killed here: an orphan, for `eagle3 gc`     └ killed from here on: committed, left as it is
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import secrets
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pipeline.errors import CorruptShard
 from pipeline.records import Arithmetic, Shard, canonical_json
-from pipeline.store.backend import FileInfo
+from pipeline.store.backends.base import FileInfo
 from pipeline.store.location import Location
 
 #: Directory of the shards inside a stage's directory.
@@ -27,6 +32,8 @@ SHARDS = "shards"
 ENTRY = ".entry.json"
 #: Entries that are read at one time; each is one request to a remote store.
 _CONCURRENT_READS = 16
+#: Entries in memory while they are summed up.
+_ENTRIES_AHEAD = 1024
 _DELETE_ENTRY = "delete it; the shard is then made again"
 
 
@@ -37,6 +44,9 @@ class Entry(NamedTuple):
     seconds: float  # since the commit before it; adds up to the stage's wall time over all attempts
     stored: str = ""  # the store's own checksum of the file ("crc32c:…", "md5:…"), where it has one
     arithmetic: Arithmetic | None = None  # what computed it; an older version did not say
+    tallies: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # the stage's own counts of it, which its manifest sums up
 
 
 def verify_shard(location: Location, shard: Shard) -> None:
@@ -45,13 +55,13 @@ def verify_shard(location: Location, shard: Shard) -> None:
     Raises CorruptShard with the file and what differs.
     """
     folder = _folder_of(location, shard)
-    check_shard(location, shard, folder.size(shard.name), f"sha256:{folder.sha256(shard.name)}")
+    check_shard(location, shard, folder.size(shard.path), f"sha256:{folder.sha256(shard.path)}")
 
 
 def read_shard(location: Location, shard: Shard) -> bytes:
     """All bytes of one shard of the stage at `location`, verified. Raises CorruptShard."""
     folder = _folder_of(location, shard)
-    data = folder.read(shard.name)
+    data = folder.read(shard.path)
     check_shard(location, shard, len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
     return data
 
@@ -60,7 +70,7 @@ def verify_sizes(location: Location, shards: tuple[Shard, ...]) -> None:
     """Check that all shards are there with their sizes, from one listing. Raises CorruptShard."""
     files = location.child(SHARDS).files() if shards else {}
     for shard in shards:
-        _check_info(location, shard, files.get(shard.name))
+        _check_info(location, shard, files.get(shard.path))
 
 
 def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
@@ -68,12 +78,12 @@ def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
     folder = location.child(SHARDS)
     files = folder.files() if shards else {}
     for shard in shards:
-        _check_info(location, shard, files.get(shard.name))
-    with_checksum = [shard for shard in shards if files[shard.name].checksum]
+        _check_info(location, shard, files.get(shard.path))
+    with_checksum = [shard for shard in shards if files[shard.path].checksum]
     recorded = [shard for shard in with_checksum if shard.name + ENTRY in files]
     entries = _read_entries(folder, [shard.name + ENTRY for shard in recorded])
     for shard, entry in zip(recorded, entries, strict=True):
-        now = files[shard.name].checksum
+        now = files[shard.path].checksum
         if entry.shard == shard and entry.stored and entry.stored != now:
             raise _corrupt(location, shard, f"has {now} in the store, {entry.stored} was committed")
 
@@ -95,10 +105,18 @@ def write_shard(
     rejected: dict[str, int],
     seconds: float,
     arithmetic: Arithmetic | None = None,
-) -> Shard:
-    """Write the file, compare what the store reports of it, then write its entry."""
+    tallies: Mapping[str, Any] | None = None,
+) -> Entry:
+    """Write a file, compare what the store reports of it, then claim `name` for it by the entry.
+
+    Returns the entry of `name`: this one, or that of another process which was first. Raises
+    CorruptShard where the one that is there is none.
+    """
+    stem, dot, suffix = name.rpartition(".")
+    own = f".{secrets.token_hex(8)}"
     shard = Shard(
         name=name,
+        file=f"{stem}{own}{dot}{suffix}" if stem else f"{name}{own}",
         rows=rows,
         tokens=tokens,
         bytes=len(data),
@@ -106,38 +124,56 @@ def write_shard(
         rejected=dict(sorted(rejected.items())),
     )
     folder = location.child(SHARDS)
-    info = folder.write(name, data)
+    info = folder.write(shard.path, data)
     check_size(location, shard, info.size)
     fields = {
         "shard": shard.model_dump(mode="json"),
         "seconds": round(seconds, 3),
         "stored": info.checksum,
         "arithmetic": arithmetic and arithmetic.model_dump(mode="json"),
+        "tallies": dict(tallies or {}),
     }
-    folder.write(name + ENTRY, canonical_json(fields).encode())
-    return shard
+    there = folder.create(name + ENTRY, canonical_json(fields).encode())
+    entry = _parse_entry(folder, name + ENTRY, there)
+    if entry.shard.path != shard.path:
+        folder.delete(shard.path)  # nobody's
+    return entry
 
 
-def delete_entry(location: Location, name: str) -> None:
-    """Remove the entry of the shard `name`, so that its file may be replaced."""
-    location.child(SHARDS).delete(name + ENTRY)
+def committed(files: Iterable[str]) -> set[str]:
+    """Names of the shards whose entries are among the `files` of a shards' directory."""
+    return {name.removesuffix(ENTRY) for name in files if name.endswith(ENTRY)}
 
 
-def committed(location: Location) -> dict[str, Entry]:
-    """All entries of the stage at `location`. Raises CorruptShard for a file that does not match.
+def read_committed(
+    location: Location, names: Sequence[str], *, own: Container[str] = ()
+) -> Iterator[Entry]:
+    """Entries of the committed shards `names` of the stage at `location`, in that order.
 
-    Local files are read and their SHA-256 compared. Where a remote store reports checksums, the one
-    it reports now is compared with the one of the commit, so that resuming reads no shard.
+    Their files are compared with them, from one listing: sizes, and the checksums that a remote
+    store reports. Local files are read, but for this process's `own`. Raises CorruptShard.
     """
     folder = location.child(SHARDS)
-    files = folder.files()
-    names = [name for name in files if name.endswith(ENTRY)]
-    entries = {entry.shard.name: entry for entry in _read_entries(folder, names)}
-    for entry in entries.values():
-        info = _check_info(location, entry.shard, files.get(entry.shard.name))
-        if not info.checksum or info.checksum != entry.stored:
+    files = folder.files() if names else {}
+
+    def read(name: str) -> Entry:
+        entry = read_entry(folder, name + ENTRY)
+        path = entry.shard.path
+        # A listing may have passed by a file that was committed while it was made.
+        listed = files.get(path) or (folder.info(path) if folder.exists(path) else None)
+        info = _check_info(location, entry.shard, listed)
+        if name not in own and (not info.checksum or info.checksum != entry.stored):
             verify_shard(location, entry.shard)
-    return entries
+        return entry
+
+    with ThreadPoolExecutor(_CONCURRENT_READS, thread_name_prefix="entries") as pool:
+        for start in range(0, len(names), _ENTRIES_AHEAD):
+            yield from pool.map(read, names[start : start + _ENTRIES_AHEAD])
+
+
+def read_entries(folder: Location) -> list[Entry]:
+    """All entries in the shards' directory `folder`."""
+    return _read_entries(folder, [name for name in folder.names() if name.endswith(ENTRY)])
 
 
 def _read_entries(folder: Location, names: Sequence[str]) -> list[Entry]:
@@ -147,12 +183,17 @@ def _read_entries(folder: Location, names: Sequence[str]) -> list[Entry]:
 
 def read_entry(folder: Location, name: str) -> Entry:
     """The entry in the file `name` of the shards' directory `folder`. Raises CorruptShard."""
+    return _parse_entry(folder, name, folder.read(name))
+
+
+def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
     try:
-        fields: dict[str, Any] = json.loads(folder.read(name))
+        fields: dict[str, Any] = json.loads(data)
         shard, seconds = Shard.model_validate(fields["shard"]), float(fields["seconds"])
         computed = fields.get("arithmetic")
         arithmetic = Arithmetic.model_validate(computed) if computed else None
-        entry = Entry(shard, seconds, str(fields.get("stored", "")), arithmetic)
+        stored, tallies = str(fields.get("stored", "")), dict(fields.get("tallies", {}))
+        entry = Entry(shard, seconds, stored, arithmetic, tallies)
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
         raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY) from None
@@ -165,7 +206,7 @@ def read_entry(folder: Location, name: str) -> Entry:
 def _folder_of(location: Location, shard: Shard) -> Location:
     """The directory of the shards, once `shard` is in it."""
     folder = location.child(SHARDS)
-    if not folder.exists(shard.name):
+    if not folder.exists(shard.path):
         raise _corrupt(location, shard, "the file is missing")
     return folder
 
@@ -200,6 +241,6 @@ def _shown(checksum: str) -> str:
 
 
 def _corrupt(location: Location, shard: Shard, problem: str) -> CorruptShard:
-    where, stage = f"{location.uri}/{SHARDS}/{shard.name}", location.uri.rsplit("/", 1)[-1]
+    where, stage = f"{location.uri}/{SHARDS}/{shard.path}", location.uri.rsplit("/", 1)[-1]
     fix = f"restore the file, or make it again with `eagle3 {stage} --force`"
     return CorruptShard(problem, where=where, fix=fix)

@@ -15,112 +15,73 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
-
-from pydantic import ValidationError
+from typing import Any
 
 from pipeline import __version__
 from pipeline.config import RunConfig
 from pipeline.console import notice
-from pipeline.errors import CorruptShard, MissingStage, StageConflict, StoreError
+from pipeline.errors import (
+    CorruptShard,
+    StageConflict,
+    StageIncomplete,
+)
 from pipeline.records import (
-    OLDEST_SCHEMA,
-    SCHEMA_VERSION,
     Arithmetic,
     Manifest,
     Shard,
     Stage,
     TargetContract,
-    canonical_json,
 )
+from pipeline.store.begin import BEGIN, Begin, read_begin
 from pipeline.store.location import Location
+from pipeline.store.manifest import MANIFEST, find_manifest, parse_manifest, stage_location
 from pipeline.store.shards import (
+    ENTRY,
     SHARDS,
+    Entry,
     committed,
-    delete_entry,
+    read_committed,
+    read_entry,
     verify_shard,
     verify_sizes,
     write_shard,
 )
 
-MANIFEST = "manifest.json"
-BEGIN = "begin.json"
+#: What a key that differs belongs to, by its first word, where that is not the configuration.
+_KINDS = {"parent": "parent", "target": "target", "pii": "filter"}
+#: Committed shards of which the arithmetic is looked up when a stage is continued.
+_LOOKED_AT = 64
 _SOFTWARE = ("torch", "transformers", "triton", "safetensors", "pyarrow", "numpy", "deepspeed")
 
 
-class StageInputs(NamedTuple):
-    """What decides a stage's output: work on equal inputs is continued, on others never."""
-
-    config_hash: str
-    parent_hash: str | None
-
-
-def stage_location(run_uri: str, stage: Stage) -> Location:
-    """The directory of `stage` in a run."""
-    return Location(run_uri).child(stage)
-
-
-def manifest_where(run_uri: str, stage: Stage) -> str:
-    """How messages call the stage's manifest."""
-    return stage_location(run_uri, stage).where(MANIFEST)
-
-
-def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
-    """The stage's manifest, or None when the stage is not finished.
-
-    Raises StoreError for another schema and CorruptShard for a file that is no manifest.
-    """
-    location = stage_location(run_uri, stage)
-    if not location.exists(MANIFEST):
-        return None
-    where = location.where(MANIFEST)
-    fields = _read_json(location, MANIFEST, stage)
-    version = fields.get("schema_version")
-    if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA_VERSION:
-        age = "newer" if version > SCHEMA_VERSION else "older"
-        readable = f"the {SCHEMA_VERSION} that eagle3 {__version__} reads"
-        problem = f"schema_version {version} is {age} than {readable}"
-        fix = "use the eagle3 that its `software` names, or choose another run.uri=…"
-        raise StoreError(problem, where=f"{where}: schema_version", fix=fix)
-    try:
-        manifest = Manifest.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        problem = f"not a manifest: {first['msg']}"
-        raise CorruptShard(problem, where=f"{where}: {field}", fix=_restore(stage)) from None
-    if manifest.stage != stage:
-        problem = f"is the manifest of {manifest.stage}"
-        fix = "restore the run directory as it was written"
-        raise CorruptShard(problem, where=f"{where}: stage", fix=fix)
-    return manifest
-
-
-def read_manifest(run_uri: str, stage: Stage) -> Manifest:
-    """As `find_manifest`; MissingStage when the stage is not finished."""
-    manifest = find_manifest(run_uri, stage)
-    if manifest is None:
-        problem = f"stage {stage} is not finished"
-        fix = f"run `eagle3 {stage}` first, with the same run.uri"
-        raise MissingStage(problem, where=manifest_where(run_uri, stage), fix=fix)
-    return manifest
-
-
-def open_stage(config: RunConfig, stage: Stage, parent: Manifest | None) -> StageRun:
+def open_stage(
+    config: RunConfig,
+    stage: Stage,
+    parent: Manifest | None,
+    *,
+    made_with: Mapping[str, str] | None = None,
+) -> StageRun:
     """Begin, continue or recognise as complete the stage's work for this config and parent.
 
-    Raises StageConflict when the directory holds other work and `run.force` is off, and
-    CorruptShard when committed files are not what they were. With `run.force` both are discarded.
+    `made_with` is what else shapes the output: the target, versions of filters. Raises
+    StageConflict when the directory holds other work and `run.force` is off, and CorruptShard when
+    committed files are not what they were. With `run.force` both are discarded.
     """
+    inputs = Begin.of(config, stage, parent, made_with or {})
     try:
-        return _open(config, stage, parent)
+        return _open(config, inputs, parent)
     except (StageConflict, CorruptShard):
         if not config.run.force:
             raise
-    _discard(stage_location(config.run.uri, stage))
-    return _open(config, stage, parent)
+    location = stage_location(config.run.uri, stage)
+    files = location.child(SHARDS).files()
+    size = sum(info.size for info in files.values())
+    held = f"{len(files)} files of shards, {size:,} bytes"
+    notice(stage, f"--force: deletes what {location.uri} holds ({held})")
+    _discard(location)
+    return _open(config, inputs, parent)
 
 
 class StageRun:
@@ -129,22 +90,22 @@ class StageRun:
     def __init__(
         self,
         location: Location,
-        stage: Stage,
-        inputs: StageInputs,
+        inputs: Begin,
         parent_uri: str | None,
         *,
-        shards: Iterable[Shard] = (),
-        arithmetic: Mapping[str, Arithmetic | None] | None = None,
-        seconds: float = 0.0,
+        committed: Iterable[str] = (),
         manifest: Manifest | None = None,
     ) -> None:
         self.location, self.manifest = location, manifest
-        self.shards = {shard.name: shard for shard in shards}
-        self._computed_by = dict(arithmetic or {})  # shard → what computed it
+        #: Names of the shards that are known to be committed, by whomever.
+        self.committed = set(committed)
+        #: Those that this process has committed or read.
+        self.shards = {shard.name: shard for shard in manifest.shards} if manifest else {}
+        self._computed_by: set[Arithmetic | None] = set()
         self._arithmetic: Arithmetic | None = None  # of this attempt
         self._earlier: tuple[Arithmetic, ...] = ()
-        self._stage, self._inputs, self._parent_uri = stage, inputs, parent_uri
-        self._seconds = seconds
+        self.stage, self._inputs, self._parent_uri = inputs.stage, inputs, parent_uri
+        self._seconds = 0.0
         self._counted_until = time.monotonic()
         self._lock = threading.Lock()
 
@@ -159,12 +120,17 @@ class StageRun:
         self._earlier = tuple(earlier)
         self._arithmetic = arithmetic
         promise = "; the same command may give other results" * (arithmetic.repeatable == "no")
-        notice(self._stage, f"arithmetic: {arithmetic}{why}{promise}")
-        computed_by = self._computed_by.values()
-        if others := Counter(one for one in computed_by if not (one and one.agrees(arithmetic))):
+        notice(self.stage, f"arithmetic: {arithmetic}{why}{promise}")
+        before = self._computed_before()
+        if others := Counter(one for one in before if not (one and one.agrees(arithmetic))):
             counts = "; ".join(f"{count} by {_told(one)}" for one, count in others.items())
             stay = "they stay, and the rest need not be what an uninterrupted run gives"
-            notice(self._stage, f"of {len(computed_by)} committed shards {counts}: {stay}")
+            notice(self.stage, f"of {len(before)} committed shards {counts}: {stay}")
+
+    def _computed_before(self) -> list[Arithmetic | None]:
+        """What computed the shards that are committed, of many only the first."""
+        folder, names = self.location.child(SHARDS), sorted(self.committed)[:_LOOKED_AT]
+        return [read_entry(folder, name + ENTRY).arithmetic for name in names]
 
     def commit(
         self,
@@ -174,18 +140,19 @@ class StageRun:
         rows: int,
         tokens: int,
         rejected: Mapping[str, int] | None = None,
+        tallies: Mapping[str, Any] | None = None,
     ) -> Shard:
         """Store one shard for good: data, size and checksum compared, entry. Zero rows are legal.
 
-        Shards may be committed in any order and from several threads; the manifest lists them by
-        name. A shard that was committed before with other bytes loses its entry first: a kill in
-        between leaves an orphan, not an entry that its file contradicts.
+        `tallies` are what the stage counts of it beside that: JSON, kept in the entry.
+
+        Shards may be committed in any order, from several threads and from several processes; the
+        manifest lists them by name. The first commit of a name is the one that counts: what is
+        returned is that one's shard, whose bytes need not be `data`.
         """
         assert self.manifest is None, "the stage is finished"
-        if name in self.shards:
-            delete_entry(self.location, name)
         counts, seconds = dict(rejected or {}), self._count_seconds()
-        shard = write_shard(
+        entry = write_shard(
             self.location,
             name,
             data,
@@ -194,10 +161,56 @@ class StageRun:
             rejected=counts,
             seconds=seconds,
             arithmetic=self._arithmetic,
+            tallies=tallies,
         )
         with self._lock:
-            self.shards[name], self._computed_by[name] = shard, self._arithmetic
-        return shard
+            self.shards[name] = entry.shard
+            self.committed.add(name)
+            self._computed_by.add(entry.arithmetic)
+        return entry.shard
+
+    def refresh(self) -> set[str]:
+        """Names of the shards that others have committed since the last look, from one listing."""
+        names = committed(self.location.child(SHARDS).names())
+        with self._lock:
+            new = names - self.committed
+            self.committed |= new
+        return new
+
+    def is_committed(self, name: str) -> bool:
+        """Whether shard `name` is, by this process or by another until now."""
+        if name not in self.committed and self.location.child(SHARDS).exists(name + ENTRY):
+            with self._lock:
+                self.committed.add(name)
+        return name in self.committed
+
+    def collect(self, names: Sequence[str]) -> Iterator[Entry]:
+        """The entries of all shards of the stage, by whomever committed, in the order of `names`.
+
+        What the manifest will say of shards comes from here. Raises StageIncomplete while some are
+        missing, and CorruptShard for one that is not what was committed.
+        """
+        self.refresh()
+        missing = [name for name in names if name not in self.committed]
+        if missing:
+            count = f"{len(missing)} of {len(names)} shards are missing"
+            problem = f"this process has committed its part; {count}, the first is {missing[0]}"
+            fix = "run the same command again when the others have ended, or at once without shard"
+            raise StageIncomplete(problem, where=self.location.uri, fix=fix)
+        own, self.shards = self.shards, {}
+        for entry in read_committed(self.location, names, own=own):
+            name = entry.shard.name
+            self.shards[name] = entry.shard
+            self._computed_by.add(entry.arithmetic)
+            self._seconds += 0.0 if name in own else entry.seconds
+            yield entry
+
+    def write_once(self, name: str, data: bytes) -> None:
+        """Write a file that follows from the shards. Raises StageConflict for another one."""
+        if self.location.create(name, data) != data:
+            problem = "is not what follows from the shards; another version of eagle3 wrote it"
+            fix = "use that version, or pass --force to make the stage again"
+            raise StageConflict(problem, where=self.location.where(name), fix=fix)
 
     def finish(
         self,
@@ -208,7 +221,11 @@ class StageRun:
         details: Mapping[str, Any] | None = None,
         rejected_extra: Mapping[str, int] | None = None,
     ) -> Manifest:
-        """Write the manifest. `rejected_extra` counts what was left out before any shard."""
+        """Write the manifest of `shards`, by name.
+
+        `rejected_extra` counts what was left out before any shard. One that is there already, from
+        another process, is kept if it says the same of the output.
+        """
         assert self.manifest is None, "the stage is finished"
         shards = tuple(self.shards[name] for name in sorted(self.shards))
         rejected: Counter[str] = Counter(rejected_extra or {})
@@ -216,7 +233,7 @@ class StageRun:
             rejected.update(shard.rejected)
         self._count_seconds()
         manifest = Manifest(
-            stage=self._stage,
+            stage=self.stage,
             config_hash=self._inputs.config_hash,
             parent_uri=self._parent_uri,
             parent_hash=self._inputs.parent_hash,
@@ -232,13 +249,18 @@ class StageRun:
         )
         fields = manifest.model_dump(mode="json")
         text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
-        self.location.write(MANIFEST, text.encode() + b"\n")
-        self.manifest = manifest
-        return manifest
+        there = self.location.create(MANIFEST, text.encode() + b"\n")
+        first = parse_manifest(self.location, there, self.stage)
+        if first.content_hash != manifest.content_hash:
+            problem = "another process has finished this stage, with other output"
+            fix = "keep that one, or pass --force to discard it"
+            raise StageConflict(problem, where=self.location.where(MANIFEST), fix=fix)
+        self.manifest = first
+        return first
 
     def _all_arithmetic(self) -> tuple[Arithmetic, ...]:
         """Each that a shard was computed with, or this attempt's, once."""
-        each = {*self._computed_by.values(), *self._earlier, self._arithmetic}
+        each = {*self._computed_by, *self._earlier, self._arithmetic}
         return tuple(sorted((one for one in each if one), key=lambda one: one.model_dump_json()))
 
     def _count_seconds(self) -> float:
@@ -250,51 +272,48 @@ class StageRun:
         return seconds
 
 
-def _open(config: RunConfig, stage: Stage, parent: Manifest | None) -> StageRun:
-    inputs = StageInputs(config.section_hash(stage), parent.content_hash if parent else None)
+def _open(config: RunConfig, inputs: Begin, parent: Manifest | None) -> StageRun:
+    stage = inputs.stage
     location = stage_location(config.run.uri, stage)
     parent_uri = stage_location(config.run.uri, parent.stage).uri if parent else None
     location.sweep()
-    location.child(SHARDS).sweep()
-    manifest = find_manifest(config.run.uri, stage)
+    names = committed(location.child(SHARDS).sweep())
+    manifest, begun = find_manifest(config.run.uri, stage), read_begin(location)
     if manifest:
-        finished = StageInputs(manifest.config_hash, manifest.parent_hash)
-        _refuse_other_inputs(location, finished, inputs, "finished")
+        hashes = {"config_hash": manifest.config_hash, "parent_hash": manifest.parent_hash}
+        finished = begun or Begin(stage=stage, **hashes)
+        _refuse_other_inputs(location, finished.changes(inputs, config), "finished")
         verify_sizes(location, manifest.shards)  # from one listing
         for shard in manifest.shards if config.run.force else ():  # reads every byte
             verify_shard(location, shard)
-        shards = manifest.shards
-        return StageRun(location, stage, inputs, parent_uri, shards=shards, manifest=manifest)
-    begun = _read_begin(location, stage)
-    if begun:
-        _refuse_other_inputs(location, begun, inputs, "begun")
-        entries = committed(location)
-        return StageRun(
-            location,
-            stage,
-            inputs,
-            parent_uri,
-            shards=[entry.shard for entry in entries.values()],
-            arithmetic={name: entry.arithmetic for name, entry in entries.items()},
-            seconds=sum(entry.seconds for entry in entries.values()),
-        )
-    # Shards without begin.json are left by an interrupted --force; nobody can tell whose they are.
-    location.child(SHARDS).delete_tree()
-    begin = {"stage": stage, "schema_version": SCHEMA_VERSION, **inputs._asdict()}
-    location.write(BEGIN, canonical_json(begin).encode())
-    return StageRun(location, stage, inputs, parent_uri)
+        return StageRun(location, inputs, parent_uri, committed=names, manifest=manifest)
+    if begun is None:
+        _refuse_unowned(location, names)
+        begun = inputs.create(location)  # of several processes at once, one is first
+    _refuse_other_inputs(location, begun.changes(inputs, config), "begun")
+    return StageRun(location, begun, parent_uri, committed=names)
+
+
+def _refuse_unowned(location: Location, names: Collection[str]) -> None:
+    """Raises StageConflict for committed shards without begin.json: nobody can tell whose they are.
+
+    Files without an entry are what killed writers leave, and stay for `eagle3 gc`.
+    """
+    if names:
+        problem = f"holds {len(names)} committed shards, and no {BEGIN} that says whose they are"
+        fix = f"restore {BEGIN}, pass --force to discard the shards, or choose another run.uri=…"
+        raise StageConflict(problem, where=location.uri, fix=fix)
 
 
 def _refuse_other_inputs(
-    location: Location, old: StageInputs, new: StageInputs, state: str
+    location: Location, changes: Mapping[str, tuple[str, str]], state: str
 ) -> None:
-    """Raises StageConflict, which names what differs with both hashes."""
-    pairs = zip(("config", "parent"), old, new, strict=True)
-    changes = {name: f"{_short(was)} → {_short(now)}" for name, was, now in pairs if was != now}
+    """Raises StageConflict, which names the keys that differ, with both values."""
     if not changes:
         return
-    hashes = ", ".join(f"{name} {change}" for name, change in changes.items())
-    problem = f"holds {state} work for another {' and '.join(changes)}: {hashes}"
+    each = ", ".join(f"{name} {was} → {now}" for name, (was, now) in changes.items())
+    kinds = {_KINDS.get(name.split(".")[0], "config") for name in changes}
+    problem = f"holds {state} work for another {' and '.join(sorted(kinds))}: {each}"
     fix = "pass --force to discard that work, or keep it and choose another run.uri=…"
     raise StageConflict(problem, where=location.uri, fix=fix)
 
@@ -304,37 +323,6 @@ def _told(arithmetic: Arithmetic | None) -> str:
     if arithmetic is None:
         return "an older version"
     return f"{arithmetic} ({arithmetic.processor}, {arithmetic.threads} threads)"
-
-
-def _short(value: str | None) -> str:
-    return value[:16] if value else "none"
-
-
-def _read_begin(location: Location, stage: Stage) -> StageInputs | None:
-    if not location.exists(BEGIN):
-        return None
-    fields = _read_json(location, BEGIN, stage)
-    try:
-        return StageInputs(str(fields["config_hash"]), fields["parent_hash"])
-    except KeyError as error:
-        where = f"{location.where(BEGIN)}: {error.args[0]}"
-        fix = f"run `eagle3 {stage} --force`"
-        raise CorruptShard("not a begin record", where=where, fix=fix) from None
-
-
-def _read_json(location: Location, name: str, stage: Stage) -> dict[str, Any]:
-    where = location.where(name)
-    try:
-        fields = json.loads(location.read(name))
-    except ValueError as error:
-        raise CorruptShard(f"not JSON: {error}", where=where, fix=_restore(stage)) from None
-    if not isinstance(fields, dict):
-        raise CorruptShard("not a JSON object", where=where, fix=_restore(stage))
-    return fields
-
-
-def _restore(stage: Stage) -> str:
-    return f"restore the file, or run `eagle3 {stage} --force`"
 
 
 def _discard(location: Location) -> None:

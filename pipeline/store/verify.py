@@ -1,7 +1,8 @@
 """`eagle3 verify`: every byte of a run, and how its stages hang together.
 
 Of each shard: present, size, SHA-256, readable as what it is, with the rows, tokens and width that
-its manifest promises. Of the chain: schema versions, the same contract throughout, and that each
+its manifest promises. Of selected prompts the same; those of a finished stage may be gone, as
+`eagle3 gc` removes them. Of the chain: schema versions, the same contract throughout, and that each
 stage was made from the parent that stands beside it. All problems are collected; none stops the
 rest.
 """
@@ -18,11 +19,19 @@ from typing import NamedTuple
 from pipeline.console import ProgressBar, progress_bar
 from pipeline.errors import CorruptShard, Eagle3Error, MissingStage
 from pipeline.records import STAGES, Manifest, Shard, Stage, match_contracts
+from pipeline.store.begin import BEGIN
 from pipeline.store.cache import download_shard
 from pipeline.store.location import Location
+from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
+from pipeline.store.prompts import (
+    PROMPTS,
+    SELECTION,
+    Selection,
+    find_selection,
+    read_prompts,
+)
 from pipeline.store.samples import decode_samples
 from pipeline.store.shards import ENTRY, SHARDS, read_entry, verify_shard
-from pipeline.store.stage_run import BEGIN, MANIFEST, find_manifest, stage_location
 
 _PARENTS: dict[Stage, Stage] = {"features": "synth", "train": "features", "eval": "train"}
 #: Where training puts a copy of its shards for the tools that load heads.
@@ -50,6 +59,10 @@ class _StageCheck:
             self.manifest = find_manifest(run_uri, stage)
         self.is_begun = self.manifest is None and not self.problems and self.location.exists(BEGIN)
         self.shards = self.manifest.shards if self.manifest else tuple(self._entries())
+        self.selection: Selection | None = None
+        if stage == "synth" and (self.manifest or self.is_begun):
+            with self.collecting():
+                self.selection = find_selection(self.location)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -78,6 +91,7 @@ def verify_run(run_uri: str) -> RunCheck:
     size = sum(shard.bytes for check in checks for shard in check.shards)
     with progress_bar("verify", unit="bytes", total=size) as bar:
         for check in checks:
+            _verify_prompts(check)
             _verify_shards(check, bar)
     _verify_chain({check.stage: check for check in checks})
     return RunCheck(
@@ -87,6 +101,20 @@ def verify_run(run_uri: str) -> RunCheck:
         shards=sum(len(check.shards) for check in checks),
         bytes=size,
     )
+
+
+def _verify_prompts(check: _StageCheck) -> None:
+    if check.selection is None:
+        return
+    there = check.location.child(PROMPTS).sizes() if check.manifest else {}
+    for shard in check.selection.shards:
+        if check.manifest is None or shard.file in there:
+            with check.collecting():
+                read_prompts(check.location, shard)
+    names = tuple(shard.name for shard in check.shards)
+    if check.manifest and names != check.selection.names:
+        where = check.location.where(SELECTION)
+        check.problems.append(str(_corrupt("names other shards than the manifest", where)))
 
 
 def _verify_shards(check: _StageCheck, bar: ProgressBar) -> None:
@@ -109,7 +137,7 @@ def _local_stage(location: Location, shard: Shard) -> Iterator[Location]:
         yield location
         return
     with tempfile.TemporaryDirectory(prefix="eagle3-verify-") as scratch:
-        download_shard(location, shard, Path(scratch) / SHARDS / shard.name, thorough=True)
+        download_shard(location, shard, Path(scratch) / SHARDS / shard.path, thorough=True)
         try:
             yield Location(scratch)
         except Eagle3Error as error:
@@ -122,7 +150,7 @@ def _verify_content(check: _StageCheck, shard: Shard, local: Location) -> None:
     if check.stage == "features":
         _verify_states(check, shard, local)
         return
-    path = local.child(SHARDS).local_path(shard.name)
+    path = local.child(SHARDS).local_path(shard.path)
     where = str(path)
     if path.suffix == ".parquet":
         _expect_equal(len(decode_samples(path.read_bytes(), where)), shard.rows, "rows", where)
@@ -139,7 +167,7 @@ def _verify_states(check: _StageCheck, shard: Shard, local: Location) -> None:
     from pipeline.store.states import StatesReader
 
     reader = StatesReader(local, shard)
-    where = local.child(SHARDS).where(shard.name)
+    where = local.child(SHARDS).where(shard.path)
     _expect_equal(len(reader), shard.rows, "samples", where)
     _expect_equal(sum(reader.lengths), shard.tokens, "tokens", where)
     expected = check.manifest.contract.hidden_size if check.manifest else reader.hidden_size

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeline.console import show_supervised
-from pipeline.records import Record, Sample, TargetContract, canonical_json
+from pipeline.records import Record, Sample, TargetContract
 from pipeline.store.samples import check_supervised
+from pipeline.synth.tallies import Tallies
 
 SCHEMA_VERSION = 1
 
 #: Lower bounds of a histogram's bins.
 _BOUNDS = (0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PII = "pii:"
-#: Notes of a shard that are counts by reason.
-_COUNTS = ("ended", "dropped_prompts", "dropped_replies")
 _MOST_VALUES = 100  # salted hashes listed for each type of personal data
 
 
@@ -51,63 +50,6 @@ def show_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> None:
     for span in sample.supervised:
         mask[span.start : span.end] = [True] * (span.end - span.start)
     show_supervised("synth", sample.token_ids, mask, decode)
-
-
-class StageCounts:
-    """Counts over all samples, one shard after another, in any order."""
-
-    def __init__(self) -> None:
-        self.samples = self.tokens = self.supervised = 0
-        self.licenses: Counter[str] = Counter()
-        # source → samples, tokens, supervised_tokens
-        self.sources: dict[str, Counter[str]] = defaultdict(Counter)
-        self.source_licenses: dict[str, Counter[str]] = defaultdict(Counter)
-        self.categories: Counter[str] = Counter()
-        self.finish_reasons: Counter[str] = Counter()
-        self.generators: Counter[str] = Counter()
-        self.samplings: Counter[str] = Counter()  # canonical JSON
-        self.system_prompts: Counter[bool] = Counter()
-        self.notes: dict[str, Counter[str]] = defaultdict(Counter)  # those that are counts
-        # (prompts or replies, entity) → salted hash → times
-        self.findings: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        self.lengths: dict[str, Counter[int]] = defaultdict(Counter)
-
-    @property
-    def samples_by_source(self) -> dict[str, int]:
-        return {source: counts["samples"] for source, counts in self.sources.items()}
-
-    @property
-    def supervised_share(self) -> float:
-        return round(self.supervised / self.tokens, 6) if self.tokens else 0.0
-
-    def add(self, samples: Iterable[Sample], notes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Count one shard."""
-        for sample in samples:
-            self._add_sample(sample)
-        for name in _COUNTS:
-            self.notes[name].update(notes.get(name, {}))
-        for where, entities in notes.get("findings", {}).items():
-            for entity, counts in entities.items():
-                self.findings[where, entity].update(counts["values"])
-
-    def _add_sample(self, sample: Sample) -> None:
-        replies = [span.end - span.start for span in sample.supervised]
-        tokens, supervised = len(sample.token_ids), sum(replies)
-        self.samples += 1
-        self.tokens += tokens
-        self.supervised += supervised
-        self.licenses[sample.license] += 1
-        self.sources[sample.source].update(samples=1, tokens=tokens, supervised_tokens=supervised)
-        self.source_licenses[sample.source][sample.license] += 1
-        self.categories[sample.category] += 1
-        self.finish_reasons[sample.finish_reason] += 1
-        self.generators[sample.generator] += 1
-        self.samplings[canonical_json(sample.sampling.model_dump(mode="json"))] += 1
-        self.system_prompts[sample.messages[0].role == "system"] += 1
-        self.lengths["prompt"][sample.supervised[0].start] += 1
-        self.lengths["conversation"][tokens] += 1
-        self.lengths["turns"][len(replies)] += 1
-        self.lengths["reply"].update(replies)
 
 
 class HistogramBin(Record):
@@ -155,53 +97,60 @@ class Audit(Record):
 
 
 def audit_record(
-    counts: StageCounts,
+    tallies: Tallies,
     details: Mapping[str, Any],
     rejected: Mapping[str, int],
     contract: TargetContract,
 ) -> Audit:
-    """The audit of a whole run; `details` and `rejected` are those of its manifest."""
+    """The audit of a whole run from its tallies; `details` and `rejected` are its manifest's."""
+
+    def counts(name: str) -> dict[str, int]:
+        return _sorted(tallies.get(name, {}))
+
     sources = {
-        name: {**numbers, "licenses": _sorted(counts.source_licenses[name])}
-        for name, numbers in sorted(counts.sources.items())
+        name: {**numbers, "licenses": _sorted(tallies["source_licenses"][name])}
+        for name, numbers in sorted(tallies.get("sources", {}).items())
     }
     sampling = [
-        {**json.loads(text), "samples": count} for text, count in sorted(counts.samplings.items())
+        {**json.loads(text), "samples": count} for text, count in counts("samplings").items()
     ]
     return Audit(
         prompts=details["prompts"],
         rejected=_sorted(rejected),
         sources=sources,
-        licenses=_sorted(counts.licenses),
-        categories=_sorted(counts.categories),
+        licenses=counts("licenses"),
+        categories=counts("categories"),
         personal_data={
             "policy": details["pii"],
-            "dropped_prompts": _of_types(counts.notes["dropped_prompts"]),
-            "dropped_replies": _of_types(counts.notes["dropped_replies"]),
-            "findings": _findings(counts.findings),
+            "dropped_prompts": _of_types(counts("dropped_prompts")),
+            "dropped_replies": _of_types(counts("dropped_replies")),
+            "findings": _findings(tallies.get("findings", {})),
         },
         tokens={
-            "all": counts.tokens,
-            "supervised": counts.supervised,
-            "supervised_share": counts.supervised_share,
+            "all": tallies["tokens"],
+            "supervised": tallies["supervised"],
+            "supervised_share": details["supervised_share"],
         },
-        lengths={name: _lengths(counts.lengths[name]) for name in sorted(counts.lengths)},
-        ended=_sorted(counts.notes["ended"]),
-        finish_reasons=_sorted(counts.finish_reasons),
+        lengths={
+            name: _lengths({int(length): count for length, count in lengths.items()})
+            for name, lengths in sorted(tallies.get("lengths", {}).items())
+        },
+        ended=counts("ended"),
+        finish_reasons=counts("finish_reasons"),
         sampling=sampling,
-        generators=_sorted(counts.generators),
+        generators=counts("generators"),
         template={
             **details["template"],
             "chat_template_hash": contract.chat_template_hash,
-            "samples_with_system_prompt": counts.system_prompts[True],
+            "samples_with_system_prompt": tallies["system_prompts"],
         },
         target=contract,
         settings=details["sampling"],
     )
 
 
-def _lengths(counts: Counter[int]) -> Lengths:
-    values, total, longest = sorted(counts), counts.total(), max(counts)
+def _lengths(counts: Mapping[int, int]) -> Lengths:
+    values, total, longest = sorted(counts), sum(counts.values()), max(counts)
     bins = Counter[int]()
     for value, count in counts.items():
         bins[_BOUNDS[bisect_right(_BOUNDS, value) - 1]] += count
@@ -218,9 +167,9 @@ def _lengths(counts: Counter[int]) -> Lengths:
     )
 
 
-def _quantile(values: Sequence[int], counts: Counter[int], share: float) -> int:
+def _quantile(values: Sequence[int], counts: Mapping[int, int], share: float) -> int:
     """The smallest value that is not exceeded by `share` of all."""
-    seen, needed = 0, share * counts.total()
+    seen, needed = 0, share * sum(counts.values())
     for value in values:
         seen += counts[value]
         if seen >= needed:
@@ -228,16 +177,19 @@ def _quantile(values: Sequence[int], counts: Counter[int], share: float) -> int:
     raise AssertionError("a share is at most 1")
 
 
-def _findings(findings: Mapping[tuple[str, str], Counter[str]]) -> dict[str, dict[str, Any]]:
+def _findings(
+    findings: Mapping[str, Mapping[str, Mapping[str, int]]],
+) -> dict[str, dict[str, Any]]:
     """prompts, replies → entity → findings, values, and salted hashes of the most frequent."""
     listed: dict[str, dict[str, Any]] = {}
-    for (where, entity), values in sorted(findings.items()):
-        frequent = dict(sorted(values.items(), key=lambda item: (-item[1], item[0]))[:_MOST_VALUES])
-        listed.setdefault(where, {})[entity] = {
-            "findings": values.total(),
-            "values": len(values),
-            "frequent": frequent,
-        }
+    for where, entities in sorted(findings.items()):
+        for entity, values in sorted(entities.items()):
+            ranked = sorted(values.items(), key=lambda item: (-item[1], item[0]))
+            listed.setdefault(where, {})[entity] = {
+                "findings": sum(values.values()),
+                "values": len(values),
+                "frequent": dict(ranked[:_MOST_VALUES]),
+            }
     return listed
 
 

@@ -12,12 +12,14 @@ Text is compared after normalisation: NFKC, lower case, word characters only.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
+from pipeline.synth.seen import SeenDigests
 
 #: A prompt's reason to be left out, or None.
 Step = Callable[[Prompt], str | None]
@@ -53,17 +55,19 @@ def _is_allowed(expression: str, known: set[str]) -> bool:
 
 
 def first_of_its_kind() -> Step:
-    """Drops repetitions of the same turns; remembers every prompt that it has passed."""
-    seen: set[tuple[str, ...]] = set()
+    """Drops repetitions; remembers a digest of every prompt that it has passed, not its text."""
+    seen = SeenDigests()
 
     def step(prompt: Prompt) -> str | None:
-        key = tuple(normalised(turn) for turn in prompt.turns)
-        if key in seen:
-            return "duplicate"
-        seen.add(key)
-        return None
+        return None if seen.add(duplicate_key(prompt)) else "duplicate"
 
     return step
+
+
+def duplicate_key(prompt: Prompt) -> bytes:
+    """16 bytes that two prompts share when they count as the same: of their normalised turns."""
+    text = "\n".join(normalised(turn) for turn in prompt.turns)  # no turn has a line break now
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def decontaminate(excluded: Iterable[Prompt]) -> Step:
@@ -74,7 +78,7 @@ def decontaminate(excluded: Iterable[Prompt]) -> Step:
     sizes = sorted({len(gram) for gram in grams})
 
     def step(prompt: Prompt) -> str | None:
-        for turn in prompt.turns:
+        for turn in prompt.turns if whole else ():
             words = normalised(turn).split()
             overlaps = (gram in grams for size in sizes for gram in _windows(words, size))
             if tuple(words) in whole or any(overlaps):

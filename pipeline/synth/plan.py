@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pipeline.config import RunConfig, SynthSection
 from pipeline.records import Plan, Prompt
+from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.shards import ENTRY, SHARDS
-from pipeline.store.stage_run import find_manifest, stage_location
 from pipeline.synth.select import select_prompts, synth_section
 from pipeline.target.arithmetic import decoder_weight_bytes
 

@@ -49,15 +49,22 @@ def apply_steps(
     records: Iterable[PromptOrSample], steps: Sequence[Callable[[PromptOrSample], str | None]]
 ) -> tuple[list[PromptOrSample], Counter[str]]:
     """Records that pass all steps, and the others counted by the first reason that a step gave."""
-    kept: list[PromptOrSample] = []
     rejected: Counter[str] = Counter()
+    return list(passing(records, steps, rejected)), rejected
+
+
+def passing(
+    records: Iterable[PromptOrSample],
+    steps: Sequence[Callable[[PromptOrSample], str | None]],
+    rejected: Counter[str],
+) -> Iterator[PromptOrSample]:
+    """As `apply_steps`, one at a time; `rejected` counts as it goes."""
     for record in records:
         reason = next((reason for step in steps if (reason := step(record))), None)
         if reason:
             rejected[reason] += 1
         else:
-            kept.append(record)
-    return kept, rejected
+            yield record
 
 
 def prompt_steps(section: QualitySection) -> list[Callable[[Prompt], str | None]]:

@@ -6,6 +6,7 @@ those that were generated, and nobody tokenises it again. A finding there drops 
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from pipeline.config import SynthSection
 from pipeline.records import Prompt, Sample
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.synth.privacy.finding import Finding
-from pipeline.synth.privacy.ledger import Ledger, read_salt
+from pipeline.synth.privacy.ledger import Ledger, fingerprint, read_salt
+from pipeline.synth.privacy.recognisers import patterns_digest
 from pipeline.synth.privacy.replace import Pseudonyms, is_invented, redacted
 from pipeline.synth.privacy.secrets import SECRET_ENTITIES
 from pipeline.synth.quality import PromptOrSample, apply_steps, replies, reply_steps
@@ -110,6 +112,27 @@ def pii_policy(section: SynthSection) -> dict[str, Any]:
         "dlp": section.dlp.backend,
         "spacy_model": pii.spacy_model,
     }
+
+
+def screened_with(section: SynthSection) -> dict[str, str]:
+    """What decides which texts are found: versions of the recognisers, our patterns, the salt.
+
+    Two processes whose answers differ would give one run two filters.
+    """
+    if not section.pii.enabled:
+        return {}
+    spacy_model = section.pii.spacy_model
+    packages = ("presidio-analyzer", "detect-secrets", *([spacy_model] if spacy_model else ()))
+    versions = {f"pii.{package}": _version(package) for package in packages}
+    salt = fingerprint(read_salt(section.pii.salt_variable))
+    return {**versions, "pii.patterns": patterns_digest(), "pii.salt": salt}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _texts(prompt: Prompt) -> list[str]:

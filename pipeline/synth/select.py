@@ -1,29 +1,62 @@
-"""The prompts of a run, after all filters that need no model, cut into shards."""
+"""The prompts of a run, selected once: filtered, drawn, and stored by shards.
+
+    sources ──► filters, draw (stream.py) ──► prompts/NAME, one shard at a time ──► selection.json
+
+Nothing is held in memory but the prompts of a few shards. Killed before the selection is there, a
+run selects again and ends with the same one; afterwards no start reads a source again.
+"""
 
 from __future__ import annotations
 
+import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
 
 from pipeline.config import RunConfig, SynthSection
-from pipeline.errors import ConfigError, DataError
-from pipeline.prompts import balanced, load_prompts
+from pipeline.errors import ConfigError, StageConflict, StoreError
 from pipeline.records import Prompt, digest
-from pipeline.synth.filters import Step, decontaminate, first_of_its_kind, license_gate
-from pipeline.synth.quality import apply_steps, prompt_steps
+from pipeline.store.location import Location
+from pipeline.store.manifest import stage_location
+from pipeline.store.prompts import (
+    PROMPTS,
+    SELECTION,
+    PromptShard,
+    Selection,
+    create_selection,
+    find_selection,
+    read_prompts,
+    shard_name,
+    write_prompts,
+)
+from pipeline.synth.estimate import PromptCounts, count_selection, estimate_prompts
+from pipeline.synth.stream import PromptStream, Tally
 
+__all__ = [
+    "PROMPTS",
+    "SELECTION",
+    "PromptCounts",
+    "PromptShard",
+    "SelectedPrompts",
+    "Selection",
+    "find_selection",
+    "prompt_counts",
+    "read_prompts",
+    "select",
+    "select_prompts",
+    "synth_section",
+]
 
-@dataclass(frozen=True)
-class Selection:
-    """Which prompts go in. The same config and files give the same selection."""
-
-    loaded: int  # prompts that the sources gave
-    prompts: tuple[Prompt, ...]  # those that passed, in order
-    rejected: dict[str, int]  # the others, by reason
-
-    def shards(self, size: int) -> dict[str, tuple[Prompt, ...]]:
-        """File name → its prompts. The name carries their digest: other prompts, another name."""
-        cuts = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
-        return {f"{index:05d}-{_digest(cut)}.parquet": cut for index, cut in enumerate(cuts)}
+#: What of the section decides which prompts go into which shard.
+_DECIDING = {
+    *("sources", "exclude", "allowed_licenses", "quality"),
+    *("max_prompts", "max_turns", "shard_prompts"),
+}
+_CONCURRENT_WRITES = 8
 
 
 def synth_section(config: RunConfig) -> SynthSection:
@@ -34,31 +67,127 @@ def synth_section(config: RunConfig) -> SynthSection:
     return config.synth
 
 
-def select_prompts(config: RunConfig) -> Selection:
-    """Load, filter and draw. Raises DataError when nothing is left."""
+def select(config: RunConfig, location: Location) -> Selection:
+    """The committed selection of the synth stage at `location`, or one that is made now.
+
+    Raises DataError when no prompt is left, and StageConflict when the selection that is there is
+    for another configuration, or another process has just made one with other prompts.
+    """
     section = synth_section(config)
-    loaded = load_prompts(section.sources, seed=config.run.seed)
-    passed, rejected = apply_steps(loaded, _steps(section, config.run.seed))
-    drawn = balanced(passed, section.max_prompts, config.run.seed)
-    if len(drawn) < len(passed):
-        rejected["max_prompts"] = len(passed) - len(drawn)
-    if not drawn:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
-        problem = f"none of {len(loaded)} prompts is left after the filters ({reasons})"
-        fix = "add sources, set their `license`, or widen synth.allowed_licenses"
-        raise DataError(problem, where="synth.sources", fix=fix)
-    assert len(loaded) == len(drawn) + rejected.total()
-    return Selection(len(loaded), tuple(drawn), dict(rejected))
+    if there := find_selection(location):
+        _refuse_other_inputs(there, _inputs(config), location)
+        return there
+    location.child(PROMPTS).sweep()
+    stream, tally = PromptStream(section, config.run.seed), Tally(section)
+    cuts = _cut(tally.counting(stream), section.shard_prompts)
+    shards = _write_all(location, cuts)
+    selection = Selection(
+        inputs=_inputs(config),
+        loaded=stream.loaded,
+        rejected=dict(sorted(stream.rejected.items())),
+        turns=tally.turns,
+        asked=tally.asked,
+        characters=tally.characters,
+        shards=tuple(shards),
+    )
+    _require_files(location, selection)
+    first = create_selection(location, selection)
+    if first != selection:
+        _delete(location, selection)  # nobody's
+        _refuse_other_inputs(first, selection.inputs, location)
+        _refuse_other_prompts(first, selection, location)
+    return first
 
 
-def _steps(section: SynthSection, seed: int) -> list[Step]:
-    """Every filter that needs no model, in the order in which it may claim a prompt."""
-    steps: list[Step] = [license_gate(section.allowed_licenses)]
-    if section.quality.duplicates:
-        steps.append(first_of_its_kind())
-    excluded = load_prompts(section.exclude, seed=seed)
-    return [*steps, *prompt_steps(section.quality), decontaminate(excluded)]
+@dataclass(frozen=True)
+class SelectedPrompts:
+    """Prompts that passed, all in memory."""
+
+    loaded: int
+    prompts: tuple[Prompt, ...]
+    rejected: dict[str, int]
+
+    def shards(self, size: int) -> dict[str, tuple[Prompt, ...]]:
+        """Name of a shard → its prompts."""
+        cuts = enumerate(_cut(self.prompts, size))
+        return {shard_name(index, cut): tuple(cut) for index, cut in cuts}
 
 
-def _digest(prompts: tuple[Prompt, ...]) -> str:
-    return digest([prompt.model_dump(mode="json") for prompt in prompts])[:8]
+def select_prompts(config: RunConfig) -> SelectedPrompts:
+    """As `select`, in memory and nothing written."""
+    stream = PromptStream(synth_section(config), config.run.seed)
+    prompts = tuple(stream)
+    return SelectedPrompts(stream.loaded, prompts, dict(stream.rejected))
+
+
+def prompt_counts(config: RunConfig) -> PromptCounts:
+    """How many prompts there will be, for a plan: nothing is written.
+
+    From the selection where there is one, otherwise from the sources: read whole when they are
+    small, estimated when not. Raises as `select` does.
+    """
+    section = synth_section(config)
+    if selection := find_selection(stage_location(config.run.uri, "synth")):
+        return count_selection(selection)
+    return estimate_prompts(section, config.run.seed)
+
+
+def _inputs(config: RunConfig) -> str:
+    """Keys that are at their default do not count: those added later change no digest."""
+    section = synth_section(config)
+    deciding = section.model_dump(mode="json", include=_DECIDING, exclude_defaults=True)
+    fields: dict[str, Any] = {**deciding, "seed": config.run.seed}
+    return digest(fields)[:16]
+
+
+def _cut(prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
+    remaining = iter(prompts)
+    while cut := list(islice(remaining, size)):
+        yield cut
+
+
+def _write_all(location: Location, cuts: Iterable[list[Prompt]]) -> list[PromptShard]:
+    """A store may take a while for each file: a few are on their way at one time, never more."""
+    write = partial(write_prompts, location, own=secrets.token_hex(8))
+    shards: list[PromptShard] = []
+    waiting: deque[Future[PromptShard]] = deque()
+    with ThreadPoolExecutor(_CONCURRENT_WRITES, thread_name_prefix="prompts") as pool:
+        for index, cut in enumerate(cuts):
+            if len(waiting) == _CONCURRENT_WRITES:
+                shards.append(waiting.popleft().result())
+            waiting.append(pool.submit(write, index, cut))
+        shards += [future.result() for future in waiting]
+    return shards
+
+
+def _require_files(location: Location, selection: Selection) -> None:
+    """Raises StoreError when somebody has removed files while others were written."""
+    sizes = location.child(PROMPTS).sizes()
+    for shard in selection.shards:
+        if sizes.get(shard.file) != shard.bytes:
+            where, fix = location.child(PROMPTS).where(shard.file), "run the same command again"
+            raise StoreError("was removed while prompts were selected", where=where, fix=fix)
+
+
+def _delete(location: Location, selection: Selection) -> None:
+    folder = location.child(PROMPTS)
+    with ThreadPoolExecutor(_CONCURRENT_WRITES, thread_name_prefix="prompts") as pool:
+        list(pool.map(folder.delete, (shard.file for shard in selection.shards)))
+
+
+def _refuse_other_inputs(there: Selection, inputs: str, location: Location) -> None:
+    if there.inputs != inputs:
+        raise StageConflict(
+            "holds the prompts of other sources, filters or shards than the configuration's",
+            where=location.where(SELECTION),
+            fix="pass --force to discard that work, or choose another run.uri=…",
+        )
+
+
+def _refuse_other_prompts(first: Selection, ours: Selection, location: Location) -> None:
+    if difference := ours.difference(first):
+        raise StageConflict(
+            f"another process selected other prompts at the same time: {difference}",
+            where=location.where(SELECTION),
+            fix="give all processes the same files, hub data sets by `revision`, and run again",
+        )

@@ -1,39 +1,46 @@
 """Synth as a paragraph: prompts in, samples out.
 
-    select     load, filter and draw prompts; cut them into shards
+    select     load, filter and draw prompts; store them, cut into shards: once for all processes
     screen     drop or redact personal data and secrets in prompts
     generate   the target's replies, turn by turn
     screen     drop replies with personal data or secrets, or of poor quality
     audit      which tokens are supervised
-    commit     the shard, with what it left out
-    finish     audit.json, datasheet.md and manifest, from the shards
+    commit     the shard, with what it left out and its tallies
+    finish     audit.json, datasheet.md and manifest, from the entries of all shards; the prompts,
+               which were not screened, are removed
 
-Shards are finished in any order. A shard's bytes depend on its own prompts alone, so a killed run
-ends with the same ones.
+Shards are finished in any order, by any number of processes. A shard's bytes depend on its own
+prompts alone, so a killed run ends with the same ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline import __version__
 from pipeline.config import RunConfig, SynthSection, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.errors import StageConflict
+from pipeline.errors import CorruptShard, DataError, StageConflict
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
-from pipeline.store.samples import decode_notes, decode_samples, encode_samples
-from pipeline.store.shards import SHARDS, read_shard
-from pipeline.store.stage_run import StageRun, find_manifest, open_stage
-from pipeline.synth.audit import StageCounts, audit_mask, audit_record, count_tokens, show_sample
+from pipeline.store.begin import read_begin
+from pipeline.store.claims import Claims, make_shards
+from pipeline.store.location import Location
+from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
+from pipeline.store.prompts import PROMPTS, SELECTION, PromptShard, Selection, read_prompts
+from pipeline.store.samples import encode_samples
+from pipeline.store.shards import SHARDS
+from pipeline.store.stage_run import StageRun, open_stage
+from pipeline.synth.audit import audit_mask, audit_record, count_tokens, show_sample
 from pipeline.synth.datasheet import write_datasheet
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
-from pipeline.synth.screen import Screen, pii_policy
-from pipeline.synth.select import Selection, select_prompts, synth_section
+from pipeline.synth.screen import Screen, pii_policy, screened_with
+from pipeline.synth.select import find_selection, select, synth_section
+from pipeline.synth.tallies import Tallies, add, tally
 from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
@@ -50,49 +57,106 @@ _SAMPLING = {
     "on_length",
     "system_prompt",
 }
+#: Facts of the target that decide the samples, beside its key in the configuration: a name may
+#: stand for other weights today than when the stage was begun.
+_OF_THE_TARGET = ("fingerprint", "tokenizer_hash", "chat_template_hash")
 
 
 def run(config: RunConfig) -> Manifest:
-    """Do what is left of the stage. Raises Eagle3Error for whatever the user can fix."""
+    """Do what is left of the stage, as far as no other process does.
+
+    Raises StageIncomplete, and Eagle3Error for whatever the user can fix.
+    """
     prepare_process(config.run)
     # Everything is loaded before the directory is touched: a mistake leaves no begun stage behind.
     pipeline = None if _is_finished(config) else _open_pipeline(config)
-    stage_run = open_stage(config, "synth", None)
-    if manifest := stage_run.manifest:
-        counts = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
-        notice("synth", f"complete: {counts} at {stage_run.location.uri}")
-        return manifest
-    pipeline = pipeline or _open_pipeline(config)  # finished, but discarded as damaged by --force
-    _refuse_foreign(stage_run, pipeline.shards)
-    if len(stage_run.shards) < len(pipeline.shards):
-        arithmetic = pipeline.arithmetic
-        stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
-    selection, shards = pipeline.selection, pipeline.shards
-    counts = f"{selection.loaded:,} prompts, {len(selection.prompts):,} after the filters"
-    committed = f"in {len(shards)} shards, {len(stage_run.shards)} of them committed"
+    if pipeline is None:
+        stage_run = open_stage(config, "synth", None)
+        if manifest := stage_run.manifest:
+            counts = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
+            notice("synth", f"complete: {counts} at {stage_run.location.uri}")
+            _remove_prompts(stage_run.location)
+            return manifest
+        pipeline = _open_pipeline(config)  # finished, but discarded as damaged by --force
+    stage_run, selection = _begin(config, pipeline)
+    _refuse_foreign(stage_run, selection)
+    if selection.turns > 1 and synth_section(config).max_turns > 1:
+        pipeline.template.check_turns()
+    counts = f"{selection.loaded:,} prompts, {selection.prompts:,} after the filters"
+    committed = f"in {len(selection.shards)} shards, {len(stage_run.committed)} of them committed"
     notice("synth", f"{counts}, {committed}")
-    done = sum(len(prompts) for name, prompts in shards.items() if name in stage_run.shards)
-    with progress_bar("synth", unit="prompts", total=len(selection.prompts), done=done) as bar:
-        for batch in pipeline.generate(stage_run.shards, bar.advance):
-            pipeline.commit(stage_run, batch)
-    return _finish(config, stage_run, pipeline)
+    _make(config, stage_run, selection, pipeline)
+    manifest = _finish(config, stage_run, selection, pipeline)
+    _remove_prompts(stage_run.location)
+    return manifest
+
+
+def _begin(config: RunConfig, pipeline: SynthPipeline) -> tuple[StageRun, Selection]:
+    """The open stage and its prompts. One process selects them, and the others wait for it.
+
+    Whose directory it is decides whoever begins first, which is after the prompts were read: one
+    that cannot be read leaves no begun stage behind.
+    """
+    location, made_with = stage_location(config.run.uri, "synth"), pipeline.made_with
+
+    def open_begun() -> StageRun:
+        return open_stage(config, "synth", None, made_with=made_with)
+
+    stage_run = open_begun() if read_begin(location) else None
+    if config.run.force and stage_run is None and location.exists(SELECTION):
+        notice(
+            "synth", f"--force: deletes {location.where(SELECTION)}, nobody's without begin.json"
+        )
+        location.delete(SELECTION)
+    selection = _selection(config, location)
+    return stage_run or open_begun(), selection
+
+
+def _selection(config: RunConfig, location: Location) -> Selection:
+    with (
+        Claims(location, config.run.claim_seconds) as claims,
+        long_step("synth", "selecting the prompts"),
+    ):
+        claims.wait_for("prompts", lambda: find_selection(location) is not None)
+        return select(config, location)
+
+
+def _make(
+    config: RunConfig, stage_run: StageRun, selection: Selection, pipeline: SynthPipeline
+) -> None:
+    """Generate and commit this process's shards."""
+    names = selection.names
+    own = {
+        shard.name: shard.prompts
+        for index, shard in enumerate(selection.shards)
+        if config.run.owns(index)
+    }
+    done = sum(own[name] for name in stage_run.committed if name in own)
+    with progress_bar("synth", unit="prompts", total=sum(own.values()), done=done) as bar:
+        shards = {shard.name: shard for shard in selection.shards}
+
+        def make(taken: Iterator[str]) -> None:
+            pipeline.make(stage_run, (shards[name] for name in taken), bar.advance)
+
+        def others(committed: set[str]) -> None:
+            bar.advance(sum(own.get(name, 0) for name in committed))
+
+        make_shards(stage_run, names, config.run, make, others)
 
 
 class SynthPipeline:
-    """The prompts, and what turns them into samples."""
+    """What turns prompts into samples."""
 
     def __init__(self, config: RunConfig) -> None:
         section, seed = synth_section(config), config.run.seed
         target = open_target(config.target)
         self.contract: TargetContract = target.contract
         self.template: ChatTemplate = target.template(system_prompt=section.system_prompt)
-        self.selection: Selection = select_prompts(config)
-        several_turns = any(len(prompt.turns) > 1 for prompt in self.selection.prompts)
-        if section.max_turns > 1 and several_turns:
-            self.template.check_turns()
-        self.shards = self.selection.shards(section.shard_prompts)
         self._screen = Screen(section, seed=seed)
-        self._backend, self.arithmetic = _open_backend(section, target, self.template)
+        facts = {f"target.{name}": getattr(self.contract, name) for name in _OF_THE_TARGET}
+        self.made_with = facts | screened_with(section)
+        self._backend, self._arithmetic = _open_backend(section, target, self.template)
+        self._why = reason(self._arithmetic, config.target.dtype)
         across = section.generator.across_shards
         safe = across == "auto" and self._backend.batch_invariant
         self._across_shards = across == "always" or safe
@@ -100,27 +164,31 @@ class SynthPipeline:
         self._runner = ConversationRunner(section, self.template, seed=seed, name=name)
         # Of shards in flight: prompts dropped by reason, findings in prompts.
         self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}
+        self._is_told = False
         self._shown = False
 
-    def generate(
-        self, done: Container[str], advance: Callable[[int], None]
-    ) -> Iterator[PromptBatch]:
-        """Samples of the prompts of all shards that are not done; shards come as they finish.
+    def make(
+        self,
+        stage_run: StageRun,
+        shards: Iterable[PromptShard],
+        advance: Callable[[int], None],
+    ) -> None:
+        """Generate the samples of `shards` and commit them as they finish.
 
         `advance` is given every prompt once, when it is dropped or its conversation ends.
         """
-        batches, across = self._screen_prompts(done, advance), self._across_shards
+        batches = self._screen_prompts(stage_run, shards, advance)
         scheduler = ConversationScheduler(
-            self._runner, batches, across_shards=across, advance=advance
+            self._runner, batches, across_shards=self._across_shards, advance=advance
         )
-        return scheduler.run(self._backend)
+        for batch in scheduler.run(self._backend):
+            self._commit(stage_run, batch)
 
-    def commit(self, stage_run: StageRun, batch: PromptBatch) -> None:
+    def _commit(self, stage_run: StageRun, batch: PromptBatch) -> None:
         """Screen and audit a batch's samples, and store them as a shard."""
         samples, leaking = self._screen.samples(batch.samples)
         dropped, findings = self._screened.pop(batch.name)
         rejected = dropped + batch.rejected + leaking
-        assert len(self.shards[batch.name]) == len(samples) + rejected.total(), "a prompt was lost"
         audit_mask(samples, where=stage_run.location.child(SHARDS).where(batch.name))
         self._show_once(samples)
         notes = {
@@ -129,18 +197,35 @@ class SynthPipeline:
             "dropped_replies": dict(leaking),
             "findings": findings | self._screen.take_audit(),
         }
-        data, tokens = encode_samples(samples, notes), count_tokens(samples)[1]
-        stage_run.commit(batch.name, data, rows=len(samples), tokens=tokens, rejected=rejected)
+        stage_run.commit(
+            batch.name,
+            encode_samples(samples, notes),
+            rows=len(samples),
+            tokens=count_tokens(samples)[1],
+            rejected=rejected,
+            tallies=tally(samples, notes),
+        )
 
     def _screen_prompts(
-        self, done: Container[str], advance: Callable[[int], None]
+        self,
+        stage_run: StageRun,
+        shards: Iterable[PromptShard],
+        advance: Callable[[int], None],
     ) -> Iterator[tuple[str, Sequence[Prompt]]]:
-        for name, prompts in self.shards.items():
-            if name not in done:
-                clean, dropped = self._screen.prompts(prompts)
-                self._screened[name] = dropped, self._screen.take_audit()
-                advance(dropped.total())
-                yield name, clean
+        for shard in shards:
+            if not self._is_told:
+                stage_run.compute_with(self._arithmetic, why=self._why)
+                self._is_told = True
+            try:
+                prompts = read_prompts(stage_run.location, shard)
+            except CorruptShard:
+                if not stage_run.location.exists(MANIFEST):
+                    raise
+                return  # another process has finished the stage, and removed its prompts
+            clean, dropped = self._screen.prompts(prompts)
+            self._screened[shard.name] = dropped, self._screen.take_audit()
+            advance(dropped.total())
+            yield shard.name, clean
 
     def _show_once(self, samples: Sequence[Sample]) -> None:
         if samples and not self._shown:
@@ -149,7 +234,7 @@ class SynthPipeline:
 
 
 def _open_pipeline(config: RunConfig) -> SynthPipeline:
-    with long_step("synth", "reading the target and the prompts"):
+    with long_step("synth", "reading the target"):
         return SynthPipeline(config)
 
 
@@ -183,9 +268,9 @@ def _generator_name(section: SynthSection, contract: TargetContract) -> str:
     return f"{contract.source}@{contract.revision}{served}, eagle3 {__version__}"
 
 
-def _refuse_foreign(stage_run: StageRun, shards: Mapping[str, Any]) -> None:
-    """Committed shards of other prompts: a source's content changed while its name did not."""
-    foreign = sorted(set(stage_run.shards) - set(shards))
+def _refuse_foreign(stage_run: StageRun, selection: Selection) -> None:
+    """Committed shards of other prompts: somebody has selected them anew."""
+    foreign = sorted(stage_run.committed - set(selection.names))
     if foreign:
         raise StageConflict(
             "was made from prompts that the sources no longer give",
@@ -194,54 +279,62 @@ def _refuse_foreign(stage_run: StageRun, shards: Mapping[str, Any]) -> None:
         )
 
 
-def _finish(config: RunConfig, stage_run: StageRun, pipeline: SynthPipeline) -> Manifest:
-    """Audit, datasheet and manifest, read back from the shards: interruptions leave no trace."""
-    selection, counts = pipeline.selection, _count(stage_run)
-    details = _details(config, pipeline, counts)
+def _remove_prompts(location: Location) -> None:
+    """They are as their sources gave them, with personal data; a finished stage needs none."""
+    if location.child(PROMPTS).names():
+        location.child(PROMPTS).delete_tree()
+
+
+def _finish(
+    config: RunConfig, stage_run: StageRun, selection: Selection, pipeline: SynthPipeline
+) -> Manifest:
+    """Audit, datasheet and manifest, from the shards' entries: interruptions leave no trace."""
+    tallies: Tallies = {"samples": 0, "tokens": 0, "supervised": 0, "system_prompts": 0}
     rejected = Counter(selection.rejected)
-    for shard in stage_run.shards.values():
-        rejected.update(shard.rejected)
-    audit = audit_record(counts, details, dict(rejected), pipeline.contract)
+    for entry in stage_run.collect(selection.names):
+        add(tallies, entry.tallies)
+        rejected.update(entry.shard.rejected)
+    assert selection.loaded == tallies["samples"] + rejected.total(), "a prompt was lost"
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items()))
+    if not tallies["samples"]:
+        problem = f"none of {selection.loaded:,} prompts became a sample ({reasons})"
+        fix = "widen synth's filters or raise its limits, then run again with --force"
+        raise DataError(problem, where=stage_run.location.uri, fix=fix)
+    details = _details(config, selection, pipeline, tallies)
+    audit = audit_record(tallies, details, rejected, pipeline.contract)
     for name, text in ((AUDIT, audit.as_json()), (DATASHEET, write_datasheet(audit))):
-        stage_run.location.write(name, text.encode())
+        stage_run.write_once(name, text.encode())
         details[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
     manifest = stage_run.finish(
         contract=pipeline.contract,
-        licenses=counts.licenses,
-        sources=counts.samples_by_source,
+        licenses=tallies["licenses"],
+        sources={name: counts["samples"] for name, counts in tallies["sources"].items()},
         details=details,
         rejected_extra=selection.rejected,
     )
-    left_out = sum(manifest.rejected.values())
-    assert selection.loaded == manifest.rows + left_out, "prompts in = samples + rejected"
     made = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.rejected.items())
-    supervised = f"{counts.supervised_share:.0%} supervised"
+    supervised = f"{details['supervised_share']:.0%} supervised"
     notice("synth", f"{made}, {supervised}; rejected: {reasons or 'none'}")
     notice("synth", f"datasheet: {stage_run.location.where(DATASHEET)}")
     return manifest
 
 
-def _count(stage_run: StageRun) -> StageCounts:
-    """One shard in memory at a time."""
-    counts, location = StageCounts(), stage_run.location
-    for name, shard in sorted(stage_run.shards.items()):
-        data, where = read_shard(location, shard), location.child(SHARDS).where(name)
-        counts.add(decode_samples(data, where), decode_notes(data, where))
-    return counts
-
-
-def _details(config: RunConfig, pipeline: SynthPipeline, counts: StageCounts) -> dict[str, Any]:
+def _details(
+    config: RunConfig,
+    selection: Selection,
+    pipeline: SynthPipeline,
+    tallies: Mapping[str, Any],
+) -> dict[str, Any]:
     """What the manifest says of this stage alone."""
-    selection, template, section = pipeline.selection, pipeline.template, synth_section(config)
+    template, section = pipeline.template, synth_section(config)
     return {
         "prompts": {
             "loaded": selection.loaded,
-            "selected": len(selection.prompts),
-            "samples": counts.samples,
+            "selected": selection.prompts,
+            "samples": tallies["samples"],
         },
-        "supervised_tokens": counts.supervised,
-        "supervised_share": counts.supervised_share,
+        "supervised_tokens": tallies["supervised"],
+        "supervised_share": round(tallies["supervised"] / tallies["tokens"], 6),
         "sampling": section.model_dump(mode="json", include=_SAMPLING),
         "template": {
             "kwargs": config.target.chat_template_kwargs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,11 @@ from pipeline.console import notice
 from pipeline.eagle3.checkpoint import HeadCard, save_head
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import DraftVocabulary
+from pipeline.errors import StageConflict
 from pipeline.records import Manifest
+from pipeline.store.manifest import find_manifest
 from pipeline.store.shards import read_shard
-from pipeline.store.stage_run import StageRun, find_manifest
+from pipeline.store.stage_run import StageRun
 from pipeline.train.audit import coverage_by_source
 from pipeline.train.checkpoints import Checkpoints, workspace
 from pipeline.train.data.corpus import Survey
@@ -47,8 +50,13 @@ def export(stage_run: StageRun, head: Eagle3Head, card: HeadCard, *, tokens: int
     directory = workspace(stage_run) / HEAD
     save_head(directory, head, card)
     for file in sorted(directory.iterdir()):
-        own = tokens if file.suffix == ".safetensors" else 0
-        stage_run.commit(file.name, file.read_bytes(), rows=0, tokens=own)
+        own, data = tokens if file.suffix == ".safetensors" else 0, file.read_bytes()
+        shard = stage_run.commit(file.name, data, rows=0, tokens=own)
+        if shard.sha256 != hashlib.sha256(data).hexdigest():
+            # Files of two heads would make a head that nobody trained.
+            problem = f"an earlier attempt has committed another {file.name}, and was killed there"
+            fix = "pass --force to train again, or choose another run.uri=…"
+            raise StageConflict(problem, where=stage_run.location.uri, fix=fix)
     place_head(stage_run)
     if not stage_run.location.is_local:
         stage_run.location.put_file(METRICS, workspace(stage_run) / METRICS)

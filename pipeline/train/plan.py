@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig
 from pipeline.records import Manifest, Plan, TargetContract
-from pipeline.store.stage_run import find_manifest, stage_location
+from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_weight_bytes, train_dtype
 
 #: Sustained rate of one CPU thread over a whole training step; measured with SmolLM2-135M on two

@@ -24,13 +24,8 @@ from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import DraftVocabulary
 from pipeline.records import Manifest, digest
-from pipeline.store.stage_run import (
-    StageRun,
-    manifest_where,
-    open_stage,
-    read_manifest,
-    stage_location,
-)
+from pipeline.store.manifest import manifest_where, read_manifest, stage_location
+from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import NOT_NATIVE, resolve_dtype, torch_arithmetic
 from pipeline.target.load import pick_device
 from pipeline.target.open import Target, open_target

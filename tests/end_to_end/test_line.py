@@ -22,7 +22,7 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.tree import Tree, VerifyOutput
 from pipeline.records import STAGES, EvalReport, Manifest
-from pipeline.store.stage_run import read_manifest
+from pipeline.store.manifest import read_manifest
 
 Write = Callable[..., Path]
 
@@ -68,7 +68,7 @@ def test_the_whole_line_and_once_more(
         assert "complete" in capsys.readouterr().out
     assert main(["features", "-c", str(config), "features.shard_tokens=200"]) == 2
     message = capsys.readouterr().err
-    facts = (manifests["features"].config_hash[:16], "--force", "run.uri", "→")
+    facts = ("features.shard_tokens", "→ 200", "--force", "run.uri")
     assert all(fact in message for fact in facts), message
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config import isa
 from pipeline.records import STAGES, EvalReport
-from pipeline.store.stage_run import read_manifest
+from pipeline.store.manifest import read_manifest
 
 Write = Callable[..., Path]
 

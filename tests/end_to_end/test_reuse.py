@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import main
+from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.store.stage_run import read_manifest, stage_location
 from pipeline.tuning.cost import Costs
 
 Write = Callable[..., Path]

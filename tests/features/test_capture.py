@@ -16,7 +16,7 @@ from pipeline.errors import DataError, UnsupportedModel
 from pipeline.features import run
 from pipeline.features.capture import capture_shard, chosen_for_check, differences
 from pipeline.records import Manifest, Sample
-from pipeline.store.stage_run import stage_location
+from pipeline.store.manifest import stage_location
 from pipeline.target import forward
 from pipeline.target.forward import (
     PACKED_ATTENTION,
@@ -231,13 +231,10 @@ def test_a_failed_write_stops_the_stage_and_a_re_run_ends_with_the_same_bytes(
         patch.setattr(StageRun, "commit", failing)
         with pytest.raises(OSError, match="the disk is gone"):
             run(broken)
-    assert names == ["00000.safetensors", "00001.safetensors", "00002.safetensors"]
-    assert (
-        sorted(
-            name
-            for name in stage_location(broken.run.uri, "features").child("shards").names()
-            if name.endswith("safetensors")
-        )
-        == names[:2]
-    )
+    assert names == [f"000000-00{number}.safetensors" for number in range(3)]
+    assert sorted(
+        name
+        for name in stage_location(broken.run.uri, "features").child("shards").names()
+        if name.endswith(".entry.json")
+    ) == [f"{name}.entry.json" for name in names[:2]]
     assert run(broken).content_hash == run(whole).content_hash

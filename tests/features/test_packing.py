@@ -5,41 +5,30 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.features.packing import into_forwards, into_shards
-from pipeline.records import Message, Sample, SamplingParams, Span
-
-_BASE = Sample(
-    sample_id="p",
-    source="s",
-    license="MIT",
-    category="c",
-    messages=(Message(role="user", content=""),),
-    token_ids=(),
-    supervised=(Span(start=0, end=1),),
-    finish_reason="stop",
-    sampling=SamplingParams(temperature=0, top_p=1, top_k=0, max_new_tokens=1),
-    seed=0,
-    generator="g",
-)
+from pipeline.features.packing import cut, into_forwards, parts_of
+from pipeline.records import Shard
 
 
-def of(lengths: list[int]) -> list[Sample]:
-    return [
-        _BASE.model_copy(update={"sample_id": str(index), "token_ids": (0,) * length})
-        for index, length in enumerate(lengths)
+def shard(tokens: int, rows: int, name: str = "a.parquet") -> Shard:
+    return Shard(name=name, rows=rows, tokens=tokens, bytes=1, sha256="0")
+
+
+def test_a_synth_shard_has_a_part_for_each_so_many_tokens_and_no_more_than_samples() -> None:
+    shards = [shard(25, 9), shard(0, 0), shard(30, 2), shard(10, 5)]
+    parts = parts_of(shards, 10)
+    assert [(part.number, part.parts) for part in parts.values()] == [
+        *((0, 3), (1, 3), (2, 3)),
+        *((0, 2), (1, 2)),
+        (0, 1),
     ]
+    assert list(parts)[3] == "000002-000.safetensors", "the number is the synth shard's"
+    assert list(parts) == sorted(parts)
 
 
-def lengths(packed: list[list[Sample]]) -> list[list[int]]:
-    return [[len(sample.token_ids) for sample in part] for part in packed]
-
-
-def test_a_shard_is_closed_by_the_sample_that_fills_it() -> None:
-    assert lengths(list(into_shards(of([4, 5, 3, 9, 30, 1, 2]), 10))) == [
-        [4, 5, 3],
-        [9, 30],
-        [1, 2],
-    ]
+def test_a_sample_goes_where_its_middle_lies() -> None:
+    assert cut([5, 3, 4, 4, 8], 2) == [range(0, 3), range(3, 5)]
+    assert cut([30, 1, 1], 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert cut([1, 1, 30], 3) == [range(0, 1), range(1, 2), range(2, 3)]
 
 
 def test_a_forward_takes_samples_of_like_length_the_longest_first() -> None:
@@ -47,15 +36,14 @@ def test_a_forward_takes_samples_of_like_length_the_longest_first() -> None:
     assert list(into_forwards([7, 7, 7], 14)) == [[0, 1], [2]], "equal lengths stay in their order"
 
 
-@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 60))
 def test_nothing_is_lost_or_empty(sizes: list[int], budget: int) -> None:
-    samples = of(sizes)
-    shards, forwards = list(into_shards(samples, budget)), list(into_forwards(sizes, budget))
-    assert [sample for shard in shards for sample in shard] == samples
+    count = len(parts_of([shard(sum(sizes), len(sizes))], budget))
+    parts, forwards = cut(sizes, count), list(into_forwards(sizes, budget))
+    assert [number for part in parts for number in part] == list(range(len(sizes)))
+    assert len(parts) == count and all(parts)
     assert sorted(number for forward in forwards for number in forward) == list(range(len(sizes)))
-    assert all(shards) and all(forwards)
     assert all(
         sum(sizes[number] for number in forward) <= budget or len(forward) == 1
         for forward in forwards
     )
-    assert all(sum(shard) >= budget for shard in lengths(shards)[:-1])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.errors import StoreError
 from pipeline.prompts import balanced
+from pipeline.prompts.draw import draw
 from pipeline.records import Prompt
 
 
@@ -47,3 +54,29 @@ def test_draws_are_even_ordered_and_nested(categories: str, limit: int, seed: in
     larger = balanced(prompts, limit + 1, seed)
     assert set(positions) <= {int(prompt.sample_id) for prompt in larger}
     assert balanced(prompts, None, seed) == prompts
+    assert list(draw(iter(prompts), limit, seed)) == drawn
+    assert list(draw(iter(prompts), None, seed)) == prompts
+
+
+def test_a_draw_holds_few_prompts_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.prompts.draw.IN_MEMORY", 1 << 20)
+    text = "x" * 4000
+    prompts = (
+        Prompt(sample_id=str(index), source="s", license="MIT", category="c", turns=(text,))
+        for index in range(5000)
+    )
+    tracemalloc.start()
+    drawn = sum(1 for _ in draw(prompts, 4000, seed=0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert drawn == 4000 and peak < 3 << 20, "20 MB of prompts"
+
+
+def test_a_full_disk_is_one_line(
+    mount: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(mount("size=64k")))
+    monkeypatch.setattr("pipeline.prompts.draw.IN_MEMORY", 1)
+    prompts = prompts_of("abc" * 1000)
+    with pytest.raises(StoreError, match=r"put aside: No space left on device .*TMPDIR"):
+        list(draw(prompts, 5, seed=0))

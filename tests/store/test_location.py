@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import CorruptShard, MissingPackage, StoreError
+from pipeline.store.backends import remote
 from pipeline.store.location import Location
 
 KINDS = ("path", "file", "memory", "gs")
@@ -58,6 +62,42 @@ def test_every_operation_means_the_same_everywhere(location: Location, tmp_path:
 
 
 @pytest.mark.parametrize("location", KINDS, indirect=True)
+def test_of_several_writers_one_creates_a_file_and_all_get_its_bytes(location: Location) -> None:
+    assert location.create("a.bin", b"first") == b"first"
+    assert location.create("a.bin", b"second") == b"first" == location.read("a.bin")
+    assert location.create("empty", b"") == b"" == location.create("empty", b"late")
+    together = threading.Barrier(8)
+
+    def create(writer: int) -> bytes:
+        together.wait()
+        return location.create("b.bin", bytes([writer]) * 1000)
+
+    for _ in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            given = set(pool.map(create, range(8)))
+        assert given == {location.read("b.bin")} and len(given) == 1
+        location.delete("b.bin")
+    assert location.names() == ["a.bin", "empty"] and not location.temporaries()
+
+
+def test_a_store_that_cannot_refuse_to_overwrite_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = r"dir://.*/a.bin: dir:// cannot refuse to overwrite .*one of gcs, gs, memory, s3"
+    monkeypatch.setattr(remote, "open_filesystem", lambda uri: (object(), "root"))
+    with pytest.raises(StoreError, match=message):
+        Location("dir://root").create("a.bin", b"")
+
+    def no_links(*paths: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(StoreError, match="this file system has no hard links"):
+        Location(str(tmp_path)).create("a.bin", b"")
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("location", KINDS, indirect=True)
 def test_missing_files_and_short_ranges_are_named(location: Location) -> None:
     location.write("a.bin", b"abc")
     for call in (location.read, location.size, location.sha256):
@@ -70,11 +110,22 @@ def test_missing_files_and_short_ranges_are_named(location: Location) -> None:
 
 def test_temporary_files_of_a_killed_writer_are_unseen_and_swept(tmp_path: Path) -> None:
     location = Location(str(tmp_path))
-    (tmp_path / ".a.bin.123-abcd.tmp").write_bytes(b"half")
+    for age, name in ((3700, "old"), (3500, "young")):
+        path = tmp_path / f".{name}.bin.123-abcd.tmp"
+        path.write_bytes(b"half")
+        os.utime(path, (time.time(), time.time() - age))
     location.write("a.bin", b"whole")
     assert location.names() == ["a.bin"]
     location.sweep()
-    assert os.listdir(tmp_path) == ["a.bin"]
+    assert sorted(os.listdir(tmp_path)) == [".young.bin.123-abcd.tmp", "a.bin"]
+
+
+@pytest.mark.parametrize("location", KINDS, indirect=True)
+def test_the_time_is_the_stores(location: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time()
+    monkeypatch.setattr(time, "time", lambda: real + 1e6)
+    assert location.now() == pytest.approx(real, abs=60)
+    assert location.names() == [] and not location.temporaries()
 
 
 def test_a_file_is_replaced_and_never_written_in_place(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +19,17 @@ from pipeline.records import (
     SCHEMA_VERSION,
     Arithmetic,
     Manifest,
+    Shard,
     TargetContract,
     digest,
     match_contracts,
 )
+from pipeline.store import stage_run as stage_run_module
 from pipeline.store.location import Location
-from pipeline.store.shards import committed, read_shard, verify_shard
-from pipeline.store.stage_run import (
-    StageRun,
-    find_manifest,
-    open_stage,
-    read_manifest,
-    stage_location,
-)
+from pipeline.store.manifest import find_manifest, read_manifest, stage_location
+from pipeline.store.shards import read_shard, verify_shard
+from pipeline.store.stage_run import StageRun, open_stage
+from tests.shard_files import stored_path
 
 Configs = Callable[..., RunConfig]
 
@@ -37,13 +38,21 @@ def open_synth(config: RunConfig) -> StageRun:
     return open_stage(config, "synth", None)
 
 
+def read_back(config: RunConfig) -> dict[str, Shard]:
+    """What is committed, its files compared."""
+    stage_run = open_synth(config)
+    entries = stage_run.collect(sorted(stage_run.committed))
+    return {entry.shard.name: entry.shard for entry in entries}
+
+
 def finish_synth(config: RunConfig, contract: TargetContract) -> Manifest:
     stage_run = open_synth(config)
-    for index in range(3):
-        name = f"{index:05d}.bin"
-        if name not in stage_run.shards:
+    names = [f"{index:05d}.bin" for index in range(3)]
+    for index, name in enumerate(names):
+        if name not in stage_run.committed:
             data, rejected = bytes([index]) * 100, {"pii:EMAIL_ADDRESS": index}
             stage_run.commit(name, data, rows=index, tokens=10 * index, rejected=rejected)
+    assert [entry.shard.name for entry in stage_run.collect(names)] == names
     return stage_run.finish(
         contract=contract,
         licenses={"MIT": 3},
@@ -85,9 +94,9 @@ def test_the_same_work_on_an_object_store_has_the_same_hash(
     local, remote = finish_synth(here, contract), finish_synth(there, contract)
     assert remote.shards == local.shards and remote.content_hash == local.content_hash
     assert find_manifest(uri, "synth") == remote == open_synth(there).manifest
-    for shard in remote.shards:
-        local_bytes = read_shard(stage_location(str(tmp_path), "synth"), shard)
-        assert read_shard(stage_location(uri, "synth"), shard) == local_bytes
+    for here_shard, there_shard in zip(local.shards, remote.shards, strict=True):
+        local_bytes = read_shard(stage_location(str(tmp_path), "synth"), here_shard)
+        assert read_shard(stage_location(uri, "synth"), there_shard) == local_bytes
     with pytest.raises(StageConflict):
         open_synth(make_config(uri, synth={"max_turns": 1}))
     again = open_synth(make_config(uri, synth={"max_turns": 1}, force=True))
@@ -110,11 +119,14 @@ def test_interrupted_work_continues_with_what_was_committed(
     kept = first.commit("00000.bin", bytes(100), rows=0, tokens=0, rejected=rejected)
     folder = first.location.child("shards")
     folder.write("00001.bin", b"data whose entry was never written")
-    (tmp_path / "killed/synth/shards/.00002.bin.9-ab.tmp").write_bytes(b"half")
+    abandoned = tmp_path / "killed/synth/shards/.00002.bin.9-ab.tmp"
+    abandoned.write_bytes(b"half")
+    os.utime(abandoned, (time.time(), time.time() - 3700))
 
     second = open_synth(config)
-    assert second.manifest is None and second.shards == {"00000.bin": kept}
-    assert folder.names() == ["00000.bin", "00000.bin.entry.json", "00001.bin"]
+    assert second.manifest is None and second.committed == {"00000.bin"}
+    assert read_back(config) == {"00000.bin": kept}
+    assert folder.names() == [kept.path, "00000.bin.entry.json", "00001.bin"]
     assert not list(tmp_path.rglob("*.tmp"))
     whole = finish_synth(make_config(tmp_path / "whole"), contract)
     assert finish_synth(config, contract).shards == whole.shards
@@ -145,11 +157,12 @@ def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
     assert "synth arithmetic: float32, kernels avx2 (why)" in shown
     assert "of 1 committed shards 1 by bfloat16, kernels amx (amx, 2 threads): they stay" in shown
     second.commit("00001.bin", bytes(9), rows=1, tokens=1)
-    assert second.shards["00000.bin"] == kept
-    entries = committed(second.location)
-    assert [entry.arithmetic for entry in entries.values()] == [here, there]
+    last = open_synth(config)
+    entries = list(last.collect(["00000.bin", "00001.bin"]))
+    assert entries[0].shard == kept
+    assert [entry.arithmetic for entry in entries] == [here, there]
 
-    manifest = open_synth(config).finish(contract=contract, licenses={}, sources={})
+    manifest = last.finish(contract=contract, licenses={}, sources={})
     assert set(manifest.arithmetic) == {here, there} and len(manifest.arithmetic) == 2
     assert read_manifest(str(tmp_path), "synth") == manifest
     elsewhere = manifest.model_copy(update={"arithmetic": (there,)})
@@ -191,27 +204,128 @@ def test_entries_and_manifests_without_arithmetic_are_read(
     assert old.arithmetic == ()
     volatile = {"software", "wall_seconds", "parent_uri"}
     as_it_was = {name: value for name, value in fields.items() if name not in volatile}
+    for shard in as_it_was["shards"]:
+        del shard["file"]
     assert old.content_hash == digest(as_it_was)
     path.unlink()
     for entry in (tmp_path / "synth/shards").glob("*.entry.json"):
         entry.write_text(json.dumps({**json.loads(entry.read_text()), "arithmetic": None}))
-    assert len(open_synth(config).shards) == 3
+    assert len(read_back(config)) == 3
 
 
-def test_another_config_is_refused_with_both_hashes(
+def test_another_config_is_refused_by_the_keys_that_differ(
     tmp_path: Path, make_config: Configs, contract: TargetContract
 ) -> None:
-    old, new = make_config(tmp_path), make_config(tmp_path, synth={"max_prompts": 7})
+    old = make_config(tmp_path, synth={"max_turns": 3})
+    new = make_config(tmp_path, synth={"max_prompts": 7, "temperature": 0.5})
+    new = new.model_copy(update={"run": new.run.model_copy(update={"seed": 3})})
+    turns = new.synth.max_turns if new.synth else None
     for state in ("begun", "finished"):
         open_synth(old) if state == "begun" else finish_synth(old, contract)
-        problem = f"holds {state} work for another config: "
-        with pytest.raises(StageConflict, match=problem) as caught:
+        with pytest.raises(StageConflict) as caught:
             open_synth(new)
-        message = str(caught.value)
-        assert all(config.section_hash("synth")[:16] in message for config in (old, new))
-        assert "--force" in message and "run.uri=" in message
-        assert "parent" not in message.split("(fix")[0]
+        problem, fix = str(caught.value).split(" (fix: ")
+        differing = (
+            f"run.seed 0 → 3, synth.max_prompts null → 7, synth.max_turns 3 → {turns}, "
+            "synth.temperature 0.0 → 0.5"
+        )
+        assert sorted(problem.split("another config: ")[1].split(", ")) == differing.split(", ")
+        assert f"holds {state} work" in problem and "--force" in fix and "run.uri=" in fix
     assert read_manifest(str(tmp_path), "synth").config_hash == old.section_hash("synth")
+
+
+def test_keys_that_shape_nothing_and_later_defaults_do_not_conflict(
+    tmp_path: Path, make_config: Configs
+) -> None:
+    open_synth(make_config(tmp_path))
+    path = tmp_path / "synth/begin.json"
+    begun = json.loads(path.read_text())
+    del begun["shaping"]["synth"]["temperature"], begun["shaping"]["synth"]["quality"]
+    path.write_text(json.dumps({**begun, "config_hash": "0" * 64}))
+    open_synth(make_config(tmp_path, synth={"batch_size": 3}))
+    for changed, key in (
+        ({"temperature": 0.5}, "synth.temperature 0.0 → 0.5"),
+        ({"quality": {"duplicates": False}}, "synth.quality.duplicates true → false"),
+    ):
+        with pytest.raises(StageConflict, match=re.escape(key)):
+            open_synth(make_config(tmp_path, synth=changed))
+
+
+def test_an_older_begin_record_is_compared_by_its_hash(
+    tmp_path: Path, make_config: Configs
+) -> None:
+    config = make_config(tmp_path)
+    open_synth(config).commit("00000.bin", b"data", rows=1, tokens=1)
+    path = tmp_path / "synth/begin.json"
+    fields = json.loads(path.read_text())
+    del fields["shaping"]
+    path.write_text(json.dumps({**fields, "schema_version": 3}))
+    assert open_synth(config).committed == {"00000.bin"}
+    other = make_config(tmp_path, synth={"max_prompts": 7})
+    hashes = rf"config {fields['config_hash'][:16]} → {other.section_hash('synth')[:16]}"
+    with pytest.raises(StageConflict, match=hashes):
+        open_synth(other)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"stage": "synth", "parent_hash": null}'])
+def test_a_broken_begin_record_is_named(tmp_path: Path, make_config: Configs, text: str) -> None:
+    open_synth(make_config(tmp_path))
+    (tmp_path / "synth/begin.json").write_text(text)
+    with pytest.raises(CorruptShard, match=r"begin\.json.*: not a begin record: .*--force"):
+        open_synth(make_config(tmp_path))
+    assert open_synth(make_config(tmp_path, force=True)).committed == set()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_of_two_that_begin_at_once_one_is_first(
+    tmp_path: Path, make_config: Configs, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    """The second looked before the first wrote."""
+    first = make_config(tmp_path)
+    open_synth(first)
+    monkeypatch.setattr(stage_run_module, "read_begin", lambda location: None)
+    if same:
+        open_synth(first)
+        return
+    with pytest.raises(StageConflict, match=r"holds begun work .*max_prompts null → 7"):
+        open_synth(make_config(tmp_path, synth={"max_prompts": 7}))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_of_two_that_finish_at_once_one_writes_the_manifest(
+    tmp_path: Path, make_config: Configs, contract: TargetContract, same: bool
+) -> None:
+    config = make_config(tmp_path)
+    first, second = open_synth(config), open_synth(config)
+    shared = {"contract": contract, "licenses": {"MIT": 1}, "sources": {"unit": 1}}
+    written = first.finish(**shared)  # type: ignore[arg-type]
+    before = (tmp_path / "synth/manifest.json").read_bytes()
+    if same:
+        assert second.finish(**shared) == written == second.manifest  # type: ignore[arg-type]
+    else:
+        with pytest.raises(StageConflict, match="another process has finished this stage"):
+            second.finish(**shared, details={"other": 1})  # type: ignore[arg-type]
+    assert (tmp_path / "synth/manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../x", "a/b", ".hidden", "", "a\nb"])
+def test_a_shard_is_a_file_of_its_directory(
+    tmp_path: Path, make_config: Configs, contract: TargetContract, name: str
+) -> None:
+    """A run may come from a stranger: no name in it leads to another file."""
+    config = make_config(tmp_path)
+    finish_synth(config, contract)
+    path = tmp_path / "synth/manifest.json"
+    fields = json.loads(path.read_text())
+    fields["shards"][1]["name"] = name
+    path.write_text(json.dumps(fields))
+    with pytest.raises(CorruptShard, match=r"shards\.1\.name: not a manifest: String should match"):
+        read_manifest(str(tmp_path), "synth")
+    path.unlink()
+    entry = tmp_path / "synth/shards/00001.bin.entry.json"
+    entry.write_text(entry.read_text().replace('"00001.bin"', json.dumps(name)))
+    with pytest.raises(CorruptShard, match=r"00001\.bin\.entry\.json: not a shard's entry"):
+        read_back(config)
 
 
 def test_another_parent_is_refused_with_both_hashes(
@@ -235,12 +349,12 @@ def test_force_discards_other_work_and_keeps_equal_work(
     (tmp_path / "synth/extra").mkdir()
     (tmp_path / "synth/extra/file").write_text("x")
     stage_run = open_synth(make_config(tmp_path, force=True, synth={"max_prompts": 7}))
-    assert stage_run.manifest is None and stage_run.shards == {}
+    assert stage_run.manifest is None and stage_run.committed == set()
     files = [path.name for path in (tmp_path / "synth").rglob("*") if path.is_file()]
     assert files == ["begin.json"]
 
 
-@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("steps", range(3))
 def test_an_interrupted_force_never_looks_complete_or_mixes_works(
     tmp_path: Path,
     make_config: Configs,
@@ -270,17 +384,21 @@ def test_an_interrupted_force_never_looks_complete_or_mixes_works(
     for shard in manifest.shards if manifest else ():
         verify_shard(stage_location(str(tmp_path), "synth"), shard)
     stage_run = open_synth(make_config(tmp_path, force=True, **other))
-    assert stage_run.manifest is None and stage_run.shards == {}
+    assert stage_run.manifest is None and stage_run.committed == set()
 
 
-def test_shards_of_unknown_work_are_never_picked_up(tmp_path: Path, make_config: Configs) -> None:
-    """As left by a `--force` that was killed between the manifest and the shards."""
+def test_shards_of_unknown_work_are_neither_picked_up_nor_deleted(
+    tmp_path: Path, make_config: Configs
+) -> None:
     stage_run = open_synth(make_config(tmp_path))
     stage_run.commit("00000.bin", b"of the old config", rows=1, tokens=1)
     stage_run.location.delete("begin.json")
-    other = make_config(tmp_path, synth={"max_prompts": 7})
-    for _ in range(2):  # the first writes a begin.json, which must not adopt them for the second
-        assert open_synth(other).shards == {}
+    shards = sorted((tmp_path / "synth/shards").iterdir())
+    for _ in range(2):
+        with pytest.raises(StageConflict, match=r"holds 1 committed shards, and no begin\.json"):
+            open_synth(make_config(tmp_path))
+    assert sorted((tmp_path / "synth/shards").iterdir()) == shards
+    assert open_synth(make_config(tmp_path, force=True)).committed == set()
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -302,14 +420,14 @@ def test_damaged_shards_are_named(
 ) -> None:
     config = make_config(tmp_path)
     manifest = finish_synth(config, contract)
-    path = tmp_path / "synth/shards/00001.bin"
+    path = stored_path(tmp_path / "synth/shards", "00001.bin")
     data = path.read_bytes()
     if damage == "remove":
         path.unlink()
     else:
         path.write_bytes(data[:60] if damage == "truncate" else bytes([data[0] ^ 1]) + data[1:])
     location = stage_location(str(tmp_path), "synth")
-    named = rf"synth/shards/00001\.bin: {problem} \(fix: .*eagle3 synth --force"
+    named = rf"synth/shards/00001\.\w+\.bin: {problem} \(fix: .*eagle3 synth --force"
     for check in (verify_shard, read_shard):
         check(location, manifest.shards[0])
         with pytest.raises(CorruptShard, match=named):
@@ -319,18 +437,19 @@ def test_damaged_shards_are_named(
     if finished and damage == "flip":
         return  # a complete stage is recognised by sizes; the next one checks sums as it reads
     with pytest.raises(CorruptShard, match=named):
-        open_synth(config)
+        open_synth(config) if finished else read_back(config)
 
 
 def test_force_makes_a_damaged_stage_again(
     tmp_path: Path, make_config: Configs, contract: TargetContract
 ) -> None:
     before = finish_synth(make_config(tmp_path), contract)
-    path = tmp_path / "synth/shards/00002.bin"
+    path = stored_path(tmp_path / "synth/shards", "00002.bin")
     path.write_bytes(b"\0" * 100)
     assert open_synth(make_config(tmp_path)).manifest is not None
     after = finish_synth(make_config(tmp_path, force=True), contract)
-    assert after.content_hash == before.content_hash and path.read_bytes() == b"\2" * 100
+    assert after.content_hash == before.content_hash and not path.exists()
+    assert stored_path(path.parent, "00002.bin").read_bytes() == b"\2" * 100
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"shard": {"name": "a"}, "seconds": 1}'])
@@ -341,9 +460,9 @@ def test_a_broken_entry_is_named(tmp_path: Path, make_config: Configs, text: str
     entry.write_text(text)
     message = r"00000\.bin\.entry\.json: not a shard's entry: .*fix: delete it"
     with pytest.raises(CorruptShard, match=message):
-        open_synth(make_config(tmp_path))
+        read_back(make_config(tmp_path))
     entry.unlink()
-    assert open_synth(make_config(tmp_path)).shards == {}
+    assert read_back(make_config(tmp_path)) == {}
 
 
 def test_an_entry_of_another_file_is_named(tmp_path: Path, make_config: Configs) -> None:
@@ -351,7 +470,7 @@ def test_an_entry_of_another_file_is_named(tmp_path: Path, make_config: Configs)
     shards = tmp_path / "synth/shards"
     (shards / "00000.bin.entry.json").rename(shards / "00001.bin.entry.json")
     with pytest.raises(CorruptShard, match=r"00001\.bin\.entry\.json: is the entry of 00000\.bin"):
-        open_synth(make_config(tmp_path))
+        read_back(make_config(tmp_path))
 
 
 def test_unreadable_manifests_are_named(
@@ -404,9 +523,9 @@ def test_a_full_disk_leaves_nothing_that_looks_committed(
     stage_run = open_synth(config)
     kept = stage_run.commit("00000.bin", bytes(1000), rows=1, tokens=1)
     fix = "free some space and run the same command again"
-    with pytest.raises(StoreError, match=rf"shards/00001\.bin: no space left \(fix: {fix}"):
+    with pytest.raises(StoreError, match=rf"shards/00001\.\w+\.bin: no space left \(fix: {fix}"):
         stage_run.commit("00001.bin", bytes(1 << 20), rows=1, tokens=1)
-    assert open_synth(config).shards == {"00000.bin": kept}
+    assert read_back(config) == {"00000.bin": kept}
     assert find_manifest(str(point / "run"), "synth") is None
 
 

@@ -197,7 +197,7 @@ def test_opening_a_remote_shard_of_usual_size_is_one_request(
 
     monkeypatch.setattr(Location, "read_range", counted)
     StatesReader(location, shard)
-    assert requests == ["00000.safetensors"]
+    assert requests == [shard.path]
 
 
 def documented() -> Callable[..., tuple[np.ndarray, ...]]:
@@ -220,7 +220,7 @@ def test_the_documented_numpy_reader_works(
     for index in range(len(states)):
         expected = reader.sample(index)
         token_ids, supervised_mask, aux, final, positions = read_states(
-            tmp_path / "run/features/shards/00000.safetensors", index
+            tmp_path / "run/features/shards" / shard.path, index
         )
         assert np.array_equal(token_ids, expected.token_ids) and np.array_equal(
             supervised_mask, expected.supervised_mask

@@ -68,7 +68,7 @@ def test_other_layouts_are_refused(
     change: Callable[[dict[str, Any]], None], problem: str, tmp_path: Path, make_config: Configs
 ) -> None:
     location, shard = commit(make_config(tmp_path), rewrite(encode_states(three_samples()), change))
-    with pytest.raises(CorruptShard, match=rf"shards/00000\.safetensors: .*{problem}"):
+    with pytest.raises(CorruptShard, match=rf"shards/00000\.\w+\.safetensors: .*{problem}"):
         StatesReader(location, shard)
 
 
@@ -97,7 +97,8 @@ def test_a_mask_that_asks_for_other_final_states_is_refused(
     )
     with pytest.raises(
         CorruptShard,
-        match=r"00000\.safetensors: sample s0 of unit has 4 final states for 5 supervised tokens",
+        match=r"00000\.\w+\.safetensors: sample s0 of unit has 4 final states for 5 "
+        "supervised tokens",
     ):
         StatesReader(location, shard)
 
@@ -113,7 +114,7 @@ def test_files_that_are_no_safetensors_are_refused(
 
 def test_a_truncated_shard_is_refused_when_opened(tmp_path: Path, make_config: Configs) -> None:
     location, shard = commit(make_config(tmp_path), encode_states(three_samples()))
-    path = tmp_path / "features/shards/00000.safetensors"
+    path = tmp_path / "features/shards" / shard.path
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(
         CorruptShard, match=rf"has {shard.bytes - 3} bytes, {shard.bytes} were committed"
@@ -131,7 +132,7 @@ def test_flipped_bytes_are_found_with_their_sample(
     """
     data = encode_states(three_samples(), encoding)
     location, shard = commit(make_config(tmp_path), data)
-    path, (header, first) = tmp_path / "features/shards/00000.safetensors", split(data)
+    path, (header, first) = tmp_path / "features/shards" / shard.path, split(data)
     for name in header.keys() - {"__metadata__"}:
         start, stop = (first + at for at in header[name]["data_offsets"])
         for at in (start, (start + stop) // 2, stop - 1):
@@ -139,7 +140,7 @@ def test_flipped_bytes_are_found_with_their_sample(
             path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
             with pytest.raises(
                 CorruptShard,
-                match=r"00000\.safetensors: (sample s\d of unit has|\w+_offsets does not rise)",
+                match=r"00000\.\w+\.safetensors: (sample s\d of unit has|\w+ does not rise)",
             ):
                 read_all(StatesReader(location, shard))
     path.write_bytes(data)

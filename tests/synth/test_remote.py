@@ -16,8 +16,8 @@ from pipeline.config import GeneratorSection, RunConfig, SourceSpec, SynthSectio
 from pipeline.decoder.engine import Engine
 from pipeline.errors import ConfigError, EndpointError
 from pipeline.records import Prompt, Sample
+from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.store.stage_run import find_manifest, stage_location
 from pipeline.synth import run
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from pipeline.config import RunConfig, load
 from pipeline.errors import (
@@ -20,13 +22,14 @@ from pipeline.errors import (
     DataError,
     MissingPackage,
     StageConflict,
+    StageIncomplete,
     TemplateError,
     UnsupportedModel,
 )
 from pipeline.records import Manifest, Sample
+from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.store.stage_run import find_manifest, stage_location
-from pipeline.synth import run
+from pipeline.synth import run, screen
 from pipeline.synth.plan import plan
 from tests.synth.conftest import tree
 
@@ -76,7 +79,8 @@ def test_what_replies_were_computed_with_is_printed_and_kept(
     assert f"synth arithmetic: {arithmetic}" in " ".join(capsys.readouterr().out.split())
     assert arithmetic.dtype == "float32" and arithmetic.device == "cpu"
     location = stage_location(config.run.uri, "synth")
-    location.delete("manifest.json")
+    for name in ("manifest.json", "selection.json"):
+        location.delete(name)
     location.child("shards").delete(f"{whole.shards[1].name}.entry.json")
     target = config.target.model_copy(update={"dtype": "bfloat16"})
     other = make_config(max_prompts=8, shard_prompts=4, batch_size=2)
@@ -84,6 +88,63 @@ def test_what_replies_were_computed_with_is_printed_and_kept(
     assert "of 1 committed shards 1 by float32" in " ".join(capsys.readouterr().out.split())
     assert both.shards[0] == whole.shards[0] and len(both.shards) == 2
     assert {each.dtype for each in both.arithmetic} == {"float32", "bfloat16"}
+
+
+def part_of(config: RunConfig, shard: str) -> RunConfig:
+    return config.model_copy(update={"run": config.run.model_copy(update={"shard": shard})})
+
+
+def test_parts_in_any_order_and_the_last_one_finishes(make_config: Configure) -> None:
+    whole, config = run(make_config("whole")), make_config("parts")
+    for shard, missing in (("2/3", "2 of 3"), ("0/3", "1 of 3"), ("0/3", "1 of 3")):
+        with pytest.raises(StageIncomplete, match=f"{missing} shards are missing") as caught:
+            run(part_of(config, shard))
+        assert caught.value.exit_code == 75
+    assert find_manifest(config.run.uri, "synth") is None
+    last = run(part_of(config, "1/3"))
+    assert last.shards == whole.shards and last.content_hash == whole.content_hash
+    assert run(part_of(config, "0/3")) == last == run(config)
+    for name in ("audit.json", "datasheet.md"):
+        one, other = (
+            Path(each.run.uri) / "synth" / name for each in (config, make_config("whole"))
+        )
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_parts_at_the_same_time(tmp_path: Path, make_config: Configure) -> None:
+    """Three processes, two of them at the same part; all end well, whoever is last."""
+    whole, config = run(make_config("whole")), make_config("parts")
+    script = """
+import sys
+from pipeline.config import RunConfig
+from pipeline.errors import StageIncomplete
+from pipeline.synth import run
+try:
+    run(RunConfig.model_validate_json(sys.argv[1]))
+except StageIncomplete as error:
+    sys.exit(error.exit_code)
+"""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script, part_of(config, part).model_dump_json()],
+            stdout=subprocess.DEVNULL,
+        )
+        for part in ("0/2", "1/2", "1/2")
+    ]
+    codes = [process.wait(timeout=300) for process in processes]
+    assert set(codes) <= {0, 75} and 0 in codes, codes
+    made = find_manifest(config.run.uri, "synth")
+    assert made and made.shards == whole.shards and made.content_hash == whole.content_hash
+
+
+@pytest.mark.parametrize("shard", ["4/4", "x", "1/0", "-1/3"])
+def test_a_part_that_there_is_not(
+    shard: str, tmp_path: Path, tiny_target: Path, prompts_file: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree(tiny_target, prompts_file, tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"run\.yaml: run\.shard"):
+        load(path, shard=shard)
 
 
 def test_a_finished_stage_is_left_alone(
@@ -147,15 +208,58 @@ def load_tree(path: Path, content: dict[str, object]) -> RunConfig:
     return load(path)
 
 
-def test_prompts_that_changed_under_a_begun_run_are_refused(
+def test_prompts_are_those_that_were_selected_first(
+    make_config: Configure, prompts_file: Path
+) -> None:
+    """A file that changes under a begun run changes none of its samples."""
+    config, whole = make_config(), run(make_config("whole"))
+    with pytest.raises(StageIncomplete):
+        run(part_of(config, "0/3"))
+    prompts_file.write_text(prompts_file.read_text().replace("What is 0", "What was 0"))
+    assert run(config).shards == whole.shards
+    assert not list((Path(config.run.uri) / "synth").glob("prompts/*")), "they are not screened"
+
+
+def test_shards_of_another_selection_are_refused(
     make_config: Configure, prompts_file: Path
 ) -> None:
     config = make_config()
     run(config)
-    (Path(config.run.uri) / "synth" / "manifest.json").unlink()
+    for name in ("manifest.json", "selection.json"):
+        (Path(config.run.uri) / "synth" / name).unlink()
     prompts_file.write_text(prompts_file.read_text().replace("What is 0", "What was 0"))
     with pytest.raises(StageConflict, match="made from prompts that the sources no longer give"):
         run(config)
+
+
+@pytest.mark.parametrize("what", ["weights", "salt", "patterns"])
+def test_what_shapes_a_begun_run_may_not_change_unnoticed(
+    make_config: Configure,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """The target's name, and the configuration, stay as they are."""
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    monkeypatch.setenv("EAGLE3_PII_SALT", "one")
+    made = make_config(pii={"action": "drop"}) if what != "weights" else make_config()
+    source = made.target.model_copy(update={"source": str(target)})
+    config = made.model_copy(update={"target": source})
+    with pytest.raises(StageIncomplete):
+        run(part_of(config, "0/3"))
+    if what == "weights":
+        tensors = load_file(target / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    elif what == "salt":
+        monkeypatch.setenv("EAGLE3_PII_SALT", "another")
+    else:
+        monkeypatch.setattr(screen, "patterns_digest", lambda: "newer")
+    names = {"weights": r"target\.fingerprint", "salt": r"pii\.salt", "patterns": r"pii\.patterns"}
+    with pytest.raises(StageConflict, match=rf"begun work for another .*{names[what]} \S+ → \S+"):
+        run(part_of(config, "1/3"))
 
 
 def test_planted_personal_data_reaches_no_artefact(
@@ -234,7 +338,8 @@ def test_bad_sources_leave_nothing_that_looks_complete(
         run(make_config(max_prompt_tokens=500))
     with pytest.raises(MissingPackage, match="en-core-web-none"):
         run(make_config(pii={"spacy_model": "en_core_web_none"}))
-    assert not Path(config.run.uri).exists(), "the corrected config can use the same run"
+    left = [path for path in Path(config.run.uri).rglob("*") if path.is_file()]
+    assert not left, "the corrected config can use the same run"
 
 
 def test_the_plan_counts_prompts_and_writes_nothing(make_config: Configure) -> None:

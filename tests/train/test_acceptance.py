@@ -16,7 +16,7 @@ from pipeline.decoder.request import Acceptance, Statistics, pool_acceptance
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.errors import ConfigError, UnsupportedModel
 from pipeline.records import Manifest
-from pipeline.store.stage_run import read_manifest, stage_location
+from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
 from pipeline.train import run
 from pipeline.train.acceptance import Evaluator

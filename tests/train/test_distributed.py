@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from pipeline.config import RunConfig
-from pipeline.store.stage_run import read_manifest
+from pipeline.store.manifest import read_manifest
 from pipeline.train import run
 from tests.train.runs import Configure, Store, head_of, lines_of, without_speed
 

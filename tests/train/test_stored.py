@@ -52,7 +52,7 @@ class Store:
     samples: tuple[list[StatesSample], ...]
 
     def path(self, shard: int) -> Path:
-        return self.location.child(SHARDS).local_path(self.shards[shard].name)
+        return self.location.child(SHARDS).local_path(self.shards[shard].path)
 
     def pieces(self) -> list[Piece]:
         return [
@@ -80,7 +80,7 @@ def store(uri: object, total: int, encodings: Sequence[Encoding] = ("bf16",), **
                 tokens=tokens,
                 rejected={},
                 seconds=0,
-            )
+            ).shard
         )
     return Store(location, tuple(shards), tuple(samples))
 
@@ -171,7 +171,7 @@ def test_a_remote_shard_is_fetched_once(tmp_path: Path, downloads: list[str]) ->
         read_all(
             StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces(), epochs=2
         )
-    assert sorted(downloads) == [shard.name for shard in stored.shards]
+    assert sorted(downloads) == sorted(shard.path for shard in stored.shards)
     assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
@@ -217,7 +217,7 @@ def test_equal_shards_are_fetched_by_one_of_many(tmp_path: Path, downloads: list
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(downloads) == ["00000.safetensors", "00001.safetensors"]
+    assert sorted(downloads) == sorted(shard.path for shard in stored.shards)
 
 
 def test_a_copy_that_rotted_in_the_cache_is_fetched_again(
@@ -277,18 +277,19 @@ def test_a_flipped_byte_is_read_twice_and_named(
 ) -> None:
     stored = store(tmp_path / "run" if kind == "local" else f"memory://{tmp_path.name}", 3)
     folder = stored.location.child(SHARDS)
-    folder.write("00001.safetensors", flip(folder.read("00001.safetensors")))
+    name = stored.shards[1].path
+    folder.write(name, flip(folder.read(name)))
     cache = ShardCache(tmp_path / "cache", 10**7) if kind == "cached" else None
     corpus = StoredCorpus(stored.location, stored.shards, cache=cache)
     problem = "has SHA-256" if kind == "cached" else "sample s1-2 of test has CRC-32"
     with pytest.raises(
         CorruptShard,
-        match=rf"{stored.location.uri}/shards/00001\.safetensors: sample 2: {problem}"
+        match=rf"{stored.location.uri}/shards/00001\.\w+\.safetensors: sample 2: {problem}"
         r".*, read twice \(fix: ",
     ):
         read(corpus, Piece(1, 2, 0, 24))
-    assert downloads.count("00001.safetensors") == (4 if kind == "cached" else 0)
-    with pytest.raises(CorruptShard, match=r"00001\.safetensors: sample \d: .*read twice"):
+    assert downloads.count(name) == (4 if kind == "cached" else 0)
+    with pytest.raises(CorruptShard, match=r"00001\.\w+\.safetensors: sample \d: .*read twice"):
         read_all(corpus, stored.pieces())
     assert not list(tmp_path.glob("cache/shards/*/shards/00001*")), "nothing that is wrong is kept"
 
@@ -297,14 +298,16 @@ def test_a_shard_that_the_store_delivers_wrong_is_not_let_in(bucket: str, tmp_pa
     """Its CRC32C is not the one that the store reported at the commit."""
     stored = store(f"{bucket}/{tmp_path.name}", 1)
     folder = stored.location.child(SHARDS)
-    folder.write("00000.safetensors", flip(folder.read("00000.safetensors")))
+    name = stored.shards[0].path
+    folder.write(name, flip(folder.read(name)))
     cache = ShardCache(tmp_path, 10**7)
     with pytest.raises(
-        CorruptShard, match=r"shards/00000\.safetensors: has crc32c:\S+, crc32c:\S+ was committed"
+        CorruptShard,
+        match=r"shards/00000\.\w+\.safetensors: has crc32c:\S+, crc32c:\S+ was committed",
     ):
         cache.fetch(stored.location, stored.shards[0])
     folder.delete("00000.safetensors.entry.json")
-    with pytest.raises(CorruptShard, match=r"shards/00000\.safetensors: has SHA-256"):
+    with pytest.raises(CorruptShard, match=r"shards/00000\.\w+\.safetensors: has SHA-256"):
         cache.fetch(stored.location, stored.shards[0])
     assert not list(tmp_path.glob("shards/*/shards/*"))
 
@@ -322,7 +325,7 @@ def test_damage_is_found_before_training(
 ) -> None:
     stored = store(tmp_path, 2)
     damage(stored.path(1))
-    with pytest.raises(CorruptShard, match=rf"shards/00001\.safetensors: .*{problem}"):
+    with pytest.raises(CorruptShard, match=rf"shards/00001\.\w+\.safetensors: .*{problem}"):
         StoredCorpus(stored.location, stored.shards).verify()
 
 
@@ -331,11 +334,11 @@ def test_damage_is_found_while_training(tmp_path: Path) -> None:
     whole, corpus = stored.path(1).read_bytes(), StoredCorpus(stored.location, stored.shards)
     stored.path(1).write_bytes(whole[:-1])
     with pytest.raises(
-        CorruptShard, match=r"00001\.safetensors: sample 0: has \d+ bytes, \d+ were committed"
+        CorruptShard, match=r"00001\.\w+\.safetensors: sample 0: has \d+ bytes, \d+ were committed"
     ):
         read(corpus, first)
     stored.path(1).unlink()
-    with pytest.raises(StoreError, match=r"00001\.safetensors: no such file"):
+    with pytest.raises(StoreError, match=r"00001\.\w+\.safetensors: no such file"):
         read(corpus, first)
     stored.path(1).write_bytes(whole)
     assert read(corpus, first).sample_id == "s1-0"
@@ -347,17 +350,18 @@ def test_a_store_that_holds_another_object_is_found_without_reading_it(
     stored = store(f"{bucket}/{tmp_path.name}", 2)
     corpus, folder = StoredCorpus(stored.location, stored.shards), stored.location.child(SHARDS)
     corpus.verify()
-    whole = folder.read("00001.safetensors")
-    folder.write("00001.safetensors", flip(whole))
+    name = stored.shards[1].path
+    whole = folder.read(name)
+    folder.write(name, flip(whole))
     with pytest.raises(
         CorruptShard,
-        match=r"00001\.safetensors: has crc32c:\S+ in the store, crc32c:\S+ was committed",
+        match=r"00001\.\w+\.safetensors: has crc32c:\S+ in the store, crc32c:\S+ was committed",
     ):
         corpus.verify()
-    folder.write("00001.safetensors", whole)
+    folder.write(name, whole)
     corpus.verify()
-    folder.delete("00000.safetensors")
-    with pytest.raises(CorruptShard, match=r"00000\.safetensors: the file is missing"):
+    folder.delete(stored.shards[0].path)
+    with pytest.raises(CorruptShard, match=r"00000\.\w+\.safetensors: the file is missing"):
         corpus.verify()
     assert downloads == []
 
@@ -369,7 +373,7 @@ def test_a_shard_of_another_target_is_named(kind: str, tmp_path: Path) -> None:
     for call in (lambda: read(corpus, Piece(1, 0, 0, 24)), lambda: corpus.outline(1)):
         with pytest.raises(
             CorruptShard,
-            match=r"shards/00001\.safetensors.*: holds states of hidden_size 8, "
+            match=r"shards/00001\.\w+\.safetensors.*: holds states of hidden_size 8, "
             "the target of the manifest's contract has 16",
         ):
             call()
@@ -426,7 +430,7 @@ def test_what_is_planned_is_announced_to_the_kernel(
     read_all(StoredCorpus(stored.location, stored.shards), stored.pieces())
     ranges = []
     for shard in stored.shards:
-        data = (stored.location.child(SHARDS).local_path(shard.name)).read_bytes()
+        data = (stored.location.child(SHARDS).local_path(shard.path)).read_bytes()
         first = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:first])
         for name in ("aux_states", "final_states"):

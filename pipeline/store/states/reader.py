@@ -40,7 +40,7 @@ class StatesReader:
     """
 
     def __init__(self, location: Location, shard: Shard) -> None:
-        self._folder, self._name, self._bytes = location.child(SHARDS), shard.name, shard.bytes
+        self._folder, self._name, self._bytes = location.child(SHARDS), shard.path, shard.bytes
         self._file = self._open()
         self._front = bytearray()
         self._front = self._read(0, min(self._bytes, _FIRST_READ))

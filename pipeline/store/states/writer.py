@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.records import STATES_FORMAT, canonical_json
-from pipeline.store.states.encodings import Encoding, OutOfRange, calibrate
+from pipeline.store.states.encodings import AUX_LAYERS, Encoding, OutOfRange, calibrate
 from pipeline.store.states.layout import MASK, METADATA
 from pipeline.store.states.sample import StatesSample, crc32, sample_checksum, teacher_positions
 
@@ -20,27 +20,37 @@ from pipeline.store.states.sample import StatesSample, crc32, sample_checksum, t
 _SHORT_IDS = 1 << 16
 
 
-def encode_states(samples: list[StatesSample], encoding: Encoding = "bf16") -> bytes:
-    """One safetensors file of at least one sample with bf16 states; equal samples give equal bytes.
+def encode_states(
+    samples: list[StatesSample], encoding: Encoding = "bf16", *, hidden_size: int | None = None
+) -> bytes:
+    """One safetensors file of samples with bf16 states; equal samples give equal bytes.
 
-    States are encoded on their device. Raises DataError for those that the encoding cannot hold.
+    Without any sample, `hidden_size` says how wide the rows would be. States are encoded on their
+    device. Raises DataError for those that the encoding cannot hold.
     """
-    assert samples, "a states shard holds at least one sample"
+    assert samples or hidden_size, "nothing tells the width of the rows"
     for sample in samples:
         _assert_sound(sample)
-    aux = torch.cat([sample.aux_states for sample in samples])
-    final = torch.cat([sample.final_states for sample in samples])
+    if samples:
+        aux = torch.cat([sample.aux_states for sample in samples])
+        final = torch.cat([sample.final_states for sample in samples])
+        token_ids = torch.cat([sample.token_ids for sample in samples])
+        supervised_mask = torch.cat([sample.supervised_mask for sample in samples])
+    else:
+        final = torch.empty(0, hidden_size or 0, dtype=torch.bfloat16)
+        aux = final.repeat(1, AUX_LAYERS)
+        token_ids, supervised_mask = torch.empty(2, 0, dtype=torch.int32).unbind()
+        supervised_mask = supervised_mask.byte()
     codec = calibrate(encoding, aux, final)
     token_offsets = _offsets([len(sample.token_ids) for sample in samples])
     final_offsets = _offsets([len(sample.final_states) for sample in samples])
     aux_rows = _encoded(codec.encode_aux, aux, token_offsets, samples, encoding)
     final_rows = _encoded(codec.encode_final, final, final_offsets, samples, encoding)
-    token_ids = torch.cat([sample.token_ids for sample in samples])
-    supervised_mask = torch.cat([sample.supervised_mask for sample in samples])
+    short = not len(token_ids) or int(token_ids.max()) < _SHORT_IDS
     tensors = {
         "token_offsets": token_offsets,
         "final_offsets": final_offsets,
-        "token_ids": token_ids.to(torch.uint16) if int(token_ids.max()) < _SHORT_IDS else token_ids,
+        "token_ids": token_ids.to(torch.uint16) if short else token_ids,
         "aux_states": aux_rows,
         "final_states": final_rows,
         MASK: torch.from_numpy(np.packbits(supervised_mask.numpy())),

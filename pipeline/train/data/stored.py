@@ -26,8 +26,8 @@ from pipeline.errors import CorruptShard, Eagle3Error, StoreError
 from pipeline.records import Manifest, Shard
 from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
+from pipeline.store.manifest import stage_location
 from pipeline.store.shards import SHARDS, verify_shard, verify_stored
-from pipeline.store.stage_run import stage_location
 from pipeline.store.states import StatesReader, StatesSample
 from pipeline.train.data.corpus import Piece, cut_into, final_rows
 from pipeline.train.data.schedule import SHUFFLED_SHARDS
@@ -212,7 +212,7 @@ class StoredCorpus:
             return fresh
 
     def _where(self, shard: int) -> str:
-        return f"{self._location.uri}/{SHARDS}/{self._shards[shard].name}"
+        return f"{self._location.uri}/{SHARDS}/{self._shards[shard].path}"
 
 
 def read_piece(reader: StatesReader, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:

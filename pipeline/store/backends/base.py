@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pipeline.errors import StoreError
-from pipeline.store.retry import RETRY_LATER, is_transient
+from pipeline.store.backends.retry import RETRY_LATER, is_transient
 
 T = TypeVar("T")
 
@@ -44,6 +44,7 @@ class Backend(Protocol):
     def read_range(self, name: str, start: int, stop: int) -> bytes: ...
     def blocks(self, name: str) -> Iterator[bytes]: ...
     def write(self, name: str, data: bytes) -> FileInfo: ...
+    def create(self, name: str, data: bytes) -> bool: ...  # False: something is there, and stays
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo: ...
     def delete(self, name: str) -> None: ...
     def delete_tree(self) -> None: ...
@@ -85,6 +86,9 @@ def _problem_and_fix(error: OSError, *, writing: bool) -> tuple[str, str]:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         problem = "no space left" if error.errno == errno.ENOSPC else "disk quota exceeded"
         return problem, f"free some space and run the same command again, {_ELSEWHERE}"
+    if error.errno == errno.EOPNOTSUPP:
+        problem = "this file system has no hard links, so two writers could overwrite each other"
+        return problem, "set run.uri=… to another directory or bucket"
     if error.errno == errno.EROFS:
         return "the file system is read-only", f"make it writable, {_ELSEWHERE}"
     refused = f"no permission to {'write' if writing else 'read'}"

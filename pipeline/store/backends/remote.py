@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from pipeline.config import store_timeout_seconds
 from pipeline.errors import Eagle3Error, MissingPackage, StoreError
-from pipeline.store.backend import BLOCK, Checksum, FileInfo
-from pipeline.store.retry import (
+from pipeline.store.backends.base import BLOCK, Checksum, FileInfo
+from pipeline.store.backends.retry import (
     RETRY_LATER,
     AlteredUpload,
     is_transient,
@@ -31,6 +31,9 @@ T = TypeVar("T")
 #: A request may take this many timeouts in all: an upload that the store does not read has no
 #: silence that a client could see.
 _REQUEST_TIMEOUTS = 10
+#: Protocols whose filesystem writes a file on the condition that there is none, decided by the
+#: store: Google Cloud Storage by its generation, S3 by If-None-Match (s3fs from 2025.7 on).
+_EXCLUSIVE = frozenset({"gs", "gcs", "s3", "memory"})
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "abfs": "adlfs", "az": "adlfs"}
 
 
@@ -88,6 +91,21 @@ class Remote:
         self._upload(lambda: self._fs.pipe_file(self._key(name), data))
         return self._arrived(name, len(data), lambda: (data,))
 
+    def create(self, name: str, data: bytes) -> bool:
+        protocol = self._uri.split("://", 1)[0]
+        if protocol not in _EXCLUSIVE:
+            problem = f"{protocol}:// cannot refuse to overwrite what another writer has committed"
+            fix = f"use a local directory or one of {', '.join(sorted(_EXCLUSIVE))}"
+            raise StoreError(problem, where=f"{self._uri}/{name}", fix=fix)
+        try:
+            self._upload(lambda: self._fs.pipe_file(self._key(name), data, mode="create"))
+        except Exception as error:
+            if _is_taken(error):
+                return False
+            raise
+        self._arrived(name, len(data), lambda: (data,))
+        return True
+
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:
         self._upload(lambda: self._fs.put_file(os.fspath(path), self._key(name)))
         return self._arrived(name, os.path.getsize(path), lambda: _blocks_of(path))
@@ -134,6 +152,13 @@ class Remote:
             if info.checksum != str(own):
                 raise AlteredUpload(f"arrived with {info.checksum}, {own} was sent")
         return info
+
+
+def _is_taken(error: Exception) -> bool:
+    """Whether a file was not created as there is one: gcsfs says so, s3fs passes on S3's 412."""
+    response = getattr(error.__cause__, "response", None)
+    status = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    return isinstance(error, FileExistsError) or status.get("HTTPStatusCode") == 412
 
 
 def explain_remote_error(error: Exception, where: str) -> StoreError:

@@ -5,15 +5,16 @@ Files appear under their name with all of their bytes, on the disk, or not at al
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from pipeline.store.backend import BLOCK, FileInfo
+from pipeline.store.backends.base import BLOCK, FileInfo
 
 T = TypeVar("T")
 
@@ -35,15 +36,16 @@ class Disk:
 
     def files(self) -> dict[str, FileInfo]:
         files: dict[str, FileInfo] = {}
-        for path in self._paths():
+        for entry in self._entries():
             # A writer may rename or remove its temporary file meanwhile.
             with suppress(FileNotFoundError):
-                if path.is_file():
-                    files[path.name] = _info(path)
+                if entry.is_file():
+                    status = entry.stat()
+                    files[entry.name] = FileInfo(status.st_size, "", status.st_mtime)
         return files
 
     def directories(self) -> list[str]:
-        return sorted(path.name for path in self._paths() if path.is_dir())
+        return sorted(entry.name for entry in self._entries() if entry.is_dir())
 
     def read(self, name: str) -> bytes:
         return (self._directory / name).read_bytes()
@@ -61,6 +63,9 @@ class Disk:
         replace_file(self._directory / name, lambda file: file.write(data))
         return _info(self._directory / name)
 
+    def create(self, name: str, data: bytes) -> bool:
+        return create_file(self._directory / name, lambda file: file.write(data))
+
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:
         with open(path, "rb") as source:
             copy = self._directory / name
@@ -73,9 +78,9 @@ class Disk:
     def delete_tree(self) -> None:
         shutil.rmtree(self._directory)
 
-    def _paths(self) -> list[Path]:
-        with suppress(FileNotFoundError):
-            return sorted(self._directory.iterdir())
+    def _entries(self) -> list[os.DirEntry[str]]:
+        with suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+            return list(entries)
         return []
 
 
@@ -86,6 +91,38 @@ def is_temporary(name: str) -> bool:
 
 def replace_file(path: Path, fill: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
     """Write a temporary file beside `path`, flush it to the disk if `durable`, and rename it."""
+    with _temporary(path, fill, durable=durable) as temporary:
+        os.replace(temporary, path)
+    if durable:
+        _sync_directory(path.parent)
+
+
+def create_file(path: Path, fill: Callable[[BinaryIO], object]) -> bool:
+    """Write a temporary file beside `path` and link it to that name, unless something is there.
+
+    Of several that do so at once, on one machine or on several, one succeeds. Returns whether this
+    one did. Raises an OSError EOPNOTSUPP where the file system has no hard links.
+    """
+    with _temporary(path, fill, durable=True) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)) from error
+            raise
+    _sync_directory(path.parent)
+    return True
+
+
+#: What file systems without hard links say, among them FAT and some FUSE mounts.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+@contextmanager
+def _temporary(path: Path, fill: Callable[[BinaryIO], object], *, durable: bool) -> Iterator[Path]:
+    """A finished temporary file beside `path`, until the end of the block at most."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -94,13 +131,10 @@ def replace_file(path: Path, fill: Callable[[BinaryIO], object], *, durable: boo
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
+        yield temporary
+    finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
-    if durable:
-        _sync_directory(path.parent)
 
 
 def _info(path: Path) -> FileInfo:

@@ -1,0 +1,164 @@
+"""A stage in the actors of a Ray cluster: an existing one, or one that is started here.
+
+    driver    expected shards ── committed so far ── … ── manifest        progress, dead workers
+                  │ starts            ▲ one listing now and then
+    actors        ├─► stage.run ── claim ── make ── commit ──┐            the model loaded once,
+                  └─► stage.run ── claim ── make ── commit ──┴─► store    no more claimed than held
+
+An actor is a process that runs the stage, as one started by hand would. Ray places it, says when it
+died, and carries its error back; what it makes it claims in the store, so that actors, pods and
+processes started by hand can share one stage, and a driver that is killed loses nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+from pipeline.config import RunConfig, take_settings
+from pipeline.console import notice, progress_bar
+from pipeline.errors import ConfigError, Eagle3Error, MissingPackage, WorkersDied
+from pipeline.records import Manifest, Stage
+from pipeline.store.manifest import find_manifest, stage_location
+from pipeline.store.shards import SHARDS, committed
+
+#: Seconds between two looks at the store.
+_LOOK = 2.0
+#: Workers that may die in a row without a shard committed between them.
+_DEATHS = 3
+#: What of the driver's environment a worker is given; the rest is its machine's.
+_INHERITED = ("EAGLE3_", "STORAGE_EMULATOR_HOST", "GCSFS_")
+
+
+class Worker:
+    """One process of a stage."""
+
+    def __init__(self, directory: str, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        with suppress(OSError):  # a node without it has what the configuration names elsewhere
+            os.chdir(directory)
+
+    def run(self, config: RunConfig, stage: Stage) -> Manifest:
+        """The stage as far as no other process makes it."""
+        from pipeline.runtime import entry_of
+
+        return entry_of(stage)(config)
+
+
+def run_on_ray(config: RunConfig, stage: Stage) -> Manifest:
+    """Run `stage` in `run.ray.workers` actors and wait for its manifest.
+
+    Raises what the stage raises, WorkersDied when actors die one after the other, ConfigError where
+    the cluster cannot hold one, and MissingPackage without ray.
+    """
+    ray = _ray()
+    take_settings(config.run)
+    if config.run.shard:
+        problem, fix = "with run.runtime=ray workers claim their shards", "leave run.shard out"
+        raise ConfigError(problem, where="config: run.shard", fix=fix)
+    _connect(ray, config)
+    try:
+        return _Driver(ray, config, stage).run()
+    finally:
+        ray.shutdown()
+
+
+class _Driver:
+    def __init__(self, ray: Any, config: RunConfig, stage: Stage) -> None:
+        self._ray, self._config, self._stage = ray, config, stage
+        self._folder = stage_location(config.run.uri, stage).child(SHARDS)
+        self._running: dict[Any, Any] = {}  # result → actor
+        self._deaths = 0
+
+    def run(self) -> Manifest:
+        count = self._count()
+        for _ in range(count):
+            self._start()
+        notice(self._stage, f"{count} workers on Ray")
+        try:
+            with progress_bar(self._stage, unit="shards", total=None) as bar:
+                seen = 0
+                while self._running:
+                    done, _ = self._ray.wait(list(self._running), timeout=_LOOK)
+                    now = len(committed(self._folder.names()))
+                    bar.advance(now - seen)
+                    if now > seen:
+                        seen, self._deaths = now, 0
+                    for result in done:
+                        self._end(result)
+        finally:
+            for actor in self._running.values():
+                self._ray.kill(actor)
+        manifest = find_manifest(self._config.run.uri, self._stage)
+        assert manifest, "a worker that ends without an error has seen the manifest"
+        rows = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
+        notice(self._stage, f"{rows} in {len(manifest.shards)} shards")
+        return manifest
+
+    def _count(self) -> int:
+        """Workers that were asked for, or that fit into the cluster."""
+        section, free = self._config.run.ray, self._ray.cluster_resources()
+        fits = [free.get("CPU", 0) // section.cpus] if section.cpus else []
+        fits += [free.get("GPU", 0) // section.gpus] if section.gpus else []
+        room = int(min(fits)) if fits else 1
+        if room < 1:
+            has = f"the cluster has {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+            fix = "lower run.ray.cpus or run.ray.gpus, or use a larger cluster"
+            raise ConfigError(f"no worker fits: {has}", where="config: run.ray", fix=fix)
+        return section.workers or room
+
+    def _start(self) -> None:
+        section = self._config.run.ray
+        environment = {
+            name: value for name, value in os.environ.items() if name.startswith(_INHERITED)
+        }
+        actor = (
+            self._ray.remote(Worker)
+            .options(num_cpus=section.cpus, num_gpus=section.gpus)
+            .remote(os.getcwd(), environment)
+        )
+        self._running[actor.run.remote(self._config, self._stage)] = actor
+
+    def _end(self, result: Any) -> None:
+        """Take a worker's end: its error is the stage's, its death another worker's beginning."""
+        actor = self._running.pop(result)
+        errors = self._ray.exceptions
+        try:
+            self._ray.get(result)
+        except errors.RayTaskError as error:
+            cause = error.cause
+            raise cause if isinstance(cause, Eagle3Error) else error from None
+        except errors.RayError as error:  # the process or its node is gone
+            self._deaths += 1
+            reason = str(error).strip().splitlines()[0]
+            if self._deaths >= _DEATHS:
+                problem = f"{self._deaths} workers died and no shard was committed: {reason}"
+                fix = "look at Ray's logs of the workers, then run the same command again"
+                raise WorkersDied(problem, where=self._folder.uri, fix=fix) from None
+            notice(self._stage, f"a worker died, another one is started: {reason}")
+            self._start()
+        else:
+            self._ray.kill(actor)
+
+
+def _connect(ray: Any, config: RunConfig) -> None:
+    """To `run.ray.address` or $RAY_ADDRESS, else to a cluster of this machine alone."""
+    address = config.run.ray.address or os.environ.get("RAY_ADDRESS")
+    try:
+        ray.init(
+            address=address, log_to_driver=False, include_dashboard=False if not address else None
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        problem = f"no Ray cluster answers: {' '.join(str(error).split())[:200]}"
+        fix = "start one with `ray start --head`, or correct run.ray.address or RAY_ADDRESS"
+        raise WorkersDied(problem, where=f"Ray at {address or 'local'}", fix=fix) from None
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        problem, fix = f"run.runtime=ray needs ray: {error}", "pip install 'eagle3[ray]'"
+        raise MissingPackage(problem, where="config: run.runtime", fix=fix) from None
+    return ray

@@ -1,0 +1,84 @@
+"""The prompts that pass all filters which need no model, one at a time.
+
+    sources ──► licences, duplicates, quality, evaluation sets ──► draw of max_prompts ──► prompts
+
+In memory is what the filters remember: 25 bytes a prompt for duplicates, at most 128 MiB of them;
+3 KB a prompt for near-duplicates, where they are on; with `max_prompts` nine bytes a prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from pipeline.config import SynthSection
+from pipeline.errors import DataError
+from pipeline.prompts import stream_prompts
+from pipeline.prompts.draw import draw
+from pipeline.records import Prompt
+from pipeline.synth.filters import Step, decontaminate, first_of_its_kind, license_gate
+from pipeline.synth.quality import passing, prompt_steps
+
+
+class PromptStream:
+    """Which prompts go in. The same section, seed and files give the same ones in the same order.
+
+    `loaded` and `rejected` count what has been read so far; they add up when all has been.
+    """
+
+    def __init__(self, section: SynthSection, seed: int) -> None:
+        self.loaded = 0
+        self.rejected: Counter[str] = Counter()
+        self._section, self._seed = section, seed
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """Once. Raises DataError when nothing is left."""
+        section, selected = self._section, 0
+        passed = passing(self._load(), filters(section, self._seed), self.rejected)
+        for prompt in draw(passed, section.max_prompts, self._seed):
+            selected += 1
+            yield prompt
+        drawn_from = self.loaded - self.rejected.total()
+        if selected < drawn_from:
+            self.rejected["max_prompts"] = drawn_from - selected
+        if not selected:
+            reasons = ", ".join(f"{each} {count}" for each, count in sorted(self.rejected.items()))
+            problem = f"none of {self.loaded} prompts is left after the filters ({reasons})"
+            fix = "add sources, set their `license`, or widen synth.allowed_licenses"
+            raise DataError(problem, where="synth.sources", fix=fix)
+
+    def _load(self) -> Iterator[Prompt]:
+        for prompt in stream_prompts(self._section.sources, seed=self._seed):
+            self.loaded += 1
+            yield prompt
+
+
+class Tally:
+    """Sums over prompts, of the turns that are asked: `synth.max_turns` of each."""
+
+    def __init__(self, section: SynthSection) -> None:
+        self.prompts = self.asked = self.characters = 0
+        self.turns = 0  # of the longest
+        self._max_turns = section.max_turns
+
+    def add(self, prompt: Prompt) -> None:
+        turns = prompt.turns[: self._max_turns]
+        self.prompts += 1
+        self.asked += len(turns)
+        self.characters += sum(map(len, turns))
+        self.turns = max(self.turns, len(turns))
+
+    def counting(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """The same prompts, each counted on its way."""
+        for prompt in prompts:
+            self.add(prompt)
+            yield prompt
+
+
+def filters(section: SynthSection, seed: int) -> list[Step]:
+    """Every filter that needs no model, in the order in which it may claim a prompt."""
+    steps: list[Step] = [license_gate(section.allowed_licenses)]
+    if section.quality.duplicates:
+        steps.append(first_of_its_kind())
+    excluded = stream_prompts(section.exclude, seed=seed)
+    return [*steps, *prompt_steps(section.quality), decontaminate(excluded)]

@@ -1,0 +1,130 @@
+"""Many processes on synth and features of one run, started together, ten of them killed.
+
+What comes out is what one undisturbed process makes. A warmed interpreter forks the processes, so
+that none costs imports.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load
+from pipeline.features import run as run_features
+from pipeline.records import Stage
+from pipeline.store.gc import find_orphans, remove
+from pipeline.store.location import Location
+from pipeline.store.manifest import read_manifest
+from pipeline.store.verify import verify_run
+from pipeline.synth import run as run_synth
+
+KILLS = 10
+
+FLEET = """
+import json, os, random, signal, sys, time
+import torch
+import pipeline.features.writer, pipeline.synth.generate.local, pipeline.synth.stage
+from pipeline.config import load
+from pipeline.errors import Eagle3Error
+from pipeline.features import run as run_features
+from pipeline.synth import run as run_synth
+
+torch.set_num_threads(1)
+file, uri, workers, kills, slow, parts = sys.argv[1:]
+workers, kills, slow, parts = int(workers), int(kills), float(slow), parts == "parts"
+RUNS = {"synth": run_synth, "features": run_features}
+if uri.startswith("gs://"):
+    import gcsfs
+
+
+def start(stage, index):
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        options = {"shard": f"{index}/{workers}"} if parts else {}
+        RUNS[stage](load(file, [f"run.uri={uri}", "run.claim_seconds=5"], **options))
+        code = 0
+    except Eagle3Error as error:
+        code = error.exit_code
+        print(error, file=sys.stderr)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    os._exit(code)
+
+
+def work(stage, draw):
+    codes, killed = [], 0
+    children = {start(stage, index): index for index in range(workers)}
+    while children:
+        if killed < kills:
+            time.sleep(draw.uniform(0, slow))
+            os.kill(draw.choice(sorted(children)), signal.SIGKILL)
+        child, status = os.wait()
+        index = children.pop(child)
+        if os.WIFSIGNALED(status):
+            killed += 1
+            children[start(stage, index)] = index
+        else:
+            codes.append(os.waitstatus_to_exitcode(status))
+    return {"killed": killed, "codes": codes}
+
+
+print(json.dumps({stage: work(stage, random.Random(3)) for stage in RUNS}))
+"""
+
+
+def run_fleet(file: Path, uri: str, workers: int, slow: float, how: str) -> dict[str, dict]:  # type: ignore[type-arg]
+    command = [sys.executable, "-W", "ignore", "-c", FLEET, str(file), uri, str(workers)]
+    done = subprocess.run(
+        [*command, str(KILLS // 2), str(slow), how],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    outcome: dict[str, dict] = json.loads(done.stdout.splitlines()[-1])  # type: ignore[type-arg]
+    assert all(stage["killed"] == KILLS // 2 for stage in outcome.values()), outcome
+    return outcome
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["local", "gs"])
+@pytest.mark.parametrize("how", ["claims", "parts"])
+def test_killed_processes_leave_what_one_undisturbed_process_makes(
+    how: str,
+    kind: str,
+    workers: int,
+    write_config: Callable[..., Path],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    file = write_config("alone", synth={"shard_prompts": 2}, features={"shard_tokens": 60})
+    alone = load(file)
+    expected = {"synth": run_synth(alone), "features": run_features(alone)}
+    uri = str(tmp_path / "fleet")
+    if kind == "gs":
+        uri = f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    outcome = run_fleet(file, uri, workers, {"local": 0.6, "gs": 1.5}[kind], how)
+    stages: tuple[Stage, ...] = ("synth", "features")
+    for stage in stages:
+        codes = outcome[stage]["codes"]
+        # With i/n whoever finds parts missing says so; whoever is last finds none.
+        assert set(codes) <= ({0} if how == "claims" else {0, 75}) and 0 in codes, codes
+        manifest = read_manifest(uri, stage)
+        assert manifest.shards == expected[stage].shards
+        assert manifest.content_hash == expected[stage].content_hash
+    assert verify_run(uri).problems == ()
+    remove(find_orphans(uri))
+    for stage in stages:
+        names = Location(f"{uri}/{stage}/shards").names()
+        assert len(names) == 2 * len(expected[stage].shards), "each file has its entry"
+    assert verify_run(uri).problems == ()

@@ -1,0 +1,173 @@
+"""Claims: who makes which shard. They save work; what is committed hangs on none of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import RunConfig
+from pipeline.records import TargetContract
+from pipeline.store import claims as claims_module
+from pipeline.store.claims import Claims, make_shards
+from pipeline.store.location import Location
+from pipeline.store.stage_run import StageRun, open_stage
+
+Configs = Callable[..., RunConfig]
+NAMES = [f"{index:05d}.bin" for index in range(12)]
+
+
+@pytest.fixture(params=["local", "gs"])
+def location(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    if request.param == "gs":
+        return Location(f"{request.getfixturevalue('bucket')}/{tmp_path.name}")
+    return Location(str(tmp_path))
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of the tests is on a machine of its own: only a claim's age tells."""
+    numbers = iter(range(10**6))
+    monkeypatch.setattr(claims_module, "_machine", lambda: str(next(numbers)))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_one_of_two_has_a_shard_until_it_lets_go(location: Location) -> None:
+    with Claims(location, 60) as first, Claims(location, 60) as second:
+        assert first.take("a") and not second.take("a")
+        assert second.take("b") and not first.take("b")
+        first.release({"a"})
+        assert second.take("a") and not first.take("a")
+    assert location.child("claims").names() == [], "nothing is left behind"
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_old_claim_is_taken_over_and_a_renewed_one_is_not(location: Location) -> None:
+    held, dead = Claims(location, 1.0), Claims(location, 1000)  # the second is never renewed
+    with held, Claims(location, 1.0) as other:
+        assert held.take("held") and dead.take("dead")
+        time.sleep(2.5)
+        assert not other.take("held"), "it was renewed"
+        assert other.take("dead") and not held.take("dead")
+        assert location.child("claims").names() == [
+            *("dead.0000.json", "dead.0001.json"),
+            "held.0000.json",
+        ]
+        other.release_all()
+        assert location.child("claims").names() == ["held.0000.json"]
+    dead.release_all()
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_this_machine_s_clock_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both times are the store's: a machine whose clock is a day ahead takes nothing over."""
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 86_400)
+    location = Location(str(tmp_path))
+    with Claims(location, 60) as first, Claims(location, 60) as second:
+        assert first.take("a") and not second.take("a")
+        old = tmp_path / "claims/a.0000.json"
+        os.utime(old, (now() - 100, now() - 100))
+        assert second.take("a")
+
+
+def test_a_claim_of_a_process_that_is_gone_from_this_machine_is_free_at_once(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import sys, time; from pipeline.store.claims import Claims; "
+        "from pipeline.store.location import Location; "
+        "assert Claims(Location(sys.argv[1]), 1000).take('a'); print('taken', flush=True); "
+        "time.sleep(60)"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout and other.stdout.readline() == "taken\n"
+    with Claims(Location(str(tmp_path)), 1000) as claims:
+        assert not claims.take("a")
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        other.stdout.close()
+        assert claims.take("a")
+
+
+def test_a_broken_claim_grows_old_as_any_other(tmp_path: Path) -> None:
+    folder = tmp_path / "claims"
+    folder.mkdir()
+    (folder / "a.0000.json").write_text("{")
+    with Claims(Location(str(tmp_path)), 60) as claims:
+        assert not claims.take("a")
+        os.utime(folder / "a.0000.json", (1, 1))
+        assert claims.take("a")
+
+
+def making(
+    stage_run: StageRun, made: list[str], pause: float = 0.0
+) -> Callable[[Iterator[str]], None]:
+    def make(names: Iterator[str]) -> None:
+        for name in names:
+            time.sleep(pause)
+            stage_run.commit(name, name.encode(), rows=1, tokens=1)
+            made.append(name)
+
+    return make
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_processes_share_the_shards_and_each_ends_when_all_are_there(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
+    config = make_config(tmp_path)
+    made: list[list[str]] = [[], [], []]
+    manifests = []
+
+    def work(own: list[str]) -> None:
+        stage_run = open_stage(config, "synth", None)
+        make_shards(stage_run, NAMES, config.run, making(stage_run, own, 0.02))
+        assert stage_run.committed == set(NAMES)
+        list(stage_run.collect(NAMES))
+        manifests.append(stage_run.finish(contract=contract, licenses={}, sources={}))
+
+    threads = [threading.Thread(target=work, args=(own,)) for own in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name for own in made for name in own) == NAMES, "none was made twice"
+    assert all(made), "all had a part in it"
+    assert len(manifests) == 3 and manifests[0] == manifests[1] == manifests[2]
+    assert not list((tmp_path / "synth/claims").iterdir())
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_what_others_commit_is_counted_and_what_they_leave_is_taken_over(
+    tmp_path: Path, make_config: Configs
+) -> None:
+    config = make_config(tmp_path)
+    short = config.run.model_copy(update={"claim_seconds": 0.5})
+    other, stage_run = (open_stage(config, "synth", None) for _ in range(2))
+    abandoned = Claims(other.location, 1000)
+    assert abandoned.take(NAMES[3])
+    other.commit(NAMES[5], b"theirs", rows=1, tokens=1)
+    made, told = list[str](), set[str]()
+    make_shards(stage_run, NAMES, short, making(stage_run, made), told.update)
+    assert made[-1] == NAMES[3] and sorted(made) == [name for name in NAMES if name != NAMES[5]]
+    assert NAMES[5] not in told, "it was seen when it was this process's turn"
+
+
+def test_every_nth_shard_is_made_without_claims(tmp_path: Path, make_config: Configs) -> None:
+    config = make_config(tmp_path)
+    stage_run, made = open_stage(config, "synth", None), list[str]()
+    run = config.run.model_copy(update={"shard": "1/4"})
+    make_shards(stage_run, NAMES, run, making(stage_run, made))
+    assert made == NAMES[1::4] and not (tmp_path / "synth/claims").exists()
