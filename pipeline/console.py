@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from operator import itemgetter
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -37,9 +38,12 @@ from rich.progress import (
 from rich.text import Text
 
 from pipeline.errors import ConfigError
+from pipeline.streams import LastingOutput
 
 #: Standard output; machine-readable lines are printed with `print`, never with this.
-console = Console(highlight=False, soft_wrap=True)
+#: What cannot be written to it is dropped.
+output = LastingOutput()
+console = Console(file=cast(IO[str], output), highlight=False, soft_wrap=True)
 
 #: Between two progress lines where there is no bar.
 LINE_SECONDS = 30.0
@@ -62,6 +66,11 @@ def logs_json() -> bool:
     return value == "json"
 
 
+def worker_name() -> str:
+    """This process among those of a fleet, in logs and metrics."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
 def on_terminal() -> bool:
     """Whether a person watches: standard output is a terminal and notices are text.
 
@@ -82,9 +91,11 @@ def fail(message: str, code: int, *, stage: str | None = None) -> int:
     """One line on standard error, whatever line breaks a quoted value may hold."""
     line = " ".join(message.split())
     if os.environ.get(LOG_VARIABLE) == "json":
-        _write_json(sys.stderr, "error", stage, line, exit_code=code)
+        with suppress(OSError):
+            _write_json(sys.stderr, "error", stage, line, exit_code=code)
     else:
-        print(f"error: {line}", file=sys.stderr)
+        with suppress(OSError):  # the exit code says it, too
+            print(f"error: {line}", file=sys.stderr, flush=True)
     return code
 
 
@@ -93,6 +104,9 @@ def _write_json(
 ) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     record = {"time": now, "level": level, "stage": stage, "message": message, **fields}
+    record["worker"] = worker_name()
+    if (rank := os.environ.get("RANK", "")).isdigit():  # one process of several that train together
+        record["rank"] = int(rank)
     # In one piece: a thread's line may not end up inside another's.
     file.write(json.dumps(record, ensure_ascii=False) + "\n")
     file.flush()
@@ -109,6 +123,7 @@ class Pace:
     note: str = ""
     begun: float = field(init=False)
     first: float = field(init=False)  # done at the beginning
+    ended: float | None = None
 
     def __post_init__(self) -> None:
         self.begun, self.first = self.clock(), self.done
@@ -127,7 +142,11 @@ class Pace:
 
     @property
     def _seconds(self) -> float:
-        return max(self.clock() - self.begun, 1e-9)
+        return max((self.clock() if self.ended is None else self.ended) - self.begun, 1e-9)
+
+    def end(self) -> None:
+        """Let the rate stay what it is."""
+        self.ended = self.clock()
 
     def text(self) -> str:
         """120 / 408 samples (29 %), 2.1 samples/s, 2 min left."""
@@ -174,18 +193,6 @@ class ProgressBar(Protocol):
         """Move on by `amount` units; `note` replaces the text at the end."""
 
 
-class _TerminalBar:
-    def __init__(self, progress: Progress, pace: Pace) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=pace.total, unit=pace.unit, note=pace.note)
-        progress.update(self._task, completed=pace.done)
-
-    def advance(self, amount: float, note: str | None = None) -> None:
-        self._progress.update(self._task, advance=amount)
-        if note is not None:
-            self._progress.update(self._task, note=note)
-
-
 class _LogBar:
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -194,6 +201,20 @@ class _LogBar:
         self._pace.done += amount
         if note is not None:
             self._pace.note = note
+
+
+class _TerminalBar(_LogBar):
+    def __init__(self, progress: Progress, pace: Pace) -> None:
+        super().__init__(pace)
+        self._progress = progress
+        self._task = progress.add_task("", total=pace.total, unit=pace.unit, note=pace.note)
+        progress.update(self._task, completed=pace.done)
+
+    def advance(self, amount: float, note: str | None = None) -> None:
+        super().advance(amount, note)
+        self._progress.update(self._task, advance=amount)
+        if note is not None:
+            self._progress.update(self._task, note=note)
 
 
 class _Rate(TextColumn):
@@ -205,6 +226,10 @@ class _Rate(TextColumn):
         return Text("" if not speed else f"{speed:,.1f} {task.fields['unit']}/s", style="cyan")
 
 
+#: Stage → its latest progress.
+paces: dict[str, Pace] = {}
+
+
 @contextmanager
 def progress_bar(
     stage: str, *, unit: str, total: float | None, done: float = 0, note: str = ""
@@ -213,7 +238,16 @@ def progress_bar(
 
     `done` is what an earlier, interrupted run has already committed.
     """
-    pace = Pace(unit, total, done, note=note)
+    pace = paces[stage] = Pace(unit, total, done, note=note)
+    with _show(stage, pace) as bar:
+        try:
+            yield bar
+        finally:
+            pace.end()
+
+
+@contextmanager
+def _show(stage: str, pace: Pace) -> Iterator[ProgressBar]:
     if not on_terminal():
         with _every_line_seconds(lambda: notice(stage, pace.text(), **pace.fields())):
             yield _LogBar(pace)
@@ -258,11 +292,9 @@ def _every_line_seconds(report: Callable[[], None]) -> Iterator[None]:
     _open_blocks.append(over)
 
     def keep_reporting() -> None:
-        # A reader who has gone ends the lines; the block meets that with its own next notice.
-        with suppress(OSError):
-            while not over.wait(LINE_SECONDS):
-                if _open_blocks[-1] is over:
-                    report()
+        while not over.wait(LINE_SECONDS):
+            if _open_blocks[-1] is over:
+                report()
 
     thread = threading.Thread(target=keep_reporting, name="progress-lines", daemon=True)
     thread.start()

@@ -10,22 +10,33 @@
     ├── HeadError              a head directory that is incomplete or does not fit
     ├── StoreError             a run directory that cannot be read or written
     │   ├── CorruptShard       bytes that do not match their checksum or layout
-    │   ├── MissingStage       the parent stage has not been completed
+    │   ├── MissingStage       the parent stage has not been begun
+    │   │   └── UnfinishedStage  it has been begun, others may be at work on it (75)
     │   ├── StageConflict      finished or begun work that belongs to another config or parent
-    │   └── StageIncomplete    this process's part is done, others' parts are not (exit code 75)
+    │   ├── StageIncomplete    this process's part is done, others' parts are not (75)
+    │   └── StoreUnavailable   an outage that was longer than the retries (75)
     ├── WorkersDied            the processes that should share a stage's work end early (75)
-    ├── EndpointError          a server that should answer prompts cannot be reached or used
+    ├── EndpointError          a server that is asked something refuses it, or replies otherwise
+    │   └── EndpointsUnavailable  none has answered for too long, or the quota is used up (75)
+    ├── OutOfMemory            half a batch did not fit into the memory either (75)
+    ├── TooLargeForMemory      what cannot be halved without a person's decision did not fit
     ├── MissingPackage         an optional dependency that this command needs
-    └── NotLossless            speculative output differs from plain output (exit code 1)
+    └── NotLossless            speculative output differs from plain output (1)
 
 Each carries *where* (file and field), *problem* and *fix*; the command line prints them on one
-line and exits with `exit_code`, without a traceback. A broken invariant of our own is an
+line and exits with `exit_code`, without a traceback: 75 (EX_TEMPFAIL) where the same command may
+succeed later as it is, 2 where a person has to act first. A broken invariant of our own is an
 `AssertionError` and keeps its traceback.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+TRY_AGAIN = 75
 
 
 class Eagle3Error(Exception):
@@ -86,6 +97,12 @@ class MissingStage(StoreError):
     """The stage that this one reads from has no manifest."""
 
 
+class UnfinishedStage(MissingStage):
+    """It has none yet: somebody has begun it."""
+
+    exit_code = TRY_AGAIN
+
+
 class StageConflict(StoreError):
     """The directory holds work for another config or another parent; names both hashes."""
 
@@ -93,7 +110,13 @@ class StageConflict(StoreError):
 class StageIncomplete(StoreError):
     """This process has done its part, and others have not: the same command later finishes."""
 
-    exit_code = 75  # EX_TEMPFAIL: try again
+    exit_code = TRY_AGAIN
+
+
+class StoreUnavailable(StoreError):
+    """The storage failed in a way that passes, for longer than it is tried again."""
+
+    exit_code = TRY_AGAIN
 
 
 class WorkersDied(Eagle3Error):
@@ -103,7 +126,23 @@ class WorkersDied(Eagle3Error):
 
 
 class EndpointError(Eagle3Error):
-    """A server that should answer prompts cannot be reached, or does not do what was asked."""
+    """A server that is asked something cannot be used: it refuses, or replies to something else."""
+
+
+class EndpointsUnavailable(EndpointError):
+    """The servers are gone, or too busy, for longer than they are waited for."""
+
+    exit_code = TRY_AGAIN
+
+
+class OutOfMemory(Eagle3Error):
+    """Memory ran out, and again with half the batch: other processes may leave more of it later."""
+
+    exit_code = TRY_AGAIN
+
+
+class TooLargeForMemory(Eagle3Error):
+    """Memory ran out for what is not halved unasked, since it decides what comes out."""
 
 
 class MissingPackage(Eagle3Error):
@@ -114,3 +153,44 @@ class NotLossless(Eagle3Error):
     """Speculative greedy output differs from plain greedy output."""
 
     exit_code = 1
+
+
+#: Stage → what makes it smaller.
+_SMALLER = {
+    "synth": ("synth.batch_size", "lower it"),
+    "features": ("features.batch_tokens", "lower it, or set features.device_map=auto"),
+    "train": (
+        "train.batch_tokens",
+        "set train.activation_checkpointing=true; or lower it, which gives another head: with "
+        "--force, or under another run.uri=…",
+    ),
+    "eval": ("eval.tree", "lower its nodes"),
+}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on an accelerator."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    # The CPU's allocator, cuBLAS and the C++ library have no exception of their own in Python.
+    said = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+
+
+@contextmanager
+def memory_explained(stage: str) -> Iterator[None]:
+    """A block whose failed allocations are raised as TooLargeForMemory."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        where, smaller = _SMALLER[stage]
+        fix = f"{smaller}; or take a machine or a device with more memory"
+        raise TooLargeForMemory(f"out of memory: {brief(error)}", where=where, fix=fix) from error
+
+
+def brief(error: BaseException) -> str:
+    """What an exception of another library says, short enough for a line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__

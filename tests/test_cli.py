@@ -144,10 +144,11 @@ class _Rooms:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, bool]] = []
         self.raises: Exception | None = None
+        self.fails_at = ""  # "": anywhere
 
     def run(self, config: RunConfig, stage: str) -> None:
         self.calls.append(("run", stage, config.run.force))
-        if self.raises:
+        if self.raises and self.fails_at in ("", stage):
             raise self.raises
 
     def plan_of(self, stage: str):  # type: ignore[no-untyped-def]
@@ -198,6 +199,21 @@ def test_failure_ends_the_run_with_the_errors_own_code(
     assert cli.main(["run", "-c", str(config_file)]) == 1
     assert rooms.calls == [("run", "synth", False)]
     assert error_line(capsys) == "error: prompt a: token 3 differs (fix: report it)"
+
+
+def test_a_json_error_names_the_stage_and_not_the_command(
+    rooms: _Rooms,
+    config_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EAGLE3_LOG", "json")
+    monkeypatch.setenv("RANK", "3")
+    rooms.fails_at = "features"
+    rooms.raises = NotLossless("token 3 differs", where="prompt a", fix="report it")
+    assert cli.main(["run", "-c", str(config_file)]) == 1
+    error = json.loads(error_line(capsys))
+    assert (error["stage"], error["rank"]) == ("features", 3)
 
 
 def test_our_own_bug_keeps_its_traceback(rooms: _Rooms, config_file: Path) -> None:

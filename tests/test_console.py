@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -110,6 +111,31 @@ def test_lines_come_now_and_then_also_while_nothing_advances(
     assert capsys.readouterr().out == "", "the end of the block ends the lines"
 
 
+def test_a_bar_stands_with_other_lines_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with progress_bar("synth", unit="prompts", total=4) as bar:
+        notice("synth", "a notice")
+        print("a print")
+        bar.advance(3, "loss 2")
+    shown = capsys.readouterr().out
+    assert "a notice" in shown and "a print" in shown and "3/4" in shown
+    assert console.paces["synth"].done == 3 and console.paces["synth"].rate, "for the metrics"
+
+
+def test_a_standard_output_that_is_closed_stops_nothing() -> None:
+    """By the launcher, before the process began: /dev/null takes its place, not the next file."""
+    program = (
+        "import sys; from pipeline.cli import main; code = main(['schema']); "
+        "from pipeline.console import notice; notice('synth', 'x'); sys.exit(code + 7)"
+    )
+    shell = f'"{sys.executable}" -c "{program}" >&-'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 def test_short_work_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("eval", unit="turns", total=2) as bar, long_step("eval", "loading"):
         bar.advance(2)
@@ -161,6 +187,7 @@ def test_json_notices_and_errors(as_json: None, capsys: pytest.CaptureFixture[st
     for each in (record, error):
         at = datetime.fromisoformat(each.pop("time"))
         assert at.utcoffset() is not None and abs(time.time() - at.timestamp()) < 60
+        assert each.pop("worker") == f"{socket.gethostname()}-{os.getpid()}"
     message = "[bold]24 prompts[/]\nτ"
     assert record == {"level": "info", "stage": "synth", "message": message, "tau": 1.5}
     assert error == {

@@ -14,32 +14,61 @@ eagle3 gc URI [--dry-run] [--quiet-minutes N]    remove what killed writers left
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
+import signal
+import threading
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from pipeline.cli.commands import COMMANDS
+from pipeline.cli.commands import COMMANDS, run_stages
 from pipeline.cli.parser import parse_arguments
-from pipeline.console import fail, logs_json
+from pipeline.console import fail, logs_json, output
 from pipeline.errors import Eagle3Error
+from pipeline.streams import discard_output, open_streams
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it; also after SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 done, 1 not lossless, 2 the user can fix it, 130 Ctrl-C.
+    0 done, 1 not lossless, 2 a person has to act, 75 try again, 130 interrupted.
     """
+    open_streams()
     arguments = parse_arguments(argv)
+    command = COMMANDS[arguments.command]
     try:
-        logs_json()  # an unusable EAGLE3_LOG stops here and not at the first notice
-        return COMMANDS[arguments.command](arguments)
+        with _sigterm_as_ctrl_c():
+            logs_json()  # an unusable EAGLE3_LOG stops here and not at the first notice
+            return command(arguments)
     except Eagle3Error as error:
-        return fail(str(error), error.exit_code, stage=arguments.command)
+        return fail(str(error), error.exit_code, stage=_stage(arguments))
     except KeyboardInterrupt:
         fix = "run the same command again; it continues after the last committed work"
-        return fail(f"interrupted (fix: {fix})", INTERRUPTED, stage=arguments.command)
-    except BrokenPipeError:  # `eagle3 schema | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return fail(f"interrupted (fix: {fix})", INTERRUPTED, stage=_stage(arguments))
+    except BrokenPipeError:
+        if command is run_stages:  # not of standard output: what stages print may get lost
+            raise
+        discard_output()  # `eagle3 schema | head`: the reader has seen enough
         return 0
+    finally:
+        output.drop_unwritten()
+
+
+def _stage(arguments: Namespace) -> str:
+    """The stage at which `run` was, else the command."""
+    stage: str = vars(arguments).get("stage", arguments.command)
+    return stage
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Schedulers end a job with SIGTERM: the block then ends as by Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():  # it cannot have handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

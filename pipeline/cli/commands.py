@@ -24,6 +24,7 @@ def run_stages(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides, **options)
     stages = STAGES if arguments.command == "run" else (cast(Stage, arguments.command),)
     for stage in stages:
+        arguments.stage = stage  # for what is said of an error
         if arguments.plan:
             _print_plan(plan_of(stage)(config))
         else:

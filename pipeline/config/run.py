@@ -86,6 +86,9 @@ class RunSection(Section):
     store_timeout_seconds: float | None = Field(None, ge=0)
     """How long a connection to a remote store may be silent. None: $EAGLE3_STORE_TIMEOUT_SECONDS or
     60."""
+    metrics_dir: str | None = None
+    """Local directory in which each process keeps a Prometheus text file of what it does, as
+    node_exporter's textfile collector reads it (docs/fleet.md). None: no file."""
     cpu_kernels: bool | None = None
     """Decode with the C++ kernels on CPUs that can run them. None: unless $EAGLE3_CPU_KERNELS is
     0."""

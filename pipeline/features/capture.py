@@ -6,13 +6,15 @@ Shapes: T tokens of a sample, H the target's hidden size.
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pipeline.config import RunConfig, prepare_process
-from pipeline.errors import DataError
+from pipeline.console import notice
+from pipeline.errors import DataError, OutOfMemory, brief, is_out_of_memory
 from pipeline.features.packing import into_forwards
 from pipeline.records import Sample, TargetContract
 from pipeline.store.manifest import manifest_where
@@ -45,6 +47,10 @@ def capture_shard(
 ) -> list[StatesSample]:
     """The states of `samples`, in their order, bf16 on the target's device.
 
+    The first forward of a shard needs the most memory. When there is not enough, its samples and
+    those of the shard's other forwards are computed in two halves. Raises OutOfMemory when that
+    does not help.
+
     One sample, chosen by the shard's `name`, is computed again by itself and compared (see
     `differences`). `advance` is given how many tokens each forward took in. Raises DataError that
     names the sample for ids or states that cannot be used, and for states that depend on how
@@ -52,18 +58,53 @@ def capture_shard(
     """
     states: dict[int, StatesSample] = {}
     checked = chosen_for_check(name, len(samples))
-    for batch in into_forwards([len(sample.token_ids) for sample in samples], batch_tokens):
-        documents = [samples[number] for number in batch]
-        for sample in documents:
-            _check_ids(sample, target.contract.vocab_size)
-        captured = capture_states(target, [sample.token_ids for sample in documents])
-        _check_finite(documents, captured)
-        for number, sample, (aux, final) in zip(batch, documents, captured, strict=True):
-            if number == checked and tolerance:
-                _check_alone(target, sample, aux, final, tolerance)
-            states[number] = _keep(sample, aux, final)
-        advance(sum(len(sample.token_ids) for sample in documents))
+    waiting = deque(into_forwards([len(sample.token_ids) for sample in samples], batch_tokens))
+    halved = False
+    while waiting:
+        documents = {number: samples[number] for number in waiting[0]}
+        try:
+            states |= _capture(target, documents, checked, tolerance)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            _say_out_of_memory(error, len(documents), batch_tokens, halved=halved)
+            halved = True
+        else:
+            waiting.popleft()
+            advance(sum(len(sample.token_ids) for sample in documents.values()))
+            continue
+        # Now that the error, and with it what the forward held, is gone.
+        torch.cuda.empty_cache()
+        # Like lengths stand side by side.
+        waiting = deque(half for batch in waiting for half in (batch[::2], batch[1::2]) if half)
     return [states[number] for number in range(len(samples))]
+
+
+def _capture(
+    target: LoadedTarget, documents: dict[int, Sample], checked: int, tolerance: float
+) -> dict[int, StatesSample]:
+    """The states of numbered samples from one forward; number `checked` is compared."""
+    for sample in documents.values():
+        _check_ids(sample, target.contract.vocab_size)
+    captured = capture_states(target, [sample.token_ids for sample in documents.values()])
+    _check_finite(list(documents.values()), captured)
+    states = {}
+    for (number, sample), (aux, final) in zip(documents.items(), captured, strict=True):
+        if number == checked and tolerance:
+            _check_alone(target, sample, aux, final, tolerance)
+        states[number] = _keep(sample, aux, final)
+    return states
+
+
+def _say_out_of_memory(error: Exception, samples: int, tokens: int, *, halved: bool) -> None:
+    """Raises OutOfMemory for what has been halved, or is one sample."""
+    if halved or samples == 1:
+        problem = f"out of memory, {'also with half of it' if halved else 'for one sample'}"
+        fix = "lower it, free memory, or set features.device_map=auto; committed shards are kept"
+        where = f"features.batch_tokens={tokens}"
+        raise OutOfMemory(f"{problem}: {brief(error)}", where=where, fix=fix) from error
+    text = f"out of memory with features.batch_tokens={tokens}: the rest of the shard in halves"
+    notice("features", text, batch_tokens=tokens)
 
 
 def supervised_mask(sample: Sample) -> Tensor:

@@ -10,7 +10,9 @@ import importlib
 from collections.abc import Callable
 
 from pipeline.config import RunConfig
+from pipeline.errors import memory_explained
 from pipeline.records import Manifest, Stage
+from pipeline.telemetry import metrics_of
 
 #: The room behind each stage; `eval` would shadow a builtin as a package name.
 ROOMS: dict[Stage, str] = {
@@ -29,7 +31,13 @@ def run(config: RunConfig, stage: Stage) -> Manifest:
         from pipeline.runtime.ray import run_on_ray
 
         return run_on_ray(config, stage)
-    return entry_of(stage)(config)
+    return run_here(config, stage)
+
+
+def run_here(config: RunConfig, stage: Stage) -> Manifest:
+    """Run `stage` in this process, with its metrics."""
+    with metrics_of(config.run, stage), memory_explained(stage):
+        return entry_of(stage)(config)
 
 
 def entry_of(stage: Stage) -> Callable[[RunConfig], Manifest]:

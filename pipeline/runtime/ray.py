@@ -25,6 +25,8 @@ from pipeline.store.shards import SHARDS, committed
 
 #: Seconds between two looks at the store.
 _LOOK = 2.0
+#: Seconds to reach a cluster's port.
+_CONNECT = 20.0
 #: Workers that may die in a row without a shard committed between them.
 _DEATHS = 3
 #: What of the driver's environment a worker is given; the rest is its machine's.
@@ -41,9 +43,9 @@ class Worker:
 
     def run(self, config: RunConfig, stage: Stage) -> Manifest:
         """The stage as far as no other process makes it."""
-        from pipeline.runtime import entry_of
+        from pipeline.runtime import run_here
 
-        return entry_of(stage)(config)
+        return run_here(config, stage)
 
 
 def run_on_ray(config: RunConfig, stage: Stage) -> Manifest:

@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline import __version__
-from pipeline.errors import CorruptShard, MissingStage, StoreError
+from pipeline.errors import CorruptShard, MissingStage, StoreError, UnfinishedStage
 from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Stage
+from pipeline.store.begin import BEGIN
 from pipeline.store.location import Location
 
 MANIFEST = "manifest.json"
@@ -62,9 +63,13 @@ def parse_manifest(location: Location, data: bytes, stage: Stage) -> Manifest:
 
 
 def read_manifest(run_uri: str, stage: Stage) -> Manifest:
-    """As `find_manifest`; MissingStage when the stage is not finished."""
+    """As `find_manifest`; MissingStage when there is none, UnfinishedStage when it is begun."""
     manifest = find_manifest(run_uri, stage)
     if manifest is None:
+        if stage_location(run_uri, stage).exists(BEGIN):
+            problem = f"stage {stage} has been begun and is not finished"
+            fix = f"run the same command again when it is; `eagle3 {stage}` goes on with it"
+            raise UnfinishedStage(problem, where=manifest_where(run_uri, stage), fix=fix)
         problem = f"stage {stage} is not finished"
         fix = f"run `eagle3 {stage}` first, with the same run.uri"
         raise MissingStage(problem, where=manifest_where(run_uri, stage), fix=fix)

@@ -26,6 +26,7 @@ from pipeline.errors import CorruptShard
 from pipeline.records import Arithmetic, Shard, canonical_json
 from pipeline.store.backends.base import FileInfo
 from pipeline.store.location import Location
+from pipeline.telemetry import count_shard
 
 #: Directory of the shards inside a stage's directory.
 SHARDS = "shards"
@@ -135,6 +136,7 @@ def write_shard(
     }
     there = folder.create(name + ENTRY, canonical_json(fields).encode())
     entry = _parse_entry(folder, name + ENTRY, there)
+    count_shard(shard, lost=entry.shard.path != shard.path)
     if entry.shard.path != shard.path:
         folder.delete(shard.path)  # nobody's
     return entry

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import RunConfig, TargetSection
-from pipeline.errors import DataError, UnsupportedModel
+from pipeline.errors import DataError, OutOfMemory, UnsupportedModel
 from pipeline.features import run
 from pipeline.features.capture import capture_shard, chosen_for_check, differences
 from pipeline.records import Manifest, Sample
@@ -153,6 +153,48 @@ def test_the_order_of_samples_and_the_packing_do_not_show(
     for mine, theirs in zip(packed, alone, strict=True):
         torch.testing.assert_close(mine.aux_states, theirs.aux_states, rtol=2**-7, atol=1e-3)
         assert torch.equal(mine.token_ids, theirs.token_ids)
+
+
+def out_of_memory_above(target: LoadedTarget, tokens: int, attempts: list[int]) -> Any:
+    """A target whose forwards of more tokens fail, as on a device that holds no more."""
+
+    def refuse(_module: Any, _inputs: Any, keywords: dict[str, Any]) -> None:
+        attempts.append(keywords["input_ids"].numel())
+        if attempts[-1] > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    return target.model.get_decoder().register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def test_a_forward_for_which_memory_runs_out_is_computed_in_halves(
+    tiny_target: Path, samples: list[Sample], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, advanced, attempts = load(tiny_target), list[int](), list[int]()
+    expected = capture_shard(target, samples, 200, lambda tokens: None, name="a", tolerance=64)
+    total = sum(len(sample.token_ids) for sample in samples)
+    assert total > 200, "several forwards"
+    hook = out_of_memory_above(target, 150, attempts)
+    halved = capture_shard(target, samples, 200, advanced.append, name="a", tolerance=64)
+    hook.remove()
+    assert attempts[0] > 150 and max(attempts[1:]) <= 150, "one forward failed, no later one"
+    assert sum(advanced) == total, "every token once"
+    assert capsys.readouterr().out.count("out of memory with features.batch_tokens=200") == 1
+    for mine, theirs in zip(halved, expected, strict=True):
+        torch.testing.assert_close(mine.aux_states, theirs.aux_states, rtol=2**-7, atol=1e-3)
+        assert mine.sample_id == theirs.sample_id
+        assert torch.equal(mine.final_positions, theirs.final_positions)
+
+
+@pytest.mark.parametrize(("budget", "failed"), [(200, 2), (1, 1)])
+def test_memory_that_runs_out_for_half_a_forward_ends_the_stage(
+    budget: int, failed: int, tiny_target: Path, samples: list[Sample]
+) -> None:
+    target, attempts = load(tiny_target), list[int]()
+    out_of_memory_above(target, 20, attempts)
+    expected = rf"features\.batch_tokens={budget}: out of memory.*CUDA out of memory"
+    with pytest.raises(OutOfMemory, match=expected) as caught:
+        capture_shard(target, samples, budget, lambda tokens: None, name="a", tolerance=64)
+    assert len(attempts) == failed and caught.value.exit_code == 75
 
 
 def test_a_document_that_sees_its_neighbour_is_found(

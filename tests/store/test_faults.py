@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from pipeline.config import RunConfig
-from pipeline.errors import ConfigError, StoreError
+from pipeline.errors import ConfigError, StoreError, StoreUnavailable
 from pipeline.records import Manifest, TargetContract
 from pipeline.store.backends.retry import is_transient
 from pipeline.store.location import Location
@@ -266,9 +267,49 @@ def test_retrying_ends_with_the_last_failure_and_what_to_do(
     monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "1")
     flaky.failures += [ConnectionResetError(f"reset {number}") for number in range(50)]
     failed = r"a\.bin: writing failed: ConnectionResetError: reset "
-    with pytest.raises(StoreError, match=f"{failed}.*fix: .*EAGLE3_STORE_RETRY_SECONDS"):
+    lasting = f"{failed}.*fix: .*EAGLE3_STORE_RETRY_SECONDS"
+    with pytest.raises(StoreUnavailable, match=lasting) as caught:
         Location("flaky://run").write("a.bin", b"1")
     assert 40 < len(flaky.failures) < 49, "few attempts: the waits grow"
+    assert caught.value.exit_code == 75, "try again later"
+
+
+def test_an_outage_is_told_from_a_refusal(
+    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the library below says of its own exceptions: gcsfs', requests' and aiohttp's."""
+    import aiohttp
+    import google.auth.exceptions
+    import requests
+    from gcsfs.retry import ChecksumError, HttpError  # type: ignore[import-untyped]
+
+    auth: Any = google.auth.exceptions
+    monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "0")
+    passing = [
+        HttpError({"code": 401, "message": "Invalid Credentials"}),  # the token has expired
+        HttpError({"code": 503, "message": "busy"}),
+        ChecksumError("md5"),
+        requests.exceptions.ProxyError("502"),
+        requests.exceptions.ReadTimeout("slow"),
+        aiohttp.ServerDisconnectedError(),
+        aiohttp.ClientPayloadError("cut"),
+        auth.TransportError("no metadata server"),
+        auth.RefreshError("later", retryable=True),
+    ]
+    final = [
+        HttpError({"code": 401, "message": "no such account"}),
+        HttpError({"code": 400, "message": "bad"}),
+        auth.RefreshError("revoked"),
+        auth.DefaultCredentialsError("none"),
+        ValueError("Bad Request"),
+    ]
+    for error, kind in [(error, StoreUnavailable) for error in passing] + [
+        (error, StoreError) for error in final
+    ]:
+        flaky.failures[:] = [error]
+        with pytest.raises(StoreError) as caught:
+            Location("flaky://run").write("a.bin", b"1")
+        assert type(caught.value) is kind, repr(error)
 
 
 def test_a_limit_that_is_no_number_is_named(

@@ -118,16 +118,14 @@ def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
     assert "Not looked for" in drawn
 
 
-def test_a_run_whose_prompts_are_all_rejected_is_an_error(make_config: Configure) -> None:
-    """A finished stage of nothing would be found out by the next one, on its own machines."""
+def test_a_run_without_a_sample_says_why_and_is_not_finished(make_config: Configure) -> None:
     config = make_config(max_prompts=2, max_prompt_tokens=3)
+    expected = r"none of 24 prompts became a sample \(max_prompts 22, prompt_too_long 2"
     for _ in range(2):
-        with pytest.raises(
-            DataError,
-            match=r"none of 24 prompts became a sample \(max_prompts 22, prompt_too_long 2",
-        ):
+        with pytest.raises(DataError, match=expected):
             run(config)
-        assert not (Path(config.run.uri) / "synth/manifest.json").exists()
+        written = {path.name for path in (Path(config.run.uri) / "synth").iterdir()}
+        assert not written & {"manifest.json", "audit.json", "datasheet.md"}
 
 
 def test_a_run_s_shards_open_in_datasets_and_pandas(make_config: Configure, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -12,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import GeneratorSection, RunConfig, SourceSpec, SynthSection
+from pipeline.config import GeneratorSection, RunConfig, RunSection, SourceSpec, SynthSection
 from pipeline.decoder.engine import Engine
-from pipeline.errors import ConfigError, EndpointError
+from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable
 from pipeline.records import Prompt, Sample
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
@@ -24,6 +25,7 @@ from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.local import LocalBackend
 from pipeline.synth.generate.remote import RemoteBackend
 from pipeline.synth.generate.scheduler import ConversationScheduler
+from pipeline.telemetry import metrics_of
 from tests.conftest import QUESTIONS
 from tests.synth.server import ServedTarget, TargetServer
 
@@ -154,7 +156,9 @@ def pick(ids: tuple[int, ...]) -> int:
     return sum(ids) if len(ids) > 20 else -1
 
 
-def test_what_passes_leaves_no_trace(served: ServedTarget, expected: list[Sample]) -> None:
+def test_what_passes_leaves_no_trace(
+    served: ServedTarget, expected: list[Sample], tmp_path: Path
+) -> None:
     """Every first attempt fails, in one of nine ways."""
     seen = set()
 
@@ -165,9 +169,15 @@ def test_what_passes_leaves_no_trace(served: ServedTarget, expected: list[Sample
         seen.add(fault)
         return fault
 
-    with TargetServer(served, fault=once) as server:
+    settings = RunSection(metrics_dir=str(tmp_path))
+    with TargetServer(served, fault=once) as server, metrics_of(settings, "synth"):
         assert ask(served, server, timeout_seconds=2.0, concurrency=16) == (expected, {})
     assert seen == set(FAULTS)
+    [file] = tmp_path.iterdir()
+    metrics = file.read_text(encoding="utf-8")
+    [line] = re.findall(r"^eagle3_retries_total\{of=\"endpoint\".*\} (.*)$", metrics, re.M)
+    assert float(line) >= len(FAULTS) and "eagle3_endpoints_healthy{" in metrics
+    assert server.url not in metrics and "127.0.0.1" not in metrics
 
 
 PERSISTENT = {
@@ -273,6 +283,19 @@ def test_a_prompt_that_takes_endpoints_down_is_given_up(
     assert server.asked[poison] <= 6
 
 
+def test_a_quota_that_is_used_up_costs_no_prompt(served: ServedTarget) -> None:
+    """Others are served meanwhile: the one that is refused for too long ends the run."""
+    hungry = served.template.start(PROMPTS[0].turns[0])
+    with (
+        TargetServer(
+            served, fault=lambda ids, n: "429" if ids == tuple(hungry) else None
+        ) as server,
+        pytest.raises(EndpointsUnavailable) as ended,
+    ):
+        ask(served, server, outage_seconds=0.3)
+    assert ended.value.exit_code == 75 and server.asked.total() > 6
+
+
 def test_no_more_requests_than_allowed_are_under_way(
     served: ServedTarget, expected: list[Sample]
 ) -> None:
@@ -333,8 +356,9 @@ def test_when_all_endpoints_are_gone_the_run_stops_and_can_be_continued(
             "remote", server.url, generator={"outage_seconds": 0.4, "concurrency": 2}
         )
         problem = r"synth\.generator\.endpoints: none of 1 endpoints has answered for .*"
-        with pytest.raises(EndpointError, match=problem + "run the same command"):
+        with pytest.raises(EndpointsUnavailable, match=problem + "run the same command") as gone:
             run(config)
+        assert gone.value.exit_code == 75, "try again later"
     committed = len(list(Path(config.run.uri).rglob("*.entry.json")))
     assert 0 < committed < 3 and find_manifest(config.run.uri, "synth") is None
     with TargetServer(served) as other:
@@ -353,7 +377,7 @@ def test_mistakes_are_found_at_the_first_contact(
     served: ServedTarget, configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nobody = r"no endpoint answers: http://127\.0\.0\.1:9/v1 is set aside for now: unreachable"
-    with pytest.raises(EndpointError, match=nobody):
+    with pytest.raises(EndpointsUnavailable, match=nobody):
         run(configure("a", "http://127.0.0.1:9/v1"))
     for fault, problem in {
         "404": "HTTP 404: .*no: 404",
@@ -364,9 +388,10 @@ def test_mistakes_are_found_at_the_first_contact(
         always = partial(lambda fault, ids, before: fault, fault)
         with (
             TargetServer(served, fault=always) as server,
-            pytest.raises(EndpointError, match=problem),
+            pytest.raises(EndpointError, match=problem) as refused,
         ):
             run(configure("b", server.url))
+        assert refused.value.exit_code == 2, "nothing that waiting would mend"
     with pytest.raises(ConfigError, match="the environment has no NO_SUCH_KEY"):
         run(configure("c", "http://127.0.0.1:9/v1", generator={"api_key_env": "NO_SUCH_KEY"}))
     monkeypatch.setenv("TINY_KEY", "secret-of-the-server")

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, StoreUnavailable
 from pipeline.store.backends.retry import RETRY_LATER, is_transient
 
 T = TypeVar("T")
@@ -79,7 +79,8 @@ class Checksum:
 def explain_os_error(error: OSError, where: str, *, writing: bool) -> StoreError:
     """A StoreError for what the operating system, or a remote filesystem in its words, refused."""
     problem, fix = _problem_and_fix(error, writing=writing)
-    return StoreError(problem, where=where, fix=fix)
+    passes = fix is RETRY_LATER
+    return (StoreUnavailable if passes else StoreError)(problem, where=where, fix=fix)
 
 
 def _problem_and_fix(error: OSError, *, writing: bool) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config import store_timeout_seconds
-from pipeline.errors import Eagle3Error, MissingPackage, StoreError
+from pipeline.errors import Eagle3Error, MissingPackage, StoreError, StoreUnavailable
 from pipeline.store.backends.base import BLOCK, Checksum, FileInfo
 from pipeline.store.backends.retry import (
     RETRY_LATER,
@@ -164,8 +164,10 @@ def _is_taken(error: Exception) -> bool:
 def explain_remote_error(error: Exception, where: str) -> StoreError:
     """A StoreError for an exception of a remote filesystem that is no OSError."""
     problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    check = "check credentials, network and bucket, then run the same command again"
-    return StoreError(problem, where=where, fix=RETRY_LATER if is_transient(error) else check)
+    if is_transient(error):
+        return StoreUnavailable(problem, where=where, fix=RETRY_LATER)
+    fix = "check credentials, network and bucket, then run the same command again"
+    return StoreError(problem, where=where, fix=fix)
 
 
 def open_filesystem(uri: str) -> tuple[Any, str]:

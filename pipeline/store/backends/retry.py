@@ -4,19 +4,22 @@
                                   w = 0.5, 1, 2, … 30 s, each with up to half a second of jitter
 
 Transient: HTTP 408, 425, 429 and 5xx, refused, dropped and silent connections, unfinished bodies,
-and uploads whose checksum at the store is not ours. Everything else fails at once: a missing bucket
-or object, a refused permission, a bad request. gcsfs repeats single requests up to six times itself
-(half a minute); this policy comes on top, covers the timeouts that gcsfs does not, and is all there
-is for filesystems that never repeat. Every operation it repeats is idempotent.
+uploads whose checksum at the store is not ours, and what gcsfs itself would repeat (an expired
+token). Everything else fails at once: a missing bucket or object, a refused permission, a bad
+request. gcsfs repeats single requests up to six times itself (half a minute); this policy comes on
+top, covers the timeouts that gcsfs does not, and is all there is for filesystems that never repeat.
+Every operation it repeats is idempotent.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pipeline.config import store_retry_seconds
 from pipeline.console import notice
+from pipeline.telemetry import count
 
 T = TypeVar("T")
 
@@ -29,19 +32,6 @@ RETRY_LATER = (
 #: Seconds; the wait doubles with each failure.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _TRANSIENT_STATUS = frozenset({408, 425, 429})
-#: Exceptions by name, so that no remote package is imported to recognise them.
-_TRANSIENT_CLASSES = frozenset(
-    {
-        "aiohttp.client_exceptions.ClientConnectionError",
-        "aiohttp.client_exceptions.ClientPayloadError",
-        "requests.exceptions.ConnectionError",
-        "requests.exceptions.Timeout",
-        "requests.exceptions.ChunkedEncodingError",
-        "requests.exceptions.ContentDecodingError",
-        "google.auth.exceptions.TransportError",
-        "gcsfs.retry.ChecksumError",
-    }
-)
 
 
 class AlteredUpload(OSError):
@@ -57,6 +47,7 @@ def retry(call: Callable[[], T], where: str) -> T:
         failure = f"{type(error).__name__} {' '.join(str(error).split())[:120]}"
         following = f"attempt {state.attempt_number + 1} follows in {state.upcoming_sleep:.1f} s"
         notice("storage", f"{where}: {failure}; {following}")
+        count("retries", of="store")
 
     backoff = tenacity.wait_exponential(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)
     retrying = tenacity.Retrying(
@@ -74,12 +65,28 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, AlteredUpload | ConnectionError | TimeoutError):
         return True
     status = status_of(error)
-    if status is not None:
-        return status in _TRANSIENT_STATUS or status >= 500
-    if getattr(error, "retryable", False) is True:  # google.auth says so of its own errors
+    if status is not None and (status in _TRANSIENT_STATUS or status >= 500):
         return True
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    return not names.isdisjoint(_TRANSIENT_CLASSES)
+    return _its_library_repeats(error, status)
+
+
+def _its_library_repeats(error: BaseException, status: int | None) -> bool:
+    """What google.auth and gcsfs say of errors of their own, of requests and of aiohttp.
+
+    An exception of a package that nobody has imported there cannot be.
+    """
+    auth, gcsfs = sys.modules.get("google.auth.exceptions"), sys.modules.get("gcsfs.retry")
+    if auth and isinstance(error, auth.GoogleAuthError):  # gcsfs repeats also what is final
+        return bool(error.retryable) or isinstance(error, auth.TransportError)
+    if gcsfs and isinstance(error, gcsfs.HttpError):  # such as a token that has just expired
+        return bool(gcsfs.is_retriable(error))
+    if status is not None:
+        return False
+    if gcsfs and gcsfs.is_retriable(error):
+        return True
+    aiohttp = sys.modules.get("aiohttp")  # s3fs and adlfs use it, too
+    connection = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) if aiohttp else ()
+    return isinstance(error, connection)
 
 
 def status_of(error: Any) -> int | None:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.errors import EndpointError
+from pipeline.errors import EndpointError, EndpointsUnavailable
+from pipeline.telemetry import observe
 
 _MAX_BACKOFF = 60.0
 
@@ -46,11 +47,12 @@ class EndpointPool:
         self._recovered = asyncio.Condition()
         self._outage_start: float | None = None  # of failures since which nobody has replied
         self._recoveries: set[asyncio.Task[None]] = set()
+        observe("endpoints_healthy", len(urls))
 
     async def pick(self, *, avoid: Endpoint | None) -> Endpoint:
         """The healthy endpoint with the fewest requests, another than `avoid` if there is one.
 
-        Waits for one. Raises EndpointError when there is none for longer than `max_outage`.
+        Waits for one. Raises EndpointsUnavailable without one for longer than `max_outage`.
         """
         while not self._healthy():
             await self._wait_for_recovery()
@@ -61,12 +63,12 @@ class EndpointPool:
         self._outage_start = None
 
     def mark_failure(self) -> None:
-        """An endpoint did not reply. Raises EndpointError after `max_outage` seconds of it."""
+        """An endpoint did not reply. Raises EndpointsUnavailable after `max_outage` seconds."""
         now = time.monotonic()
         self._outage_start = now if self._outage_start is None else self._outage_start
         outage = now - self._outage_start
         if outage > self._max_outage:
-            raise EndpointError(
+            raise EndpointsUnavailable(
                 f"none of {len(self._endpoints)} endpoints has answered for {outage:.1f} s",
                 where="synth.generator.endpoints",
                 fix="start the servers again and run the same command: finished shards are kept",
@@ -84,6 +86,7 @@ class EndpointPool:
                     self.mark_success()
                 else:
                     self._start_recovery(endpoint)
+                observe("endpoints_healthy", len(self._healthy()))
         return endpoint.healthy
 
     async def close(self) -> None:
@@ -108,6 +111,7 @@ class EndpointPool:
             except EndpointError:
                 continue  # a server that starts may refuse what it takes later
         self.mark_success()
+        observe("endpoints_healthy", len(self._healthy()))
         async with self._recovered:
             self._recovered.notify_all()
 

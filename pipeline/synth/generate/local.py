@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 
+import torch
+
 from pipeline.config import SynthSection
+from pipeline.console import notice
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
-from pipeline.decoder.request import Completion
+from pipeline.decoder.request import Completion, Request
 from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
+from pipeline.errors import OutOfMemory, brief, is_out_of_memory
 from pipeline.records import Arithmetic
 from pipeline.store.location import Location, as_directory
 from pipeline.synth.generate.backend import NextRequest, Reply
@@ -20,10 +26,10 @@ from pipeline.target.open import Target
 
 
 class LocalBackend:
-    """Requests over the engine's slots."""
+    """Requests over the engine's slots; over half of them once memory has run out."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._slots = engine, engine.slots
 
     @property
     def batch_invariant(self) -> bool:
@@ -37,10 +43,55 @@ class LocalBackend:
         return decoder_arithmetic(model.ops, model.dtype, model.device)
 
     def generate(self, next_request: NextRequest) -> Iterator[Reply]:
-        """Replies as they are finished. With no request left, those in flight end first."""
+        """Replies as they are finished. With no request left, those in flight end first.
+
+        Raises OutOfMemory when half the slots are too many as well.
+        """
+        unanswered: dict[str, Request] = {}  # by request id
+        again: deque[Request] = deque()
+
+        def take() -> Request | None:
+            request = again.popleft() if again else next_request()
+            if request is not None:
+                unanswered[request.request_id] = request
+            return request
+
+        while True:
+            try:
+                for reply in self._replies(take):
+                    del unanswered[reply.request_id]
+                    yield reply
+                return
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._say_out_of_memory(error)
+            # Now that the error, and with it what the engine held, is gone.
+            self._halve_slots()
+            again.extend(unanswered.values())
+            unanswered.clear()
+
+    def _replies(self, next_request: NextRequest) -> Iterator[Reply]:
         while (first := next_request()) is not None:
             for completion in self._engine.generate(chain((first,), iter(next_request, None))):
                 yield _reply(completion)
+
+    def _say_out_of_memory(self, error: Exception) -> None:
+        slots = self._engine.slots
+        if slots < self._slots or slots == 1:
+            problem = f"out of memory with {slots} of {self._slots} slots: {brief(error)}"
+            fix = "lower it, free memory, or ask servers of the target; finished shards are kept"
+            raise OutOfMemory(problem, where="synth.batch_size", fix=fix) from error
+        text = f"out of memory with synth.batch_size={slots}: goes on with {slots // 2}"
+        notice("synth", text, batch_size=slots // 2)
+
+    def _halve_slots(self) -> None:
+        engine = self._engine
+        model, drafter, slots = engine.model, engine.drafter, engine.slots // 2
+        del self._engine, engine
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._engine = Engine(model, drafter=drafter, slots=slots)
 
 
 def open_local(section: SynthSection, target: Target) -> LocalBackend:

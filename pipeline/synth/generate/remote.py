@@ -2,7 +2,8 @@
 
     what happens                             what follows
     200                                      a reply, or a counted rejection (token_ids.py)
-    429, 502, 503: busy                      the same again after a while
+    429, 502, 503: busy                      the same again after a while; for too long, the run
+                                                 stops: no prompt is at fault
     timeout, cut connection, 5xx, no JSON    the endpoint gets a health check, a short request:
         it fails too                             unhealthy until it replies; another is asked
         it succeeds                              the prompt is tried `retries` times, then counted
@@ -24,7 +25,7 @@ from queue import SimpleQueue
 from pipeline.config import GeneratorSection
 from pipeline.console import notice
 from pipeline.decoder.request import Request
-from pipeline.errors import EndpointError, MissingPackage
+from pipeline.errors import EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.generate.backend import NextRequest, Reply
 from pipeline.synth.generate.client import (
     EndpointBusy,
@@ -37,6 +38,7 @@ from pipeline.synth.generate.endpoints import Endpoint, EndpointPool
 from pipeline.synth.generate.servers import ServerApi, pick_api
 from pipeline.synth.generate.token_ids import TokenIdReader
 from pipeline.target.template import ChatTemplate
+from pipeline.telemetry import count
 
 #: Statuses of a refusal that may be this prompt's fault.
 _PROMPT_STATUSES = frozenset({400, 413, 422})
@@ -65,7 +67,7 @@ class RemoteBackend:
     def check(self) -> None:
         """Send every endpoint a short request.
 
-        Raises EndpointError when none replies, or one does not do as asked.
+        Raises EndpointsUnavailable when none replies, EndpointError when one does otherwise.
         """
         problems = asyncio.run(self._check())
         for problem in problems:
@@ -73,7 +75,7 @@ class RemoteBackend:
         if len(problems) == len(self._section.endpoints):
             problem = f"no endpoint answers: {problems[0]}"
             fix = "start the servers, or correct their addresses"
-            raise EndpointError(problem, where=_WHERE, fix=fix)
+            raise EndpointsUnavailable(problem, where=_WHERE, fix=fix)
 
     async def _check(self) -> list[str]:
         async with self._session() as session:
@@ -164,7 +166,8 @@ class _Session:
                 self._pool.mark_failure()
                 busy_since = busy_since or time.monotonic()
                 if time.monotonic() - busy_since > self._section.outage_seconds:
-                    return Reply(request.request_id, rejected="remote:busy")
+                    raise _too_busy(self._section.outage_seconds) from None
+                count("retries", of="endpoint")
                 await asyncio.sleep(backoff)
             except RequestRefused as refused:
                 if refused.status not in _PROMPT_STATUSES:
@@ -179,6 +182,7 @@ class _Session:
                     lost += 1
                 if failures > retries or lost > max_lost:
                     return Reply(request.request_id, rejected=f"remote:{failed}")
+                count("retries", of="endpoint")
 
     async def _attempt(self, endpoint: Endpoint, request: Request) -> Reply:
         endpoint.in_flight += 1
@@ -231,6 +235,14 @@ def open_remote(
     backend = RemoteBackend(section, template, source=source, vocabulary=vocabulary)
     backend.check()
     return backend
+
+
+def _too_busy(seconds: float) -> EndpointsUnavailable:
+    return EndpointsUnavailable(
+        f"too busy, or the quota is used up, for {seconds:g} s (HTTP 429, 502 or 503)",
+        where=_WHERE,
+        fix="run the same command later, finished shards are kept; or lower generator.concurrency",
+    )
 
 
 def _misconfigured(url: str, problem: str) -> EndpointError:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.config import DlpSection
-from pipeline.errors import DataError, EndpointError, MissingPackage
+from pipeline.errors import DataError, EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.privacy.finding import Finding
 
 _ROWS = 500
@@ -83,7 +83,8 @@ class GoogleInspector:
             yield row, Finding(span.start, span.end, entity, score)
 
     def _request(self, texts: Sequence[str]) -> Any:
-        from google.api_core.exceptions import GoogleAPIError
+        from google.api_core.exceptions import GatewayTimeout, GoogleAPIError, RetryError
+        from google.api_core.retry import if_transient_error
 
         types = self._types
         table = types.Table(
@@ -103,7 +104,8 @@ class GoogleInspector:
         try:
             return self._client.inspect_content(request=request, timeout=timeout).result
         except GoogleAPIError as error:
-            raise EndpointError(
+            passes = if_transient_error(error) or isinstance(error, GatewayTimeout | RetryError)
+            raise (EndpointsUnavailable if passes else EndpointError)(
                 f"Cloud DLP refused or did not answer: {str(error).splitlines()[0]}",
                 where="synth.dlp",
                 fix="check project, location, permissions and quota",
