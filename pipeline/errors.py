@@ -18,6 +18,7 @@
     ├── WorkersDied            the processes that should share a stage's work end early (75)
     ├── EndpointError          a server that is asked something refuses it, or replies otherwise
     │   └── EndpointsUnavailable  none has answered for too long, or the quota is used up (75)
+    ├── LostProcess            another process of the launcher has ended (75)
     ├── OutOfMemory            half a batch did not fit into the memory either (75)
     ├── TooLargeForMemory      what cannot be halved without a person's decision did not fit
     ├── MissingPackage         an optional dependency that this command needs
@@ -143,6 +144,12 @@ class OutOfMemory(Eagle3Error):
 
 class TooLargeForMemory(Eagle3Error):
     """Memory ran out for what is not halved unasked, since it decides what comes out."""
+
+
+class LostProcess(Eagle3Error):
+    """Another process of the same launcher has ended or does not answer: all must start again."""
+
+    exit_code = 75  # EX_TEMPFAIL: try again
 
 
 class MissingPackage(Eagle3Error):

@@ -33,6 +33,8 @@ SLOW = (
     "decoder/ops/test_triton_attention.py",
     "end_to_end/",
     "target/test_smollm2.py",
+    "target/test_parallel.py",
+    "features/test_tensor_parallel.py",
     "train/test_stage.py",
     "train/test_acceptance.py",
     "decoder/test_engine.py",

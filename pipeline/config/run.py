@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from pipeline.config.section import Section, TreeSection
@@ -25,7 +25,13 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "dlp": {"project", "endpoint", "timeout"},
         "pii": {"salt_variable"},  # the salt itself is compared
     },
-    "features": {"batch_tokens", "self_check_tolerance", "device_map"},
+    "features": {
+        "batch_tokens",
+        "self_check_tolerance",
+        "device_map",
+        "parallel",
+        "parallel_timeout_seconds",
+    },
     "train": {
         "dtype",
         "activation_checkpointing",
@@ -145,6 +151,21 @@ class FeaturesSection(Section):
     device_map: Literal["auto", "balanced"] | dict[str, int | str] | None = None
     """Spread the target's layers over devices, as transformers' device_map; needs accelerate. None:
     all on target.device."""
+    parallel: Literal["none", "tensor"] = "none"
+    """tensor: split every layer over the processes of a launcher, which compute the same shards
+    together, for a target that fits no single device (`torchrun --nproc-per-node N -m pipeline.cli
+    features …`)."""
+    parallel_timeout_seconds: float = Field(1800, gt=0)
+    """How long these processes wait for one another before they give up. Must exceed what rank 0
+    may wait for the store and for its next shard."""
+
+    @model_validator(mode="after")
+    def _is_split_one_way(self) -> FeaturesSection:
+        if self.parallel == "tensor" and self.device_map is not None:
+            raise ValueError(
+                "a device_map places whole layers and parallel=tensor splits each one; choose one"
+            )
+        return self
 
 
 class EvalSection(Section):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import notice
-from pipeline.errors import DataError, OutOfMemory, brief, is_out_of_memory
+from pipeline.errors import ConfigError, DataError, OutOfMemory, brief, is_out_of_memory
 from pipeline.features.packing import into_forwards
 from pipeline.records import Sample, TargetContract
 from pipeline.store.manifest import manifest_where
@@ -23,17 +23,29 @@ from pipeline.store.states.encodings import AUX_LAYERS
 from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
+from pipeline.target.parallel import Group
 
 
-def load_matching_target(config: RunConfig, expected: TargetContract) -> LoadedTarget:
-    """The target, ready for packed forwards.
+def load_matching_target(
+    config: RunConfig, expected: TargetContract, group: Group | None = None
+) -> LoadedTarget:
+    """The target, ready for packed forwards; its slice of it where a `group` shares the target.
 
-    Raises ContractMismatch when it is not the one that wrote the samples.
+    Raises ContractMismatch when it is not the one that wrote the samples, and ConfigError when it
+    is to be split and this process is alone.
     """
-    prepare_process(config.run)
-    where = manifest_where(config.run.uri, "synth")
-    target = open_target(config.target, expected=expected, where=where)
-    return target.load(attention=register_packed_attention(), device_map=config.features.device_map)
+    group = group or Group()
+    if config.features.parallel == "tensor" and group.size == 1:
+        problem = "one process cannot split the target"
+        fix = "start it with torchrun --nproc-per-node N -m pipeline.cli features …"
+        raise ConfigError(problem, where="features.parallel=tensor", fix=fix)
+    with group.together():
+        prepare_process(config.run)
+        where = manifest_where(config.run.uri, "synth")
+        target = open_target(config.target, expected=expected, where=where)
+    device_map, attention = config.features.device_map, register_packed_attention()
+    with group.together():
+        return target.load(attention=attention, device_map=device_map, processes=group.size)
 
 
 def capture_shard(

@@ -19,14 +19,25 @@ from pipeline.records import STATES_FORMAT, Manifest
 from pipeline.store.claims import make_shards
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.stage_run import StageRun, open_stage
+from pipeline.target.parallel import Group, joined
 
 
 def run(config: RunConfig) -> Manifest:
     """Compute and store the states of the run's samples, as far as no other process does.
 
-    Raises MissingStage, StageConflict, StageIncomplete, ContractMismatch, DataError, StoreError.
+    Raises MissingStage, StageConflict, StageIncomplete, ContractMismatch, DataError, StoreError,
+    and LostProcess where several processes share the target.
     """
     take_settings(config.run)
+    with joined(config.features, config.target) as group:
+        if group.rank == 0:
+            return group.broadcast(_run(config, group))
+        from pipeline.features.writer import take_part
+
+        return take_part(config, group)
+
+
+def _run(config: RunConfig, group: Group) -> Manifest:
     parent = read_manifest(config.run.uri, "synth")
     stage_run = open_stage(config, "features", parent)
     if stage_run.manifest:
@@ -35,7 +46,7 @@ def run(config: RunConfig) -> Manifest:
     parts = parts_of(parent.shards, config.features.shard_tokens)
     if stage_run.committed:
         notice("features", f"{len(stage_run.committed)} of {len(parts)} shards are committed")
-    _make(config, parent, stage_run, parts)
+    _make(config, parent, stage_run, parts, group)
     manifest = _finish(config, parent, stage_run, parts)
     stored = sum(shard.bytes for shard in manifest.shards)
     size = f"{stored / 1e6:,.1f} MB, {stored / manifest.tokens:,.0f} bytes a token"
@@ -44,7 +55,11 @@ def run(config: RunConfig) -> Manifest:
 
 
 def _make(
-    config: RunConfig, parent: Manifest, stage_run: StageRun, parts: Mapping[str, Part]
+    config: RunConfig,
+    parent: Manifest,
+    stage_run: StageRun,
+    parts: Mapping[str, Part],
+    group: Group,
 ) -> None:
     """Compute and commit this process's shards; without any, torch is not loaded."""
     own = {name: part for index, (name, part) in enumerate(parts.items()) if config.run.owns(index)}
@@ -60,7 +75,7 @@ def _make(
                     require_space(config)
                     from pipeline.features.writer import ShardCapture
 
-                    capture = ShardCapture(config, parent.contract, stage_run, bar.advance)
+                    capture = ShardCapture(config, parent.contract, stage_run, bar.advance, group)
                 capture.make(name, parts[name])
             if capture:
                 capture.wait()

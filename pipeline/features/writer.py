@@ -16,15 +16,17 @@ from types import TracebackType
 
 import torch
 
-from pipeline.config import RunConfig
+from pipeline.config import FeaturesSection, RunConfig
 from pipeline.features.capture import capture_shard, load_matching_target
 from pipeline.features.packing import Part, cut
-from pipeline.records import Sample, Shard, TargetContract
+from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.manifest import stage_location
 from pipeline.store.samples import read_samples
 from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states
 from pipeline.target.arithmetic import reason, torch_arithmetic
+from pipeline.target.load import LoadedTarget
+from pipeline.target.parallel import Group
 
 #: Shards that wait for the writer.
 WAITING = 1
@@ -35,7 +37,8 @@ UNSUPERVISED = "no_supervised_tokens"
 class ShardCapture:
     """The target, and what makes shards with it, one after the other.
 
-    Raises ContractMismatch, DataError and what storing raises.
+    The other processes of a `group` that shares the target must be in `take_part`. Raises
+    ContractMismatch, DataError and what storing raises.
     """
 
     def __init__(
@@ -44,11 +47,14 @@ class ShardCapture:
         contract: TargetContract,
         stage_run: StageRun,
         advance: Callable[[float], None],
+        group: Group,
     ) -> None:
-        self._section, self._advance = config.features, advance
+        self._section, self._advance, self._group = config.features, advance, group
         self._synth = stage_location(config.run.uri, "synth")
-        self._target = load_matching_target(config, contract)
+        self._target = load_matching_target(config, group.broadcast(contract), group)
         arithmetic = torch_arithmetic(self._target.model.dtype, self._target.device)
+        if group.size > 1:  # the sums of a layer depend on how many processes share it
+            arithmetic = arithmetic.model_copy(update={"repeatable": "no"})
         stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
         self._read: tuple[Shard, list[Sample]] | None = None  # the synth shard read last
         hidden = contract.hidden_size
@@ -56,16 +62,10 @@ class ShardCapture:
 
     def make(self, name: str, part: Part) -> None:
         """Compute the states of `part`; they are committed as shard `name` in the background."""
-        section, samples = self._section, self._samples(part)
+        samples = self._samples(part)
         usable = [sample for sample in samples if sample.supervised]
-        states = capture_shard(
-            self._target,
-            usable,
-            section.batch_tokens,
-            self._advance,
-            name=name,
-            tolerance=section.self_check_tolerance,
-        )
+        self._group.broadcast((name, usable))
+        states = _capture(self._target, usable, self._section, name, self._advance)
         self._writer.put(name, states, {UNSUPERVISED: len(samples) - len(usable)})
 
     def wait(self) -> None:
@@ -83,6 +83,34 @@ class ShardCapture:
         samples = self._read[1]
         own = cut([len(sample.token_ids) for sample in samples], part.parts)[part.number]
         return [samples[number] for number in own]
+
+
+def take_part(config: RunConfig, group: Group) -> Manifest:
+    """What all processes of a group do but rank 0: compute what it computes, and store nothing.
+
+    Rank 0 broadcasts the contract of the target to load, then the name and the samples of each
+    shard, and at the end the stage's manifest.
+    """
+    target, received = None, None
+    while not isinstance(received := group.broadcast(None), Manifest):
+        if isinstance(received, TargetContract):
+            target = load_matching_target(config, received, group)
+        else:
+            assert target, "the contract comes first"
+            name, samples = received
+            _capture(target, samples, config.features, name, lambda tokens: None)
+    return received
+
+
+def _capture(
+    target: LoadedTarget,
+    samples: list[Sample],
+    section: FeaturesSection,
+    name: str,
+    advance: Callable[[float], None],
+) -> list[StatesSample]:
+    budget, tolerance = section.batch_tokens, section.self_check_tolerance
+    return capture_shard(target, samples, budget, advance, name=name, tolerance=tolerance)
 
 
 class ShardWriter:

@@ -65,6 +65,7 @@ class Target:
         attention: str = "sdpa",
         dtype: str | None = None,
         device_map: str | dict[str, int | str] | None = None,
+        processes: int = 1,
     ) -> LoadedTarget:
         """The whole model; see `load_model`."""
         return load_model(
@@ -74,6 +75,7 @@ class Target:
             attention=attention,
             dtype=dtype,
             device_map=device_map,
+            processes=processes,
         )
 
 

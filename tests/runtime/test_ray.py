@@ -17,6 +17,7 @@ import yaml
 
 from pipeline.config import load
 from pipeline.features import run as run_features
+from pipeline.records import Stage
 from pipeline.store.manifest import find_manifest, read_manifest
 from pipeline.store.verify import verify_run
 from pipeline.synth import run as run_synth
@@ -35,7 +36,7 @@ def cluster() -> Iterator[Any]:
     for _ in range(2):
         started.add_node(num_cpus=1)
     yield started
-    started.shutdown()
+    started.shutdown()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
@@ -95,8 +96,9 @@ def test_a_node_and_then_the_driver_are_killed(cluster: Any, files: tuple[Path, 
     assert again.returncode == 0, output
 
     uri = load(there).run.uri
-    for stage in ("synth", "features"):
-        manifest = read_manifest(uri, stage)  # type: ignore[arg-type]
+    stages: tuple[Stage, ...] = ("synth", "features")
+    for stage in stages:
+        manifest = read_manifest(uri, stage)
         assert manifest.shards == whole[stage].shards
         assert manifest.content_hash == whole[stage].content_hash
     assert verify_run(uri).problems == ()
