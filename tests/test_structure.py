@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     **{name: BASE | SHARED for name in STAGES | {"exchange"}},
     "runtime": BASE | SHARED | STAGES,
     "api": BASE | SHARED | STAGES | {"runtime"},
-    "cli": BASE | SHARED | STAGES | {"exchange", "runtime"},
+    "jobs": BASE,
+    "cli": BASE | SHARED | STAGES | {"exchange", "jobs", "runtime"},
 }
 
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself

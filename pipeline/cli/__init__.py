@@ -10,6 +10,7 @@ eagle3 import DIR --target SOURCE --out HEAD
 eagle3 pii-score FILE… [-c run.yaml] [--json]   recall and precision of the personal-data filter
 eagle3 verify URI                re-check every byte of a run, and how its stages hang together
 eagle3 gc URI [--dry-run] [--quiet-minutes N]    remove what killed writers left behind
+eagle3 jobs render -c run.yaml … --for slurm|kubernetes [--out DIR]    what a cluster needs
 """
 
 from __future__ import annotations

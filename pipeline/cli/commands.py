@@ -144,6 +144,21 @@ def _gc(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _jobs(arguments: argparse.Namespace) -> int:
+    from pipeline.jobs import render, write
+
+    files = render(load(arguments.config, arguments.overrides), arguments.scheduler)
+    if arguments.out:
+        start = write(files, arguments.out)
+        print(f"wrote {len(files)} files; {start} runs the stages")
+        return 0
+    if arguments.scheduler == "kubernetes":  # one stream of objects, as kubectl reads it
+        files = {name: text for name, text in files.items() if name.endswith(".yaml")}
+    for name, text in files.items():
+        print(f"---\n# {name}\n{text}", end="")
+    return 0
+
+
 #: Command → what runs it and gives the exit code.
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     **dict.fromkeys((*STAGES, "run"), run_stages),
@@ -155,4 +170,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "pii-score": _pii_score,
     "verify": _verify,
     "gc": _gc,
+    "jobs": _jobs,
 }

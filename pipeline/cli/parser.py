@@ -55,6 +55,7 @@ def _build_parser() -> Parser:
     _add_heads(commands)
     _add_store(commands)
     _add_pii_score(commands)
+    _add_jobs(commands)
     return parser
 
 
@@ -64,8 +65,8 @@ def _command(
     return commands.add_parser(name, help=help, description=help, parents=list(parents))
 
 
-def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
-    """The commands on a configuration."""
+def _configured() -> Parser:
+    """The arguments of a command that reads a configuration."""
     configured = Parser(add_help=False)
     configured.add_argument(
         "-c", "--config", required=True, metavar="FILE", help="YAML configuration of the run"
@@ -77,6 +78,12 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="section.key=value",
         help="replaces a value of the file; the value is YAML",
     )
+    return configured
+
+
+def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
+    """The commands on a configuration."""
+    configured = _configured()
     staged = Parser(add_help=False)
     staged.add_argument(
         "--plan", action="store_true", help="print what would be done, and do nothing"
@@ -177,3 +184,20 @@ def _add_pii_score(commands: argparse._SubParsersAction[Parser]) -> None:
         help="YAML configuration whose synth.pii and synth.dlp to use; default: built-in policy",
     )
     score.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_jobs(commands: argparse._SubParsersAction[Parser]) -> None:
+    jobs = _command(commands, "jobs", "what a cluster needs to run the stages")
+    actions = jobs.add_subparsers(dest="action", metavar="action", required=True)
+    written = "write Kubernetes manifests or Slurm scripts for the run; docs/fleet.md"
+    render = _command(actions, "render", written, _configured())
+    render.add_argument(
+        "--for",
+        dest="scheduler",
+        required=True,
+        choices=("kubernetes", "slurm"),
+        help="who runs the jobs",
+    )
+    render.add_argument(
+        "--out", metavar="DIR", help="directory to write one file an object or script; else print"
+    )

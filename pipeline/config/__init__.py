@@ -10,6 +10,7 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 
 from __future__ import annotations
 
+from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
 from pipeline.config.process import (
     cache_directory,
     cpu_kernels,
@@ -38,13 +39,16 @@ __all__ = [
     "FeaturesSection",
     "GeneratorSection",
     "HeadSection",
+    "JobsSection",
     "PiiSection",
     "QualitySection",
     "RecognizerSpec",
     "RunConfig",
     "RunSection",
+    "SecretSpec",
     "Section",
     "SourceSpec",
+    "StageJobSection",
     "SynthSection",
     "TargetSection",
     "TrainSection",

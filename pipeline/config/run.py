@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
+from pipeline.config.jobs import JobsSection
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
 from pipeline.config.train import TrainSection
@@ -206,6 +207,8 @@ class RunConfig(Section):
     """States to head."""
     eval: EvalSection = EvalSection()
     """Head to report."""
+    jobs: JobsSection = JobsSection()
+    """What a cluster gives to the stages; part of no hash."""
 
     def section_hash(self, stage: Stage) -> str:
         """Hash of `shaping`."""

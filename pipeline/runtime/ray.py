@@ -13,6 +13,8 @@ processes started by hand can share one stage, and a driver that is killed loses
 from __future__ import annotations
 
 import os
+import re
+import socket
 from contextlib import suppress
 from typing import Any
 
@@ -148,10 +150,11 @@ def _connect(ray: Any, config: RunConfig) -> None:
     """To `run.ray.address` or $RAY_ADDRESS, else to a cluster of this machine alone."""
     address = config.run.ray.address or os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(
-            address=address, log_to_driver=False, include_dashboard=False if not address else None
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address and re.fullmatch(r"[^/]+:\d+", address):  # Ray itself tries for six minutes
+            host, port = address.rsplit(":", 1)
+            socket.create_connection((host, int(port)), timeout=_CONNECT).close()
+        ray.init(address=address, log_to_driver=False)
+    except (OSError, ValueError, RuntimeError) as error:
         problem = f"no Ray cluster answers: {' '.join(str(error).split())[:200]}"
         fix = "start one with `ray start --head`, or correct run.ray.address or RAY_ADDRESS"
         raise WorkersDied(problem, where=f"Ray at {address or 'local'}", fix=fix) from None

@@ -62,7 +62,7 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
             },
         }
         for name, keys in sections.items():
-            tree[name] = {**tree[name], **keys}
+            tree[name] = {**tree.get(name, {}), **keys}
         file = tmp_path / f"{uri}.yaml"
         file.write_text(yaml.safe_dump(tree))
         return file

@@ -15,11 +15,11 @@ from pathlib import Path
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import yaml
-from pipeline.store.backends.base import FileInfo
 
 from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard, DataError, StageConflict, StoreError
 from pipeline.records import Prompt, SamplingOverride
+from pipeline.store.backends.base import FileInfo
 from pipeline.store.location import Location
 from pipeline.synth.select import (
     PROMPTS,

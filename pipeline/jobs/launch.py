@@ -1,0 +1,66 @@
+"""`python -m pipeline.jobs.launch`: torchrun, with the exit code of the processes it started.
+
+torchrun itself ends with 1 whatever they ended with, and a scheduler could not tell "try again"
+from "needs a person". The arguments are torchrun's; on several nodes the node's number, which the
+scheduler leaves in the environment, says who holds the rendezvous.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from pipeline.console import fail
+from pipeline.jobs.stages import GRACE_SECONDS, INTERRUPTED, TRY_AGAIN
+
+_NEEDS_A_PERSON = 2
+#: What a process ends with when another one's end makes the launcher send it SIGTERM.
+_ENDED_BY_LAUNCHER = (INTERRUPTED, -15)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the processes, wait for all, and return their exit code."""
+    # How long processes that were sent SIGTERM have to write a checkpoint; torch's own is 30 s.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
+    if arguments.rdzv_backend == "c10d" and not arguments.rdzv_conf:
+        arguments.rdzv_conf = f"is_host={_node_number() == 0}"
+    try:
+        torchrun.run(arguments)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        in_order = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        return exit_code([failure.exitcode for failure in in_order])
+    except SignalException:
+        return fail("interrupted (fix: run the same command again)", INTERRUPTED, stage="train")
+    except RendezvousError as error:
+        fix = "run the same command again on all nodes"
+        return fail(f"the nodes have not met: {error} (fix: {fix})", TRY_AGAIN, stage="train")
+    return 0
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """The one for processes that ended with `codes`, the earliest first; -9 is a signal's.
+
+    A code that a stage chose says more than the crash of a process that lost the others.
+    """
+    said = [code for code in (_NEEDS_A_PERSON, TRY_AGAIN) if code in codes]
+    own = [code for code in codes if code not in _ENDED_BY_LAUNCHER]
+    code = (said or own or codes)[0]
+    return code if code >= 0 else 128 - code
+
+
+def _node_number() -> int:
+    """The pod's index in its Job, or the task's node in its Slurm job."""
+    environment = os.environ
+    return int(environment.get("JOB_COMPLETION_INDEX") or environment.get("SLURM_NODEID") or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

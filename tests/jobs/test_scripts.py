@@ -1,0 +1,130 @@
+"""The rendered shell scripts: without faults that shellcheck knows, and doing what they say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.jobs import render, write
+from pipeline.records import STAGES
+from tests.jobs.conftest import Configure
+
+LARGE = {
+    "image": "x",
+    "namespace": "ml",
+    "shards_by": "index",
+    "synth": {"workers": 4},
+    "train": {"workers": 2, "gpus": 8},
+    "schedule": "@weekly",
+    "partition": "gpu",
+}
+
+
+def program(folder: Path, name: str, text: str) -> dict[str, str]:
+    """Put a program in front of PATH; returns the environment."""
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+@pytest.mark.parametrize("jobs", [{"image": "x"}, LARGE])
+def test_scripts_have_no_known_faults(
+    configure: Configure, tmp_path: Path, scheduler: str, jobs: dict[str, object]
+) -> None:
+    start = write(render(configure(jobs=jobs), scheduler), tmp_path)
+    scripts = [*tmp_path.glob("*.sh"), *tmp_path.glob("*.sbatch")]
+    assert start in scripts and os.access(start, os.X_OK)
+    checker = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([checker, *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_catches_a_fault(tmp_path: Path) -> None:
+    script = tmp_path / "x.sh"
+    script.write_text("#!/bin/bash\nrm $1\n")
+    checker = Path(sys.executable).with_name("shellcheck")
+    assert subprocess.run([checker, script], capture_output=True).returncode == 1
+
+
+KUBECTL = """\
+#!/bin/bash
+# Stands in for the cluster: notes the calls, and answers what the file `conditions` says.
+echo "$*" >> "$NOTED/calls"
+case " $* " in
+  *" get job "*) cat "$NOTED/conditions" ;;
+esac
+"""
+
+
+def _apply(configure: Configure, tmp_path: Path, conditions: str) -> tuple[int, list[str]]:
+    start = write(render(configure(jobs=LARGE), "kubernetes"), tmp_path / "out")
+    environment = program(tmp_path, "kubectl", KUBECTL) | {"NOTED": str(tmp_path)}
+    (tmp_path / "conditions").write_text(conditions)
+    done = subprocess.run([start], env=environment, capture_output=True, text=True, timeout=30)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all(call.startswith("--namespace ml ") for call in calls)
+    return done.returncode, [call.split()[-1] for call in calls if " apply " in call]
+
+
+def test_apply_goes_through_the_stages_in_order(configure: Configure, tmp_path: Path) -> None:
+    code, applied = _apply(configure, tmp_path, "SuccessCriteriaMet Complete")
+    assert code == 0
+    assert applied == ["config.yaml", "train-service.yaml", *(f"{stage}.yaml" for stage in STAGES)]
+
+
+def test_apply_stops_at_a_stage_that_failed(configure: Configure, tmp_path: Path) -> None:
+    code, applied = _apply(configure, tmp_path, "FailureTarget Failed")
+    assert code == 2
+    assert applied == ["config.yaml", "train-service.yaml", "synth.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("job", "uri"),
+    [
+        ("x-refresh-29400660", "gs://bucket/heads/x-2025-11-25T0300"),
+        ("x-refresh-by-hand", "gs://bucket/heads/x-x-refresh-by-hand"),
+    ],
+)
+def test_a_refresh_makes_the_run_of_its_scheduled_time(
+    configure: Configure, tmp_path: Path, job: str, uri: str
+) -> None:
+    """The pod's own command in a shell; `run` is replaced by `show`, which prints its settings."""
+    files = render(configure(jobs=LARGE), "kubernetes")
+    settings = tmp_path / "run.yaml"
+    settings.write_text(yaml.safe_load(files["config.yaml"])["data"]["run.yaml"])
+    shown = f'#!/bin/sh\nshift\nexec {sys.executable} -m pipeline.cli show "$@"\n'
+    environment = program(tmp_path, "eagle3", shown) | {"JOB_NAME": job}
+    template = yaml.safe_load(files["refresh.yaml"])["spec"]["jobTemplate"]["spec"]["template"]
+    command = [
+        word.replace("/etc/eagle3/run.yaml", str(settings))
+        for word in template["spec"]["containers"][0]["command"]
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["run"]["uri"] == uri
+
+
+def test_slurm_scripts_ask_for_what_the_configuration_says(configure: Configure) -> None:
+    files = render(configure(jobs={**LARGE, "features": {"gpus": 0, "hours": 0.5}}), "slurm")
+    assert list(files) == ["run.yaml", *(f"{stage}.sbatch" for stage in STAGES), "submit.sh"]
+    options = {
+        stage: {
+            line.removeprefix("#SBATCH --")
+            for line in files[f"{stage}.sbatch"].splitlines()
+            if line.startswith("#SBATCH")
+        }
+        for stage in STAGES
+    }
+    assert {"array=0-3", "partition=gpu", "requeue", "signal=TERM@150"} <= options["synth"]
+    assert {"nodes=2", "gpus-per-node=8"} <= options["train"]
+    assert "time=30" in options["features"]
+    assert not any(option.startswith(("gpus", "array")) for option in options["features"])
+    assert '--shard "$SLURM_ARRAY_TASK_ID/4"' in files["synth.sbatch"]
+    claiming = render(configure(jobs={"synth": {"workers": 4}}), "slurm")
+    assert "--shard" not in claiming["synth.sbatch"]

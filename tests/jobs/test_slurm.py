@@ -1,0 +1,130 @@
+"""The rendered Slurm scripts on a real cluster of one node, where Slurm is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import RunConfig, load
+from pipeline.jobs import render, write
+from pipeline.store.manifest import read_manifest
+from pipeline.store.verify import verify_run
+from pipeline.synth import run as run_synth
+from tests.end_to_end.conftest import write_config  # noqa: F401  (a fixture)
+from tests.jobs.cluster import slurm_cluster
+
+SMALL = {"gpus": 0, "cpus": 1, "memory_gib": 1}
+JOBS = {
+    "partition": "main",
+    "synth": {**SMALL, "workers": 2},
+    "features": {**SMALL, "workers": 4},
+    "train": SMALL,
+    "eval": SMALL,
+}
+
+Write = Callable[..., Path]
+
+
+class Cluster:
+    """A running Slurm; jobs work in `folder`."""
+
+    def __init__(self, environment: dict[str, str], folder: Path) -> None:
+        self._environment, self.folder = environment, folder
+
+    def ask(self, *command: str) -> str:
+        done = subprocess.run(
+            command, env=self._environment, cwd=self.folder, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (command, done.stderr)
+        return done.stdout
+
+    def states(self) -> dict[str, str]:
+        """Job or task of an array → state and reason, of those that ended too."""
+        lines = self.ask("squeue", "--states=all", "--array", "-h", "-o", "%i %T %r").splitlines()
+        return dict(line.split(" ", 1) for line in lines)
+
+    def finish(self, seconds: float = 400) -> dict[str, str]:
+        """Wait until all are complete, or one failed."""
+        until = time.monotonic() + seconds
+        states = self.states()
+        while time.monotonic() < until:
+            ended = {state.split()[0] for state in states.values()}
+            if ended == {"COMPLETED"} or "FAILED" in ended:
+                break
+            time.sleep(0.5)
+            states = self.states()
+        return states
+
+    def logs(self, name: str) -> list[str]:
+        return [file.read_text() for file in sorted(self.folder.glob(f"{name}-*.log"))]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    for name in ("slurm", "jobs"):
+        (tmp_path / name).mkdir()
+    with slurm_cluster(tmp_path / "slurm") as environment:
+        yield Cluster(environment, tmp_path / "jobs")
+
+
+def sound(config: RunConfig, *stages: str) -> None:
+    check = verify_run(config.run.uri)
+    assert (list(check.problems), list(check.finished)) == ([], list(stages))
+
+
+def test_submitted_chain_runs_to_the_head(
+    cluster: Cluster,
+    write_config: Write,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Arrays of two and four, whose tasks claim shards, then training; each after the other."""
+    file = write_config("chain", train={"epochs": 1}, eval={"sources": []}, jobs=JOBS)
+    config = load(file)
+    start = write(render(config, "slurm"), tmp_path / "scripts")
+    submitted = cluster.ask(str(start)).splitlines()
+    assert [line.split(":")[0] for line in submitted] == ["synth", "features", "train"]
+    states = cluster.finish()
+    assert len(states) == 7 and {state.split()[0] for state in states.values()} == {"COMPLETED"}, (
+        states,
+        cluster.logs("chain"),
+    )
+    assert len(cluster.logs("chain-features")) == 4
+    sound(config, "synth", "features", "train")
+
+
+def test_array_of_parts_with_an_interrupted_task(
+    cluster: Cluster,
+    write_config: Write,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Those that end before the last part is there say 75 and come again; so does one that got
+    SIGTERM."""
+    file = write_config(
+        "parts", features={"shard_tokens": 100}, jobs={**JOBS, "shards_by": "index"}
+    )
+    config = load(file)
+    run_synth(config)
+    write(render(config, "slurm"), tmp_path / "scripts")
+    scripts = tmp_path / "scripts"
+    job = cluster.ask(
+        "sbatch", "--parsable", str(scripts / "features.sbatch"), str(scripts / "run.yaml")
+    ).strip()
+    until = time.monotonic() + 60
+    while f"{job}.0" not in cluster.ask("squeue", "--steps") and time.monotonic() < until:
+        time.sleep(0.2)
+    time.sleep(1)
+    cluster.ask("scancel", "--signal=TERM", f"{job}_2")
+    states = cluster.finish()
+    assert len(states) == 4 and {state.split()[0] for state in states.values()} == {"COMPLETED"}, (
+        states,
+        cluster.logs("parts"),
+    )
+    logs = cluster.logs("parts-features")
+    assert "STEP" in logs[2] and "CANCELLED" in logs[2]
+    assert sum("exit code 75" in log for log in logs) >= 1
+    sound(config, "synth", "features")
+    assert len(read_manifest(config.run.uri, "features").shards) > 4
