@@ -197,7 +197,7 @@ def _step(step: str, folder: str) -> None:
     if what == "plan":
         from pipeline.cli.commands import plan_of
 
-        print(plan_of(stage)(config))  # type: ignore[arg-type]
+        print(plan_of(stage)(config, None))  # type: ignore[arg-type]
     elif what == "resume":
         _resume(config, stage)
     else:

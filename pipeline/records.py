@@ -229,6 +229,28 @@ class Manifest(Record):
         return sum(shard.tokens for shard in self.shards)
 
 
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class ZeroMemory(Record):
+    """Bytes of one training process under a stage of ZeRO."""
+
+    stage: ZeroStage
+    weights: int
+    gradients: int
+    optimiser: int
+    stepping: int  # gradients in float32, while the optimiser steps and no activations are held
+    buffers: int  # for collectives
+    frozen: int  # the target's embedding, and its output rows of the draft vocabulary
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """At the peak."""
+        held = self.weights + self.gradients + self.optimiser + self.buffers + self.frozen
+        return held + max(self.stepping, self.activations)
+
+
 class Plan(Record):
     """What a stage would do, printed by `--plan`. Estimates say what they rest on."""
 
@@ -236,9 +258,16 @@ class Plan(Record):
     state: str  # "not started", "12 of 40 shards committed", "complete"
     records: int
     tokens: int
+    supervised_tokens: int = 0
     storage_bytes: int
-    seconds: float
-    peak_memory_bytes: int
+    shards: int = 0
+    objects: int = 0  # that the finished stage has on the store, those of shards among them
+    device: str = ""  # all workers, as "64 × NVIDIA H100 SXM"
+    seconds: float  # with all workers side by side
+    peak_memory_bytes: int  # of one GPU, or of one process on a CPU
+    memory: dict[str, int] = {}  # of it, by what is held
+    zero: tuple[ZeroMemory, ...] = ()  # of training, by stage
+    problems: tuple[str, ...] = ()  # why it cannot be done so
     basis: tuple[str, ...]  # one line an assumption
 
 

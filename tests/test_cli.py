@@ -152,7 +152,7 @@ class _Rooms:
             raise self.raises
 
     def plan_of(self, stage: str):  # type: ignore[no-untyped-def]
-        def plan(config: RunConfig) -> Plan:
+        def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             self.calls.append(("plan", stage, config.run.force))
             return Plan.model_validate(
                 {

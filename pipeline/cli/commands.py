@@ -9,55 +9,62 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
+from pipeline.cli.plans import print_plans
 from pipeline.config import PiiSection, RunConfig, load
-from pipeline.console import fail, readable_bytes, readable_duration
+from pipeline.console import fail, readable_bytes
 from pipeline.records import STAGES, Plan, Stage
 from pipeline.runtime import ROOMS, run
+from pipeline.store.manifest import find_manifest
+
+#: Stages whose plan rests on that of the one before.
+_READING: tuple[Stage, ...] = ("features", "train")
 
 
 def run_stages(arguments: argparse.Namespace) -> int:
     """`eagle3 synth|features|train|eval|run`, or their plans."""
     options = {"force": arguments.force, "shard": arguments.shard}
-    config = load(arguments.config, arguments.overrides, **options)
+    config = load(arguments.config, _overrides(arguments), **options)
     stages = STAGES if arguments.command == "run" else (cast(Stage, arguments.command),)
+    if arguments.plan:
+        print_plans(make_plans(config, stages), config)
+        return 0
     for stage in stages:
         arguments.stage = stage  # for what is said of an error
-        if arguments.plan:
-            _print_plan(plan_of(stage)(config))
-        else:
-            run(config, stage)
+        run(config, stage)
     return 0
 
 
-def plan_of(stage: Stage) -> Callable[[RunConfig], Plan]:
-    """What `--plan` prints of the stage; imports no torch."""
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """Those of the command line, `--device` and `--workers` among them."""
+    asked = {"device": arguments.device, "workers": arguments.workers}
+    options = [f"plan.{key}={value}" for key, value in asked.items() if value is not None]
+    return [*arguments.overrides, *options]
+
+
+def make_plans(config: RunConfig, stages: Sequence[Stage]) -> list[Plan]:
+    """One of each stage; where its parent is not finished, made from the parent's plan."""
+    plans: dict[Stage, Plan] = {}
+
+    def plan(stage: Stage) -> Plan:
+        if stage not in plans:
+            plans[stage] = plan_of(stage)(config, parent_of(stage))
+        return plans[stage]
+
+    def parent_of(stage: Stage) -> Plan | None:
+        before = STAGES[STAGES.index(stage) - 1] if stage in _READING else None
+        return plan(before) if before and not find_manifest(config.run.uri, before) else None
+
+    return [plan(stage) for stage in stages]
+
+
+def plan_of(stage: Stage) -> Callable[[RunConfig, Plan | None], Plan]:
+    """What `--plan` prints of the stage, from its parent's plan if need be; imports no torch."""
     module = importlib.import_module(f"pipeline.{ROOMS[stage]}.plan")
-    plan: Callable[[RunConfig], Plan] = module.plan
+    plan: Callable[[RunConfig, Plan | None], Plan] = module.plan
     return plan
-
-
-def _print_plan(plan: Plan) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from pipeline.console import console
-
-    title = f"eagle3 {plan.stage} --plan"
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("state", Text(plan.state))
-    table.add_row("records", f"{plan.records:,}")
-    table.add_row("tokens", f"{plan.tokens:,}")
-    table.add_row("storage", readable_bytes(plan.storage_bytes))
-    table.add_row("time", readable_duration(plan.seconds))
-    table.add_row("peak memory", readable_bytes(plan.peak_memory_bytes))
-    for position, line in enumerate(plan.basis):
-        table.add_row("based on" if position == 0 else "", Text(line))
-    console.print(table)
 
 
 def _show(arguments: argparse.Namespace) -> int:

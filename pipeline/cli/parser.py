@@ -36,6 +36,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unknown option {unknown[0]!r}")
     if rest and not hasattr(arguments, "overrides"):
         parser.error(f"{arguments.command} takes no argument {rest[0]!r}")
+    for option in ("device", "workers"):
+        if getattr(arguments, option, None) is not None and not arguments.plan:
+            parser.error(f"--{option} belongs to --plan")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
@@ -87,6 +90,18 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     staged = Parser(add_help=False)
     staged.add_argument(
         "--plan", action="store_true", help="print what would be done, and do nothing"
+    )
+    staged.add_argument(
+        "--device",
+        metavar="NAME",
+        help="with --plan: the device to plan for, as in plan.device: cpu, h100, … "
+        "(docs/planning.md)",
+    )
+    staged.add_argument(
+        "--workers",
+        metavar="N",
+        type=int,
+        help="with --plan: how many GPUs or processes share a stage, as in plan.workers",
     )
     staged.add_argument(
         "--force",

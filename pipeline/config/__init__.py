@@ -11,6 +11,7 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 from __future__ import annotations
 
 from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
+from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
     cache_directory,
     cpu_kernels,
@@ -41,6 +42,7 @@ __all__ = [
     "HeadSection",
     "JobsSection",
     "PiiSection",
+    "PlanSection",
     "QualitySection",
     "RecognizerSpec",
     "RunConfig",

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from pipeline.config.jobs import JobsSection
+from pipeline.config.plan import PlanSection
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
 from pipeline.config.train import TrainSection
@@ -209,6 +210,8 @@ class RunConfig(Section):
     """Head to report."""
     jobs: JobsSection = JobsSection()
     """What a cluster gives to the stages; part of no hash."""
+    plan: PlanSection = PlanSection()
+    """What `--plan` reckons with."""
 
     def section_hash(self, stage: Stage) -> str:
         """Hash of `shaping`."""

@@ -12,7 +12,6 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -30,7 +29,6 @@ from pipeline.store.prompts import (
     create_selection,
     find_selection,
     read_prompts,
-    shard_name,
     write_prompts,
 )
 from pipeline.synth.estimate import PromptCounts, count_selection, estimate_prompts
@@ -41,13 +39,11 @@ __all__ = [
     "SELECTION",
     "PromptCounts",
     "PromptShard",
-    "SelectedPrompts",
     "Selection",
     "find_selection",
     "prompt_counts",
     "read_prompts",
     "select",
-    "select_prompts",
     "synth_section",
 ]
 
@@ -97,27 +93,6 @@ def select(config: RunConfig, location: Location) -> Selection:
         _refuse_other_inputs(first, selection.inputs, location)
         _refuse_other_prompts(first, selection, location)
     return first
-
-
-@dataclass(frozen=True)
-class SelectedPrompts:
-    """Prompts that passed, all in memory."""
-
-    loaded: int
-    prompts: tuple[Prompt, ...]
-    rejected: dict[str, int]
-
-    def shards(self, size: int) -> dict[str, tuple[Prompt, ...]]:
-        """Name of a shard → its prompts."""
-        cuts = enumerate(_cut(self.prompts, size))
-        return {shard_name(index, cut): tuple(cut) for index, cut in cuts}
-
-
-def select_prompts(config: RunConfig) -> SelectedPrompts:
-    """As `select`, in memory and nothing written."""
-    stream = PromptStream(synth_section(config), config.run.seed)
-    prompts = tuple(stream)
-    return SelectedPrompts(stream.loaded, prompts, dict(stream.rejected))
 
 
 def prompt_counts(config: RunConfig) -> PromptCounts:

@@ -123,6 +123,7 @@ def provenance(
         "run": {"uri", "force", "threads"},
         "target": {"cache_dir"},
         "eval": True,
+        "plan": True,
         "synth": {"generator": {"endpoints", "api_key_env"}},
     }
     facts = {

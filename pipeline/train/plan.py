@@ -1,13 +1,27 @@
-"""What training would do, from the states' manifest alone: no torch, no state is read."""
+"""What training would do, from the states' manifest or from the plan of features: no torch, no
+state is read.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from pipeline.config import RunConfig
-from pipeline.records import Manifest, Plan, TargetContract
+from pipeline.planning.devices import (
+    LINK_BYTES,
+    TRAIN_SHARE,
+    Device,
+    described,
+    device_of,
+    dtype_on,
+    store_seconds,
+)
+from pipeline.planning.heads import HeadSize
+from pipeline.planning.targets import TargetShape, shape_of
+from pipeline.planning.training import ZERO_STAGES, start_bytes, step_traffic, zero_memory
+from pipeline.records import Manifest, Plan, ZeroMemory
 from pipeline.store.manifest import find_manifest, stage_location
-from pipeline.target.arithmetic import decoder_weight_bytes, train_dtype
+from pipeline.target.arithmetic import decoder_weight_bytes
 
 #: Sustained rate of one CPU thread over a whole training step; measured with SmolLM2-135M on two
 #: cores with AVX-512 bf16.
@@ -15,61 +29,71 @@ _FLOPS_PER_THREAD = {"bfloat16": 150e9, "float32": 90e9}
 #: The interpreter with torch, transformers and deepspeed imported.
 _INTERPRETER_BYTES = 900 << 20
 _LOADING_SECONDS = 15.0
-#: Weights and gradient in compute type, master, and two moments of AdamW.
-_BYTES_PER_PARAMETER = {"bfloat16": 2 + 2 + 4 + 4 + 8, "float32": 4 + 4 + 8}
+#: Weights in compute type, master, and two moments of AdamW.
+_CHECKPOINT_BYTES_PER_PARAMETER = 14
 #: A decoded round is short and runs at a smaller share of the rate above; measured likewise, with
 #: replies as below.
 _DECODING_SHARE = 0.75
-#: Kept for the backward pass, in multiples of the hidden size, per token and step of the unroll.
-_ACTIVATIONS = 40
+#: begin.json, manifest.json, metrics.jsonl; the head's three files, and as shards with entries.
+_OBJECTS = 3 + 3 + 3 * 2
+_HEAD_FILES = 3
 
 
-def plan(config: RunConfig) -> Plan:
-    """Records, tokens, storage, time and peak memory of training for this run."""
-    parent = find_manifest(config.run.uri, "features")
-    if parent is None:
-        return Plan(
-            stage="train",
-            state="waiting for features",
-            records=0,
-            tokens=0,
-            storage_bytes=0,
-            seconds=0,
-            peak_memory_bytes=0,
-            basis=("the states do not exist yet: run `eagle3 features` first",),
-        )
-    section, contract = config.train, parent.contract
-    parameters = _parameters(config, contract.hidden_size)
-    tokens = parent.tokens * section.epochs
-    if section.max_steps:
-        tokens = min(tokens, section.max_steps * section.batch_tokens * section.accumulate)
-    flops, rate = _flops(config, contract.hidden_size), _rate(config)
-    evaluation = _evaluation(config, parent, tokens)
-    checkpoint = parameters * 14 + evaluation.storage_bytes
-    decoding_seconds = evaluation.flops / (rate * _DECODING_SHARE)
-    share, width = parameters / contract.parameters, _width(config, contract.hidden_size)
-    threads = f"{config.run.threads} CPU threads"
-    return Plan(
-        stage="train",
-        state=_state(config, parent),
-        records=parent.rows * section.epochs,
-        tokens=tokens,
-        storage_bytes=section.keep_checkpoints * checkpoint + 2 * 2 * parameters,
-        seconds=_LOADING_SECONDS + flops * tokens / rate + decoding_seconds,
-        peak_memory_bytes=_memory_bytes(config, contract) + evaluation.memory_bytes,
-        basis=(
-            f"head: at most {parameters:,} parameters ({share:.1%} of the target), "
-            f"with as many key as query heads and MLP width {width:,}",
-            f"storage: {section.keep_checkpoints} checkpoints of 14 bytes a parameter, "
-            "and the head twice in bfloat16",
-            f"time: {flops / 1e6:,.0f} MFLOP a token at {rate / 1e9:,.0f} GFLOP/s "
-            f"in {_dtype(config)} ({threads}), "
-            "as if every token were supervised",
-            "memory: the interpreter, optimiser state, the target's embedding and "
-            "one unroll's activations",
-            *evaluation.basis,
-        ),
-    )
+class _States(NamedTuple):
+    """What features has stored, or would store."""
+
+    rows: int
+    tokens: int
+    bytes: int
+
+    @classmethod
+    def of(cls, parent: Manifest | Plan) -> _States:
+        if isinstance(parent, Plan):
+            return cls(parent.records, parent.tokens, parent.storage_bytes)
+        return cls(parent.rows, parent.tokens, sum(shard.bytes for shard in parent.shards))
+
+
+class _Work(NamedTuple):
+    """One training: what is trained, on what, with what."""
+
+    config: RunConfig
+    device: Device
+    target: TargetShape
+    head: HeadSize
+    states: _States
+
+    @property
+    def dtype(self) -> str:
+        return dtype_on(self.config, self.config.train.dtype, self.device)
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of one worker."""
+        if self.device.is_cuda:
+            return self.device.flops(self.dtype) * TRAIN_SHARE
+        return _FLOPS_PER_THREAD[self.dtype] * self.config.run.threads
+
+    @property
+    def step_tokens(self) -> int:
+        section = self.config.train
+        return section.batch_tokens * section.accumulate * self.config.plan.workers
+
+    @property
+    def tokens(self) -> int:
+        """Trained on, over all passes."""
+        section, tokens = self.config.train, self.states.tokens * self.config.train.epochs
+        return min(tokens, section.max_steps * self.step_tokens) if section.max_steps else tokens
+
+    @property
+    def steps(self) -> int:
+        return max(1, self.tokens // self.step_tokens)
+
+    @property
+    def flops(self) -> int:
+        """Of a token."""
+        section = self.config.train
+        checkpointing = section.activation_checkpointing
+        return self.head.training_flops(section.ttt_steps, checkpointing=checkpointing)
 
 
 class _Evaluation(NamedTuple):
@@ -81,73 +105,152 @@ class _Evaluation(NamedTuple):
     basis: tuple[str, ...] = ()
 
 
-def _evaluation(config: RunConfig, parent: Manifest, tokens: int) -> _Evaluation:
-    """As if a round emitted one token: the first evaluations decode with an untrained head."""
-    section, contract = config.train, parent.contract
-    if not section.evaluate_every:
-        return _Evaluation()
-    steps = max(1, tokens // (section.batch_tokens * section.accumulate))
-    count = -(-steps // section.evaluate_every)
-    # A whole sample's length: its prompt is not longer.
-    prompt = parent.tokens // max(1, parent.rows)
-    verified = section.evaluate_tokens * section.evaluate_tree.nodes
-    read = section.evaluate_prompts * (prompt + verified)
-    replies = f"{section.evaluate_prompts} replies of {section.evaluate_tokens} tokens"
-    return _Evaluation(
-        flops=2.0 * contract.parameters * read * count,
-        memory_bytes=contract.parameters * decoder_weight_bytes(config.target),
-        storage_bytes=_parameters(config, contract.hidden_size) * _bytes_of(_dtype(config)),
+def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
+    """Records, tokens, storage, time and peak memory of training for this run.
+
+    `parent` is the plan of features, for a run whose states do not exist yet.
+    """
+    manifest = find_manifest(config.run.uri, "features")
+    states = manifest or parent
+    if states is None:
+        return Plan(
+            stage="train",
+            state="waiting for features",
+            records=0,
+            tokens=0,
+            storage_bytes=0,
+            seconds=0,
+            peak_memory_bytes=0,
+            basis=("the states do not exist yet: run `eagle3 features` first",),
+        )
+    section, target = config.train, shape_of(config, manifest.contract if manifest else None)
+    head = HeadSize.of(section, target)
+    work = _Work(config, device_of(config), target, head, _States.of(states))
+    evaluation, zero = _evaluation(work), _zero(work)
+    memory = _memory(work, zero[section.zero_stage], evaluation)
+    parameters = head.parameters
+    checkpoint = parameters * _CHECKPOINT_BYTES_PER_PARAMETER + evaluation.storage_bytes
+    decoding_seconds = evaluation.flops / (work.rate * _DECODING_SHARE)
+    workers_said = described(config, work.device)
+    return Plan(
+        stage="train",
+        state=_state(config, manifest) if manifest else "waiting for features",
+        records=work.states.rows * section.epochs,
+        tokens=work.tokens,
+        storage_bytes=section.keep_checkpoints * checkpoint + 2 * 2 * parameters,
+        shards=_HEAD_FILES,
+        objects=_OBJECTS + section.keep_checkpoints * _checkpoint_files(work),
+        device=workers_said,
+        seconds=_LOADING_SECONDS + _seconds(work) + decoding_seconds,
+        peak_memory_bytes=max(sum(memory.values()), _start_bytes(work)),
+        memory=memory | {"before that, a start by least squares": _start_bytes(work)},
+        zero=zero if work.device.is_cuda or config.plan.workers > 1 else (),
+        problems=_problems(work, sum(memory.values())),
         basis=(
-            f"evaluation: {count:,} times {replies}, as if a round emitted one token; the target "
-            f"of {contract.parameters:,} parameters stays in memory beside the head",
+            f"head: {parameters:,} parameters ({parameters / target.parameters:.1%} of the "
+            f"target), MLP width {head.intermediate:,}; the target's shape: {target.origin}",
+            f"storage: {section.keep_checkpoints} checkpoints of "
+            f"{_CHECKPOINT_BYTES_PER_PARAMETER} bytes a parameter, and the head twice in bfloat16",
+            f"time: {work.flops / 1e6:,.0f} MFLOP a token at {work.rate / 1e9:,.0f} GFLOP/s "
+            f"in {work.dtype} ({workers_said}), as if every token were supervised; "
+            f"{work.steps:,} steps of {work.step_tokens:,} tokens",
+            "memory: optimiser state, the target's embedding and one unroll's activations",
+            *evaluation.basis,
         ),
     )
 
 
-def _flops(config: RunConfig, hidden: int) -> int:
-    """Of a supervised token's training: `fc` and the teacher once, all else in every step."""
-    section, fc = config.train, 3 * hidden * hidden
-    unrolled = 6 * (_parameters(config, hidden) - fc) * section.ttt_steps
-    return unrolled + 6 * fc + 2 * hidden * section.head_config.draft_vocab_size
+def _seconds(work: _Work) -> float:
+    """Arithmetic and collectives one after the other; reading the states goes on beside them."""
+    config, workers = work.config, work.config.plan.workers
+    stage, bf16 = config.train.zero_stage, work.dtype == "bfloat16"
+    traffic = step_traffic(work.head, stage=stage, ranks=workers, bf16=bf16)
+    computing = work.flops * work.tokens / (work.rate * workers)
+    share_read = work.tokens / max(1, work.states.tokens)
+    reading = store_seconds(config, work.states.bytes * share_read)
+    return max(computing + work.steps * traffic / LINK_BYTES, reading)
 
 
-def _rate(config: RunConfig) -> float:
-    return _FLOPS_PER_THREAD[_dtype(config)] * config.run.threads
+def _zero(work: _Work) -> tuple[ZeroMemory, ...]:
+    """Memory of a process for each stage that could be set."""
+    return tuple(
+        zero_memory(
+            work.config.train,
+            work.head,
+            work.target,
+            stage=stage,
+            ranks=work.config.plan.workers,
+            bf16=work.dtype == "bfloat16",
+        )
+        for stage in ZERO_STAGES
+    )
 
 
-def _memory_bytes(config: RunConfig, contract: TargetContract) -> int:
-    """Of the training process, without evaluation."""
-    section, hidden, dtype = config.train, contract.hidden_size, _dtype(config)
-    width = _bytes_of(dtype)
-    optimiser = _parameters(config, hidden) * _BYTES_PER_PARAMETER[dtype]
-    activations = section.batch_tokens * section.ttt_steps * _ACTIVATIONS * hidden * width
-    frozen = (contract.vocab_size + section.head_config.draft_vocab_size) * hidden * width
-    return _INTERPRETER_BYTES + optimiser + activations + frozen
+def _memory(work: _Work, zero: ZeroMemory, evaluation: _Evaluation) -> dict[str, int]:
+    """Of one process, of the first one where training evaluates."""
+    own = {} if work.device.is_cuda else {"interpreter": _INTERPRETER_BYTES}
+    decoded = {"target, to decode": evaluation.memory_bytes} if evaluation.memory_bytes else {}
+    return {
+        **own,
+        "weights": zero.weights,
+        "gradients": zero.gradients,
+        "optimiser": zero.optimiser,
+        "buffers": zero.buffers,
+        "frozen": zero.frozen,
+        "activations": max(zero.activations, zero.stepping),
+        **decoded,
+    }
 
 
-def _dtype(config: RunConfig) -> str:
-    return train_dtype(config.train, config.target)
+def _start_bytes(work: _Work) -> int:
+    """Of the process while it solves the start, with the head in float32."""
+    start = start_bytes(work.config.train, work.head, work.target)
+    own = 0 if work.device.is_cuda else _INTERPRETER_BYTES
+    return own + 4 * work.head.parameters + start if start else 0
 
 
-def _bytes_of(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+def _problems(work: _Work, needed: int) -> tuple[str, ...]:
+    sizes = {
+        ("training", "raise train.zero_stage, or lower train.batch_tokens"): needed,
+        ("a start by least squares", "set train.head_config.init_layer=target_last"): _start_bytes(
+            work
+        ),
+    }
+    return tuple(
+        f"{what} does not fit: {work.device.share_of(size)}; {mend}"
+        for (what, mend), size in sizes.items()
+        if not work.device.holds(size)
+    )
 
 
-def _width(config: RunConfig, hidden: int) -> int:
-    """MLP width.
-
-    A manifest does not hold the target's own, 8/3 of the hidden size is the Llama family's.
-    """
-    return config.train.head_config.intermediate_size or 8 * hidden // 3
+def _checkpoint_files(work: _Work) -> int:
+    """The weights, the optimiser's state in as many parts as processes hold it in, the marker."""
+    section = work.config.train
+    return 2 + (work.config.plan.workers if section.zero_stage else 0)
 
 
-def _parameters(config: RunConfig, hidden: int) -> int:
-    """fc, attention on 2H with as many key as query heads at most, MLP and lm_head."""
-    return (
-        3 * hidden * hidden
-        + 7 * hidden * hidden
-        + 3 * hidden * _width(config, hidden)
-        + hidden * config.train.head_config.draft_vocab_size
+def _evaluation(work: _Work) -> _Evaluation:
+    """As if a round emitted one token: the first evaluations decode with an untrained head."""
+    section, target = work.config.train, work.target
+    if not section.evaluate_every:
+        return _Evaluation()
+    count = -(-work.steps // section.evaluate_every)
+    # A whole sample's length: its prompt is not longer.
+    prompt = work.states.tokens // max(1, work.states.rows)
+    verified = section.evaluate_tokens * section.evaluate_tree.nodes
+    read = section.evaluate_prompts * (prompt + verified)
+    replies = f"{section.evaluate_prompts} replies of {section.evaluate_tokens} tokens"
+    dtype = dtype_on(work.config, work.config.target.dtype, work.device)
+    on_gpu = 4 if dtype == "float32" else 2
+    width = on_gpu if work.device.is_cuda else decoder_weight_bytes(work.config.target)
+    return _Evaluation(
+        flops=2.0 * target.parameters * read * count,
+        memory_bytes=target.parameters * width,
+        storage_bytes=work.head.parameters * (2 if work.dtype == "bfloat16" else 4),
+        basis=(
+            f"evaluation: {count:,} times {replies}, as if a round emitted one token; the target "
+            f"of {target.parameters:,} parameters stays in memory beside the head",
+        ),
     )
 
 

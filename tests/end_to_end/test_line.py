@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from pipeline.cli import main
+from pipeline.cli.commands import make_plans
+from pipeline.config import load
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.tree import Tree, VerifyOutput
@@ -66,6 +68,8 @@ def test_the_whole_line_and_once_more(
     for stage in STAGES:
         assert main([stage, "-c", str(config), "--plan"]) == 0
         assert "complete" in capsys.readouterr().out
+    (planned,) = make_plans(load(config), ["eval"])
+    assert len(_times(tmp_path / "run/eval")) == planned.objects
     assert main(["features", "-c", str(config), "features.shard_tokens=200"]) == 2
     message = capsys.readouterr().err
     facts = ("features.shard_tokens", "→ 200", "--force", "run.uri")

@@ -383,11 +383,16 @@ def test_the_plan_says_what_it_rests_on(
     ) and len(before.basis) == 4
     shards = run(config).shards
     stored = sum(shard.bytes for shard in shards)
-    assert abs(stored - before.storage_bytes) < 600 * len(shards), (
+    assert abs(stored - before.storage_bytes) < 800 * max(len(shards), before.shards), (
         "all but differences of the headers"
     )
     assert before.seconds > 0 and before.peak_memory_bytes > stored
-    assert "shards: about 5 of" in before.basis[1] and "2 FLOP a parameter" in before.basis[2]
+    files = [path for path in (tmp_path / "features").rglob("*") if path.is_file()]
+    assert len(files) == before.objects and len(shards) == before.shards
+    assert (
+        f"shards: about {before.shards} of" in before.basis[1]
+        and "2 FLOP a parameter" in before.basis[2]
+    )
 
 
 @pytest.mark.parametrize("encoding", ["fp8", "int8"])
@@ -400,11 +405,12 @@ def test_small_encodings_are_stored_planned_and_read(
     )
     for config in (exact, small):
         finish_synth(config)
-    planned = plan(small).storage_bytes
+    planned = plan(small)
     manifest = run(small)
     assert manifest.details["encoding"] == encoding
-    assert abs(sum(shard.bytes for shard in manifest.shards) - planned) < 600 * len(manifest.shards)
-    assert planned < sum(shard.bytes for shard in run(exact).shards)
+    shards = max(len(manifest.shards), planned.shards)
+    assert abs(sum(shard.bytes for shard in manifest.shards) - planned.storage_bytes) < 800 * shards
+    assert planned.storage_bytes < sum(shard.bytes for shard in run(exact).shards)
     for mine, theirs in zip(
         read_all(tmp_path / "small"), read_all(tmp_path / "exact"), strict=True
     ):

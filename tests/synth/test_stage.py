@@ -354,6 +354,8 @@ def test_the_plan_counts_prompts_and_writes_nothing(make_config: Configure) -> N
     )
     assert not Path(config.run.uri).exists()
     run(config)
+    stored = [path for path in Path(config.run.uri).rglob("*") if path.is_file()]
+    assert len(stored) == planned.objects
     assert plan(config).state == "complete"
     assert plan(make_config(max_prompts=9)).state == "complete for another config"
 

@@ -42,12 +42,17 @@ def test_overfits_and_exports(
     head, card = load_head(head_of(config), expected=parent.contract)
     assert card.provenance["manifests"]["features"] == parent.content_hash
     assert card.provenance["licenses"] == {"MIT": 2}
+    assert "plan" not in card.provenance["config"]
     assert card.metrics["acc_0"] == last["acc_0"] and card.metrics["steps"] == 150
     assert manifest.details["parameters"] == head.count_parameters()
     assert manifest.details["coverage"] == 1.0 and manifest.tokens == last["tokens"]
     files = {"config.json", "eagle3.json", "model.safetensors"}
     assert {shard.name for shard in manifest.shards} == files
-    assert plan(config).state == "complete"
+    planned = plan(config)
+    stored = [path for path in head_of(config).parent.rglob("*") if path.is_file()]
+    outside = [path for path in stored if "checkpoints" not in path.parts]
+    assert len(outside) == planned.objects - config.train.keep_checkpoints * 2
+    assert planned.state == "complete"
 
 
 def test_complete_run_is_left_alone_and_a_lost_head_comes_back(

@@ -1,0 +1,62 @@
+"""A head in numbers: parameters, and FLOP of its training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import TrainSection
+from pipeline.planning.targets import TargetShape
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """A head's matrices. H hidden, I intermediate size, q and g widths of queries and of keys."""
+
+    hidden: int  # H
+    intermediate: int  # I
+    queries: int  # q = heads · head size
+    keys: int  # g = key/value heads · head size
+    draft_vocabulary: int  # Vd
+    fc_norm: bool = False
+
+    @classmethod
+    def of(cls, section: TrainSection, target: TargetShape) -> HeadSize:
+        """As training would build it for `target`."""
+        asked = section.head_config
+        return cls(
+            hidden=target.hidden,
+            intermediate=asked.intermediate_size or target.intermediate,
+            queries=(asked.num_attention_heads or target.heads) * target.head_dim,
+            keys=(asked.num_key_value_heads or target.groups) * target.head_dim,
+            draft_vocabulary=asked.draft_vocab_size,
+            fc_norm=asked.fc_norm,
+        )
+
+    @property
+    def fc(self) -> int:
+        """3H → H."""
+        return 3 * self.hidden * self.hidden
+
+    @property
+    def layer(self) -> int:
+        """q, k and v read 2H, o writes H; gate, up and down."""
+        attention = 2 * self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def lm_head(self) -> int:
+        return self.hidden * self.draft_vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """All that is trained: the matrices and four norms, seven with fc_norm."""
+        norms = (7 if self.fc_norm else 4) * self.hidden
+        return self.fc + self.layer + self.lm_head + norms
+
+    def training_flops(self, steps: int, *, checkpointing: bool = False) -> int:
+        """Of one supervised token: `fc` and the teacher once, all else in each of `steps` steps.
+
+        Forward 2, backward 4 a parameter; with activation checkpointing the layer's forward twice.
+        """
+        step = (8 if checkpointing else 6) * self.layer + 6 * self.lm_head
+        return steps * step + 6 * self.fc + 2 * self.lm_head

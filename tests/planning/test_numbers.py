@@ -1,0 +1,315 @@
+"""Formulas of docs/planning.md against numbers worked out by hand, and against the real thing.
+
+Llama-3.3-70B: H 8,192, I 28,672, 80 layers, 64 query and 8 key/value heads of 128, V 128,256.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pipeline.config import TrainSection, parse
+from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.errors import ConfigError, TargetError, UnsupportedModel
+from pipeline.planning import devices
+from pipeline.planning.devices import CPU, GPUS, device_of
+from pipeline.planning.generation import generating_replicas, generation_seconds
+from pipeline.planning.heads import HeadSize
+from pipeline.planning.targets import KNOWN, read_shape, shape_of
+from pipeline.planning.training import (
+    CHUNK_LOGITS,
+    activation_bytes,
+    start_bytes,
+    step_traffic,
+    zero_memory,
+)
+from pipeline.records import ZeroStage
+from pipeline.train.data.batches import TrainBatch
+from pipeline.train.trainer import Trainer
+from pipeline.train.ttt import divergence
+from pipeline.train.ttt.model import Objective, TttModel
+
+LLAMA = KNOWN["llama-3.3-70b-instruct"]
+H100 = next(gpu for gpu in GPUS if gpu.name == "h100")
+SECTION = TrainSection.model_validate(
+    {"head_config": {"draft_vocab_size": 32000}, "batch_tokens": 4096, "ttt_steps": 5}
+)
+HEAD = HeadSize.of(SECTION, LLAMA)
+#: fc 3·8192², q 16384·8192, k and v 16384·1024 each, o 8192², MLP 3·8192·28672, lm_head
+#: 32000·8192, four norms.
+HEAD_PARAMETERS = (
+    201_326_592 + 134_217_728 + 2 * 16_777_216 + 67_108_864 + 704_643_072 + 262_144_000 + 32_768
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama-3.3-70b-instruct", 70_553_706_496),
+        ("llama-3.1-405b-instruct", 405_853_388_800),
+        ("llama-3.1-8b-instruct", 8_030_261_248),
+        ("llama-3.2-3b-instruct", 3_212_749_824),
+        ("llama-3.2-1b-instruct", 1_235_814_400),
+        ("qwen2.5-72b-instruct", 72_706_203_648),
+        ("qwen2.5-7b-instruct", 7_615_616_512),
+        ("qwen3-8b", 8_190_735_360),
+        ("mistral-7b-instruct-v0.3", 7_248_023_552),
+        ("smollm2-135m-instruct", 134_515_008),
+    ],
+)
+def test_well_known_targets_have_their_published_parameters(name: str, parameters: int) -> None:
+    assert KNOWN[name].parameters == parameters
+
+
+def test_the_shape_is_that_of_the_model_that_transformers_builds(tiny_target: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    built = sum(parameter.numel() for parameter in model.parameters())
+    assert read_shape(tiny_target / "config.json").parameters == built
+
+
+def test_a_target_is_taken_from_where_its_numbers_are(tiny_target: Path, tmp_path: Path) -> None:
+    def shape(source: str, **plan: Any) -> Any:
+        return shape_of(parse({"target": {"source": source}, "plan": plan}))
+
+    assert shape(str(tiny_target)).hidden == 32
+    assert shape("meta-llama/Llama-3.3-70B-Instruct").layers == 80
+    assert shape("/models/Llama-3.3-70B-Instruct/").layers == 80
+    assert shape("no/model", target_config=str(tiny_target)).hidden == 32
+    assert shape("no/model", target_config=str(tiny_target / "config.json")).hidden == 32
+    unknown = shape("no/model")
+    assert unknown.parameters == 8_030_261_248 and "assumed, no/model" in unknown.origin
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TargetError, match="num_attention_heads"):
+        shape(str(tmp_path))
+    numbers = json.loads((tiny_target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(numbers | {"num_local_experts": 8}))
+    with pytest.raises(UnsupportedModel, match="mixture of experts"):
+        shape(str(tmp_path))
+
+
+def test_devices_are_known_by_name() -> None:
+    def device(name: str) -> Any:
+        return device_of(
+            parse({"target": {"source": "a", "device": "cpu"}, "plan": {"device": name}})
+        )
+
+    assert device("auto") == device("cpu") == CPU
+    assert device("H100-SXM") == H100 and H100.bf16 == 989.5e12 and H100.memory == 80 * 10**9
+    with pytest.raises(ConfigError, match="did you mean 'h200'"):
+        device("h20o")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"), ("NVIDIA T4", "cpu")],
+)
+def test_auto_is_the_gpu_that_the_driver_names(
+    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0/information").write_text(f"Model: \t\t {model}\nIRQ: \t 1\n")
+    monkeypatch.setattr(devices, "_OWN_GPUS", tmp_path)
+    assert device_of(parse({"target": {"source": "a"}})).name == name
+    assert device_of(parse({"target": {"source": "a", "device": "cpu"}})) == CPU
+
+
+def test_a_head_for_70b_in_numbers() -> None:
+    assert HEAD.parameters == HEAD_PARAMETERS == 1_403_027_456
+    # Of layer and lm_head 6 FLOP a parameter in each of 5 steps, of fc 6 once, of the teacher 2.
+    layer = HEAD_PARAMETERS - 201_326_592 - 262_144_000 - 32_768
+    once = 6 * 201_326_592 + 2 * 262_144_000
+    assert HEAD.training_flops(5) == 30 * (layer + 262_144_000) + once == 37_782_290_432
+    assert HEAD.training_flops(5, checkpointing=True) == 37_782_290_432 + 10 * layer
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+def test_the_heads_parameters_are_those_that_are_built(fc_norm: bool) -> None:
+    head = Eagle3Head(shape(fc_norm=fc_norm))
+    size = HeadSize(64, 96, 64, 32, 40, fc_norm=fc_norm)
+    assert size.parameters == head.count_parameters()
+
+
+#: P head's parameters; W 64. Bytes: weights 2P, gradients 2P, master and moments 12P, gradients in
+#: fp32 4P; buckets of 500 M numbers; gathered at most 1,000 M of 2 bytes.
+ZERO = {
+    0: (2_806_054_912, 2_806_054_912, 16_836_329_472, 5_612_109_824, 0),
+    1: (2_806_054_912, 2_806_054_912, 263_067_648, 87_689_216, 1_000_000_000),
+    2: (2_806_054_912, 43_844_608, 263_067_648, 87_689_216, 1_000_000_000),
+    3: (43_844_608, 43_844_608, 263_067_648, 87_689_216, 3_000_000_000),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_by_zero_stage(stage: ZeroStage) -> None:
+    memory = zero_memory(SECTION, HEAD, LLAMA, stage=stage, ranks=64, bf16=True)
+    parts = (
+        memory.weights,
+        memory.gradients,
+        memory.optimiser,
+        memory.stepping,
+        memory.buffers,
+    )
+    assert parts == ZERO[stage]
+    assert memory.frozen == (128_256 + 32_000) * 8_192 * 2
+    weights, gradients, optimiser, _, buffers = ZERO[stage]
+    # The activations are more than the gradients in fp32, and both are never held together.
+    total = weights + gradients + optimiser + buffers + memory.frozen + memory.activations
+    assert memory.total == total
+
+
+def test_fp32_training_has_no_master_without_zero() -> None:
+    each = [zero_memory(SECTION, HEAD, LLAMA, stage=stage, ranks=1, bf16=False) for stage in (0, 1)]
+    assert [memory.optimiser for memory in each] == [8 * HEAD_PARAMETERS, 12 * HEAD_PARAMETERS]
+    assert {memory.weights for memory in each} == {4 * HEAD_PARAMETERS} and each[0].stepping == 0
+
+
+def test_activations_in_numbers() -> None:
+    # A step's: 7·8192 + 2·8192 + 2·1024 + 3·28672; chains of 0 to 4 times 2·1024; once 4·8192;
+    # the loss 3·8192.
+    step = 57_344 + 16_384 + 2_048 + 86_016
+    numbers = 4_096 * (5 * step + 10 * 2_048 + 32_768 + 5 * 24_576) + 8_388_608
+    assert activation_bytes(SECTION, HEAD, width=2) == 2 * numbers + 4 * (
+        4_096 * step + 262_144_000
+    )
+    checkpointed = SECTION.model_copy(update={"activation_checkpointing": True})
+    kept = 4_096 * (step + 4 * 2_048 + 5 * (24_576 + 2_048) + 32_768 + 5 * 24_576) + 8_388_608
+    assert activation_bytes(checkpointed, HEAD, width=2) == 2 * kept + 4 * (
+        4_096 * step + 262_144_000
+    )
+    assert CHUNK_LOGITS == divergence._CHUNK_LOGITS
+
+
+def test_the_start_in_numbers() -> None:
+    # 6 bytes of each of 128,256 · 8,192; three of 32,768² and three of 32,768 · 8,192 in float64.
+    sums = 8 * (3 * 1_073_741_824 + 3 * 268_435_456)
+    assert start_bytes(SECTION, HEAD, LLAMA) == 6 * 1_050_673_152 + sums
+    other = SECTION.model_copy(update={"start_from": "head"})
+    assert start_bytes(other, HEAD, LLAMA) == 0
+
+
+def test_collectives_in_numbers() -> None:
+    # 2 bytes a parameter, twice or thrice, 63/64 of it.
+    assert step_traffic(HEAD, stage=1, ranks=64, bf16=True) == pytest.approx(5_524_420_608)
+    assert step_traffic(HEAD, stage=3, ranks=64, bf16=True) == pytest.approx(8_286_630_912)
+    assert step_traffic(HEAD, stage=0, ranks=1, bf16=True) == 0
+
+
+def test_replies_of_70b_in_numbers() -> None:
+    assert LLAMA.key_value_bytes == 327_680  # 2 · 80 layers · 8 · 128 · 2 bytes
+    replicas = generating_replicas(
+        LLAMA, H100, 64, concurrency=3072, slots=1, longest=2048, width=2
+    )
+    # On 2 GPUs each: 70.6 GB of weights. On 4: 35.3 GB, and 192 · 2048 · 327,680 / 4 = 32.2 GB.
+    assert (replicas.count, replicas.degree, replicas.slots) == (16, 4, 192)
+    assert replicas.memory == {"weights": 35_276_853_248, "keys and values": 32_212_254_720}
+    seconds = generation_seconds(
+        LLAMA,
+        H100,
+        replicas,
+        read=1e6,
+        generated=192e3,
+        context=1000.0,
+        width=2,
+        dtype="bfloat16",
+    )
+    # 4 GPUs at 40 %: 1583.2 TFLOP/s; at 50 %: 6.7 TB/s. Prompts 2·70.55e9·1e6 FLOP; 1,000 steps of
+    # 141.1 GB + 192·1000·327,680 = 62.9 GB each, which take longer than their 27.6 TFLOP.
+    assert seconds == pytest.approx((89.13 + 1000 * 0.030451) / 16, rel=1e-3)
+
+
+def shape(**switches: Any) -> HeadShape:
+    return HeadShape(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=50,
+        draft_vocab_size=40,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        max_position_embeddings=512,
+        **switches,
+    )
+
+
+def ttt_model(steps: int, *, tokens: int, dtype: torch.dtype, checkpointing: bool) -> TttModel:
+    head = Eagle3Head(shape())
+    head.set_vocabulary(torch.arange(40))
+    embedding, output = torch.randn(50, 64), torch.randn(50, 64)
+    objective = Objective(steps, 0.8)
+    return TttModel(
+        head,
+        embedding,
+        output,
+        objective,
+        max_length=tokens,
+        dtype=dtype,
+        checkpointing=checkpointing,
+    )
+
+
+def supervised_batch(tokens: int, dtype: torch.dtype) -> TrainBatch:
+    """Documents of 32 tokens, supervised from their third one on."""
+    flat = torch.arange(tokens)
+    labels = flat[flat % 32 >= 2]
+    ids, aux = torch.randint(0, 40, (tokens,)), torch.randn(tokens, 192, dtype=dtype)
+    teachers = torch.randn(len(labels), 64, dtype=dtype)
+    count = tokens // 32
+    return TrainBatch(("a",) * count, (32,) * count, ids, aux, labels, labels % 32, teachers)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_about_what_a_step_allocates(checkpointing: bool) -> None:
+    """torch's own account of a forward and backward pass."""
+    torch.manual_seed(0)
+    tokens, steps, dtype = 512, 6, torch.float32
+    model = ttt_model(steps, tokens=tokens, dtype=dtype, checkpointing=checkpointing)
+    batch = supervised_batch(tokens, dtype)
+    model(batch)  # tables that stay
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model(batch).loss.backward()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    section = TrainSection(
+        batch_tokens=tokens, ttt_steps=steps, activation_checkpointing=checkpointing
+    )
+    planned = activation_bytes(section, HeadSize(64, 96, 64, 32, 40), width=4)
+    assert 0.75 * peak < planned < 1.5 * peak
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_optimiser_holds_twelve_bytes_a_parameter(stage: ZeroStage) -> None:
+    """Of DeepSpeed's own masters and moments, in bf16, by one process."""
+    section = TrainSection(dtype="bfloat16", zero_stage=stage, batch_tokens=32)
+    dtype = torch.bfloat16
+    model = ttt_model(2, tokens=32, dtype=dtype, checkpointing=False)
+    trainer = Trainer(model, section, torch.device("cpu"))
+    list(trainer.step([supervised_batch(32, torch.float32)], 1e-3))
+    optimizer = trainer._engine.optimizer
+    if stage == 0:
+        masters = [part for group in optimizer.fp32_groups for part in group]
+    elif stage == 3:
+        masters = optimizer.fp32_partitioned_groups_flat
+    else:
+        masters = optimizer.single_partition_of_fp32_groups
+    base = optimizer.optimizer
+    moments = [
+        value for part in base.state.values() for value in part.values() if value.numel() > 1
+    ]
+    held = sum(part.numel() * part.itemsize for part in [*masters, *moments])
+    head = HeadSize(64, 96, 64, 32, 40)
+    planned = zero_memory(
+        section, head, KNOWN["smollm2-135m-instruct"], stage=stage, ranks=1, bf16=True
+    )
+    assert planned.optimiser <= held < 1.02 * planned.optimiser, "padding may add to it"
