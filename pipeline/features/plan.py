@@ -71,7 +71,7 @@ class _Size(NamedTuple):
     total: int
 
 
-class _Rate(NamedTuple):
+class _CaptureRate(NamedTuple):
     """Tokens a second of all workers, what that rests on, and GPUs that hold one target."""
 
     tokens: float
@@ -188,7 +188,7 @@ def _memory(
     }
 
 
-def _rate(config: RunConfig, device: Device, target: TargetShape) -> _Rate:
+def _rate(config: RunConfig, device: Device, target: TargetShape) -> _CaptureRate:
     """Committed shards of this run, unless the plan is for another device; else arithmetic."""
     if config.plan.device == "auto" and (measured := _measured(config)):
         return measured
@@ -202,10 +202,10 @@ def _rate(config: RunConfig, device: Device, target: TargetShape) -> _Rate:
         degree, flops = 1, _FLOPS_PER_THREAD[dtype] * config.run.threads * workers
         speed = f"{flops / 1e9:,.0f} GFLOP/s in {dtype} ({described(config, device)})"
     basis = f"2 FLOP a parameter and token at {speed}"
-    return _Rate(flops / (2 * target.parameters), basis, degree)
+    return _CaptureRate(flops / (2 * target.parameters), basis, degree)
 
 
-def _measured(config: RunConfig) -> _Rate | None:
+def _measured(config: RunConfig) -> _CaptureRate | None:
     folder = stage_location(config.run.uri, "features").child(SHARDS)
     entries = [read_entry(folder, name) for name in _entries(config)[:_ENTRIES_READ]]
     seconds = sum(entry.seconds for entry in entries)
@@ -213,7 +213,7 @@ def _measured(config: RunConfig) -> _Rate | None:
         return None
     rate = sum(entry.shard.tokens for entry in entries) / seconds
     basis = f"{rate:,.0f} tokens/s as measured over {len(entries)} committed shards"
-    return _Rate(rate * config.plan.workers, basis)
+    return _CaptureRate(rate * config.plan.workers, basis)
 
 
 def _degree(config: RunConfig, device: Device, target: TargetShape) -> int:

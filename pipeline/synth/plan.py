@@ -36,7 +36,7 @@ _REQUEST_TOKENS_PER_SECOND = 30.0
 _SCREEN_SECONDS = 0.004
 _LOADING_SECONDS = 15.0
 _LIBRARY_BYTES = 1200 << 20  # the interpreter with torch, transformers, presidio and spaCy
-#: A shard's file and its entry; begin.json, selection.json, manifest.json, datasheet.md, audit.json.
+#: A shard's file and its entry; begin, selection and manifest, datasheet.md and audit.json.
 _OBJECTS_PER_SHARD, _OTHER_OBJECTS = 2, 5
 
 
