@@ -36,6 +36,7 @@ SLOW = (
     "target/test_parallel.py",
     "features/test_tensor_parallel.py",
     "train/test_stage.py",
+    "train/test_resume.py",
     "train/test_acceptance.py",
     "decoder/test_engine.py",
     "decoder/ops/test_lossless.py",

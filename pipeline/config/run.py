@@ -40,6 +40,8 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "compile",
         "checkpoint_every",
         "keep_checkpoints",
+        "grace_seconds",
+        "timeout_minutes",
         "wandb",
         "wandb_project",
     },

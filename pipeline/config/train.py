@@ -106,6 +106,12 @@ class TrainSection(Section):
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = Field(2, gt=0)
     """Older checkpoints are deleted."""
+    grace_seconds: float = Field(30, gt=0)
+    """Time after a SIGTERM for the step under way and a checkpoint; then training ends without one.
+    Not more than the scheduler's own (Kubernetes: terminationGracePeriodSeconds)."""
+    timeout_minutes: float = Field(30, gt=0)
+    """How long a process waits for the others of its group: more than one of them takes for an
+    evaluation, or for a checkpoint's way to the store."""
     log_every: int = Field(10, gt=0)
     """Optimiser steps between lines of metrics.jsonl."""
     wandb: Literal["offline", "online", "disabled"] = "offline"

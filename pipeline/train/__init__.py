@@ -2,12 +2,16 @@
 
 stage.py         the stage as a paragraph
 plan.py          what it would do, without torch
+group.py         the processes that train together
+prepare.py       the states verified, surveyed and scheduled, and the start measured on them
 data/            states to batches: survey, schedule, packed micro-batches read ahead
 audit.py         mask, one sample and coverage, looked at before the first step
 start/           how the head begins: from the target, by least squares, or from an earlier head
 ttt/             the head unrolled on its own outputs, and its loss
 trainer.py       DeepSpeed, the one way to train
+optimizer_state.py  what it holds of each parameter, whole in every ZeRO stage
 loop.py          optimiser steps
+grace.py         SIGTERM: a checkpoint, then the end
 acceptance.py    the current head decoded: τ and α in the loop
 progress.py      how far training is and what it has measured
 checkpoints.py   checkpoints that are whole or not there

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from pipeline.console import show_supervised
+from pipeline.console import notice, show_supervised
+from pipeline.eagle3.init import DraftVocabulary
 from pipeline.errors import DataError
 from pipeline.store.samples import check_supervised
 from pipeline.train.data.corpus import Corpus, Survey
@@ -46,3 +47,25 @@ def coverage_by_source(counts: Mapping[str, Tensor], target_ids: Tensor) -> dict
         source: int(seen[target_ids].sum()) / max(1, int(seen.sum()))
         for source, seen in sorted(counts.items())
     }
+
+
+def log_survey(survey: Survey, batch_tokens: int) -> None:
+    """What the states hold, and what of it is left out."""
+    share = f"{survey.supervised / survey.tokens:.1%} supervised"
+    notice("train", f"states: {survey.samples:,} samples, {survey.tokens:,} tokens, {share}")
+    if survey.split:
+        longer = f"{survey.split:,} samples are longer than train.batch_tokens={batch_tokens}"
+        notice("train", f"{longer} and were split; no token is lost")
+    if survey.rejected:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in survey.rejected.items())
+        notice("train", f"not trained on: {reasons}")
+
+
+def log_coverage(survey: Survey, vocabulary: DraftVocabulary) -> None:
+    """How much of the supervised tokens the draft vocabulary holds, and of each source's."""
+    covered = f"{vocabulary.coverage:.2%} of {survey.supervised:,} supervised tokens"
+    notice("train", f"draft vocabulary: {vocabulary.size:,} tokens cover {covered}")
+    by_source = coverage_by_source(survey.counts, vocabulary.target_ids)
+    if len(by_source) > 1:
+        shares = ", ".join(f"{source} {share:.2%}" for source, share in by_source.items())
+        notice("train", f"by source: {shares}")

@@ -1,190 +1,284 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints in the run's directory, whole or not there, read and written by the first process.
 
-    checkpoints/step-000100/…            DeepSpeed's files
-    checkpoints/step-000100.json         written last: step, position in the data, files' checksums
-    checkpoints/best-000080.safetensors  the head with the highest τ so far, when training evaluates
+    <run>/train/checkpoints/step-000100-<nonce>/weights.safetensors     fp32 masters of the weights
+                                                moments.safetensors     AdamW's two a weight
+                                                metrics.jsonl           all lines so far
+                            best-000080-<sha256>.safetensors            head with the highest τ yet
+                            step-000100.json                            the marker, last
 
-A directory without a marker, or whose files differ from it, was cut off by a kill and is ignored.
+The marker holds the progress, the position in the data, and size and SHA-256 of every file. Without
+one, or with files that differ from it, a checkpoint was cut off by a kill and is ignored; the next
+older one is taken. The files of an attempt have names of its own, so that two attempts at once,
+maybe one on a node that was given up for lost, never mix theirs.
+
+Of a remote run the files are also in this machine's cache, and are fetched where they are not, or
+differ: what counts is the marker in the store.
+
 Nothing random is drawn during training — the order of batches is a function of the seed and the
-batch number — so a step and a batch number restore all there is. A best head is named by the
-progress inside a marker, and stays until no marker names it.
+batch number — so these files restore all there is, on any number of processes. Reading them
+executes nothing: they are tensors and JSON.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated, BinaryIO, NamedTuple
 
-from pydantic import ValidationError
-from safetensors.torch import load_file
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from safetensors.torch import save as encode
-from torch import Tensor
+from torch import Tensor, tensor
 
 from pipeline.config import cache_directory
+from pipeline.console import notice
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Record, digest
+from pipeline.store.backends.disk import replace_file
 from pipeline.store.location import Location
-from pipeline.store.stage_run import StageRun
-from pipeline.train.progress import Best, Progress
-from pipeline.train.trainer import Trainer
+from pipeline.train.metrics import METRICS
+from pipeline.train.progress import Best, Progress, StoredFile
+from pipeline.train.trainer import TrainingState
+
+WEIGHTS, MOMENTS = "weights.safetensors", "moments.safetensors"
+#: Of everything here; a marker's last.
+_STEP = re.compile(r"(?:step|best)-(\d+)[-.]")
+_MARKER = re.compile(r"step-\d+\.json")
+_FOLDER = r"^step-\d+-[0-9a-f]{16}$"
 
 
 class Marker(Record):
     """`step-000100.json`."""
 
-    work: str  # identity: hash of the configuration and the parent
-    world: int
+    work: str  # identity: hash of the configuration and the parent that the stage was begun with
     epoch: int  # of the next batch
     index: int  # of the next batch in its epoch
     progress: Progress
-    files: dict[str, tuple[int, str]]  # name → bytes, SHA-256
+    folder: str = Field(pattern=_FOLDER)
+    files: dict[Annotated[str, Field(pattern=r"^[a-z]+\.(safetensors|jsonl)$")], StoredFile]
 
 
-def workspace(stage_run: StageRun) -> Path:
-    """Directory of checkpoints and metrics: the stage's, or one in the cache for a remote run."""
-    if stage_run.location.is_local:
-        return stage_run.location.local_path(".")
-    return cache_directory() / "train" / digest(stage_run.location.uri)[:16]
+class Checkpoint(NamedTuple):
+    """A whole one; its files are on the disk of the first process."""
+
+    marker: Marker
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return _marker_name(self.marker.progress.step).removesuffix(".json")
+
+    def metrics(self) -> bytes:
+        """The lines up to its step."""
+        return (self.directory / METRICS).read_bytes()
+
+    def state(self) -> TrainingState:
+        """What the trainer is to take back. Raises CorruptShard for files that hold no tensors."""
+        try:
+            moments = load_file(self.directory / MOMENTS)
+            step = int(moments.pop("step"))
+            return TrainingState(load_file(self.directory / WEIGHTS), moments, step)
+        except (SafetensorError, KeyError) as error:
+            problem, fix = f"not a checkpoint: {error}", "run `eagle3 train --force`"
+            raise CorruptShard(problem, where=str(self.directory), fix=fix) from None
+
+
+def workspace(stage: Location) -> Path:
+    """Where files are written: the stage's directory, or one in the cache for a remote run."""
+    if stage.is_local:
+        return stage.local_path(".")
+    return cache_directory() / "train" / digest(stage.uri)[:16]
 
 
 class Checkpoints:
-    """The checkpoints of one run in a local directory."""
+    """The checkpoints of one run."""
 
-    def __init__(self, directory: Path, *, identity: str, keep: int) -> None:
+    def __init__(self, stage: Location, *, identity: str, keep: int) -> None:
         """`identity` is the hash of the configuration and the parent.
 
         Checkpoints of another are not read.
         """
-        self._directory, self._identity, self._keep = directory, identity, keep
+        self._store = stage.child("checkpoints")
+        self._local = workspace(stage) / "checkpoints"
+        self._identity, self._keep = identity, keep
 
-    def newest(self, world: int, *, sharded: bool) -> tuple[Path, Marker] | None:
-        """The newest whole checkpoint of this identity, or None.
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint of this identity, its files on this disk; None without one.
 
-        `sharded`: every process keeps a part of the optimiser's state (ZeRO 1 and above). Such a
-        checkpoint belongs to its number of processes: StoreError for another.
+        Raises StoreError when the store cannot be read.
         """
-        for path in sorted(self._directory.glob("step-*.json"), reverse=True):
-            marker = self._valid(path)
+        for name in reversed(self._marker_names()):
+            marker = self._read(name)
             if marker is None:
                 continue
-            if sharded and marker.world != world:
-                parts = marker.world
-                problem = (
-                    f"holds the optimiser's state in {parts} parts, this run has {world} processes"
-                )
-                only = "only train.zero_stage=0 continues on another number"
-                fix = f"start {parts} processes, or begin again with --force; {only}"
-                raise StoreError(problem, where=str(path), fix=fix)
-            return path.with_suffix(""), marker
+            lacking = next((file for file in _files_of(marker) if not self._fetch(*file)), None)
+            if lacking is None:
+                return Checkpoint(marker, self._local / marker.folder)
+            notice("train", f"{self._store.where(name)} is passed over: {lacking[0]} is damaged")
         return None
 
-    def keep_best(self, step: int, weights: Mapping[str, Tensor]) -> tuple[int, str]:
+    def keep_best(self, step: int, weights: Mapping[str, Tensor]) -> StoredFile:
         """Write the head of an evaluation; returns its size and checksum.
 
-        Raises StoreError when the disk refuses.
+        Raises StoreError when the store refuses.
         """
         data = encode(dict(weights))
-        Location(str(self._directory)).write(_best_name(step), data)
-        return len(data), hashlib.sha256(data).hexdigest()
+        file = len(data), hashlib.sha256(data).hexdigest()
+        for place in self._places():
+            place.write(_best_name(step, file), data)
+        return file
 
     def read_best(self, best: Best) -> dict[str, Tensor]:
         """The head that `keep_best` wrote. Raises CorruptShard when it is not what it was."""
-        path = self._directory / _best_name(best.step)
-        if not _matches(path, *best.file):
-            problem = "the best head is missing or damaged"
-            raise CorruptShard(problem, where=str(path), fix="run `eagle3 train --force`")
-        return load_file(path)
+        name = _best_name(best.step, best.file)
+        if not self._fetch(name, best.file):
+            problem, where = "the best head is missing or damaged", self._store.where(name)
+            raise CorruptShard(problem, where=where, fix="run `eagle3 train --force`")
+        return load_file(self._local / name)
 
-    def save(self, trainer: Trainer, progress: Progress, *, epoch: int, index: int) -> None:
+    def save(
+        self, state: TrainingState, progress: Progress, *, epoch: int, index: int, metrics: bytes
+    ) -> None:
         """Write a checkpoint, mark it, delete the oldest; `index` is the next batch's in `epoch`.
 
-        Raises StoreError when the disk refuses.
+        Raises StoreError when disk or store refuse.
         """
-        path = self._directory / f"step-{progress.step:06d}"
+        name = _marker_name(progress.step)
+        folder = f"{name.removesuffix('.json')}-{secrets.token_hex(8)}"
+        directory = self._local / folder
         try:
-            if trainer.rank == 0:
-                path.with_suffix(".json").unlink(missing_ok=True)
-                shutil.rmtree(path, ignore_errors=True)
-                self._directory.mkdir(parents=True, exist_ok=True)
-            trainer.barrier()
-            trainer.save(path)
-            trainer.barrier()
-            if trainer.rank == 0:
-                marker = Marker(
-                    work=self._identity,
-                    world=trainer.world,
-                    epoch=epoch,
-                    index=index,
-                    progress=progress,
-                    files=_checksums(path),
-                )
-                location = Location(str(self._directory))
-                location.write(f"{path.name}.json", marker.model_dump_json().encode())
-                self._prune()
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            files = _write_files(directory, state, metrics)
+        except (OSError, SafetensorError) as error:
             problem = f"a checkpoint cannot be written: {str(error).splitlines()[0]}"
             fix = "free some space, or choose another run.uri=…"
-            raise StoreError(problem, where=str(path), fix=fix) from error
+            raise StoreError(problem, where=str(directory), fix=fix) from error
+        if not self._store.is_local:
+            for file in files:
+                self._store.child(folder).put_file(file, directory / file)
+        marker = Marker(
+            work=self._identity,
+            epoch=epoch,
+            index=index,
+            progress=progress,
+            folder=folder,
+            files=files,
+        )
+        self._store.write(name, marker.model_dump_json().encode())
+        self._prune(progress.step)
 
-    def _prune(self) -> None:
-        """Markers first, so that a kill in between leaves no marker without its files."""
-        markers = sorted(self._directory.glob("step-*.json"))
-        for path in markers[: -self._keep]:
-            path.unlink()
-        kept = {path.stem for path in markers[-self._keep :]}
-        for directory in self._directory.iterdir():
-            if directory.is_dir() and directory.name not in kept:
-                shutil.rmtree(directory)
-        self._prune_best(markers[-self._keep :])
+    def _prune(self, step: int) -> None:
+        """Delete what `step` leaves behind, markers first: none is ever without its files.
 
-    def _prune_best(self, markers: Sequence[Path]) -> None:
-        named = {
-            _best_name(marker.progress.best.step)
-            for path in markers
-            if (marker := _read_marker(path)) and marker.progress.best
-        }
-        for file in self._directory.glob("best-*.safetensors"):
-            if file.name not in named:
-                file.unlink()
+        A later step's is another attempt's, or is passed over again, and does not count.
+        """
+        kept: list[Marker] = []
+        for name in reversed(self._marker_names()):
+            marker = self._read(name)
+            if marker and sum(_is_until(step, newer) for newer in kept) < self._keep:
+                kept.append(marker)
+            else:
+                self._store.delete(name)
+        named = {marker.folder for marker in kept}
+        named |= {name for marker in kept for name, _ in _files_of(marker)}
+        for place in self._places():
+            for folder in place.subdirectories():
+                if folder not in named and 0 <= _step_of(folder) <= step:
+                    place.child(folder).delete_tree()
+            for name in place.names():
+                if name.startswith("best-") and name not in named and _step_of(name) <= step:
+                    place.delete(name)
 
-    def _valid(self, path: Path) -> Marker | None:
-        """The marker at `path`, when it is of this identity and its files are what was written."""
-        marker = _read_marker(path)
-        if marker is None or marker.work != self._identity:
+    def _places(self) -> Iterator[Location]:
+        """Where files are: the store, and this machine's copy of a remote one."""
+        yield self._store
+        if not self._store.is_local:
+            yield Location(str(self._local))
+
+    def _marker_names(self) -> list[str]:
+        """By step."""
+        return sorted(filter(_MARKER.fullmatch, self._store.names()), key=_step_of)
+
+    def _read(self, name: str) -> Marker | None:
+        """The marker, if it is one, and of this identity."""
+        try:
+            marker = Marker.model_validate(json.loads(self._store.read(name)))
+        except (ValueError, ValidationError):
             return None
-        files = {path.with_suffix("") / name: expected for name, expected in marker.files.items()}
-        if best := marker.progress.best:
-            files[self._directory / _best_name(best.step)] = best.file
-        return marker if all(_matches(file, *files[file]) for file in files) else None
+        except StoreError:
+            if self._store.exists(name):
+                raise
+            return None  # another attempt has deleted it since it was listed
+        ours = marker.work == self._identity and _marker_name(marker.progress.step) == name
+        return marker if ours else None
+
+    def _fetch(self, name: str, file: StoredFile) -> bool:
+        """Whether the file `name` is on this disk with that size and checksum, maybe only now."""
+        path = self._local / name
+        if _matches(path, *file):
+            return True
+        folder, _, name = name.rpartition("/")
+        source = self._store.child(folder) if folder else self._store
+        if source.is_local or source.sizes().get(name) != file[0]:
+            return False
+
+        def fill(opened: BinaryIO) -> None:
+            opened.writelines(source.blocks(name))
+
+        replace_file(path, fill, durable=False)
+        return _matches(path, *file)
 
 
-def _read_marker(path: Path) -> Marker | None:
-    try:
-        return Marker.model_validate(json.loads(path.read_text()))
-    except (ValueError, ValidationError):
-        return None
+def _files_of(marker: Marker) -> Iterator[tuple[str, StoredFile]]:
+    """All that the marker promises, the head of its progress among them."""
+    for name, file in marker.files.items():
+        yield f"{marker.folder}/{name}", file
+    if best := marker.progress.best:
+        yield _best_name(best.step, best.file), best.file
 
 
-def _best_name(step: int) -> str:
-    return f"best-{step:06d}.safetensors"
+def _write_files(directory: Path, state: TrainingState, metrics: bytes) -> dict[str, StoredFile]:
+    """Bytes and SHA-256 of each file, once it is on the disk."""
+    directory.mkdir(parents=True)
+    save_file(dict(state.weights), directory / WEIGHTS)
+    save_file({**state.moments, "step": tensor(state.step)}, directory / MOMENTS)
+    (directory / METRICS).write_bytes(metrics)
+    files = {}
+    for name in (WEIGHTS, MOMENTS, METRICS):
+        path = directory / name
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        files[name] = path.stat().st_size, _sha256(path)
+    return files
 
 
-def _checksums(directory: Path) -> dict[str, tuple[int, str]]:
-    """Bytes and SHA-256 of every file below `directory`."""
-    files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
-    return {
-        file.relative_to(directory).as_posix(): (file.stat().st_size, _sha256(file))
-        for file in files
-    }
+def _is_until(step: int, marker: Marker) -> bool:
+    return marker.progress.step <= step
 
 
-def _matches(file: Path, size: int, checksum: str) -> bool:
-    return file.is_file() and file.stat().st_size == size and _sha256(file) == checksum
+def _step_of(name: str) -> int:
+    """-1 for what is not of a step."""
+    matched = _STEP.match(f"{name}.")
+    return int(matched[1]) if matched else -1
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
+def _marker_name(step: int) -> str:
+    return f"step-{step:06d}.json"
+
+
+def _best_name(step: int, file: StoredFile) -> str:
+    return f"best-{step:06d}-{file[1][:16]}.safetensors"
+
+
+def _matches(path: Path, size: int, checksum: str) -> bool:
+    return path.is_file() and path.stat().st_size == size and _sha256(path) == checksum
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.config import RunConfig
 from pipeline.console import notice
 from pipeline.eagle3.checkpoint import HeadCard, save_head
@@ -19,24 +21,20 @@ from pipeline.store.stage_run import StageRun
 from pipeline.train.audit import coverage_by_source
 from pipeline.train.checkpoints import Checkpoints, workspace
 from pipeline.train.data.corpus import Survey
-from pipeline.train.metrics import METRICS, VOLATILE
+from pipeline.train.group import world
+from pipeline.train.metrics import VOLATILE
 from pipeline.train.progress import Progress
 from pipeline.train.start.initial_head import Start
-from pipeline.train.trainer import Trainer, world
 
 HEAD = "head"
 
 
 def chosen_head(
-    shape: HeadShape, trainer: Trainer, checkpoints: Checkpoints, progress: Progress
+    shape: HeadShape, last: Mapping[str, Tensor], checkpoints: Checkpoints, progress: Progress
 ) -> Eagle3Head:
-    """The head to export: the best by τ, or the last one without evaluations.
-
-    Every process takes part.
-    """
-    weights = trainer.weights()
-    best = progress.best
-    if best and trainer.rank == 0:  # it alone wrote the file, and it alone exports
+    """The head to export: the best by τ, or the `last` one without evaluations."""
+    weights, best = dict(last), progress.best
+    if best:
         which = f"τ {best.tau:.3f} after step {best.step:,} of {progress.step:,}"
         notice("train", f"best of {progress.evaluations} evaluations: {which}")
         weights = checkpoints.read_best(best)
@@ -47,7 +45,7 @@ def chosen_head(
 
 def export(stage_run: StageRun, head: Eagle3Head, card: HeadCard, *, tokens: int) -> None:
     """Write the head's directory and commit its files; `tokens` are those it was trained on."""
-    directory = workspace(stage_run) / HEAD
+    directory = workspace(stage_run.location) / HEAD
     save_head(directory, head, card)
     for file in sorted(directory.iterdir()):
         own, data = tokens if file.suffix == ".safetensors" else 0, file.read_bytes()
@@ -58,8 +56,6 @@ def export(stage_run: StageRun, head: Eagle3Head, card: HeadCard, *, tokens: int
             fix = "pass --force to train again, or choose another run.uri=…"
             raise StageConflict(problem, where=stage_run.location.uri, fix=fix)
     place_head(stage_run)
-    if not stage_run.location.is_local:
-        stage_run.location.put_file(METRICS, workspace(stage_run) / METRICS)
 
 
 def place_head(stage_run: StageRun) -> None:
@@ -119,19 +115,14 @@ def provenance(
     samples = find_manifest(config.run.uri, "synth")
     if samples and samples.content_hash == parent.parent_hash:
         manifests["synth"] = samples
-    left_out: dict[str, Any] = {
-        "run": {"uri", "force", "threads"},
-        "target": {"cache_dir"},
-        "eval": True,
-        "plan": True,
-        "synth": {"generator": {"endpoints", "api_key_env"}},
-    }
+    # Only what shapes the output: an attempt on another machine makes the same card.
+    shaping = {**config.shaping("synth"), **config.shaping("features"), **config.shaping("train")}
     facts = {
         "manifests": {"features": parent.content_hash, "synth": parent.parent_hash},
         "licenses": parent.licenses,
         "sources": parent.sources,
         "rejected": {stage: manifest.rejected for stage, manifest in manifests.items()},
-        "config": config.model_dump(mode="json", exclude=left_out),
+        "config": shaping,
         "arithmetic": [str(arithmetic) for arithmetic in progress.arithmetic],
         "world_size": world(),
     }

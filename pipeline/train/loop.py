@@ -15,18 +15,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from pipeline.config import TrainSection
-from pipeline.console import progress_bar
+from pipeline.console import notice, progress_bar
 from pipeline.decoder.request import Acceptance
 from pipeline.train.acceptance import Evaluator
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.data.batches import ReadAhead
 from pipeline.train.data.corpus import Corpus
 from pipeline.train.data.schedule import Schedule
+from pipeline.train.grace import Grace
+from pipeline.train.group import first_decides
 from pipeline.train.metrics import Clock, Metrics
-from pipeline.train.progress import Progress, Window
-from pipeline.train.trainer import Trainer
+from pipeline.train.progress import Progress, StoredFile, Window
+from pipeline.train.trainer import Trainer, TrainingState
 from pipeline.train.ttt.model import StepResult
 
 #: The learning rate ends at this share of its peak.
@@ -75,24 +78,23 @@ class TrainingLoop:
     progress: Progress  # replaced as training goes on
 
     def run(self) -> Progress:
-        """Train until the last step, or until τ has stopped rising."""
+        """Train until the last step, or until τ has stopped rising.
+
+        Raises KeyboardInterrupt, on all processes, after a SIGTERM to one of them.
+        """
         section, steps, clock = self.section, self.steps, Clock()
         with (
+            Grace(section.grace_seconds) as grace,
             progress_bar("train", unit="steps", total=steps, done=self.progress.step) as bar,
             ReadAhead(self.corpus, self.schedule, self._batch_numbers()) as reader,
         ):
-            while self.progress.step < steps and not self._stalled():
-                rate = rate_at(self.progress.step, steps, section)
-                self._step(reader, rate)
-                step = self.progress.step
-                last, acceptance = step == steps, None
-                if section.evaluate_every and (last or step % section.evaluate_every == 0):
-                    with clock.paused():
-                        acceptance = self._evaluate()
-                if acceptance or last or step % section.log_every == 0:
-                    self._log(rate, acceptance, clock.lap(reader.waited))
+            while self._goes_on():
+                if not self.progress.unmeasured:
+                    self._step(reader, grace)
+                self._measure(clock, reader)
                 bar.advance(1, self._status())
-                if last or self._stalled() or step % section.checkpoint_every == 0:
+                last = self.progress.step == steps or self._stalled()
+                if last or self.progress.step % section.checkpoint_every == 0:
                     with clock.paused():
                         self._save()
         return self.progress
@@ -109,31 +111,52 @@ class TrainingLoop:
         # Fewer batches than one group only happens in runs shorter than one step; they start over.
         return (number % len(self.schedule) for number in own)
 
+    def _goes_on(self) -> bool:
+        return self.progress.unmeasured or (self.progress.step < self.steps and not self._stalled())
+
     def _stalled(self) -> bool:
         """Whether `train.early_stop` evaluations in a row were no better than the best."""
         limit = self.section.early_stop
         return limit is not None and self.progress.stale >= limit
 
-    def _step(self, reader: ReadAhead, rate: float) -> None:
-        """One optimiser step, and what it adds up to over all processes."""
+    def _step(self, reader: ReadAhead, grace: Grace) -> None:
+        """One optimiser step, and what it adds up to over all processes.
+
+        When one of them is asked to end, all do, with a checkpoint.
+        """
         batches = (reader.take() for _ in range(self.section.accumulate))
         tokens, labels, results = 0, 0, list[StepResult]()
-        for batch, result in self.trainer.step(batches, rate):
+        for batch, result in self.trainer.step(batches, self._rate(self.progress.step)):
             tokens, labels = tokens + batch.tokens, labels + len(batch.labels)
             results.append(result)
         hits = torch.stack([result.hits.cpu() for result in results]).sum(0)
         predicted = torch.stack([result.labels.cpu() for result in results]).sum(0)
         losses = torch.stack([result.loss.double().cpu() for result in results])
-        counts = torch.cat((hits, predicted, torch.tensor([tokens, labels])))
-        *sums, tokens, labels = self.trainer.all_reduce(counts).tolist()
+        counts = torch.cat((hits, predicted, torch.tensor([tokens, labels, int(grace.begun)])))
+        *sums, tokens, labels, ending = self.trainer.all_reduce(counts).tolist()
         losses = self.trainer.all_reduce(losses) / self.trainer.world
-        window = self.progress.window.extended(
-            losses.tolist(), sums[: len(hits)], sums[len(hits) :], tokens
-        )
         group = self.trainer.world * self.section.accumulate
+        window = self.progress.window.extended(
+            losses.tolist(), sums[: len(hits)], sums[len(hits) :], tokens=tokens, batches=group
+        )
         self.progress = self.progress.after_step(
             batches=group, tokens=tokens, labels=labels, window=window
         )
+        if ending:
+            self._save()
+            notice("train", f"SIGTERM: ended with a checkpoint after step {self.progress.step:,}")
+            raise KeyboardInterrupt
+
+    def _measure(self, clock: Clock, reader: ReadAhead) -> None:
+        """Evaluate and log the step just taken, if that is due."""
+        section, step = self.section, self.progress.step
+        last, acceptance = step == self.steps, None
+        if section.evaluate_every and (last or step % section.evaluate_every == 0):
+            with clock.paused():
+                acceptance = self._evaluate()
+        if acceptance or last or step % section.log_every == 0:
+            self._log(acceptance, clock.lap(reader.waited))
+        self.progress = self.progress.model_copy(update={"unmeasured": False})
 
     def _evaluate(self) -> Acceptance:
         """Decode with the head as it is, on the first process while the others wait.
@@ -141,28 +164,31 @@ class TrainingLoop:
         Keep it when τ is higher than ever.
         """
         weights = self.trainer.weights()
-        acceptance = self.evaluator.measure(weights) if self.evaluator else None
-        file = None
-        if acceptance and self.progress.is_best(acceptance):
-            file = self.checkpoints.keep_best(self.progress.step, weights)
-        acceptance, file = self.trainer.broadcast((acceptance, file))
-        assert acceptance is not None, "the first process has an evaluator"
+        acceptance, file = first_decides(lambda: self._decode(weights))
         self.progress = self.progress.after_evaluation(acceptance, file)
         return acceptance
 
-    def _log(self, rate: float, acceptance: Acceptance | None, lap: tuple[float, float]) -> None:
+    def _decode(self, weights: dict[str, Tensor]) -> tuple[Acceptance, StoredFile | None]:
+        """Acceptance of a head, and its file if it is the best so far."""
+        assert self.evaluator is not None, "the first process has an evaluator"
+        acceptance, file = self.evaluator.measure(weights), None
+        if self.progress.is_best(acceptance):
+            file = self.checkpoints.keep_best(self.progress.step, weights)
+        return acceptance, file
+
+    def _log(self, acceptance: Acceptance | None, lap: tuple[float, float]) -> None:
         """Write a line over all steps since the one before, and begin a new window."""
         progress, window, (seconds, waiting) = self.progress, self.progress.window, lap
         group = self.trainer.world * self.section.accumulate
         means, decoded = window.means(), acceptance.named() if acceptance else {}
-        budget = len(window.losses) * self.trainer.world * self.section.batch_tokens
+        budget = window.batches * self.section.batch_tokens
         speed = window.tokens / seconds
         line = {
             "step": progress.step,
             "epoch": self.schedule.locate(progress.batches - group)[0],
             **means,
             **decoded,
-            "lr": rate,
+            "lr": self._rate(progress.step - 1),
             "tokens": progress.tokens,
             "fill": window.tokens / budget,
             "tokens_per_second": round(speed, 1),
@@ -184,6 +210,16 @@ class TrainingLoop:
         measured = f"loss {last['loss']:.3f}  acc_0 {last['acc_0']:.1%}{tau}"
         return f"{measured}  {last['tokens_per_second']:,.0f} tokens/s"
 
+    def _rate(self, step: int) -> float:
+        return rate_at(step, self.steps, self.section)
+
     def _save(self) -> None:
+        """A checkpoint; every process takes part, and the first one writes it."""
+        state = self.trainer.state()
+        first_decides(lambda: self._write(state))
+
+    def _write(self, state: TrainingState | None) -> None:
+        assert state is not None and self.metrics is not None, "the first process has both"
         epoch, index = self.schedule.locate(self.progress.batches)
-        self.checkpoints.save(self.trainer, self.progress, epoch=epoch, index=index)
+        lines = self.metrics.publish()
+        self.checkpoints.save(state, self.progress, epoch=epoch, index=index, metrics=lines)

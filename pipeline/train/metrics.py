@@ -50,16 +50,18 @@ class Clock:
 
 
 class Metrics:
-    """Lines of `directory`/metrics.jsonl.
+    """Lines of `directory`/metrics.jsonl, of which `stage` gets a copy when it is elsewhere."""
 
-    Lines beyond `step`, of steps that a resumed run takes again, are removed.
-    """
+    def __init__(
+        self, directory: Path, stage: Location, config: RunConfig, *, before: bytes, run_id: str
+    ) -> None:
+        """`before` are the lines up to the step that a resumed run goes on from.
 
-    def __init__(self, directory: Path, config: RunConfig, *, step: int, run_id: str) -> None:
-        """`run_id` is the run's name in Weights & Biases, the same when it is resumed."""
-        self._path = directory / METRICS
-        kept = [json.dumps(line) + "\n" for line in read_lines(self._path) if line["step"] <= step]
-        Location(str(directory)).write(METRICS, "".join(kept).encode())
+        Lines beyond it, of steps that are taken again, are removed. `run_id` is the run's name in
+        Weights & Biases, the same when it is resumed.
+        """
+        self._path, self._stage = directory / METRICS, stage
+        Location(str(directory)).write(METRICS, before)
         disabled = config.train.wandb == "disabled"
         self._wandb = None if disabled else _start_wandb(directory, config, run_id)
 
@@ -75,18 +77,17 @@ class Metrics:
         if self._wandb is not None:
             self._wandb.log(dict(line), step=int(line["step"]))
 
+    def publish(self) -> bytes:
+        """All lines so far, once the stage's directory has them."""
+        data = self._path.read_bytes()
+        if not self._stage.is_local:
+            self._stage.write(METRICS, data)
+        return data
+
     def close(self) -> None:
         """End the Weights & Biases run."""
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def read_lines(path: Path) -> list[dict[str, float]]:
-    """All whole lines; a last one that a kill cut short is left out."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _start_wandb(directory: Path, config: RunConfig, run_id: str) -> Any:

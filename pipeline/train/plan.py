@@ -29,14 +29,16 @@ _FLOPS_PER_THREAD = {"bfloat16": 150e9, "float32": 90e9}
 #: The interpreter with torch, transformers and deepspeed imported.
 _INTERPRETER_BYTES = 900 << 20
 _LOADING_SECONDS = 15.0
-#: Weights in compute type, master, and two moments of AdamW.
-_CHECKPOINT_BYTES_PER_PARAMETER = 14
+#: Master and two moments of AdamW.
+_CHECKPOINT_BYTES_PER_PARAMETER = 12
 #: A decoded round is short and runs at a smaller share of the rate above; measured likewise, with
 #: replies as below.
 _DECODING_SHARE = 0.75
 #: begin.json, manifest.json, metrics.jsonl; the head's three files, and as shards with entries.
 _OBJECTS = 3 + 3 + 3 * 2
 _HEAD_FILES = 3
+#: Of one checkpoint: weights, moments, the metrics so far, the marker.
+_CHECKPOINT_FILES = 4
 
 
 class _States(NamedTuple):
@@ -139,7 +141,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         tokens=work.tokens,
         storage_bytes=section.keep_checkpoints * checkpoint + 2 * 2 * parameters,
         shards=_HEAD_FILES,
-        objects=_OBJECTS + section.keep_checkpoints * _checkpoint_files(work),
+        objects=_OBJECTS + section.keep_checkpoints * _CHECKPOINT_FILES,
         device=workers_said,
         seconds=_LOADING_SECONDS + _seconds(work) + decoding_seconds,
         peak_memory_bytes=max(sum(memory.values()), _start_bytes(work)),
@@ -223,12 +225,6 @@ def _problems(work: _Work, needed: int) -> tuple[str, ...]:
     )
 
 
-def _checkpoint_files(work: _Work) -> int:
-    """The weights, the optimiser's state in as many parts as processes hold it in, the marker."""
-    section = work.config.train
-    return 2 + (work.config.plan.workers if section.zero_stage else 0)
-
-
 def _evaluation(work: _Work) -> _Evaluation:
     """As if a round emitted one token: the first evaluations decode with an untrained head."""
     section, target = work.config.train, work.target
@@ -263,4 +259,5 @@ def _state(config: RunConfig, parent: Manifest) -> str:
         return "complete" if same else "complete for another config or parent"
     names = stage_location(config.run.uri, "train").child("checkpoints").names()
     markers = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-    return f"checkpoint {markers[-1]}" if markers else "not started"
+    newest = max(markers, key=lambda name: (len(name), name), default=None)
+    return f"checkpoint {newest}" if newest else "not started"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from pydantic import Field
 
 from pipeline.decoder.request import Acceptance
 from pipeline.records import Arithmetic, Record
+
+#: Bytes and SHA-256 of a file.
+StoredFile = tuple[int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
 
 
 class Window(Record):
@@ -17,9 +21,16 @@ class Window(Record):
     hits: tuple[int, ...] = ()  # per step of the unroll
     rows: tuple[int, ...] = ()  # likewise: labels that the step predicts
     tokens: int = 0
+    batches: int = 0  # over all processes, however many there were
 
     def extended(
-        self, losses: Sequence[float], hits: Sequence[int], labels: Sequence[int], tokens: int
+        self,
+        losses: Sequence[float],
+        hits: Sequence[int],
+        labels: Sequence[int],
+        *,
+        tokens: int,
+        batches: int,
     ) -> Window:
         """With one more optimiser step."""
         none = (0,) * len(hits)
@@ -28,6 +39,7 @@ class Window(Record):
             hits=tuple(a + b for a, b in zip(self.hits or none, hits, strict=True)),
             rows=tuple(a + b for a, b in zip(self.rows or none, labels, strict=True)),
             tokens=self.tokens + tokens,
+            batches=self.batches + batches,
         )
 
     def means(self) -> dict[str, float]:
@@ -44,7 +56,7 @@ class Best(Record):
     tau: float
     alpha: tuple[float, ...]  # α_k, k = 1…
     measured: dict[str, float]  # loss and accuracies of the line of metrics that carries it
-    file: tuple[int, str]  # bytes and SHA-256 of its head
+    file: StoredFile  # its head
 
 
 class Progress(Record):
@@ -56,6 +68,7 @@ class Progress(Record):
     labels: int = 0  # of them predicted at step 0
     window: Window = Window()
     last: dict[str, float] = Field(default_factory=dict)  # the last line of metrics
+    unmeasured: bool = False  # the last step's evaluation and line of metrics, if due, are to come
     evaluations: int = 0
     stale: int = 0  # evaluations since the best one
     best: Best | None = None
@@ -76,6 +89,7 @@ class Progress(Record):
             "tokens": self.tokens + tokens,
             "labels": self.labels + labels,
             "window": window,
+            "unmeasured": True,
         }
         return self.model_copy(update=changes)
 
@@ -83,9 +97,7 @@ class Progress(Record):
         """Whether τ is higher than ever."""
         return self.best is None or acceptance.tau > self.best.tau
 
-    def after_evaluation(
-        self, acceptance: Acceptance, file: tuple[int, str] | None = None
-    ) -> Progress:
+    def after_evaluation(self, acceptance: Acceptance, file: StoredFile | None = None) -> Progress:
         """One evaluation further; `file` is that of its head when it is the best so far."""
         changes = {"evaluations": self.evaluations + 1, "stale": self.stale + 1}
         if file is None:

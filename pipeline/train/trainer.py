@@ -7,52 +7,29 @@ weights. AdamW is torch's own, so no compiler is needed.
 
 from __future__ import annotations
 
-import logging
-import os
 import resource
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.config import TrainSection
-from pipeline.errors import DataError, MissingPackage
+from pipeline.errors import CorruptShard, DataError
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
+from pipeline.train.group import first_decides, join_group, local_rank, quiet, take_from_first
+from pipeline.train.optimizer_state import MOMENTS, OptimizerState, set_weight, whole_shape
 from pipeline.train.ttt.model import StepResult, TttModel
 
-Value = TypeVar("Value")
 
+class TrainingState(NamedTuple):
+    """All that an optimiser step changes, whole and on the CPU, for any number of processes."""
 
-def rank() -> int:
-    """Number of this process among those that the launcher started; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world() -> int:
-    """How many processes the launcher started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank_zero_first(action: Callable[[], Value], device: torch.device) -> Value:
-    """Do `action` on the first process and, when it is done there, on all others.
-
-    Joins the launcher's group for it; a process without a launcher just does it.
-    """
-    if world() == 1:
-        return action()
-    _join_group(_deepspeed(), device)
-    if rank() > 0:
-        torch.distributed.barrier()
-    done = action()
-    if rank() == 0:
-        torch.distributed.barrier()
-    return done
+    weights: Mapping[str, Tensor]  # of the head: fp32 masters of what is trained, the rest as it is
+    moments: Mapping[str, Tensor]  # "exp_avg/<name>" and "exp_avg_sq/<name>" of what is trained
+    step: int  # as AdamW counts
 
 
 class Trainer:
@@ -67,11 +44,10 @@ class Trainer:
 
         fc_scale multiplies the learning rate of `fc`. Raises MissingPackage without deepspeed.
         """
-        self._deepspeed = deepspeed = _deepspeed()
-        _join_group(deepspeed, device)
+        self._deepspeed = deepspeed = join_group(device, minutes=section.timeout_minutes)
         self.model = model
         self._sharded_weights = section.zero_stage == 3
-        self.device = torch.device("cuda", _local_rank()) if device.type == "cuda" else device
+        self.device = torch.device("cuda", local_rank()) if device.type == "cuda" else device
         self.dtype = resolve_dtype(section.dtype, device)
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
@@ -83,10 +59,11 @@ class Trainer:
             weight_decay=section.weight_decay,
             fused=True,
         )
-        with _quiet():
+        with quiet():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=_settings(section, self.dtype)
             )
+        self._state = OptimizerState(self._optimizer, section.zero_stage)
 
     def step(
         self, batches: Iterable[TrainBatch], rate: float
@@ -98,12 +75,12 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["scale"]
         for batch in batches:
-            with _quiet() if self._sharded_weights else nullcontext():  # it gathers weights
+            with quiet() if self._sharded_weights else nullcontext():  # it gathers weights
                 result: StepResult = self._engine(batch.to(self.device, self.dtype))
             if not bool(torch.isfinite(result.loss)):
                 raise _not_finite("loss", float(result.loss.detach()), batch)
             skipped = self._engine.skipped_steps
-            with _quiet():
+            with quiet():
                 self._engine.backward(result.loss)
                 self._engine.step()
             if self._engine.skipped_steps != skipped:
@@ -112,19 +89,11 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The head's tensors, whole and on the CPU, by name; every process takes part."""
-        with _quiet(), self._whole():
+        with quiet(), self._whole():
             return {
                 name: tensor.detach().to("cpu", copy=True).contiguous()
                 for name, tensor in self.model.head.state_dict().items()
             }
-
-    def broadcast(self, value: Value) -> Value:
-        """What the first process passes, on all of them."""
-        if self.world == 1:
-            return value
-        values = [value]
-        torch.distributed.broadcast_object_list(values, src=0, device=self.device)
-        return values[0]
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum of `values` over all processes."""
@@ -134,22 +103,72 @@ class Trainer:
         torch.distributed.all_reduce(values)
         return values.cpu()
 
-    def save(self, directory: Path) -> None:
-        """Write weights, masters and optimiser state; every process takes part."""
-        with _quiet():
-            parent, tag = str(directory.parent), directory.name
-            self._engine.save_checkpoint(parent, tag=tag, save_latest=False)
+    def state(self) -> TrainingState | None:
+        """What `restore` takes, on the first process; None on the others, which take part."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._trained().items():
+            for kind in ("master", *MOMENTS):
+                whole = self._state.whole(parameter, kind)
+                if self.rank == 0:
+                    tensors[f"{kind}/{name}"] = whole.to("cpu", copy=True)
+        weights = self.weights()
+        if self.rank > 0:
+            return None
+        masters = {name: tensors.pop(f"master/{name}") for name in self._trained()}
+        return TrainingState(weights | masters, tensors, self._state.step)
 
-    def load(self, directory: Path) -> None:
-        """Take all of `save`'s state back."""
-        with _quiet():
-            path, _ = self._engine.load_checkpoint(str(directory.parent), tag=directory.name)
-        assert path is not None, "a marked checkpoint is complete"
+    def restore(self, read: Callable[[], TrainingState], *, where: str) -> None:
+        """Take back what `state` gave, which the first process reads and sends the others.
 
-    def barrier(self) -> None:
-        """Wait for every process."""
-        if self.world > 1:
-            torch.distributed.barrier()
+        Raises CorruptShard, naming `where`, for the state of another head, and what `read` raises.
+        """
+        states: list[TrainingState] = []
+
+        def read_checked() -> int:
+            states.append(read())
+            self._check(states[0], where)
+            return states[0].step
+
+        self._state.begin(first_decides(read_checked))
+        state = states[0] if states else None
+        trained, buffers = self._trained(), dict(self.model.head.named_buffers())
+        for name, tensor in self.model.head.state_dict(keep_vars=True).items():
+            if name in buffers:
+                continue  # they follow from the vocabulary, and are the same
+            whole = self._received(state and state.weights[name], tensor, trained=name in trained)
+            set_weight(tensor, whole)
+            if name in trained:
+                self._state.put(trained[name], "master", whole)
+                for kind in MOMENTS:
+                    moment = state and state.moments[f"{kind}/{name}"]
+                    self._state.put(trained[name], kind, self._received(moment, tensor))
+
+    def _check(self, state: TrainingState, where: str) -> None:
+        """Raise CorruptShard unless the state is of this head."""
+        head, tensors = self.model.head, self.model.head.state_dict(keep_vars=True)
+        shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
+        moments = {f"{kind}/{name}": shapes[name] for name in self._trained() for kind in MOMENTS}
+        same = _shapes(state.weights) == shapes and _shapes(state.moments) == moments
+        if not same or any(
+            not torch.equal(state.weights[name], buffer.cpu())
+            for name, buffer in head.named_buffers()
+        ):
+            problem = "the checkpoint is of a head with other tensors or another vocabulary"
+            raise CorruptShard(problem, where=where, fix="run `eagle3 train --force`")
+
+    def _received(self, sent: Tensor | None, like: Tensor, *, trained: bool = True) -> Tensor:
+        """The first process's tensor on all, on the device; float32 for what is trained."""
+        dtype = torch.float32 if trained else like.dtype
+        if sent is None:
+            received = torch.empty(whole_shape(like), dtype=dtype, device=self.device)
+        else:
+            received = sent.to(self.device, dtype)
+        take_from_first(received, self.device)
+        return received
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        parameters = self.model.head.named_parameters()
+        return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
     def peak_memory(self) -> float:
         """Most memory that this process has held, in GB: of the GPU, or of the process on a CPU."""
@@ -193,67 +212,5 @@ def _not_finite(what: str, value: float, batch: TrainBatch) -> DataError:
     return DataError(f"the {what} is {value}", where=f"batch of samples {samples}", fix=fix)
 
 
-def _deepspeed() -> Any:
-    """The package, told which accelerator to use and to keep its log to errors."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    try:
-        with _quiet(), _silent_descriptors():
-            import deepspeed  # type: ignore[import-untyped]
-            from deepspeed.ops.op_builder import cpu  # type: ignore[import-untyped]
-    except ImportError as error:
-        problem, fix = f"training needs deepspeed: {error}", "pip install 'eagle3[train]'"
-        raise MissingPackage(problem, where="train", fix=fix) from error
-    # Its shared-memory collective is compiled with g++ when the group is made, on a machine that
-    # may have none; gloo is enough.
-    deepspeed.ops.__compatible_ops__[cpu.ShareMemCommBuilder.NAME] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    return deepspeed
-
-
-def _join_group(deepspeed: Any, device: torch.device) -> None:
-    """The launcher's group when there is one.
-
-    Else a group of one, kept in memory: it opens no port.
-    """
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(_local_rank())
-    if "RANK" not in os.environ and not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    if not deepspeed.comm.is_initialized():
-        with _quiet():
-            deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
-
-
-def _local_rank() -> int:
-    return int(os.environ["LOCAL_RANK"])
-
-
-@contextmanager
-def _silent_descriptors() -> Iterator[None]:
-    """Nothing reaches the terminal: DeepSpeed's import tries the compiler, which complains."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 1)
-        os.dup2(nothing.fileno(), 2)
-    try:
-        yield
-    finally:
-        for descriptor, copy in zip((1, 2), kept, strict=True):
-            os.dup2(copy, descriptor)
-            os.close(copy)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No warnings of DeepSpeed and of what it imports: they are about its own use of torch."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

@@ -44,8 +44,8 @@ class MemoryCorpus:
     def outline(self, shard: int) -> MemoryOutline:
         return self._shards[shard]
 
-    def outlines(self) -> Iterator[MemoryOutline]:
-        return iter(self._shards)
+    def outlines(self, shards: Sequence[int]) -> Iterator[MemoryOutline]:
+        return map(self.outline, shards)
 
     def new_rows(self, piece: Piece, tokens: int) -> tuple[Tensor, Tensor]:
         sample = self._shards[piece.shard].samples[piece.sample]

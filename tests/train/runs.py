@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from pipeline.config import RunConfig
 from pipeline.records import Manifest
-from pipeline.train.metrics import VOLATILE, read_lines
+from pipeline.store.location import Location
+from pipeline.train.metrics import METRICS, VOLATILE
 
 #: The fixtures `tiny_config` and `store_states`.
 Configure = Callable[..., RunConfig]
@@ -28,8 +30,10 @@ run(parse(json.loads(sys.argv[1])))
 
 
 def lines_of(config: RunConfig) -> list[dict[str, float]]:
-    """All lines of metrics."""
-    return read_lines(Path(config.run.uri) / "train" / "metrics.jsonl")
+    """All whole lines of metrics; a last one that a kill cut short is left out."""
+    stage = Location(config.run.uri).child("train")
+    lines = stage.read(METRICS).splitlines(keepends=True) if stage.exists(METRICS) else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def without_speed(lines: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -55,3 +59,14 @@ def kill_after(config: RunConfig, steps: int) -> None:
     assert process.poll() is None, process.communicate()[1]
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def stop_at(config: RunConfig, steps: int) -> None:
+    """Make a finished run look like one that was killed after the checkpoint of step `steps`."""
+    directory = Path(config.run.uri) / "train"
+    for name in ("manifest.json", "shards", "head"):
+        path = directory / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for marker in (directory / "checkpoints").glob("step-*.json"):
+        if int(marker.stem.removeprefix("step-")) > steps:
+            marker.unlink()

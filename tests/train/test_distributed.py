@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from pipeline.config import RunConfig
 from pipeline.store.manifest import read_manifest
 from pipeline.train import run
-from tests.train.runs import Configure, Store, head_of, lines_of, without_speed
+from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
 
 SETTINGS = {
     "epochs": 8,
@@ -40,10 +41,10 @@ LAUNCHERS = {
 }
 
 
-def launch(
-    config: RunConfig, processes: int, *, launcher: str = "torchrun", succeeds: bool = True
-) -> str:
-    """Train with `processes` processes of a launcher; returns what they wrote to standard error."""
+def start(
+    config: RunConfig, processes: int, *, launcher: str = "torchrun"
+) -> subprocess.Popen[str]:
+    """Training with `processes` processes of a launcher, all in a process group of their own."""
     file = Path(f"{config.run.uri}.yaml")
     tree = config.model_dump(mode="json", exclude_none=True)
     file.write_text(yaml.safe_dump({**tree, "synth": None}))
@@ -55,9 +56,21 @@ def launch(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert (done.returncode == 0) == succeeds, done.stderr[-3000:]
-    return done.stderr
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def launch(config: RunConfig, processes: int, *, launcher: str = "torchrun") -> None:
+    """Train to the end."""
+    process = start(config, processes, launcher=launcher)
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 0, errors[-3000:]
 
 
 @pytest.mark.slow
@@ -88,40 +101,50 @@ def test_two_processes_follow_the_loss_curve_of_one(
         assert (tensor.float() - heads[1][name].float()).abs().max() < 1e-2, name
 
 
-def stop_at(config: RunConfig, steps: int) -> None:
-    """Make a finished run look like one that was killed after the checkpoint of step `steps`."""
-    directory = Path(config.run.uri) / "train"
-    for name in ("manifest.json", "shards", "head"):
-        path = directory / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for marker in (directory / "checkpoints").glob("step-*.json"):
-        if int(marker.stem.removeprefix("step-")) > steps:
-            marker.unlink()
+@pytest.fixture(scope="module")
+def curves() -> dict[int, list[dict[str, float]]]:
+    """ZeRO stage → lines of the run below."""
+    return {}
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_continues_with_the_same_data(
-    tiny_config: Configure, store_states: Store
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_two_and_one_processes_train_on_each_batch_once(
+    tiny_config: Configure,
+    store_states: Store,
+    curves: dict[int, list[dict[str, float]]],
+    stage: int,
 ) -> None:
-    """Two processes stop after three steps, six batches; one process goes on with batch seven."""
-    settings = {**SETTINGS, "max_steps": None, "epochs": 3, "keep_checkpoints": 9}
-    config = tiny_config("run", **settings)
+    """Batches 1 to 3 by one process, 4 to 9 by two, the rest by one: like steps, like losses."""
+    settings = {
+        **SETTINGS,
+        "max_steps": None,
+        "epochs": 3,
+        "keep_checkpoints": 99,
+        "checkpoint_every": 1,
+    }
+    config = tiny_config("run", **settings, zero_stage=stage)
     store_states(config)
-    launch(config, 2)
-    before = lines_of(config)
-    stop_at(config, 3)
     run(config)
-    after = lines_of(config)
-    assert after[:3] == before[:3]
-    assert [line["step"] for line in after] == list(range(1, len(after) + 1))
-    # Tokens are counted over all that was read: after two steps of one process as after one step of
-    # two.
-    assert [line["tokens"] for line in after[4::2]] == [line["tokens"] for line in before[3:]]
-    assert all(0 < line["loss"] < 2 * before[0]["loss"] for line in after)
+    alone = lines_of(config)
+    stop_at(config, 3)
+    launch(config, 2)
+    stop_at(config, 6)
+    run(config)
+    lines = curves[stage] = lines_of(config)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert without_speed(lines[:3]) == without_speed(alone[:3])
+    # Tokens are counted over all that was read: three steps of two processes are six of one.
+    read = [line["tokens"] for line in alone]
+    assert [line["tokens"] for line in lines] == [*read[:3], *read[4:9:2], *read[9:]]
+    assert all(0 < line["loss"] < 2 * alone[0]["loss"] for line in lines)
+    plain = curves[min(curves)]
+    for line, like in zip(lines, plain, strict=True):
+        assert line["loss"] == pytest.approx(like["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_two_processes_continue_bit_for_bit(
     tiny_config: Configure, store_states: Store, stage: int
 ) -> None:
@@ -145,17 +168,27 @@ def test_two_processes_continue_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_parts_of_an_optimiser_belong_to_their_number_of_processes(
-    tiny_config: Configure, store_states: Store
+def test_processes_agree_to_end_after_a_sigterm(
+    tiny_config: Configure, store_states: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config("run", **SETTINGS, zero_stage=2, keep_checkpoints=9)
+    """The scheduler signals launcher and processes, and the launcher signals its processes."""
+    settings = {**SETTINGS, "epochs": 60, "max_steps": 90, "checkpoint_every": 99}
+    config = tiny_config("run", **settings, zero_stage=2)
     store_states(config)
+    process, until = start(config, 2), time.monotonic() + 120
+    while len(lines_of(config)) < 3 and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, errors = process.communicate(timeout=120)
+    directory = Path(config.run.uri) / "train" / "checkpoints"
+    (marker,) = directory.glob("step-*.json")
+    step = int(marker.stem.removeprefix("step-"))
+    shown = " ".join(out.split())
+    assert f"SIGTERM: ended with a checkpoint after step {step}" in shown, errors[-3000:]
+    capsys.readouterr()
     run(config)
-    stop_at(config, 3)
-    errors = launch(config, 2, succeeds=False)
-    problem = "holds the optimiser's state in 1 parts, this run has 2 processes"
-    assert f"{problem} (fix: start 1 processes" in errors
-    assert run(config).details["steps"] == 8
+    assert f"continuing from checkpoint {marker.stem}" in capsys.readouterr().out
+    assert [line["step"] for line in lines_of(config)] == list(range(1, 91))
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,12 +188,13 @@ def test_remote_run_uploads_head_and_metrics(
     assert stage.read("metrics.jsonl").count(b"\n") == 5
 
 
-def test_checkpoint_that_cannot_be_written(tiny_config: Configure, store_states: Store) -> None:
+def test_checkpoint_that_cannot_be_written(
+    tiny_config: Configure, store_states: Store, mount: Callable[[str], Path]
+) -> None:
     config = tiny_config(max_steps=4)
     store_states(config)
     stage = Path(config.run.uri) / "train"
-    stage.mkdir()
-    (stage / "checkpoints").write_text("a file in the way")
+    stage.symlink_to(mount("size=100k"))  # a checkpoint has 150
     with pytest.raises(StoreError, match="checkpoint cannot be written"):
         run(config)
     assert not (stage / "manifest.json").exists()
@@ -211,7 +213,7 @@ def test_kill_minus_nine_continues_bit_for_bit(tiny_config: Configure, store_sta
     assert markers and len(interrupted) < 160
     # The newest checkpoint was cut short after its marker as well: the one before it has to do.
     if len(markers) > 1:
-        next((checkpoints / markers[-1].stem).rglob("*.pt")).write_bytes(b"cut")
+        next(checkpoints.glob(f"{markers[-1].stem}-*/weights.safetensors")).write_bytes(b"cut")
     again = run(killed)
     assert without_speed(lines_of(killed)) == without_speed(lines_of(whole))
     checksums = [{shard.name: shard.sha256 for shard in done.shards} for done in (manifest, again)]

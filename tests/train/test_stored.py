@@ -228,7 +228,7 @@ def test_a_copy_that_rotted_in_the_cache_is_fetched_again(
     copy = (
         cache.fetch(stored.location, stored.shards[1])
         .child(SHARDS)
-        .local_path(stored.shards[1].name)
+        .local_path(stored.shards[1].path)
     )
     for damaged in (flip(copy.read_bytes()), copy.read_bytes()[:-7]):
         copy.write_bytes(damaged)
@@ -237,7 +237,7 @@ def test_a_copy_that_rotted_in_the_cache_is_fetched_again(
             StoredCorpus(stored.location, stored.shards, cache=cache), stored.pieces()
         )
         assert_holds(batches, stored)
-        assert downloads.count(stored.shards[1].name) == 1
+        assert downloads.count(stored.shards[1].path) == 1
 
 
 @pytest.mark.parametrize("part", [slice(0, 24), slice(4, 20)])
@@ -253,7 +253,7 @@ def test_threads_that_find_the_same_copy_rotten_share_a_fresh_one(
         ShardCache(tmp_path / "cache", 10**7)
         .fetch(stored.location, stored.shards[0])
         .child(SHARDS)
-        .local_path(stored.shards[0].name)
+        .local_path(stored.shards[0].path)
     )
     copy.write_bytes(flip(copy.read_bytes()))
     downloads.clear()

@@ -55,7 +55,7 @@ class Corpus(Protocol):
     def __len__(self) -> int: ...
     def rows(self, shard: int) -> int: ...  # samples, known without opening it
     def outline(self, shard: int) -> Outline: ...
-    def outlines(self) -> Iterator[Outline]: ...  # of all shards in order
+    def outlines(self, shards: Sequence[int]) -> Iterator[Outline]: ...  # in that order
     def prefetch(self, shard: int) -> None: ...  # it will be asked for soon
     def announce(self, piece: Piece) -> None: ...  # likewise; returns at once
 
@@ -81,7 +81,7 @@ class HeldOut(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a corpus holds for training; held-out and dropped samples are in `rejected` alone."""
+    """What shards hold for training; held-out and dropped samples are in `rejected` alone."""
 
     pieces: tuple[Piece, ...]  # in stored order
     samples: int
@@ -121,13 +121,15 @@ def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[He
 
 def survey(
     corpus: Corpus,
+    shards: Sequence[int] | None = None,
     *,
     vocab_size: int,
     budget: int,
     long_samples: Literal["split", "drop"] = "split",
     held_out: Sequence[HeldOut] = (),
 ) -> Survey:
-    """Read all ids and masks once; samples of more than `budget` tokens are cut, or dropped.
+    """Read all ids and masks, or those of `shards`, once; samples longer than `budget` tokens are
+    cut, or dropped.
 
     A cut sample loses no token, and its states were computed with all of their context. Only
     predictions that would look across a cut are lost: the first two tokens of a later piece at
@@ -135,12 +137,13 @@ def survey(
 
     Raises CorruptShard for a token id outside the target's vocabulary.
     """
-    excluded = {(item.shard, item.sample) for item in held_out}
+    shards = range(len(corpus)) if shards is None else shards
+    excluded = {(item.shard, item.sample) for item in held_out if item.shard in shards}
     pieces: list[Piece] = []
     counts: dict[str, Tensor] = {}
     rejected: Counter[str] = Counter(held_out=len(excluded))
     samples = tokens = supervised = split = 0
-    for shard, outline in enumerate(corpus.outlines()):
+    for shard, outline in zip(shards, corpus.outlines(shards), strict=True):
         for index in range(len(outline)):
             token_ids, mask = outline.tokens(index)
             _check_ids(token_ids, vocab_size, shard, index)
@@ -163,6 +166,25 @@ def survey(
             supervised += _count(outline.origin(index)[1], token_ids, mask, vocab_size, counts)
     reasons = {reason: count for reason, count in rejected.items() if count}
     return Survey(tuple(pieces), samples, tokens, supervised, counts, reasons, split)
+
+
+def join_surveys(parts: Sequence[Survey]) -> Survey:
+    """Of a whole corpus, from those of its parts in order."""
+    counts: dict[str, Tensor] = {}
+    rejected: Counter[str] = Counter()
+    for part in parts:
+        rejected.update(part.rejected)
+        for source, seen in part.counts.items():
+            counts[source] = counts[source] + seen if source in counts else seen
+    return Survey(
+        pieces=tuple(piece for part in parts for piece in part.pieces),
+        samples=sum(part.samples for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        supervised=sum(part.supervised for part in parts),
+        counts=counts,
+        rejected=dict(rejected),
+        split=sum(part.split for part in parts),
+    )
 
 
 def final_rows(positions: Tensor, start: int, stop: int) -> slice:

@@ -27,7 +27,7 @@ from pipeline.records import Manifest, Shard
 from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
-from pipeline.store.shards import SHARDS, verify_shard, verify_stored
+from pipeline.store.shards import SHARDS, verify_shard, verify_sizes, verify_stored
 from pipeline.store.states import StatesReader, StatesSample
 from pipeline.train.data.corpus import Piece, cut_into, final_rows
 from pipeline.train.data.schedule import SHUFFLED_SHARDS
@@ -80,16 +80,19 @@ class StoredCorpus:
         """Samples of shard number `shard`."""
         return self._shards[shard].rows
 
-    def verify(self) -> None:
-        """Check every local shard, and all that a remote store tells without reading shards.
+    def verify(self, shards: Sequence[int] | None = None) -> None:
+        """Check the size of every shard, and the checksums of all or of `shards`.
 
-        Remote shards are checked when they are fetched, and their samples when they are read.
-        Raises CorruptShard.
+        Local ones are read for that. Of remote ones what the store tells is compared; they are
+        checked when they are fetched, and their samples when they are read. Raises CorruptShard.
         """
+        own = tuple(self._shards if shards is None else map(self._shards.__getitem__, shards))
+        if len(own) < len(self):
+            verify_sizes(self._location, tuple(self._shards))
         if not self._location.is_local:
-            verify_stored(self._location, tuple(self._shards))
+            verify_stored(self._location, own)
             return
-        for shard in self._shards:
+        for shard in own:
             verify_shard(self._location, shard)
 
     def outline(self, shard: int) -> StatesReader:
@@ -101,13 +104,13 @@ class StoredCorpus:
             return self.reader(shard)
         return self._checked(self._location, shard)
 
-    def outlines(self) -> Iterator[StatesReader]:
-        """Of all shards in order; remote ones are read a few at a time."""
+    def outlines(self, shards: Sequence[int]) -> Iterator[StatesReader]:
+        """Of `shards` in order; remote ones are read a few at a time."""
         if self._location.is_local:
-            yield from map(self.outline, range(len(self)))
+            yield from map(self.outline, shards)
             return
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="outline") as pool:
-            numbers = iter(range(len(self)))
+            numbers = iter(shards)
             coming = [pool.submit(self.outline, shard) for shard in islice(numbers, 2 * _AT_ONCE)]
             while coming:
                 yield coming.pop(0).result()

@@ -1,0 +1,94 @@
+"""The states before the first step: verified, held out, surveyed, scheduled.
+
+Of several processes each verifies and surveys its part of the shards, and all get the whole; what
+is decided from few of them, the first process decides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeline.config import RunConfig
+from pipeline.console import long_step, notice
+from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.records import Manifest
+from pipeline.store.manifest import stage_location
+from pipeline.target.open import Target
+from pipeline.train.audit import audit_mask, log_survey, show_sample
+from pipeline.train.data.corpus import HeldOut, Survey, hold_out, join_surveys, survey
+from pipeline.train.data.schedule import Schedule
+from pipeline.train.data.stored import StoredCorpus, open_corpus
+from pipeline.train.group import first_decides, own_part, rank, take_from_first, together
+from pipeline.train.start.least_squares import (
+    SCALE_BATCHES,
+    FirstBatches,
+    fc_scale,
+    start_by_least_squares,
+)
+
+
+class Data(NamedTuple):
+    """The states, and what is trained and decoded of them."""
+
+    corpus: StoredCorpus
+    survey: Survey
+    schedule: Schedule
+    held_out: tuple[HeldOut, ...]  # empty without train.evaluate_every
+
+
+def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadShape) -> Data:
+    """Verify the states, hold some out, survey, audit and schedule the rest."""
+    section, seed = config.train, config.run.seed
+    corpus = open_corpus(config, parent)
+    own = own_part(len(corpus))
+    together(lambda: corpus.verify(own))
+    held_out: tuple[HeldOut, ...] = ()
+    if section.evaluate_every:
+        count, longest = section.evaluate_prompts, shape.max_position_embeddings
+        longest -= section.evaluate_tokens
+        held_out = first_decides(lambda: hold_out(corpus, count, seed=seed, longest=longest))
+    parts = together(
+        lambda: survey(
+            corpus,
+            own,
+            vocab_size=target.contract.vocab_size,
+            budget=section.batch_tokens,
+            long_samples=section.long_samples,
+            held_out=held_out,
+        )
+    )
+    surveyed = join_surveys(parts)
+    audit_mask(surveyed, where=stage_location(config.run.uri, "features").uri)
+    template = target.template()
+    if rank() == 0:
+        show_sample(corpus, surveyed, lambda ids: template.text(tuple(ids), special=True))
+    log_survey(surveyed, section.batch_tokens)
+    schedule = Schedule(
+        surveyed.pieces, budget=section.batch_tokens, seed=seed, epochs=section.epochs
+    )
+    return Data(corpus, surveyed, schedule, held_out)
+
+
+def solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:
+    """Start `head` by least squares on the first process; all get it. It stays on the CPU."""
+    with long_step("train", "solving the head by least squares"):
+        first_decides(lambda: _solve(config, head, target, data))
+    for parameter in head.parameters():
+        take_from_first(parameter, target.device)
+
+
+def measure_scale(config: RunConfig, head: Eagle3Head, data: Data) -> float:
+    """Factor of the learning rate of `fc`, measured on the first process."""
+    tokens = config.train.batch_tokens * SCALE_BATCHES
+    return first_decides(lambda: fc_scale(head, FirstBatches(data.corpus, data.schedule, tokens)))
+
+
+def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:
+    device = target.device
+    batches = FirstBatches(data.corpus, data.schedule, config.train.head_config.init_tokens)
+    embedding = target.weights.embedding().to(device)
+    solved = start_by_least_squares(head.to(device), embedding, batches)
+    head.cpu()
+    linear = f"{solved.explained:.0%} of the target's states explained linearly"
+    rest = f"{solved.explained_by_mlp:.0%} of the rest by the MLP"
+    notice("train", f"head solved by least squares on {solved.rows:,} labels: {linear}, {rest}")
