@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 
 from pipeline.config import RunSection
-from pipeline.console import long_step, notice
+from pipeline.console import notice
 from pipeline.errors import Eagle3Error
 from pipeline.records import canonical_json
 from pipeline.store.location import Location
@@ -59,17 +59,19 @@ def make_shards(
         own = (name for index, name in enumerate(names) if run.owns(index))
         make(name for name in own if name not in stage_run.committed)
         return
-    wait = _FIRST_WAIT
+    wait, told = _FIRST_WAIT, False
     with Claims(stage_run.location, run.claim_seconds) as claims:
-        while any(name not in stage_run.committed for name in names):
+        while missing := sum(name not in stage_run.committed for name in names):
             taken = _Taken(claims, stage_run, names)
             make(iter(taken))
             claims.release_all()
             if taken.count:
                 wait = _FIRST_WAIT
             else:
-                with long_step(stage_run.stage, "waiting for shards that other processes make"):
-                    time.sleep(wait)
+                if not told:
+                    notice(stage_run.stage, f"waiting for {missing} shards of other processes")
+                    told = True
+                time.sleep(wait)
                 wait = min(2 * wait, run.claim_seconds / _RENEWALS)
             others(stage_run.refresh())
 

@@ -5,11 +5,12 @@
     unowned shards     shards/ of a stage with neither begin.json nor manifest
     unselected prompts files of synth's prompts/ that selection.json does not name
     needless prompts   all of prompts/ once synth has its manifest: they were not screened
+    needless claims    those on shards of a finished stage
 
 Committed data — what a manifest lists, or an entry or an unfinished stage's selection names — is
 never touched, nor is anything that may belong to a running writer: a file must have been left alone
-for a while. Uploads in parts that
-were never completed are invisible in Google Cloud Storage, cost nothing and expire by themselves.
+for a while. Uploads in parts that were never completed are invisible in Google Cloud Storage, cost
+nothing and expire by themselves.
 """
 
 from __future__ import annotations

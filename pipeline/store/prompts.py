@@ -7,7 +7,7 @@
 The selection is created exclusively when all files are written: of several processes that select,
 the first decides, and the others take its prompts for theirs. The files hold the prompts as the
 sources gave them, not screened for personal data: once the stage has its manifest nobody needs
-them, and `eagle3 gc` removes them.
+them, and whoever has written it removes them.
 """
 
 from __future__ import annotations

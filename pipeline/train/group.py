@@ -119,23 +119,22 @@ def quiet() -> Iterator[None]:
 
 
 class _Outcome(NamedTuple):
-    """What an action came to. Of an error its parts: an exception with keywords is not pickled."""
+    """What an action came to."""
 
     value: Any = None
-    error: tuple[type[Eagle3Error], str, str, str] | None = None
+    error: Eagle3Error | None = None
 
     def result(self) -> Any:
-        if self.error is None:
-            return self.value
-        kind, problem, where, fix = self.error
-        raise kind(problem, where=where, fix=fix)
+        if self.error:
+            raise self.error
+        return self.value
 
 
 def _attempt(action: Callable[[], Any]) -> _Outcome:
     try:
         return _Outcome(action())
     except Eagle3Error as error:
-        return _Outcome(error=(type(error), error.problem, error.where, error.fix))
+        return _Outcome(error=error)
 
 
 def _deepspeed() -> Any:

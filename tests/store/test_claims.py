@@ -17,6 +17,7 @@ from pipeline.config import RunConfig
 from pipeline.records import TargetContract
 from pipeline.store import claims as claims_module
 from pipeline.store.claims import Claims, make_shards
+from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
 from pipeline.store.stage_run import StageRun, open_stage
 
@@ -171,3 +172,18 @@ def test_every_nth_shard_is_made_without_claims(tmp_path: Path, make_config: Con
     run = config.run.model_copy(update={"shard": "1/4"})
     make_shards(stage_run, NAMES, run, making(stage_run, made))
     assert made == NAMES[1::4] and not (tmp_path / "synth/claims").exists()
+
+
+def test_gc_removes_claims_that_killed_processes_left_in_a_finished_stage(
+    tmp_path: Path, make_config: Configs, contract: TargetContract
+) -> None:
+    config = make_config(tmp_path)
+    stage_run = open_stage(config, "synth", None)
+    assert Claims(stage_run.location, 60).take(NAMES[0])
+    stage_run.commit(NAMES[0], b"x", rows=1, tokens=1)
+    assert find_orphans(str(tmp_path)) == [], "the stage is at work"
+    stage_run.finish(contract=contract, licenses={}, sources={})
+    (orphan,) = find_orphans(str(tmp_path))
+    assert orphan.reason == "claim on a shard of a finished stage"
+    remove([orphan])
+    assert find_orphans(str(tmp_path)) == []
