@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from pydantic import ValidationError
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.errors import ConfigError, NotLossless
+from pipeline.errors import ConfigError, CorruptShard, NotLossless
 from pipeline.records import EvalReport, Manifest, Prompt
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, read_prompts
@@ -24,6 +25,8 @@ from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
 REPORT, PAGE = "report.json", "report.html"
+#: Where the measurements go that the stage does not stand for.
+NOT_LOSSLESS = "not-lossless"
 
 
 def run(config: RunConfig) -> Manifest:
@@ -36,29 +39,34 @@ def run(config: RunConfig) -> Manifest:
     stage_run = open_stage(config, "eval", parent)
     if stage_run.manifest:
         tau = stage_run.manifest.details["acceptance_length"]
-        notice("eval", f"complete: {tau:.2f} tokens a round; report at {_page(stage_run)}")
+        notice(
+            "eval",
+            f"complete: {tau:.2f} tokens a round; report at {stage_run.location.where(PAGE)}",
+        )
         return stage_run.manifest
     where = manifest_where(config.run.uri, "train")
     target = open_target(config.target, expected=parent.contract if parent else None, where=where)
     contract = target.contract
     with as_directory(_head_location(config), HEAD_FILES) as directory:
         head, card = load_head(directory, expected=contract)
-    report = _evaluate(config, stage_run, target, head, card)
-    _write(stage_run, report)
-    print_table(report)
-    notice("eval", f"report: {_page(stage_run)}")
+    # The one that is there is a faster process's, or of an attempt that was killed after it.
+    report = _committed(stage_run) or _evaluate(config, stage_run, target, head, card)
     if not report.lossless["greedy_fp32"]:
-        different = report.lossless["different"]
-        problem = (
-            f"speculative output differs from plain output in fp32 on {len(different)} prompts"
-        )
-        fix = "do not ship this build of the decoder; report the prompt, the head and the target"
-        raise NotLossless(f"{problem}, first {different[0]}", where=_page(stage_run), fix=fix)
+        raise _not_lossless(stage_run, report)
+    data = stage_run.location.create(REPORT, _as_json(report))
+    report = _parse(stage_run, data)
+    stage_run.location.write(PAGE, write_html(report).encode())
+    print_table(report)
+    notice("eval", f"report: {stage_run.location.where(PAGE)}")
     return stage_run.finish(
         contract=contract,
         licenses=parent.licenses if parent else card.provenance.get("licenses", {}),
         sources=parent.sources if parent else card.provenance.get("sources", {}),
-        details=_details(stage_run, report),
+        details={
+            "acceptance_length": report.acceptance_length,
+            "speedup": report.speedup,
+            "report_sha256": hashlib.sha256(data).hexdigest(),
+        },
     )
 
 
@@ -133,18 +141,32 @@ def _head_location(config: RunConfig) -> Location:
     return stage_location(config.run.uri, "train").child("head")
 
 
-def _write(stage_run: StageRun, report: EvalReport) -> None:
-    stage_run.location.write(REPORT, report.model_dump_json(indent=2).encode() + b"\n")
-    stage_run.location.write(PAGE, write_html(report).encode())
+def _committed(stage_run: StageRun) -> EvalReport | None:
+    """The report that is there. It is created exclusively: no two processes measure the same."""
+    if not stage_run.location.exists(REPORT):
+        return None
+    return _parse(stage_run, stage_run.location.read(REPORT))
 
 
-def _page(stage_run: StageRun) -> str:
-    return f"{stage_run.location.uri.rstrip('/')}/{PAGE}"
+def _parse(stage_run: StageRun, data: bytes) -> EvalReport:
+    try:
+        return EvalReport.model_validate_json(data)
+    except ValidationError as error:
+        problem, fix = f"not a report: {error.errors()[0]['msg']}", "run `eagle3 eval --force`"
+        raise CorruptShard(problem, where=stage_run.location.where(REPORT), fix=fix) from None
 
 
-def _details(stage_run: StageRun, report: EvalReport) -> dict[str, object]:
-    return {
-        "acceptance_length": report.acceptance_length,
-        "speedup": report.speedup,
-        "report_sha256": hashlib.sha256(stage_run.location.read(REPORT)).hexdigest(),
-    }
+def _as_json(report: EvalReport) -> bytes:
+    return report.model_dump_json(indent=2).encode() + b"\n"
+
+
+def _not_lossless(stage_run: StageRun, report: EvalReport) -> NotLossless:
+    """The error, once its evidence is stored, which is no report of this stage."""
+    stage_run.location.write(f"{NOT_LOSSLESS}.json", _as_json(report))
+    stage_run.location.write(f"{NOT_LOSSLESS}.html", write_html(report).encode())
+    print_table(report)
+    different = report.lossless["different"]
+    problem = f"speculative output differs from plain output in fp32 on {len(different)} prompts"
+    fix = "do not ship this build of the decoder; report the prompt, the head and the target"
+    where = stage_run.location.where(f"{NOT_LOSSLESS}.html")
+    return NotLossless(f"{problem}, first {different[0]}", where=where, fix=fix)

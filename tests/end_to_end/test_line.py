@@ -68,6 +68,14 @@ def test_the_whole_line_and_once_more(
     for stage in STAGES:
         assert main([stage, "-c", str(config), "--plan"]) == 0
         assert "complete" in capsys.readouterr().out
+    # Another process at the same evaluation, or one that was killed before its manifest.
+    file, measured = tmp_path / "run/eval/report.json", report.model_dump_json(indent=2)
+    (tmp_path / "run/eval/manifest.json").unlink()
+    assert main(["eval", "-c", str(config)]) == 0
+    assert file.read_text() == measured + "\n"
+    assert (
+        read_manifest(str(tmp_path / "run"), "eval").content_hash == manifests["eval"].content_hash
+    )
     (planned,) = make_plans(load(config), ["eval"])
     assert len(_times(tmp_path / "run/eval")) == planned.objects
     assert main(["features", "-c", str(config), "features.shard_tokens=200"]) == 2
@@ -182,6 +190,7 @@ def test_a_decoder_that_changes_the_output_fails_the_run(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and len(error.splitlines()) == 1
     assert "differs from plain output in fp32" in error
-    report = json.loads((tmp_path / "run/eval/report.json").read_text())
+    report = json.loads((tmp_path / "run/eval/not-lossless.json").read_text())
     assert report["lossless"]["greedy_fp32"] is False
     assert not (tmp_path / "run/eval/manifest.json").exists()
+    assert not (tmp_path / "run/eval/report.json").exists(), "another attempt measures again"
