@@ -175,10 +175,10 @@ class Claims:
             holder = json.loads(data)
             if holder["machine"] == _machine() and not Path(f"/proc/{int(holder['pid'])}").exists():
                 return True
-        if not self._folder.exists(file):
-            return False  # released; whoever looks next can take it
-        modified = self._folder.info(file).modified
-        return modified is not None and self._folder.now() - modified > self._seconds
+        info = self._folder.info_if_there(file)
+        if info is None or info.modified is None:
+            return False  # released, so whoever looks next can take it
+        return self._folder.now() - info.modified > self._seconds
 
     def _renew_in_background(self) -> None:
         if self._thread is None:

@@ -57,11 +57,15 @@ class Location:
 
     def exists(self, name: str) -> bool:
         """Whether the file `name` is there. Unlike fsspec's, raises when that cannot be told."""
-        return self._attempt(lambda: self._backend.info(name), name, writing=False) is not None
+        return self.info_if_there(name) is not None
+
+    def info_if_there(self, name: str) -> FileInfo | None:
+        """As `info`, for a file that others may delete."""
+        return self._attempt(lambda: self._backend.info(name), name, writing=False)
 
     def info(self, name: str) -> FileInfo:
         """Size, the store's own checksum, and age of the file `name`."""
-        info = self._attempt(lambda: self._backend.info(name), name, writing=False)
+        info = self.info_if_there(name)
         if info is None:
             raise explain_os_error(FileNotFoundError(), self.where(name), writing=False)
         return info

@@ -162,7 +162,7 @@ def read_committed(
         entry = read_entry(folder, name + ENTRY)
         path = entry.shard.path
         # A listing may have passed by a file that was committed while it was made.
-        listed = files.get(path) or (folder.info(path) if folder.exists(path) else None)
+        listed = files.get(path) or folder.info_if_there(path)
         info = _check_info(location, entry.shard, listed)
         if name not in own and (not info.checksum or info.checksum != entry.stored):
             verify_shard(location, entry.shard)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipeline import __version__
@@ -45,6 +46,7 @@ from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
+_CONCURRENT_DELETES = 16
 AUDIT, DATASHEET = "audit.json", "datasheet.md"
 
 #: What the manifest and the audit repeat of the section.
@@ -281,8 +283,9 @@ def _refuse_foreign(stage_run: StageRun, selection: Selection) -> None:
 
 def _remove_prompts(location: Location) -> None:
     """They are as their sources gave them, with personal data; a finished stage needs none."""
-    if location.child(PROMPTS).names():
-        location.child(PROMPTS).delete_tree()
+    folder = location.child(PROMPTS)
+    with ThreadPoolExecutor(_CONCURRENT_DELETES, thread_name_prefix="prompts") as pool:
+        list(pool.map(folder.delete, folder.names()))  # another process may be at it as well
 
 
 def _finish(

@@ -23,8 +23,9 @@ def write_config(tiny_target: Path, tmp_path: Path) -> Callable[..., Path]:
         if not prompts.exists():
             records = [_record(index, "math", text) for index, text in enumerate(QUESTIONS)]
             prompts.write_text("".join(records))
+            # Of the trained ones: what a random target says elsewhere teaches nobody.
             records = [
-                _record(index, category, f"How many {category} words are {index}?")
+                _record(index, category, QUESTIONS[3 * (category == "chat") + index])
                 for index in range(3)
                 for category in ("math", "chat")
             ]
