@@ -52,7 +52,7 @@ def test_overfits_and_exports(
     planned = plan(config)
     stored = [path for path in head_of(config).parent.rglob("*") if path.is_file()]
     outside = [path for path in stored if "checkpoints" not in path.parts]
-    assert len(outside) == planned.objects - config.train.keep_checkpoints * 2
+    assert len(outside) == planned.objects - config.train.keep_checkpoints * 4
     assert planned.state == "complete"
 
 
