@@ -227,10 +227,12 @@ def test_which_errors_pass() -> None:
     }
     assert {name for name, code in codes.items() if code == 75} == {
         "EndpointsUnavailable",
+        "LostProcess",
         "OutOfMemory",
         "StageIncomplete",
         "StoreUnavailable",
         "UnfinishedStage",
+        "WorkersDied",
     }
     assert set(codes.values()) == {1, 2, 75} and codes["NotLossless"] == 1
 
