@@ -32,7 +32,7 @@ import torch
 from bench.report import ROOT, publish, rounded
 
 PROMPTS_PER_SHARD = 1000
-TOKENS_PER_PROMPT = 1000
+TOKENS_PER_PROMPT = 10  # few and narrow: the plan refuses what the disk cannot hold
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of no bytes
 STEPS = ("synth_plan", "synth_resume", "features_plan", "features_resume", "synth_collect")
 
@@ -147,7 +147,7 @@ def _write_manifest(run: Path, names: Sequence[str]):  # type: ignore[no-untyped
         revision="local",
         fingerprint="0",
         dtype="bfloat16",
-        hidden_size=8192,
+        hidden_size=1,
         num_layers=80,
         vocab_size=128_256,
         rope={"rope_type": "default", "rope_theta": 500_000.0},
@@ -167,7 +167,9 @@ def _write_manifest(run: Path, names: Sequence[str]):  # type: ignore[no-untyped
             "rejected": {},
             "licenses": {"MIT": len(names) * PROMPTS_PER_SHARD},
             "sources": {"simulated": len(names) * PROMPTS_PER_SHARD},
-            "details": {"supervised_tokens": len(names) * 500_000},
+            "details": {
+                "supervised_tokens": len(names) * PROMPTS_PER_SHARD * TOKENS_PER_PROMPT // 2
+            },
             "software": {},
             "wall_seconds": 1.0,
         }
