@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch  # what needs it imports it: the steps of bench.scale are timed with their imports
 
 ROOT = Path(__file__).resolve().parents[1]
 #: A rival that is this much slower than another one has lost.
@@ -86,6 +87,8 @@ def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9)
     On a CPU it is that of the faster reader: a sum keeps one stream a thread in flight, a product
     of a matrix and a vector reads several rows at once, which most machines need for their all.
     """
+    import torch
+
     source = torch.ones(megabytes * 2**20 // 4, device=device)
     matrix, vector = source.view(-1, 2048), torch.ones(2048, device=device)
     target = torch.empty_like(source) if device.type == "cuda" else source
@@ -108,9 +111,13 @@ def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9)
     return max(interleaved(cases, runs=runs).values())
 
 
-def matmul_rate(device: torch.device, *, size: int, dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP/s of a square product."""
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+def matmul_rate(device: torch.device, *, size: int, dtype: torch.dtype | None = None) -> float:
+    """FLOP/s of a square product, in bf16 if nothing else is said."""
+    import torch
+
+    left, right = (
+        torch.randn(size, size, device=device, dtype=dtype or torch.bfloat16) for _ in range(2)
+    )
 
     def run() -> float:
         _synchronize(device)
@@ -124,12 +131,16 @@ def matmul_rate(device: torch.device, *, size: int, dtype: torch.dtype = torch.b
 
 
 def _synchronize(device: torch.device) -> None:
+    import torch
+
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def machine(device: torch.device) -> str:
     """One line that tells what a figure was measured on."""
+    import torch
+
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     lines = _cpuinfo()

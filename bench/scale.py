@@ -27,9 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
-from bench.report import ROOT, publish, rounded
+from bench.report import ROOT, peak_gigabytes, publish, rounded
 
 PROMPTS_PER_SHARD = 1000
 TOKENS_PER_PROMPT = 10  # few and narrow: the plan refuses what the disk cannot hold
@@ -57,6 +55,8 @@ def main() -> None:
                 figures |= {f"{step}_s{suffix}": seconds, f"{step}_gb{suffix}": gigabytes}
                 print(f"{shards:,} shards  {step:16s} {seconds:6.2f} s  {gigabytes:.3f} GB")
             shutil.rmtree(run)
+    import torch  # not above: the steps are processes of this file, and need none
+
     publish("scale", rounded(figures), device=torch.device("cpu"), folder=options.out)
 
 
@@ -191,8 +191,6 @@ def _measured(step: str, run: Path) -> tuple[float, float]:
 
 def _step(step: str, folder: str) -> None:
     """One step, and as the last line of standard output the most memory that it took."""
-    from bench.report import peak_gigabytes
-
     stage, _, what = step.partition("_")
     run = Path(folder) / ("begun" if step in ("synth_plan", "synth_resume") else "finished")
     config = _config(run)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+import re
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipeline.errors import ContractMismatch
+from pipeline.errors import ContractMismatch, CorruptShard
 
 SCHEMA_VERSION = 4
 #: The oldest that is still read: schema 2 has no `arithmetic`.
@@ -50,6 +51,32 @@ class Record(BaseModel):
     """Frozen and strict: unknown fields on disk are an error, not a surprise."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def parse(cls, data: bytes, *, where: str, fix: str) -> Self:
+        """The record in the JSON `data` of the file `where`.
+
+        Raises CorruptShard, which names the field, for anything else.
+        """
+        try:
+            return cls.model_validate(read_object(data, where=where, fix=fix))
+        except ValidationError as error:
+            first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        words = re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
+        problem = f"not a {words}: {first['msg']}"
+        raise CorruptShard(problem, where=f"{where}: {field}" if field else where, fix=fix)
+
+
+def read_object(data: bytes, *, where: str, fix: str) -> dict[str, Any]:
+    """The JSON object in `data` of the file `where`. Raises CorruptShard."""
+    try:
+        fields = json.loads(data)
+    except ValueError as error:
+        raise CorruptShard(f"not JSON: {error}", where=where, fix=fix) from None
+    if not isinstance(fields, dict):
+        raise CorruptShard("not a JSON object", where=where, fix=fix)
+    return fields
 
 
 class SamplingOverride(Record):

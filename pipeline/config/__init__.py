@@ -15,10 +15,14 @@ from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
     cache_directory,
     cpu_kernels,
+    is_launched,
+    local_rank,
     prepare_process,
+    rank,
     store_retry_seconds,
     store_timeout_seconds,
     take_settings,
+    world_size,
 )
 from pipeline.config.reading import load, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
@@ -57,10 +61,14 @@ __all__ = [
     "TreeSection",
     "cache_directory",
     "cpu_kernels",
+    "is_launched",
     "load",
+    "local_rank",
     "parse",
     "prepare_process",
+    "rank",
     "store_retry_seconds",
     "store_timeout_seconds",
     "take_settings",
+    "world_size",
 ]

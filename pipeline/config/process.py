@@ -61,6 +61,26 @@ def cpu_kernels() -> bool:
     return os.environ.get("EAGLE3_CPU_KERNELS") != "0"
 
 
+def rank() -> int:
+    """Number of this process among those that a launcher (torchrun, deepspeed) has started."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes the launcher has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if is_launched() else 1
+
+
+def local_rank() -> int:
+    """Number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process, alone or with others."""
+    return "RANK" in os.environ
+
+
 def _seconds(key: float | None, variable: str, default: float) -> float:
     if key is not None:
         return key

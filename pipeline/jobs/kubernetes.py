@@ -26,8 +26,8 @@ from pipeline.jobs.stages import (
     RENDEZVOUS_PORT,
     TRY_AGAIN,
     final_codes,
-    is_launched,
     launch_words,
+    needs_launcher,
     prefix_of,
     run_yaml,
     size_of,
@@ -125,7 +125,7 @@ def _on_codes(action: str, codes: list[int]) -> dict[str, Any]:
 
 def _command(config: RunConfig, stage: Stage) -> list[str]:
     words = stage_words(config, stage, _RUN_YAML)
-    if is_launched(config, stage):
+    if needs_launcher(config, stage):
         name = _job_name(config, stage)
         endpoint = f"{name}-0.{name}:{RENDEZVOUS_PORT}"
         return ["python", *launch_words(config, endpoint=endpoint, identity=name), *words]

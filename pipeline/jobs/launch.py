@@ -1,18 +1,20 @@
 """`python -m pipeline.jobs.launch`: torchrun, with the exit code of the processes it started.
 
 torchrun itself ends with 1 whatever they ended with, and a scheduler could not tell "try again"
-from "needs a person". The arguments are torchrun's; on several nodes the node's number, which the
+from "needs a person". The arguments are torchrun's, and `--grace SECONDS`: how long processes that
+were sent SIGTERM have to write a checkpoint. On several nodes the node's number, which the
 scheduler leaves in the environment, says who holds the rendezvous.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
 from pipeline.console import fail
-from pipeline.jobs.stages import GRACE_SECONDS, INTERRUPTED, TRY_AGAIN
+from pipeline.jobs.stages import INTERRUPTED, TRY_AGAIN
 
 _NEEDS_A_PERSON = 2
 #: What a process ends with when another one's end makes the launcher send it SIGTERM.
@@ -21,14 +23,15 @@ _ENDED_BY_LAUNCHER = (INTERRUPTED, -15)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the processes, wait for all, and return their exit code."""
-    # How long processes that were sent SIGTERM have to write a checkpoint; torch's own is 30 s.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--grace", default="150")  # torch's own is 30
+    options, words = own.parse_known_args(argv)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    words = list(sys.argv[1:] if argv is None else argv)
     arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
     if arguments.rdzv_backend == "c10d" and not arguments.rdzv_conf:
         arguments.rdzv_conf = f"is_host={_node_number() == 0}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.config import RunConfig, StageJobSection
-from pipeline.jobs.stages import GRACE_SECONDS
+from pipeline.jobs.stages import grace_seconds
 from pipeline.records import Stage
 
 CONTAINER = "eagle3"
@@ -46,7 +46,7 @@ def pod(
     }
     spec: dict[str, Any] = {
         "restartPolicy": "Never",  # the API wants it beside a podFailurePolicy
-        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "terminationGracePeriodSeconds": grace_seconds(config),
         "automountServiceAccountToken": False,
         "securityContext": {
             "runAsNonRoot": True,

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from pipeline.config import RunConfig
 from pipeline.jobs.scripts import write_script
 from pipeline.jobs.stages import (
-    GRACE_SECONDS,
     INTERRUPTED,
     TRY_AGAIN,
     final_codes,
-    is_launched,
+    grace_seconds,
     launch_words,
+    needs_launcher,
     prefix_of,
     run_yaml,
     size_of,
@@ -59,7 +59,7 @@ def _batch_script(config: RunConfig, stage: Stage) -> str:
         "mem": f"{size.memory_gib}G",
         "gpus-per-node": size.gpus or None,
         "time": math.ceil(size.hours * 60),
-        "signal": f"TERM@{GRACE_SECONDS}",
+        "signal": f"TERM@{grace_seconds(config)}",
         "partition": config.jobs.partition,
         "account": config.jobs.account,
     }
@@ -82,7 +82,7 @@ def _command(config: RunConfig, stage: Stage) -> str:
     words = stage_words(config, stage, _CONFIG)
     if takes_parts(config, stage):
         words += ["--shard", _PART]
-    if is_launched(config, stage):
+    if needs_launcher(config, stage):
         launch = launch_words(config, endpoint=_ENDPOINT, identity=_ATTEMPT)
         words = ["python", *launch, *words]
     else:

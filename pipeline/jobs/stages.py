@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -11,8 +12,8 @@ from pipeline.config import RunConfig, StageJobSection
 from pipeline.errors import ConfigError
 from pipeline.records import STAGES, Stage
 
-#: Seconds from SIGTERM to SIGKILL: the stage's own limit, and some for its surroundings to end.
-GRACE_SECONDS = 120 + 30
+#: Seconds beside train.grace_seconds from SIGTERM to SIGKILL: for the end of a shard, an upload.
+_SURROUNDINGS_SECONDS = 120
 #: Exit codes after which the same command goes on: try again, interrupted.
 TRY_AGAIN, INTERRUPTED = 75, 130
 #: Where the nodes of one training meet.
@@ -24,6 +25,11 @@ def stages_of(config: RunConfig) -> tuple[Stage, ...]:
     asks = bool(config.eval.prompts or config.eval.sources)
     said = {"synth": config.synth is not None, "eval": asks}
     return tuple(stage for stage in STAGES if said.get(stage, True))
+
+
+def grace_seconds(config: RunConfig) -> int:
+    """Seconds that a job has between SIGTERM and SIGKILL."""
+    return math.ceil(config.train.grace_seconds) + _SURROUNDINGS_SECONDS
 
 
 def size_of(config: RunConfig, stage: Stage) -> StageJobSection:
@@ -70,7 +76,7 @@ def takes_parts(config: RunConfig, stage: Stage) -> bool:
     return many and config.jobs.shards_by == "index"
 
 
-def is_launched(config: RunConfig, stage: Stage) -> bool:
+def needs_launcher(config: RunConfig, stage: Stage) -> bool:
     """Whether the stage is one group of several processes, which a launcher starts."""
     size = size_of(config, stage)
     return stage == "train" and (size.workers > 1 or size.gpus > 1)
@@ -82,7 +88,7 @@ def final_codes(config: RunConfig, stage: Stage | None) -> list[int]:
     Of several processes of one training those that lose the others crash with 1, so there 1 is no
     answer.
     """
-    return [2] if stage and is_launched(config, stage) else [1, 2]
+    return [2] if stage and needs_launcher(config, stage) else [1, 2]
 
 
 def launch_words(config: RunConfig, *, endpoint: str, identity: str) -> list[str]:
@@ -91,7 +97,8 @@ def launch_words(config: RunConfig, *, endpoint: str, identity: str) -> list[str
     `endpoint` is HOST:PORT of the first node, `identity` names the attempt.
     """
     size = config.jobs.train
-    words = ["-m", "pipeline.jobs.launch", "--nproc-per-node", str(max(size.gpus, 1))]
+    words = ["-m", "pipeline.jobs.launch", "--grace", str(grace_seconds(config))]
+    words += ["--nproc-per-node", str(max(size.gpus, 1))]
     if size.workers == 1:
         words.append("--standalone")
     else:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from pydantic import ValidationError
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.errors import ConfigError, CorruptShard, NotLossless
+from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import EvalReport, Manifest, Prompt
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, read_prompts
@@ -149,11 +148,8 @@ def _committed(stage_run: StageRun) -> EvalReport | None:
 
 
 def _parse(stage_run: StageRun, data: bytes) -> EvalReport:
-    try:
-        return EvalReport.model_validate_json(data)
-    except ValidationError as error:
-        problem, fix = f"not a report: {error.errors()[0]['msg']}", "run `eagle3 eval --force`"
-        raise CorruptShard(problem, where=stage_run.location.where(REPORT), fix=fix) from None
+    where = stage_run.location.where(REPORT)
+    return EvalReport.parse(data, where=where, fix="run `eagle3 eval --force`")
 
 
 def _as_json(report: EvalReport) -> bytes:

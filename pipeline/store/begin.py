@@ -6,14 +6,12 @@ a year later, compares. Work for other inputs is refused by the keys that differ
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from pipeline.config import RunConfig
-from pipeline.errors import CorruptShard
 from pipeline.records import SCHEMA_VERSION, Manifest, Record, Stage, canonical_json
 from pipeline.store.location import Location
 
@@ -86,17 +84,9 @@ def read_begin(location: Location) -> Begin | None:
 
 
 def _parse(location: Location, data: bytes) -> Begin:
-    try:
-        return Begin.model_validate(json.loads(data))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field, problem = ".".join(str(part) for part in first["loc"]), first["msg"]
-    except ValueError as error:
-        field, problem = "", f"not JSON: {error}"
-    where = location.where(BEGIN) + (f": {field}" if field else "")
     stage = location.uri.rsplit("/", 1)[-1]
     fix = f"restore the file, or run `eagle3 {stage} --force`"
-    raise CorruptShard(f"not a begin record: {problem}", where=where, fix=fix)
+    return Begin.parse(data, where=location.where(BEGIN), fix=fix)
 
 
 def _leaves(

@@ -59,21 +59,31 @@ def make_shards(
         own = (name for index, name in enumerate(names) if run.owns(index))
         make(name for name in own if name not in stage_run.committed)
         return
-    wait, told = _FIRST_WAIT, False
+    wait, told = _Wait(run.claim_seconds), False
     with Claims(stage_run.location, run.claim_seconds) as claims:
         while missing := sum(name not in stage_run.committed for name in names):
             taken = _Taken(claims, stage_run, names)
             make(iter(taken))
             claims.release_all()
             if taken.count:
-                wait = _FIRST_WAIT
+                wait = _Wait(run.claim_seconds)
             else:
                 if not told:
                     notice(stage_run.stage, f"waiting for {missing} shards of other processes")
                     told = True
-                time.sleep(wait)
-                wait = min(2 * wait, run.claim_seconds / _RENEWALS)
+                wait.sleep()
             others(stage_run.refresh())
+
+
+class _Wait:
+    """Pauses that double, up to the time in which a claim is renewed."""
+
+    def __init__(self, claim_seconds: float) -> None:
+        self._seconds, self._most = _FIRST_WAIT, claim_seconds / _RENEWALS
+
+    def sleep(self) -> None:
+        time.sleep(min(self._seconds, self._most))
+        self._seconds *= 2
 
 
 class _Taken:
@@ -138,10 +148,9 @@ class Claims:
 
     def wait_for(self, name: str, is_done: Callable[[], bool]) -> None:
         """Until some process has done what `name` stands for, or it is this one's to do."""
-        wait = _FIRST_WAIT
+        wait = _Wait(self._seconds)
         while not is_done() and not self.take(name):
-            time.sleep(wait)
-            wait = min(2 * wait, self._seconds / _RENEWALS)
+            wait.sleep()
 
     def take(self, name: str) -> bool:
         """Whether shard `name` is now this process's to make."""

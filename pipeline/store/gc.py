@@ -28,7 +28,7 @@ from pipeline.store.claims import CLAIMS
 from pipeline.store.location import Location
 from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
 from pipeline.store.prompts import PROMPTS, SELECTION, find_selection
-from pipeline.store.shards import ENTRY, SHARDS, read_entries
+from pipeline.store.shards import ENTRY, SHARDS, committed, read_entries
 
 _Clock = Callable[[], float]
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
@@ -99,7 +99,8 @@ def _shards(run_uri: str, stage: Stage, now: _Clock, *, begun: bool) -> Iterator
     manifest = find_manifest(run_uri, stage)
     folder = stage_location(run_uri, stage).child(SHARDS)
     files = folder.files()
-    shards = manifest.shards if manifest else [entry.shard for entry in read_entries(folder)]
+    entries = [] if manifest else read_entries(folder, committed(folder.names()))
+    shards = manifest.shards if manifest else [entry.shard for entry in entries]
     kept = {shard.path for shard in shards}
     for name, info in files.items():
         if not begun:

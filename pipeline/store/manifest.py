@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from pydantic import ValidationError
-
 from pipeline import __version__
 from pipeline.errors import CorruptShard, MissingStage, StoreError, UnfinishedStage
-from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Stage
+from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Stage, read_object
 from pipeline.store.begin import BEGIN
 from pipeline.store.location import Location
 
@@ -39,22 +34,15 @@ def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
 
 def parse_manifest(location: Location, data: bytes, stage: Stage) -> Manifest:
     """The manifest in `data`, read from the stage at `location`; raises as `find_manifest`."""
-    where = location.where(MANIFEST)
-    fields = _read_json(where, data, stage)
-    version = fields.get("schema_version")
+    where, restore = location.where(MANIFEST), f"restore the file, or run `eagle3 {stage} --force`"
+    version = read_object(data, where=where, fix=restore).get("schema_version")
     if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA_VERSION:
         age = "newer" if version > SCHEMA_VERSION else "older"
         readable = f"the {SCHEMA_VERSION} that eagle3 {__version__} reads"
         problem = f"schema_version {version} is {age} than {readable}"
         fix = "use the eagle3 that its `software` names, or choose another run.uri=…"
         raise StoreError(problem, where=f"{where}: schema_version", fix=fix)
-    try:
-        manifest = Manifest.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        problem = f"not a manifest: {first['msg']}"
-        raise CorruptShard(problem, where=f"{where}: {field}", fix=_restore(stage)) from None
+    manifest = Manifest.parse(data, where=where, fix=restore)
     if manifest.stage != stage:
         problem = f"is the manifest of {manifest.stage}"
         fix = "restore the run directory as it was written"
@@ -74,17 +62,3 @@ def read_manifest(run_uri: str, stage: Stage) -> Manifest:
         fix = f"run `eagle3 {stage}` first, with the same run.uri"
         raise MissingStage(problem, where=manifest_where(run_uri, stage), fix=fix)
     return manifest
-
-
-def _read_json(where: str, data: bytes, stage: Stage) -> dict[str, Any]:
-    try:
-        fields = json.loads(data)
-    except ValueError as error:
-        raise CorruptShard(f"not JSON: {error}", where=where, fix=_restore(stage)) from None
-    if not isinstance(fields, dict):
-        raise CorruptShard("not a JSON object", where=where, fix=_restore(stage))
-    return fields
-
-
-def _restore(stage: Stage) -> str:
-    return f"restore the file, or run `eagle3 {stage} --force`"

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from pipeline.errors import CorruptShard
 from pipeline.records import FILE_NAME, Prompt, Record, digest
@@ -29,6 +30,7 @@ SELECTION = "selection.json"
 #: Names of so many shards begin with five digits. Later ones begin with a letter, so that names
 #: sort in the order of the shards however many there are.
 _NUMBERED = 100_000
+_CONCURRENT_DELETES = 16
 _FIX = f"restore the file, or delete {SELECTION} to have the prompts selected again"
 
 
@@ -122,6 +124,13 @@ def read_prompts(location: Location, shard: PromptShard) -> tuple[Prompt, ...]:
     return prompts
 
 
+def delete_prompts(location: Location, files: Iterable[str]) -> None:
+    """Of the synth stage at `location`; those that another process has deleted do not matter."""
+    delete = location.child(PROMPTS).delete
+    with ThreadPoolExecutor(_CONCURRENT_DELETES, thread_name_prefix="prompts") as pool:
+        list(pool.map(delete, files))
+
+
 def find_selection(location: Location) -> Selection | None:
     """Of the synth stage at `location`, None before it is committed.
 
@@ -137,13 +146,7 @@ def create_selection(location: Location, selection: Selection) -> Selection:
 
 
 def _parse(location: Location, data: bytes) -> Selection:
-    try:
-        selection = Selection.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field, problem = ".".join(str(part) for part in first["loc"]), first["msg"]
-        where = location.where(SELECTION) + (f": {field}" if field else "")
-        raise CorruptShard(f"not a selection: {problem}", where=where, fix=_FIX) from None
+    selection = Selection.parse(data, where=location.where(SELECTION), fix=_FIX)
     kept, left_out = selection.prompts, sum(selection.rejected.values())
     if selection.loaded != kept + left_out:
         problem = f"{kept} prompts and {left_out} rejected are not the {selection.loaded} loaded"

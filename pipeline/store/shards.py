@@ -82,7 +82,7 @@ def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
         _check_info(location, shard, files.get(shard.path))
     with_checksum = [shard for shard in shards if files[shard.path].checksum]
     recorded = [shard for shard in with_checksum if shard.name + ENTRY in files]
-    entries = _read_entries(folder, [shard.name + ENTRY for shard in recorded])
+    entries = read_entries(folder, [shard.name for shard in recorded])
     for shard, entry in zip(recorded, entries, strict=True):
         now = files[shard.path].checksum
         if entry.shard == shard and entry.stored and entry.stored != now:
@@ -173,14 +173,10 @@ def read_committed(
             yield from pool.map(read, names[start : start + _ENTRIES_AHEAD])
 
 
-def read_entries(folder: Location) -> list[Entry]:
-    """All entries in the shards' directory `folder`."""
-    return _read_entries(folder, [name for name in folder.names() if name.endswith(ENTRY)])
-
-
-def _read_entries(folder: Location, names: Sequence[str]) -> list[Entry]:
+def read_entries(folder: Location, names: Iterable[str]) -> list[Entry]:
+    """Those of the shards `names` in the shards' directory `folder`."""
     with ThreadPoolExecutor(_CONCURRENT_READS, thread_name_prefix="entries") as pool:
-        return list(pool.map(lambda name: read_entry(folder, name), names))
+        return list(pool.map(lambda name: read_entry(folder, name + ENTRY), names))
 
 
 def read_entry(folder: Location, name: str) -> Entry:

@@ -43,7 +43,7 @@ from pipeline.store.shards import (
     Entry,
     committed,
     read_committed,
-    read_entry,
+    read_entries,
     verify_shard,
     verify_sizes,
     write_shard,
@@ -130,7 +130,7 @@ class StageRun:
     def _computed_before(self) -> list[Arithmetic | None]:
         """What computed the shards that are committed, of many only the first."""
         folder, names = self.location.child(SHARDS), sorted(self.committed)[:_LOOKED_AT]
-        return [read_entry(folder, name + ENTRY).arithmetic for name in names]
+        return [entry.arithmetic for entry in read_entries(folder, names)]
 
     def commit(
         self,

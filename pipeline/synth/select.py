@@ -27,6 +27,7 @@ from pipeline.store.prompts import (
     PromptShard,
     Selection,
     create_selection,
+    delete_prompts,
     find_selection,
     read_prompts,
     write_prompts,
@@ -89,7 +90,7 @@ def select(config: RunConfig, location: Location) -> Selection:
     _require_files(location, selection)
     first = create_selection(location, selection)
     if first != selection:
-        _delete(location, selection)  # nobody's
+        delete_prompts(location, (shard.file for shard in shards))  # nobody's
         _refuse_other_inputs(first, selection.inputs, location)
         _refuse_other_prompts(first, selection, location)
     return first
@@ -142,12 +143,6 @@ def _require_files(location: Location, selection: Selection) -> None:
         if sizes.get(shard.file) != shard.bytes:
             where, fix = location.child(PROMPTS).where(shard.file), "run the same command again"
             raise StoreError("was removed while prompts were selected", where=where, fix=fix)
-
-
-def _delete(location: Location, selection: Selection) -> None:
-    folder = location.child(PROMPTS)
-    with ThreadPoolExecutor(_CONCURRENT_WRITES, thread_name_prefix="prompts") as pool:
-        list(pool.map(folder.delete, (shard.file for shard in selection.shards)))
 
 
 def _refuse_other_inputs(there: Selection, inputs: str, location: Location) -> None:

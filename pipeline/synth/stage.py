@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipeline import __version__
@@ -30,7 +29,14 @@ from pipeline.store.begin import read_begin
 from pipeline.store.claims import Claims, make_shards
 from pipeline.store.location import Location
 from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
-from pipeline.store.prompts import PROMPTS, SELECTION, PromptShard, Selection, read_prompts
+from pipeline.store.prompts import (
+    PROMPTS,
+    SELECTION,
+    PromptShard,
+    Selection,
+    delete_prompts,
+    read_prompts,
+)
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import SHARDS
 from pipeline.store.stage_run import StageRun, open_stage
@@ -46,7 +52,6 @@ from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
-_CONCURRENT_DELETES = 16
 AUDIT, DATASHEET = "audit.json", "datasheet.md"
 
 #: What the manifest and the audit repeat of the section.
@@ -283,9 +288,7 @@ def _refuse_foreign(stage_run: StageRun, selection: Selection) -> None:
 
 def _remove_prompts(location: Location) -> None:
     """They are as their sources gave them, with personal data; a finished stage needs none."""
-    folder = location.child(PROMPTS)
-    with ThreadPoolExecutor(_CONCURRENT_DELETES, thread_name_prefix="prompts") as pool:
-        list(pool.map(folder.delete, folder.names()))  # another process may be at it as well
+    delete_prompts(location, location.child(PROMPTS).names())
 
 
 def _finish(

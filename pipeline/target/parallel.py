@@ -17,7 +17,6 @@ At the top of this module there is no torch: a finished stage needs none.
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pipeline.config import FeaturesSection, TargetSection
+from pipeline.config import FeaturesSection, TargetSection, local_rank, world_size
 from pipeline.console import console
 from pipeline.errors import ConfigError, Eagle3Error, LostProcess
 
@@ -161,7 +160,7 @@ def joined(section: FeaturesSection, target: TargetSection) -> Iterator[Group]:
     use it. Raises ConfigError where there are several processes and nothing for them to split,
     LostProcess where one of them has ended or does not answer.
     """
-    processes = launched_processes()
+    processes = world_size()
     if processes == 1:
         yield Group()
         return
@@ -191,11 +190,6 @@ def joined(section: FeaturesSection, target: TargetSection) -> Iterator[Group]:
         console.quiet = quiet
 
 
-def launched_processes() -> int:
-    """How many processes the launcher has started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
 def exit_code(error: BaseException) -> int:
     """What `error` makes of a command."""
     if isinstance(error, Eagle3Error):
@@ -214,7 +208,7 @@ def _join(target: TargetSection, timeout: float) -> Group:
 
     cuda = pick_device(target.device).type == "cuda"
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(local_rank())
     limit = timedelta(seconds=timeout)
     if not distributed.is_initialized():
         distributed.init_process_group("nccl" if cuda else "gloo", timeout=limit)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, world_size
 from pipeline.console import notice
 from pipeline.eagle3.checkpoint import HeadCard, save_head
 from pipeline.eagle3.head import Eagle3Head, HeadShape
@@ -21,7 +21,6 @@ from pipeline.store.stage_run import StageRun
 from pipeline.train.audit import coverage_by_source
 from pipeline.train.checkpoints import Checkpoints, workspace
 from pipeline.train.data.corpus import Survey
-from pipeline.train.group import world
 from pipeline.train.metrics import VOLATILE
 from pipeline.train.progress import Progress
 from pipeline.train.start.initial_head import Start
@@ -124,6 +123,6 @@ def provenance(
         "rejected": {stage: manifest.rejected for stage, manifest in manifests.items()},
         "config": shaping,
         "arithmetic": [str(arithmetic) for arithmetic in progress.arithmetic],
-        "world_size": world(),
+        "world_size": world_size(),
     }
     return facts | ({"start_from": dict(origin)} if origin else {})

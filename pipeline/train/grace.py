@@ -6,13 +6,13 @@ SIGTERM ──► the step ends ──► all processes agree ──► checkpoi
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from pipeline.config import is_launched
 from pipeline.console import notice
 
 #: A launcher passes a SIGTERM on that its processes may have got as well, from the scheduler or a
@@ -57,7 +57,7 @@ class Grace:
         if not self.begun:
             self._since = now
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
-        elif "RANK" not in os.environ or now - self._since > _SAME_SIGNAL:
+        elif not is_launched() or now - self._since > _SAME_SIGNAL:
             raise KeyboardInterrupt
 
     def _end_now(self, number: int, frame: FrameType | None) -> None:

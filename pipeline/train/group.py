@@ -21,29 +21,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from pipeline.config import is_launched, local_rank, rank, world_size
 from pipeline.errors import Eagle3Error, MissingPackage
 
 Value = TypeVar("Value")
 
 
-def rank() -> int:
-    """Number of this process among those that the launcher started; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world() -> int:
-    """How many processes the launcher started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_rank() -> int:
-    """Number of this process among those of its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def own_part(count: int) -> range:
     """This process's part of 0 … count-1: all parts, in order of rank, are the whole in order."""
-    return range(rank() * count // world(), (rank() + 1) * count // world())
+    return range(rank() * count // world_size(), (rank() + 1) * count // world_size())
 
 
 def join_group(device: torch.device, *, minutes: float) -> Any:
@@ -57,7 +43,7 @@ def join_group(device: torch.device, *, minutes: float) -> Any:
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(local_rank())
-    if "RANK" not in os.environ and not torch.distributed.is_initialized():
+    if not is_launched() and not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group(
             backend, store=store, rank=0, world_size=1, timeout=timeout
@@ -72,7 +58,7 @@ def join_group(device: torch.device, *, minutes: float) -> Any:
 
 def first_decides(action: Callable[[], Value]) -> Value:
     """Do `action` on the first process; all return its value, or raise its error."""
-    if world() == 1:
+    if world_size() == 1:
         return action()
     outcomes: list[Any] = [_attempt(action) if rank() == 0 else None]
     torch.distributed.broadcast_object_list(outcomes, src=0)
@@ -85,7 +71,7 @@ def first_before_others(action: Callable[[], Value]) -> Value:
 
     Its error on the first is raised on all.
     """
-    if world() == 1:
+    if world_size() == 1:
         return action()
     done: list[Value] = []
     first_decides(lambda: done.append(action()))
@@ -94,16 +80,16 @@ def first_before_others(action: Callable[[], Value]) -> Value:
 
 def together(action: Callable[[], Value]) -> list[Value]:
     """Do `action` on every process; all return all values, by rank, or raise the first error."""
-    if world() == 1:
+    if world_size() == 1:
         return [action()]
-    outcomes: list[Any] = [None] * world()
+    outcomes: list[Any] = [None] * world_size()
     torch.distributed.all_gather_object(outcomes, _attempt(action))
     return [outcome.result() for outcome in outcomes]
 
 
 def take_from_first(tensor: Tensor, device: torch.device) -> None:
     """Fill `tensor` with the first process's, by way of `device`, the group's."""
-    if world() == 1:
+    if world_size() == 1:
         return
     sent = tensor.detach().to(device)
     torch.distributed.broadcast(sent, src=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, rank
 from pipeline.console import long_step, notice
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.records import Manifest
@@ -18,7 +18,7 @@ from pipeline.train.audit import audit_mask, log_survey, show_sample
 from pipeline.train.data.corpus import HeldOut, Survey, hold_out, join_surveys, survey
 from pipeline.train.data.schedule import Schedule
 from pipeline.train.data.stored import StoredCorpus, open_corpus
-from pipeline.train.group import first_decides, own_part, rank, take_from_first, together
+from pipeline.train.group import first_decides, own_part, take_from_first, together
 from pipeline.train.start.least_squares import (
     SCALE_BATCHES,
     FirstBatches,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig, prepare_process
+from pipeline.config import RunConfig, prepare_process, rank, world_size
 from pipeline.console import console, long_step, notice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head, HeadShape
@@ -46,7 +46,7 @@ from pipeline.train.export import (
     provenance,
     training_facts,
 )
-from pipeline.train.group import first_before_others, first_decides, join_group, rank, world
+from pipeline.train.group import first_before_others, first_decides, join_group
 from pipeline.train.loop import TrainingLoop, total_steps
 from pipeline.train.metrics import Metrics
 from pipeline.train.prepare import Data, measure_scale, open_data, solve
@@ -76,7 +76,7 @@ def run(config: RunConfig) -> Manifest:
     check_settings(config.train)
     parent = read_manifest(config.run.uri, "features")
     device = pick_device(config.target.device)
-    if world() > 1:
+    if world_size() > 1:
         join_group(device, minutes=config.train.timeout_minutes)
     stage_run = first_before_others(lambda: _open_stage(config, parent))
     head_uri = stage_run.location.child(HEAD).uri

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import TrainSection
+from pipeline.config import TrainSection, local_rank
 from pipeline.errors import CorruptShard, DataError
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
-from pipeline.train.group import first_decides, join_group, local_rank, quiet, take_from_first
+from pipeline.train.group import first_decides, join_group, quiet, take_from_first
 from pipeline.train.optimizer_state import MOMENTS, OptimizerState, set_weight, whole_shape
 from pipeline.train.ttt.model import StepResult, TttModel
 

@@ -221,7 +221,8 @@ def test_two_kinds_of_machines_make_one_stage(
     assert "of 7 committed shards 7 by bfloat16, kernels torch" in shown
     assert both.shards[:7] == whole.shards[:7] and both.shards[7:] != whole.shards[7:]
     assert {each.dtype for each in both.arithmetic} == {"bfloat16", "float32"}
-    made_by = [entry.arithmetic for entry in read_entries(location.child("shards"))]
+    names = [shard.name for shard in both.shards]
+    made_by = [entry.arithmetic for entry in read_entries(location.child("shards"), names)]
     assert [each and each.dtype for each in made_by] == ["bfloat16"] * 7 + ["float32"] * 5
     assert {each.kernels for each in both.arithmetic} == {"torch"}
     assert run(narrow) == both == run(make_config(tmp_path, shard_tokens=1, batch_tokens=32))

@@ -71,9 +71,6 @@ def wait_for(file: Path, stage: str, least: int, process: subprocess.Popen[str])
     raise AssertionError("no shard in ten minutes")
 
 
-@pytest.mark.skipif(
-    bool(os.environ.get("CI")), reason="failed once on a loaded machine, and nobody knows why yet"
-)
 def test_a_node_and_then_the_driver_are_killed(cluster: Any, files: tuple[Path, Path]) -> None:
     here, there = files
     alone = load(here)
