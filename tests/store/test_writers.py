@@ -24,6 +24,7 @@ from pipeline.store.location import Location
 from pipeline.store.stage_run import open_stage
 
 uri, writers, kills, slow = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+enough, late_kills = sys.argv[5], 3
 contract = TargetContract(
     source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8,
     vocab_size=9, rope={}, capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c",
@@ -40,6 +41,8 @@ def run():
         names = [f"{index:05d}.bin" for index in range(12)]
         for index, name in enumerate(names):
             if name not in stage_run.committed:
+                while name == names[-1] and not os.path.exists(enough):
+                    time.sleep(0.001)  # the stage is not finished before so many were killed
                 data = os.urandom(20_000 + index)
                 stage_run.commit(name, data, rows=1, tokens=index, rejected={"too_short": 1})
         list(stage_run.collect(names))
@@ -62,7 +65,9 @@ def start():
 draw, killed = random.Random(5), 0
 children = {start() for _ in range(writers)}
 while children:
-    if killed < kills:
+    if killed == kills:
+        open(enough, "w").close()
+    if killed < kills + late_kills:
         time.sleep(draw.uniform(0, slow))
         victim = draw.choice(sorted(children))
         os.kill(victim, signal.SIGKILL)
@@ -70,7 +75,7 @@ while children:
     children.remove(child)
     if os.WIFSIGNALED(status):
         killed += 1
-        if killed < kills:
+        if killed < kills + late_kills:
             children.add(start())
     else:
         assert status == 0, status
@@ -89,7 +94,18 @@ def test_of_many_writers_one_commits_each_shard(
         uri = f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
     slow = {"local": 0.02, "gs": 0.2}[kind]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WRITERS, uri, str(writers), "10", str(slow)],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            WRITERS,
+            uri,
+            str(writers),
+            "10",
+            str(slow),
+            str(tmp_path / "enough"),
+        ],
         capture_output=True,
         text=True,
         check=False,
