@@ -59,24 +59,13 @@ class Record(BaseModel):
         Raises CorruptShard, which names the field, for anything else.
         """
         try:
-            return cls.model_validate(read_object(data, where=where, fix=fix))
+            return cls.model_validate_json(data)
         except ValidationError as error:
             first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         words = re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
         problem = f"not a {words}: {first['msg']}"
         raise CorruptShard(problem, where=f"{where}: {field}" if field else where, fix=fix)
-
-
-def read_object(data: bytes, *, where: str, fix: str) -> dict[str, Any]:
-    """The JSON object in `data` of the file `where`. Raises CorruptShard."""
-    try:
-        fields = json.loads(data)
-    except ValueError as error:
-        raise CorruptShard(f"not JSON: {error}", where=where, fix=fix) from None
-    if not isinstance(fields, dict):
-        raise CorruptShard("not a JSON object", where=where, fix=fix)
-    return fields
 
 
 class SamplingOverride(Record):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+
 from pipeline import __version__
 from pipeline.errors import CorruptShard, MissingStage, StoreError, UnfinishedStage
-from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Stage, read_object
+from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Stage
 from pipeline.store.begin import BEGIN
 from pipeline.store.location import Location
 
@@ -35,19 +38,33 @@ def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
 def parse_manifest(location: Location, data: bytes, stage: Stage) -> Manifest:
     """The manifest in `data`, read from the stage at `location`; raises as `find_manifest`."""
     where, restore = location.where(MANIFEST), f"restore the file, or run `eagle3 {stage} --force`"
-    version = read_object(data, where=where, fix=restore).get("schema_version")
+    try:
+        manifest = Manifest.parse(data, where=where, fix=restore)
+    except CorruptShard:
+        _refuse_other_schema(where, _schema_version(data))
+        raise
+    _refuse_other_schema(where, manifest.schema_version)
+    if manifest.stage != stage:
+        problem = f"is the manifest of {manifest.stage}"
+        fix = "restore the run directory as it was written"
+        raise CorruptShard(problem, where=f"{where}: stage", fix=fix)
+    return manifest
+
+
+def _schema_version(data: bytes) -> object:
+    """Of what cannot be read as a manifest of this schema."""
+    with suppress(ValueError, AttributeError):
+        return json.loads(data).get("schema_version")
+    return None
+
+
+def _refuse_other_schema(where: str, version: object) -> None:
     if isinstance(version, int) and not OLDEST_SCHEMA <= version <= SCHEMA_VERSION:
         age = "newer" if version > SCHEMA_VERSION else "older"
         readable = f"the {SCHEMA_VERSION} that eagle3 {__version__} reads"
         problem = f"schema_version {version} is {age} than {readable}"
         fix = "use the eagle3 that its `software` names, or choose another run.uri=…"
         raise StoreError(problem, where=f"{where}: schema_version", fix=fix)
-    manifest = Manifest.parse(data, where=where, fix=restore)
-    if manifest.stage != stage:
-        problem = f"is the manifest of {manifest.stage}"
-        fix = "restore the run directory as it was written"
-        raise CorruptShard(problem, where=f"{where}: stage", fix=fix)
-    return manifest
 
 
 def read_manifest(run_uri: str, stage: Stage) -> Manifest:

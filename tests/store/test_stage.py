@@ -270,8 +270,8 @@ def test_an_older_begin_record_is_compared_by_its_hash(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "not JSON"),
-        ("[]", "not a JSON object"),
+        ("{", "not a begin: Invalid JSON"),
+        ("[]", "not a begin: Input should be an object"),
         ('{"stage": "synth", "parent_hash": null}', "config_hash: not a begin: Field required"),
     ],
 )
@@ -497,8 +497,8 @@ def test_unreadable_manifests_are_named(
     ]
     newer, older, surprise, train = (json.dumps({**fields, **change}) for change in changes)
     cases = [
-        ("{", CorruptShard, "not JSON"),
-        ("[]", CorruptShard, "not a JSON object"),
+        ("{", CorruptShard, "not a manifest: Invalid JSON"),
+        ("[]", CorruptShard, "not a manifest: Input should be an object"),
         (newer, StoreError, f"schema_version: schema_version {SCHEMA_VERSION + 1} is newer"),
         (older, StoreError, f"schema_version: schema_version {OLDEST_SCHEMA - 1} is older"),
         (surprise, CorruptShard, "surprise: not a manifest"),
