@@ -170,7 +170,7 @@ def near_duplicates(similarity: float) -> Callable[[Prompt], str | None]:
     """Prompts whose word 5-grams mostly occur in one earlier prompt.
 
     MinHash with locality-sensitive hashing (Broder 1997). Remembers every prompt that it has
-    passed, about 3 KB each. Raises MissingPackage without datasketch.
+    passed, about 5 KB each. Raises MissingPackage without datasketch.
     """
     try:
         from datasketch import MinHashLSH  # type: ignore[import-untyped]

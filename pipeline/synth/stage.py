@@ -79,13 +79,12 @@ def run(config: RunConfig) -> Manifest:
     pipeline = None if _is_finished(config) else _open_pipeline(config)
     if pipeline is None:
         stage_run = open_stage(config, "synth", None)
-        if manifest := stage_run.manifest:
-            counts = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
-            notice("synth", f"complete: {counts} at {stage_run.location.uri}")
-            _remove_prompts(stage_run.location)
-            return manifest
+        if stage_run.manifest:
+            return _complete(stage_run, stage_run.manifest)
         pipeline = _open_pipeline(config)  # finished, but discarded as damaged by --force
     stage_run, selection = _begin(config, pipeline)
+    if stage_run.manifest:  # another process has finished it since this one looked
+        return _complete(stage_run, stage_run.manifest)
     _refuse_foreign(stage_run, selection)
     if selection.turns > 1 and synth_section(config).max_turns > 1:
         pipeline.template.check_turns()
@@ -94,6 +93,13 @@ def run(config: RunConfig) -> Manifest:
     notice("synth", f"{counts}, {committed}")
     _make(config, stage_run, selection, pipeline)
     manifest = _finish(config, stage_run, selection, pipeline)
+    _remove_prompts(stage_run.location)
+    return manifest
+
+
+def _complete(stage_run: StageRun, manifest: Manifest) -> Manifest:
+    counts = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
+    notice("synth", f"complete: {counts} at {stage_run.location.uri}")
     _remove_prompts(stage_run.location)
     return manifest
 

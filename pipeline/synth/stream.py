@@ -3,7 +3,7 @@
     sources ──► licences, duplicates, quality, evaluation sets ──► draw of max_prompts ──► prompts
 
 In memory is what the filters remember: 25 bytes a prompt for duplicates, at most 128 MiB of them;
-3 KB a prompt for near-duplicates, where they are on; with `max_prompts` nine bytes a prompt.
+5 KB a prompt for near-duplicates, where they are on; with `max_prompts` nine bytes a prompt.
 """
 
 from __future__ import annotations

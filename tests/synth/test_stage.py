@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,7 +30,7 @@ from pipeline.errors import (
 from pipeline.records import Manifest, Sample
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.synth import run, screen
+from pipeline.synth import run, screen, stage
 from pipeline.synth.plan import plan
 from tests.synth.conftest import tree
 
@@ -158,6 +159,24 @@ def test_a_finished_stage_is_left_alone(
     assert run(config) == first
     assert "complete" in capsys.readouterr().out
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_stage_that_another_process_finishes_while_this_one_starts(
+    make_config: Configure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(max_prompts=8)
+    firsts: list[Manifest | None] = []
+
+    def open_slowly(config: RunConfig, open_pipeline: Any = stage._open_pipeline) -> Any:
+        if not firsts:
+            firsts.append(None)
+            firsts.append(run(config))
+            capsys.readouterr()
+        return open_pipeline(config)
+
+    monkeypatch.setattr(stage, "_open_pipeline", open_slowly)
+    assert run(config) == firsts[1]
+    assert "complete" in capsys.readouterr().out
 
 
 def test_the_seed_decides_the_replies(make_config: Configure) -> None:
