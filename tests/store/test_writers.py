@@ -14,6 +14,7 @@ import pytest
 from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_manifest
+from pipeline.store.shards import read_entries
 from pipeline.store.verify import verify_run
 
 WRITERS = """
@@ -24,7 +25,7 @@ from pipeline.store.location import Location
 from pipeline.store.stage_run import open_stage
 
 uri, writers, kills, slow = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-enough, late_kills = sys.argv[5], 3
+enough, results, late_kills = sys.argv[5], sys.argv[6], 3
 contract = TargetContract(
     source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8,
     vocab_size=9, rope={}, capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c",
@@ -47,6 +48,8 @@ def run():
                 stage_run.commit(name, data, rows=1, tokens=index, rejected={"too_short": 1})
         list(stage_run.collect(names))
         stage_run.finish(contract=contract, licenses={}, sources={}, details={})
+    with open(results, "a") as file:  # what this process takes the stage to be
+        file.write(stage_run.manifest.content_hash + chr(10))
 
 
 def start():
@@ -93,19 +96,10 @@ def test_of_many_writers_one_commits_each_shard(
     if kind == "gs":
         uri = f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
     slow = {"local": 0.02, "gs": 0.2}[kind]
+    numbers = [str(writers), "10", str(slow)]
+    files = [str(tmp_path / "enough"), str(tmp_path / "results")]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            WRITERS,
-            uri,
-            str(writers),
-            "10",
-            str(slow),
-            str(tmp_path / "enough"),
-        ],
+        [sys.executable, "-W", "ignore", "-c", WRITERS, uri, *numbers, *files],
         capture_output=True,
         text=True,
         check=False,
@@ -114,10 +108,16 @@ def test_of_many_writers_one_commits_each_shard(
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 10
     manifest, check = read_manifest(uri, "synth"), verify_run(uri)
+    results = (tmp_path / "results").read_text().split()
+    assert len(results) > 1 and set(results) == {manifest.content_hash}, "the first one is final"
     assert [shard.bytes for shard in manifest.shards] == [20_000 + index for index in range(12)]
     assert check.problems == () and check.finished == ("synth",)
     remove([orphan for orphan in find_orphans(uri)])
     kept = {shard.path for shard in manifest.shards}
     entries = {f"{shard.name}.entry.json" for shard in manifest.shards}
-    assert set(Location(f"{uri}/synth/shards").names()) == kept | entries
+    folder = Location(f"{uri}/synth/shards")
+    assert set(folder.names()) == kept | entries
+    # An entry that a late writer had replaced would name another file than the manifest.
+    recorded = read_entries(folder, [shard.name for shard in manifest.shards])
+    assert [entry.shard for entry in recorded] == list(manifest.shards)
     assert verify_run(uri).problems == ()
