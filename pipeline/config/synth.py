@@ -145,7 +145,7 @@ class QualitySection(Section):
     """
 
     duplicates: bool = True
-    """Drop prompts whose normalised turns came earlier (`duplicate`)."""
+    """Drop prompts whose system prompt and turns came earlier, white space aside (`duplicate`)."""
     near_duplicates: float | None = Field(None, gt=0, lt=1)
     """Drop prompts this similar to an earlier one, as Jaccard similarity of word 5-grams
     (`near_duplicate`); 0.8 is usual. None: keep."""

@@ -2,23 +2,28 @@
 
     terms:forbids_competing_models   its text came from a model whose terms forbid this use
     license:<spdx>                   its licence is not on the allow-list
-    duplicate                        the same turns came earlier
+    duplicate                        the same system prompt and turns came earlier
     contaminated                     it matches a prompt of an excluded (evaluation) set
 
 quality.py has the steps that judge the text itself.
 
-Text is compared after normalisation: NFKC, lower case, word characters only.
+Duplicates are exact: NFC, and white space counts as one space. Excluded sets and near-duplicates
+are compared word by word, where punctuation that a copy may lose does not count, and symbols do:
+
+    Is 12 * 7 < 90, or not?    is · 12* · 7< · 90 · or · not
+    C, C++ or C#?              c · c++ · or · c#
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import regex  # type: ignore[import-untyped]
+
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
-from pipeline.records import Prompt
+from pipeline.records import Prompt, canonical_json
 from pipeline.synth.seen import SeenDigests
 
 #: A prompt's reason to be left out, or None.
@@ -26,6 +31,10 @@ Step = Callable[[Prompt], str | None]
 
 _GRAM = 13  # words that two texts must share in a row to count as overlapping
 _SHORTEST_WHOLE = 7  # an excluded turn of 7…12 words counts when it is contained whole
+#: Marks of sentences, quotes and brackets; a copy may have others. Not those of `!=` and `:=`.
+_PUNCTUATION = regex.compile(r"""(?:[.,;:?!'"–—―、。؟،।\p{Pi}\p{Pf}\p{Ps}\p{Pe}](?!=))+""")
+_WORD = regex.compile(r"[\w\p{M}]+(?:\s*+[^\w\p{M}\s]++)*+|[^\w\p{M}\s]+")
+_LETTERS = regex.compile(r"[\p{L}\p{M}]+[^\w\p{M}]*+$")
 _DISTINCT_WORDS = 5  # alphabetic ones; rows of digits or table borders overlap by chance
 
 
@@ -65,21 +74,22 @@ def first_of_its_kind() -> Step:
 
 
 def duplicate_key(prompt: Prompt) -> bytes:
-    """16 bytes that two prompts share when they count as the same: of their normalised turns."""
-    text = "\n".join(normalised(turn) for turn in prompt.turns)  # no turn has a line break now
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    """16 bytes that two prompts share when they are the same but for encoding and white space."""
+    texts = [prompt.system, *prompt.turns]
+    same = [text and " ".join(unicodedata.normalize("NFC", text).split()) for text in texts]
+    return hashlib.blake2b(canonical_json(same).encode(), digest_size=16).digest()
 
 
 def decontaminate(excluded: Iterable[Prompt]) -> Step:
     """Drops prompts with a turn that equals, contains or overlaps one of an excluded prompt."""
-    turns = [normalised(turn).split() for prompt in excluded for turn in prompt.turns]
+    turns = [words_of(turn) for prompt in excluded for turn in prompt.turns]
     whole = {tuple(turn) for turn in turns if turn}
     grams = {gram for turn in turns for gram in _distinctive_grams(turn)}
     sizes = sorted({len(gram) for gram in grams})
 
     def step(prompt: Prompt) -> str | None:
         for turn in prompt.turns if whole else ():
-            words = normalised(turn).split()
+            words = words_of(turn)
             overlaps = (gram in grams for size in sizes for gram in _windows(words, size))
             if tuple(words) in whole or any(overlaps):
                 return "contaminated"
@@ -88,9 +98,13 @@ def decontaminate(excluded: Iterable[Prompt]) -> Step:
     return step
 
 
-def normalised(text: str) -> str:
-    """NFKC, lower case, runs of word characters joined by one space."""
-    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", text).lower()))
+def words_of(text: str) -> list[str]:
+    """NFKC, lower case; each word with its combining marks and the symbols that follow it.
+
+    Symbols that follow no word are a word of their own.
+    """
+    plain = _PUNCTUATION.sub(" ", unicodedata.normalize("NFKC", text).lower())
+    return ["".join(word.split()) for word in _WORD.findall(plain)]
 
 
 def _distinctive_grams(turn: list[str]) -> Iterator[tuple[str, ...]]:
@@ -98,7 +112,7 @@ def _distinctive_grams(turn: list[str]) -> Iterator[tuple[str, ...]]:
     if len(turn) < _SHORTEST_WHOLE:
         return
     for gram in _windows(turn, min(len(turn), _GRAM)):
-        if len({word for word in gram if word.isalpha()}) >= _DISTINCT_WORDS:
+        if len({word for word in gram if _LETTERS.match(word)}) >= _DISTINCT_WORDS:
             yield gram
 
 

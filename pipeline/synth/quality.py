@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pipeline.config import QualitySection
 from pipeline.errors import MissingPackage
 from pipeline.records import Prompt, Sample
+from pipeline.synth.filters import words_of
 
 PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
 
@@ -201,7 +202,7 @@ def _sketch(prompt: Prompt) -> Any:
 
 
 def _shingles(text: str) -> Iterator[str]:
-    words = re.findall(r"\w+", text.lower())
+    words = words_of(text)
     for start in range(max(1, len(words) - _SHINGLE + 1)):
         yield " ".join(words[start : start + _SHINGLE])
 
