@@ -55,6 +55,7 @@ SLOW = (
     "synth/test_audit.py",
     "synth/test_dlp.py",
     "synth/test_pii.py",
+    "synth/test_pii_time.py",
     "synth/test_score.py",
     "synth/test_screen.py",
     "synth/test_secrets.py",

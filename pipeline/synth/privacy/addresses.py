@@ -22,10 +22,10 @@ _MAX_GAP = 16
 #: The same across lines and commas: "Apt. 252⏎ Črni Vrh⏎ Slovenia 15755".
 _MAX_GAP_ACROSS_LINES = 45
 
-_WORD = r"[^\W\d_][\w.'’\-]*"
+_WORD = r"[^\W\d_][\w.'’\-]{0,40}+"  # with a limit: it may begin after each hyphen
 _NAME = rf"(?:{_WORD}[ ]){{0,4}}"
 #: Words before a name that are part of it: "Alte" in Alte Lindenstraße.
-_CAPITALISED = r"(?-i:[A-ZÀ-Þ][\w.\-]*[ ]){0,2}"
+_CAPITALISED = r"(?-i:[A-ZÀ-Þ][\w.\-]{0,40}+[ ]){0,2}"
 _NUMBER = r"\d{1,5}(?:[/\-]\d{1,4})?[A-Za-z]?"
 #: Words that end a street's name. These hardly mean anything else behind a number; the next table's
 #: do, as in "3 fields" or "12 points".
@@ -74,7 +74,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "street": (
         rf"(?<![\w.]){_NUMBER},?[ ]{_NAME}(?:{_STREET})\b\.?(?:[ ]\d{{1,4}}[a-z]?\b)?",
         rf"(?<![\w.])(?:{_NUMBER},?[ ])?{_CAPITALISED}"
-        rf"(?:[^\W\d_][\w\-]+{_COMPOUND}|Strasse|Straße|út)[ ]\d{{1,4}}(?:-\d+)?[a-z]?\b",
+        rf"(?:[^\W\d_][\w\-]{{1,40}}{_COMPOUND}|Strasse|Straße|út)[ ]\d{{1,4}}(?:-\d+)?[a-z]?\b",
         rf"(?<!\w){_WORD}[ ](?:{_STREET_BEFORE_NUMBER})[ ]\d{{1,4}}\b\.?",
         rf"(?<![\w.])(?:{_NUMBER},?[ ])(?:{_STREET_BEFORE_NAME})[ ]{_NAME}{_WORD}",
     ),

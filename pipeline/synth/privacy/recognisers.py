@@ -14,6 +14,9 @@ Names that spaCy's small English model misses, by what stands around them:
     beside        Rosemary Doherty,r.doherty@example.com    next to an e-mail address, as in a CSV
     a line        Layla Gairbekov⏎      two or three capitalised words that fill one: a signature
     mislabelled   "Zoe Young" taken for an organisation: counts only below the usual threshold
+
+What a text is made of must not decide how long it takes: what is repeated is possessive (`++`) or
+has a limit, and what may begin anywhere begins at the first character of a run.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ _PHONE_PATTERNS = (
     (rf"{_NOT_INSIDE}(?P<value>{_PHONE_DIGITS}){_AFTER_PHONE}", _FORMATTED),
 )
 
-_EMAIL = re.compile(r"[\w.+\-]+@[\w\-]+\.[\w.\-]+")
+_EMAIL = re.compile(r"(?<![\w.+\-])[\w.+\-]++@[\w\-]++\.[\w.\-]++")
 _PHONE_BESIDE_EMAIL = re.compile(rf"(?<![\w./=#\-]){_PHONE_DIGITS}(?![\w/]|[.\-]\d)")
 _MAX_DISTANCE = 3  # characters between a number and the e-mail address beside it
 
@@ -137,7 +140,8 @@ NUMBER_FINDERS: dict[str, tuple[Finder, ...]] = {
 # ── person names ──
 
 _CAPITAL = r"[^\W\d_a-zß-öø-ÿ]"
-_PART = rf"(?:{_CAPITAL}[^\W\d_]*(?:['’\-]{_CAPITAL}?[^\W\d_]+)*)"
+_PART = rf"(?:{_CAPITAL}[^\W\d_]*+(?:['’\-][^\W\d_]++){{0,4}}+)"
+_BEGINS = r"(?<![^\W\d_])"  # not inside a word
 _JOIN = r"(?:[ ](?:van|von|der|den|de|da|di|du|del|la|le|el|bin|ibn|dos|zu|y|e|of)){0,2}"
 _NAME = rf"{_PART}(?:{_JOIN}[ ]{{1,2}}(?:{_PART}|{_CAPITAL}\.)){{0,3}}"
 _FULL = rf"{_PART}(?:{_JOIN}[ ]{{1,2}}(?:{_PART}|{_CAPITAL}\.)){{1,3}}"
@@ -174,8 +178,8 @@ _ANNOUNCED_NAMES = (
     rf"(?i:\b(?:{_VERBS}))[ ](?P<value>{_FULL})",
     rf"(?i:\b(?:my name is|add|follow up with|named|ask for)) (?P<value>(?i:{_LOWER_FULL}))"
     r"(?= (?:as|in|and|on)\b|[.,?!]|$)",
-    rf"(?P<value>{_FULL})(?=[ ]?[,;|<(][ ]?[\w.+\-]+@[\w\-]+\.\w)",
-    rf"(?P<value>{_FULL})(?=(?:'s)?[ ](?:lives|resides|residing|born|passport|SSN)\b)",
+    rf"{_BEGINS}(?P<value>{_FULL})(?=[ ]?[,;|<(][ ]?[\w.+\-]+@[\w\-]+\.\w)",
+    rf"{_BEGINS}(?P<value>{_FULL})(?=(?:'s)?[ ](?:lives|resides|residing|born|passport|SSN)\b)",
 )
 _LINE_NAME = (
     rf"^[> \t]*(?P<value>{_PART}(?: {_CAPITAL}\.?)?(?:{_JOIN} {{1,2}}{_PART}){{1,2}}"

@@ -23,6 +23,14 @@ _SCORE = 0.9
 #: Not used: addresses are not secrets (IP_ADDRESS covers them), a key's first line is not the key.
 _UNUSED = frozenset({"IPPublicDetector", "PrivateKeyDetector"})
 _PASSWORDS = frozenset({"BasicAuthDetector"})
+#: Plugins that look for a name, a sign and a value, in time that grows with the square of a line's
+#: length, or the third power of its blanks: they are given pieces of a long line.
+_BY_NAME = frozenset(
+    {"KeywordDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "CloudantDetector"}
+    | {"SoftlayerDetector", "ArtifactoryDetector"}
+)
+_PIECE, _OVERLAP = 500, 200  # characters; no value of theirs is longer than the overlap
+_BLANKS = re.compile(r"[^\S\n]{8,}+")
 _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
 
 _KEYS = (
@@ -59,14 +67,16 @@ _QUOTED_PASSWORD = re.compile(
 _BARE_PASSWORD = re.compile(
     rf"{_PASSWORD_WORD}{_LINK}\s?[:=]?\s?(?P<value>[^\s\"'`]{{6,40}})", re.IGNORECASE
 )
-_LOGIN_PAIR = re.compile(r"[\w.+\-]+@[\w\-]+(?:\.[\w\-]+)+\s?[/:]\s?(?P<value>[^\s\"'`|,]{6,40})")
+_LOGIN_PAIR = re.compile(
+    r"(?<![\w.+\-])[\w.+\-]++@[\w\-]++(?:\.[\w\-]++)++\s?[/:]\s?(?P<value>[^\s\"'`|,]{6,40})"
+)
 _IN_URL = re.compile(r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s:/@]+:[^\s:/@]{3,}@")
 
 #: Whatever any plugin reports contains one of these; most lines of most prompts do not, and are
 #: skipped.
 _MAY_CONTAIN_SECRET = re.compile(
-    r"(?i)(?=[A-Za-z_\-+/=.:]*[0-9])[A-Za-z0-9_\-+/=.:]{16,}"
-    r"|pass|pwd|secret|key|token|auth|contrase|cred|://\S*:\S*@"
+    r"(?i)(?<![A-Za-z0-9_\-+/=.:])(?=[A-Za-z_\-+/=.:]*+[0-9])[A-Za-z0-9_\-+/=.:]{16,}+"
+    r"|pass|pwd|secret|key|token|auth|contrase|cred|://[^\s:]{0,256}+:[^\s@]{0,256}+@"
 )
 _PLACEHOLDER = re.compile(r"[<{\[%$].*|.*[:?]\s*|[*x•.]+|[a-z_]+(?: [a-z_]+)+")
 _CODE_INSIDE = re.compile(r"[(\[{][)\]}]|[()\[\]{}<>;]{2}|^\w+[(\[.]|[<>;{}]|://|@\w+\.\w")
@@ -74,7 +84,8 @@ _CODE_WHOLE = re.compile(r"[\w.]+\(.*|.*\)|[\w.]*=.*|\$\{?\w+\}?|\w+(?:\.\w+)+|[
 _SIGN_INSIDE = re.compile(r"\w[^\w\s.,:;/'\-]+|^[!#$%&*+@^~]\w")
 
 #: An assigned value, and the names that say it is no secret.
-_ASSIGNMENT = re.compile(r"(\w+)['\"]?\]?\s*(?:=|:|=>)\s*[rbf]?['\"]$")
+_ASSIGNMENT = re.compile(r"(?<!\w)(\w++)['\"]?\]?\s*(?:=|:|=>)\s*[rbf]?['\"]$")
+_LONGEST_NAME = 200  # characters before a value that are looked at
 _NO_SECRET_NAME = re.compile(
     r"(?i)hash|sha|md5|digest|commit|sum|uuid|guid|id$|etag|expected|output|alphabet"
 )
@@ -137,13 +148,22 @@ def _by_plugins(text: str) -> Iterator[Finding]:
 
 def _line_secrets(line: str) -> Iterator[tuple[int, int, str]]:
     """(start, end, entity) of what detect-secrets reports in one line."""
+    pieces = list(_pieces(line))
     for plugin in _plugins():
         name = type(plugin).__name__
-        for secret in plugin.analyze_line(filename="prompt", line=line, line_number=1) or ():
-            value = secret.secret_value
-            start = line.find(value) if value else -1
-            if start >= 0 and _is_plausible(name, line, start, value):
-                yield start, start + len(value), _entity(name, line[:start])
+        for part in pieces if name in _BY_NAME else [line]:
+            for secret in plugin.analyze_line(filename="prompt", line=part, line_number=1) or ():
+                value = secret.secret_value
+                start = line.find(value) if value else -1
+                if start >= 0 and _is_plausible(name, line, start, value):
+                    yield start, start + len(value), _entity(name, line[:start])
+
+
+def _pieces(line: str) -> Iterator[str]:
+    """Overlapping ones, with short blanks; a short line is one."""
+    narrow = _BLANKS.sub(" " * 8, line)
+    for start in range(0, max(1, len(narrow) - _OVERLAP), _PIECE - _OVERLAP):
+        yield narrow[start : start + _PIECE]
 
 
 def _entity(plugin: str, before: str) -> str:
@@ -165,7 +185,7 @@ def _is_plausible(plugin: str, line: str, start: int, value: str) -> bool:
     ):
         return False
     if plugin in _ENTROPY:
-        assigned = _ASSIGNMENT.search(line[:start])
+        assigned = _ASSIGNMENT.search(line, max(0, start - _LONGEST_NAME), start)
         return assigned is not None and not _NO_SECRET_NAME.search(assigned[1])
     if plugin == "KeywordDetector":
         return not (heuristic.is_potential_uuid(value) or heuristic.is_indirect_reference(line))
