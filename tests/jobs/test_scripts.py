@@ -110,6 +110,15 @@ def test_a_refresh_makes_the_run_of_its_scheduled_time(
     assert yaml.safe_load(done.stdout)["run"]["uri"] == uri
 
 
+def test_jobs_leave_training_its_grace(configure: Configure) -> None:
+    config = configure(jobs=LARGE, train={"grace_seconds": 200})
+    script = render(config, "slurm")["train.sbatch"]
+    assert "#SBATCH --signal=TERM@320" in script and "pipeline.jobs.launch --grace 320" in script
+    pods = yaml.safe_load_all(render(config, "kubernetes")["train.yaml"])
+    [pod] = [each["spec"]["template"]["spec"] for each in pods if each["kind"] == "Job"]
+    assert pod["terminationGracePeriodSeconds"] == 320
+
+
 def test_slurm_scripts_ask_for_what_the_configuration_says(configure: Configure) -> None:
     files = render(configure(jobs={**LARGE, "features": {"gpus": 0, "hours": 0.5}}), "slurm")
     assert list(files) == ["run.yaml", *(f"{stage}.sbatch" for stage in STAGES), "submit.sh"]

@@ -27,9 +27,10 @@ _PASSWORDS = frozenset({"BasicAuthDetector"})
 #: length, or the third power of its blanks: they are given pieces of a long line.
 _BY_NAME = frozenset(
     {"KeywordDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "CloudantDetector"}
-    | {"SoftlayerDetector", "ArtifactoryDetector"}
+    | {"SoftlayerDetector"}
 )
-_PIECE, _OVERLAP = 500, 200  # characters; no value of theirs is longer than the overlap
+#: Characters. A value that is longer than the overlap may be cut, and is left to the others.
+_PIECE, _OVERLAP = 500, 200
 _BLANKS = re.compile(r"[^\S\n]{8,}+")
 _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
 
