@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.prompt_sets import prompt_set
 from bench.random_target import random_head
 from bench.report import contested, read_bandwidth
 from bench.rivals import hf_generate, hf_rate, llama_cpp
@@ -29,7 +30,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.prompts.builtin import read_builtin
+from pipeline.prompts.files import read_file
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import Target, open_target
@@ -87,7 +88,7 @@ def load(head: Path | None) -> Bench:
         dtype=resolve_dtype("auto", CPU),
         max_length=LENGTH,
     )
-    some = islice(read_builtin("instructions"), MANY)
+    some = islice(read_file(prompt_set("instructions")), MANY)
     prompts = tuple(tuple(template.start(prompt.turns[0])) for prompt in some)
     if head is not None:
         return Bench(target, model, load_head(head)[0], None, prompts)

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from bench.prompt_sets import prompt_set
 from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
 from bench.tau_cost import tau_cost
 from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
@@ -218,7 +219,7 @@ def memory(encoding: Encoding) -> dict[str, float]:
 
 def real_samples(target: LoadedTarget, tokens: int) -> list[Sample]:
     """Samples of English text, at least `tokens` together."""
-    prompts = load_prompts([SourceSpec(source="builtin:instructions")], seed=0)
+    prompts = load_prompts([SourceSpec(source=prompt_set("instructions"))], seed=0)
     template = load_template(target.directory, source=SOURCE, system_prompt=None)
     texts = [turn for prompt in prompts for turn in prompt.turns]
     ids = [token for text in texts for token in template.start(text)]
@@ -289,7 +290,7 @@ def _bare_forward(target: LoadedTarget, documents: list[list[int]]) -> None:
 def _sample(number: int, ids: list[int]) -> Sample:
     return Sample(
         sample_id=f"p{number}",
-        source="builtin:instructions",
+        source="eagle3-instructions",
         license="CC0-1.0",
         category="bench",
         messages=(Message(role="user", content=""),),

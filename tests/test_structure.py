@@ -36,7 +36,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself
 WINGS: dict[str, dict[str, set[str]]] = {
     "store": {".": {"states", "backends"}, "states": {"."}, "backends": set()},
-    "prompts": {".": {"packages"}, "packages": {"."}},
     "eagle3": {".": {"formats"}, "formats": {"."}},
     "decoder": {
         ".": {"ops", "drafters"},

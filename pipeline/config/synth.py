@@ -15,8 +15,7 @@ class SourceSpec(Section):
     """One source of prompts."""
 
     source: str
-    """JSONL or Parquet file (optionally .gz), hub:ORG/NAME, package:NAME of a supported pip
-    package, or builtin:instructions."""
+    """JSONL or Parquet file (optionally .gz), here or behind any fsspec URI, or hub:ORG/NAME."""
     split: str = "train"
     """Split of a hub data set."""
     subset: str | None = None

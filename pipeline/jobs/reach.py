@@ -59,7 +59,7 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _is_relative(path: str) -> bool:
-    elsewhere = path.startswith(("package:", "hub:", "builtin:")) or "://" in path
+    elsewhere = path.startswith(("package:", "hub:")) or "://" in path
     return not elsewhere and not path.startswith("/")
 
 

@@ -1,12 +1,10 @@
-"""Where prompts come from: files, hub data sets, pip packages that carry data, and our own.
+"""Where prompts come from: files and hub data sets.
 
     sources.py   load_prompts, stream_prompts: every configured source, in order
     draw.py      balanced draws, also of more prompts than memory holds
     extent.py    how much a source holds, without reading all of it
     files.py     JSONL and Parquet
     hub.py       Hugging Face data sets
-    builtin.py   requests written for this project
-    packages/    one reader for each supported pip package
     records.py   one raw record → Prompt
 
 Only user turns are taken; a reply in a source is never used.

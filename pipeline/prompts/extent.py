@@ -18,14 +18,12 @@ _PACKED = 4  # bytes of records for one byte of a compressed file, about
 
 
 def record_bytes(spec: SourceSpec) -> int | None:
-    """About how many bytes of records the source has; 0 for what comes with a package, as it is
-    small, and None for a hub data set, which does not say.
+    """About how many bytes of records the source has; None for a hub data set, which does not say.
 
     Raises DataError for a file that cannot be opened.
     """
-    kind, _, name = spec.source.partition(":")
-    if name and kind in ("package", "builtin", "hub"):
-        return None if kind == "hub" else 0
+    if spec.source.startswith("hub:"):
+        return None
     is_packed = spec.source.endswith((".gz", *PARQUET))
     return _size(spec.source) * (_PACKED if is_packed else 1)
 

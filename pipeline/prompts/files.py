@@ -30,7 +30,7 @@ def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
         records = _read_parquet(source)
     else:
         problem = "is not a kind of prompts file that can be read"
-        fix = f"use {', '.join((*_JSONL, '.parquet'))}, hub:ORG/NAME or package:NAME"
+        fix = f"use {', '.join((*_JSONL, '.parquet'))} or hub:ORG/NAME"
         raise DataError(problem, where=source, fix=fix)
     stem = PurePosixPath(source).name.split(".")[0]
     for number, (where, record) in enumerate(records, start=1):

