@@ -150,8 +150,6 @@ class QualitySection(Section):
     (`near_duplicate`); 0.8 is usual. None: keep."""
     min_characters: int = Field(1, gt=0)
     """Shorter prompts, over all turns, are dropped (`short`)."""
-    max_characters: int | None = Field(None, gt=0)
-    """Longer prompts, over all turns, are dropped (`long`). None: only max_prompt_tokens limits."""
     languages: tuple[str, ...] = ()
     """ISO 639-1 codes to keep, e.g. [en, de]; others are dropped (`language:<code>`), code is kept.
     Empty: all."""
@@ -256,6 +254,9 @@ class SynthSection(Section):
     """Duplicates, length, language, repetition and refusals."""
     system_prompt: str | None = None
     """System message of every conversation; None keeps the template's own default."""
+    max_characters: int = Field(100_000, gt=0)
+    """Longer prompts, over system prompt and all turns, are dropped (`long`) before anything else
+    reads them: a text may not hold a process for minutes."""
     max_prompt_tokens: int = Field(512, gt=0)
     """Longer conversations are dropped before the turn that would exceed it."""
     max_turns: int = Field(2, gt=0)

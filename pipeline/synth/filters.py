@@ -1,5 +1,6 @@
 """What keeps a prompt out before any model is loaded: named steps, each a reason or None.
 
+    long                             longer than synth.max_characters
     terms:forbids_competing_models   its text came from a model whose terms forbid this use
     license:<spdx>                   its licence is not on the allow-list
     duplicate                        the same system prompt and turns came earlier
@@ -36,6 +37,15 @@ _PUNCTUATION = regex.compile(r"""(?:[.,;:?!'"–—―、。؟،।\p{Pi}\p{Pf}\
 _WORD = regex.compile(r"[\w\p{M}]+(?:\s*+[^\w\p{M}\s]++)*+|[^\w\p{M}\s]+")
 _LETTERS = regex.compile(r"[\p{L}\p{M}]+[^\w\p{M}]*+$")
 _DISTINCT_WORDS = 5  # alphabetic ones; rows of digits or table borders overlap by chance
+
+
+def max_length(most: int) -> Step:
+    """Characters of the system prompt and all turns."""
+
+    def step(prompt: Prompt) -> str | None:
+        return "long" if sum(map(len, (prompt.system or "", *prompt.turns))) > most else None
+
+    return step
 
 
 def license_gate(allowed: Sequence[str]) -> Step:

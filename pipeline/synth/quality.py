@@ -1,6 +1,6 @@
 """Quality, as named steps: each looks at one record and gives a reason to leave it out, or None.
 
-    prompts   short  long  language:<code>  repetition  near_duplicate
+    prompts   short  language:<code>  repetition  near_duplicate
     replies   reply_repetition  refusal
 
 `synth.quality` switches them; what is not switched on is not built. Every reason is counted.
@@ -11,12 +11,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config import QualitySection
 from pipeline.errors import MissingPackage
 from pipeline.records import Prompt, Sample
 from pipeline.synth.filters import words_of
+from pipeline.synth.seen import SeenSketches
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
 
@@ -70,7 +75,7 @@ def passing(
 
 def prompt_steps(section: QualitySection) -> list[Callable[[Prompt], str | None]]:
     """The section's steps for prompts, cheap ones first. Exact duplicates are in filters.py."""
-    steps = [length(section.min_characters, section.max_characters)]
+    steps = [min_length(section.min_characters)]
     if section.max_prompt_repetition is not None:
         steps.append(prompt_repetition(section.max_prompt_repetition))
     if section.languages:
@@ -95,14 +100,11 @@ def replies(sample: Sample) -> Iterator[str]:
     return (message.content for message in sample.messages if message.role == "assistant")
 
 
-def length(shortest: int, longest: int | None) -> Callable[[Prompt], str | None]:
+def min_length(shortest: int) -> Callable[[Prompt], str | None]:
     """Characters over all turns, blanks at the ends not counted."""
 
     def step(prompt: Prompt) -> str | None:
-        characters = sum(len(turn.strip()) for turn in prompt.turns)
-        if characters < shortest:
-            return "short"
-        return "long" if longest is not None and characters > longest else None
+        return "short" if sum(len(turn.strip()) for turn in prompt.turns) < shortest else None
 
     return step
 
@@ -170,35 +172,40 @@ def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | Non
 def near_duplicates(similarity: float) -> Callable[[Prompt], str | None]:
     """Prompts whose word 5-grams mostly occur in one earlier prompt.
 
-    MinHash with locality-sensitive hashing (Broder 1997). Remembers every prompt that it has
-    passed, about 5 KB each. Raises MissingPackage without datasketch.
+    MinHash with locality-sensitive hashing (Broder 1997), over sketches on the disk. Raises
+    MissingPackage without datasketch.
     """
+    import numpy as np
+
     try:
-        from datasketch import MinHashLSH  # type: ignore[import-untyped]
+        from datasketch import MinHash, MinHashLSH  # type: ignore[import-untyped]
     except ImportError:
         raise _missing("datasketch", "synth.quality.near_duplicates") from None
-    index = MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS)
-    passed: list[Any] = []
+    empty = MinHash(num_perm=_PERMUTATIONS, seed=1)  # its permutations take a while to draw
+    # It knows the bands for a similarity; its own index would be in memory.
+    passed = SeenSketches(MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS).hashranges)
 
     def step(prompt: Prompt) -> str | None:
-        sketch = _sketch(prompt)
-        # The index proposes; the sketches themselves decide.
-        if any(passed[key].jaccard(sketch) >= similarity for key in index.query(sketch)):
-            return "near_duplicate"
-        index.insert(len(passed), sketch)
-        passed.append(sketch)
+        sketch = _sketch(prompt, empty)
+        # The bands propose; the sketches themselves decide.
+        for other in passed.candidates(sketch.tobytes()):
+            if np.mean(sketch == np.frombuffer(other, np.uint32)) >= similarity:
+                return "near_duplicate"
+        passed.add(sketch.tobytes())
         return None
 
     return step
 
 
-def _sketch(prompt: Prompt) -> Any:
-    from datasketch import LeanMinHash, MinHash
+def _sketch(prompt: Prompt, empty: Any) -> NDArray[np.uint32]:
+    """[128] minima of the hashes of the prompt's shingles; `empty` is a MinHash of none."""
+    import numpy as np
 
-    sketch = MinHash(num_perm=_PERMUTATIONS, seed=1)
+    sketch = empty.copy()
     shingles = {shingle.encode() for turn in prompt.turns for shingle in _shingles(turn)}
     sketch.update_batch(sorted(shingles))
-    return LeanMinHash(sketch)
+    minima: NDArray[np.uint32] = sketch.hashvalues.astype(np.uint32)
+    return minima
 
 
 def _shingles(text: str) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
     sources ──► licences, duplicates, quality, evaluation sets ──► draw of max_prompts ──► prompts
 
-In memory is what the filters remember: 25 bytes a prompt for duplicates, at most 128 MiB of them;
-5 KB a prompt for near-duplicates, where they are on; with `max_prompts` nine bytes a prompt.
+In memory is what the filters remember: at most 128 MiB each for duplicates and near-duplicates,
+the rest being on the disk; with `max_prompts` nine bytes a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from pipeline.errors import DataError
 from pipeline.prompts import stream_prompts
 from pipeline.prompts.draw import draw
 from pipeline.records import Prompt
-from pipeline.synth.filters import Step, decontaminate, first_of_its_kind, license_gate
+from pipeline.synth.filters import (
+    Step,
+    decontaminate,
+    first_of_its_kind,
+    license_gate,
+    max_length,
+)
 from pipeline.synth.quality import passing, prompt_steps
 
 
@@ -77,7 +83,7 @@ class Tally:
 
 def filters(section: SynthSection, seed: int) -> list[Step]:
     """Every filter that needs no model, in the order in which it may claim a prompt."""
-    steps: list[Step] = [license_gate(section.allowed_licenses)]
+    steps = [max_length(section.max_characters), license_gate(section.allowed_licenses)]
     if section.quality.duplicates:
         steps.append(first_of_its_kind())
     excluded = stream_prompts(section.exclude, seed=seed)

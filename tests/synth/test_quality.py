@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,18 @@ import pytest
 
 from pipeline.config import QualitySection, RunConfig
 from pipeline.records import Prompt
-from pipeline.synth.quality import _REFUSAL, apply_steps, prompt_steps, repeated_share
+from pipeline.synth.filters import max_length
+from pipeline.synth.quality import (
+    _REFUSAL,
+    apply_steps,
+    near_duplicates,
+    prompt_steps,
+    repeated_share,
+)
 from pipeline.synth.stream import PromptStream
 
 WORDS = [f"word{number}" for number in range(20)]
+LETTERS = [chr(97 + number) * (number + 1) for number in range(26)]
 GERMAN = (
     "Erkläre mir bitte in einfachen Worten, warum der Himmel am Abend rot aussieht und nicht blau."
 )
@@ -40,11 +50,8 @@ def outcome(given: list[Prompt], **switches: Any) -> tuple[list[tuple[str, ...]]
 
 
 def test_length_is_counted_over_all_turns() -> None:
-    given = [prompt("ab"), prompt("  a "), prompt("abcd", "efgh"), prompt("abcdefg")]
-    assert outcome(given, min_characters=2, max_characters=7) == (
-        [("ab",), ("abcdefg",)],
-        {"short": 1, "long": 1},
-    )
+    given = [prompt("ab"), prompt("  a "), prompt("a", "b")]
+    assert outcome(given, min_characters=2) == ([("ab",), ("a", "b")], {"short": 1})
     assert outcome(given) == ([prompt.turns for prompt in given], {}), (
         "nothing is dropped by default"
     )
@@ -122,6 +129,27 @@ def test_the_config_switches_the_steps(
     assert rejected(make_config()) == {"duplicate": 1}
     assert rejected(make_config(quality={"duplicates": False})) == {}
     with pytest.raises(
-        Exception, match=r"none of 25 prompts is left after the filters \(duplicate 1, long 24\)"
+        Exception, match=r"none of 25 prompts is left after the filters \(long 25\)"
     ):
-        rejected(make_config(quality={"max_characters": 3}))
+        rejected(make_config(max_characters=3))
+
+
+def test_system_prompt_and_turns_count_for_the_longest_prompt() -> None:
+    given = prompt("abcd", "ef").model_copy(update={"system": "ghi"})
+    assert max_length(9)(given) is None and max_length(8)(given) == "long"
+
+
+def test_near_duplicates_are_remembered_outside_of_pythons_memory() -> None:
+    """An index in memory takes 4.6 KB for each."""
+    step = near_duplicates(0.8)
+    words = random.Random(0)
+    given = [prompt(" ".join(words.choices(LETTERS, k=40))) for _ in range(1000)]
+    assert step(given[0]) is None
+    tracemalloc.start()
+    try:
+        assert not [text for text in given[1:] if step(text)]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 500 * len(given)
+    assert step(given[0]) == step(given[-1]) == "near_duplicate"
