@@ -77,13 +77,15 @@ class SamplingOverride(Record):
 
 
 class Prompt(Record):
-    """What a user asks: turns of one conversation, without any reply."""
+    """What a user asks: turns of one conversation, without any reply of a model."""
 
     sample_id: str  # unique within its source
     source: str  # data set or package it comes from
     license: str  # SPDX identifier, "unknown" when the source does not say
     category: str  # groups the evaluation, e.g. "writing"
-    turns: tuple[str, ...]  # user turns in order; the target answers each
+    turns: tuple[str, ...]  # in order; the target answers each
+    tool_turns: tuple[int, ...] = ()  # which of them are answers of tools
+    tools: str | None = None  # JSON list of the tools that the target may call
     system: str | None = None  # the record's own system prompt; None takes the run's
     sampling: SamplingOverride | None = None  # its source's; None takes the run's
 
@@ -98,7 +100,7 @@ class Span(Record):
 class Message(Record):
     """One chat message, as the chat template receives it."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
 
 
@@ -129,6 +131,8 @@ class Sample(Record):
     sampling: SamplingParams
     seed: int
     generator: str  # what produced the replies, with its version
+    variant: str | None = None  # of `synth.mix`
+    tools: str | None = None  # JSON list of the tools that the target could call
 
 
 class TargetContract(Record):

@@ -51,7 +51,7 @@ SLOW = (
     "gpu/",
     "features/test_stage.py",
     "tuning/",
-    "prompts/test_packages.py",
+    "prompts/test_sets.py",
     "synth/test_audit.py",
     "synth/test_dlp.py",
     "synth/test_pii.py",

@@ -193,6 +193,8 @@ class EvalSection(Section):
     """Prompts also timed with Hugging Face `generate`, spread over categories."""
     system_prompt: str | None = None
     """System message; None keeps the template's own default, as in synth."""
+    chat_template_kwargs: dict[str, str | int | float | bool] = Field({})
+    """Variables of the chat template over the target's, such as a mode of synth.mix."""
 
 
 class RunConfig(Section):

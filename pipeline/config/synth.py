@@ -62,6 +62,21 @@ class RecognizerSpec(Section):
         return value
 
 
+class VariantSpec(Section):
+    """One way to ask among those of `synth.mix`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """What samples, audit and datasheet call it."""
+    share: float = Field(1.0, gt=0)
+    """Its part of the prompts, relative to the others'; a prompt's source and id decide."""
+    system_prompt: str | None = None
+    """System message; a record's own takes its place. None takes synth.system_prompt."""
+    chat_template_kwargs: dict[str, str | int | float | bool] = Field({})
+    """Variables of the chat template over the target's, e.g. {enable_thinking: true}."""
+    sampling: SamplingOverride | None = None
+    """temperature, top_p, top_k; a source's own take their place, what is left out is the run's."""
+
+
 class PiiSection(Section):
     """Personal data and secrets in prompts and replies; docs/pii.md has recall and precision."""
 
@@ -254,6 +269,12 @@ class SynthSection(Section):
     """Duplicates, length, language, repetition and refusals."""
     system_prompt: str | None = None
     """System message of every conversation; None keeps the template's own default."""
+    mix: tuple[VariantSpec, ...] = ()
+    """Several ways to ask, each with its share of the prompts: system prompts, thinking modes,
+    temperatures. Heads meet more than one in use."""
+    balance: tuple[Literal["category", "language"], ...] = Field(("category",), min_length=1)
+    """What draws (`limit`, `max_prompts`) are even over; both: each language in each category.
+    Languages are told as by quality.languages."""
     max_characters: int = Field(100_000, gt=0)
     """Longer prompts, over system prompt and all turns, are dropped (`long`) before anything else
     reads them: a text may not hold a process for minutes."""
@@ -290,8 +311,12 @@ class SynthSection(Section):
             raise ValueError(
                 "synth.tree cannot be auto: replies must not depend on timings; give a shape"
             )
+        names = [variant.name for variant in self.mix]
+        if len(set(names)) < len(names):
+            raise ValueError("mix has two variants of one name")
+        overrides = [each.sampling for each in self.sources] + [each.sampling for each in self.mix]
         if self.generator.backend == "openai" and (
-            self.top_k or any(source.sampling and source.sampling.top_k for source in self.sources)
+            self.top_k or any(override and override.top_k for override in overrides)
         ):
             raise ValueError(
                 "the OpenAI API has no top_k; "

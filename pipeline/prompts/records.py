@@ -10,21 +10,26 @@ has `input` or `context` put after it):
 
 `content` may also be a list of parts, as OpenAI's API has it, when all of them are text. A system
 prompt is also taken from the fields `system` and `system_prompt`. Replies are never looked at.
+
+Where the record lists `tools`, as OpenAI's API or as its JSON text, the tools' answers among the
+messages are turns, too; several in a row are one. Otherwise they are left out.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.errors import DataError
-from pipeline.records import Prompt
+from pipeline.records import Prompt, canonical_json
 
 #: In place of the licence of a text whose generator's terms forbid training other models with it.
 FORBIDS_COMPETING_MODELS = "LicenseRef-forbids-competing-models"
 
 _USER_ROLES = frozenset({"user", "human", "prompter"})
 _SYSTEM_ROLES = frozenset({"system", "developer"})
+_TOOL_ROLES = frozenset({"tool", "function", "observation", "ipython"})
 _FIELDS = (
     *("turns", "messages", "conversations", "conversation"),
     *("prompt", "instruction", "question", "query"),
@@ -44,7 +49,9 @@ def to_prompt(
         problem = f"is a {type(record).__name__}, not an object"
         fix = 'write one object a record, for example {"turns": ["…"]}'
         raise DataError(problem, where=where, fix=fix)
+    tools = _tools(record, where)
     turns, system = _texts(record, where, field)
+    tool_turns = tuple(number for number, turn in enumerate(turns) if isinstance(turn, _ToolTurn))
     for number, turn in enumerate(turns, start=1):
         _check(turn, f"user turn {number}", where)
     if system is not None:
@@ -56,6 +63,8 @@ def to_prompt(
         license=_license(record, where),
         category=_text_field(record, "category", source, where),
         turns=tuple(turns),
+        tool_turns=tool_turns,
+        tools=tools,
         system=system,
     )
 
@@ -110,7 +119,7 @@ def _turns_of(
         problem = f"is a {type(value).__name__}, not a list"
         raise DataError(problem, where=where, fix=f"write `{field}` as a list")
     if any(isinstance(item, Mapping) for item in value):
-        return _from_messages(value, where)
+        return _from_messages(value, where, with_tools=bool(record.get("tools")))
     return list(value), None
 
 
@@ -122,11 +131,26 @@ def _with_input(instruction: str, record: Mapping[str, Any]) -> str:
     return instruction
 
 
-def _from_messages(messages: Sequence[Any], where: str) -> tuple[list[str], str | None]:
-    """The user's messages, and the system prompt when it stands first."""
+class _ToolTurn(str):
+    """What a tool answered."""
+
+
+def _from_messages(
+    messages: Sequence[Any], where: str, *, with_tools: bool
+) -> tuple[list[str], str | None]:
+    """The user's messages and those of tools, and the system prompt when it stands first."""
     roles = [_role(message, where) for message in messages]
-    pairs = zip(messages, roles, strict=True)
-    turns = [_content(message, where) for message, role in pairs if role in _USER_ROLES]
+    turns: list[str] = []
+    for index, (message, role) in enumerate(zip(messages, roles, strict=True)):
+        if role in _USER_ROLES:
+            turns.append(_content(message, where))
+        elif role in _TOOL_ROLES and with_tools:
+            answer = _content(message, where)
+            goes_on = index and roles[index - 1] in _TOOL_ROLES
+            turns.append(_ToolTurn(f"{turns.pop()}\n{answer}" if goes_on else answer))
+    if turns and isinstance(turns[0], _ToolTurn):
+        fix = "begin with what the user asked"
+        raise DataError("begins with a tool's answer", where=where, fix=fix)
     system = _content(messages[0], where) if roles and roles[0] in _SYSTEM_ROLES else None
     return turns, system if system and system.strip() else None
 
@@ -153,6 +177,22 @@ def _content(message: Mapping[str, Any], where: str) -> str:
 def _is_text_part(part: Any) -> bool:
     is_text = isinstance(part, Mapping) and part.get("type") == "text"
     return is_text and isinstance(part.get("text"), str)
+
+
+def _tools(record: Mapping[str, Any], where: str) -> str | None:
+    """The record's tools as canonical JSON, None without any."""
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError:
+            tools = [None]
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        fix = 'write [{"type": "function", "function": {"name": …}}], or leave `tools` out'
+        raise DataError("is not a list of tools", where=f"{where}: tools", fix=fix)
+    return canonical_json(tools)
 
 
 def _license(record: Mapping[str, Any], where: str) -> str:

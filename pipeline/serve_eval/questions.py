@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig, SourceSpec
@@ -41,8 +42,8 @@ def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def first_question(prompt: Prompt, template: ChatTemplate) -> Question:
-    """The prompt's first turn."""
-    context = tuple(template.start(prompt.turns[0], system=prompt.system))
+    """The prompt's first turn. Raises TemplateError for tools that the template does not know."""
+    context = tuple(_with_tools(template, prompt).start(prompt.turns[0], system=prompt.system))
     return Question(f"{prompt.source}/{prompt.sample_id}", prompt.category, context)
 
 
@@ -51,6 +52,17 @@ def next_question(
 ) -> Question:
     """Turn number `turn` (from 1), in the context of the target's own reply to the one before."""
     closed = reply.finish_reason == "stop"
-    followed = template.follow(prompt.turns[turn], closed=closed, system=prompt.system)
+    followed = follow_up(prompt, turn, template, closed=closed)
     context = (*question.context, *reply.token_ids, *followed)
     return Question(f"{prompt.source}/{prompt.sample_id}#{turn + 1}", prompt.category, context)
+
+
+def follow_up(prompt: Prompt, turn: int, template: ChatTemplate, *, closed: bool) -> list[int]:
+    """Ids of turn number `turn` (from 1) behind a reply; `closed`: that has its end token."""
+    by_tool = turn in prompt.tool_turns
+    template = _with_tools(template, prompt)
+    return template.follow(prompt.turns[turn], closed=closed, system=prompt.system, by_tool=by_tool)
+
+
+def _with_tools(template: ChatTemplate, prompt: Prompt) -> ChatTemplate:
+    return template.varied(tools=json.loads(prompt.tools)) if prompt.tools else template

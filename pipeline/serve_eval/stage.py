@@ -13,7 +13,7 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import EvalReport, Manifest, Prompt
 from pipeline.serve_eval.measure import Comparison, Measured
-from pipeline.serve_eval.questions import Question, read_prompts
+from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.store.location import Location, as_directory
@@ -76,6 +76,8 @@ def _evaluate(
     section = config.eval
     prompts, others = read_prompts(config)
     template = target.template(system_prompt=section.system_prompt)
+    if section.chat_template_kwargs:
+        template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
     longest = max(_tokens(prompt, config, template) for prompt in prompts)
     max_length = min(head.shape.max_position_embeddings, longest)
 
@@ -127,10 +129,10 @@ def _check_lossless(comparison: Comparison, questions: list[Question]) -> dict[s
 
 def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:
     """Tokens of a whole conversation, every reply at its longest."""
-    first, *others = prompt.turns[: config.eval.max_turns]
-    asked = len(template.start(first))
-    asked += sum(len(template.follow(turn, closed=False)) for turn in others)
-    return asked + config.eval.max_new_tokens * (1 + len(others))
+    turns = range(1, min(len(prompt.turns), config.eval.max_turns))
+    asked = len(first_question(prompt, template).context)
+    asked += sum(len(follow_up(prompt, turn, template, closed=False)) for turn in turns)
+    return asked + config.eval.max_new_tokens * (1 + len(turns))
 
 
 def _head_location(config: RunConfig) -> Location:

@@ -172,7 +172,8 @@ def _schema() -> Any:
         {
             **dict.fromkeys(("sample_id", "source", "license", "category"), pa.string()),
             "turns": pa.list_(pa.string()),
-            "system": pa.string(),
+            "tool_turns": pa.list_(pa.int32()),
+            **dict.fromkeys(("tools", "system"), pa.string()),
             "sampling": pa.struct(list(sampling.items())),
         }
     )

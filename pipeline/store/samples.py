@@ -1,6 +1,6 @@
 """Samples ⇄ Parquet, readable with `datasets.load_dataset("parquet", …)`, pandas and anything else.
 
-    sample_id source license category finish_reason generator: string
+    sample_id source license category finish_reason generator variant tools: string
     messages     list<struct<role: string, content: string>>
     token_ids    list<int32>                              exactly the ids read and generated
     supervised   list<struct<start: int32, end: int32>>   half-open ranges of generated ids
@@ -27,7 +27,10 @@ from pipeline.store.shards import SHARDS, read_shard
 
 RecordType = TypeVar("RecordType", bound=Record)
 
-_TEXT_FIELDS = ("sample_id", "source", "license", "category", "finish_reason", "generator")
+_TEXT_FIELDS = (
+    *("sample_id", "source", "license", "category", "finish_reason"),
+    *("generator", "variant", "tools"),
+)
 _NOTES = b"eagle3"
 _FIX = "restore the file, or run `eagle3 synth --force`"
 

@@ -40,10 +40,11 @@ _DISTINCT_WORDS = 5  # alphabetic ones; rows of digits or table borders overlap 
 
 
 def max_length(most: int) -> Step:
-    """Characters of the system prompt and all turns."""
+    """Characters of the system prompt, the tools and all turns."""
 
     def step(prompt: Prompt) -> str | None:
-        return "long" if sum(map(len, (prompt.system or "", *prompt.turns))) > most else None
+        texts = (prompt.system or "", prompt.tools or "", *prompt.turns)
+        return "long" if sum(map(len, texts)) > most else None
 
     return step
 
@@ -85,7 +86,7 @@ def first_of_its_kind() -> Step:
 
 def duplicate_key(prompt: Prompt) -> bytes:
     """16 bytes that two prompts share when they are the same but for encoding and white space."""
-    texts = [prompt.system, *prompt.turns]
+    texts = [prompt.system, prompt.tools, *prompt.turns]
     same = [text and " ".join(unicodedata.normalize("NFC", text).split()) for text in texts]
     return hashlib.blake2b(canonical_json(same).encode(), digest_size=16).digest()
 

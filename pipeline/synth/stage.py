@@ -63,6 +63,7 @@ _SAMPLING = {
     "max_turns",
     "on_length",
     "system_prompt",
+    "mix",
 }
 #: Facts of the target that decide the samples, beside its key in the configuration: a name may
 #: stand for other weights today than when the stage was begun.
@@ -87,7 +88,7 @@ def run(config: RunConfig) -> Manifest:
         return _complete(stage_run, stage_run.manifest)
     _refuse_foreign(stage_run, selection)
     if selection.turns > 1 and synth_section(config).max_turns > 1:
-        pipeline.template.check_turns()
+        pipeline.check_turns()
     counts = f"{selection.loaded:,} prompts, {selection.prompts:,} after the filters"
     committed = f"in {len(selection.shards)} shards, {len(stage_run.committed)} of them committed"
     notice("synth", f"{counts}, {committed}")
@@ -179,6 +180,10 @@ class SynthPipeline:
         self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}
         self._is_told = False
         self._shown = False
+
+    def check_turns(self) -> None:
+        """Raise TemplateError where the template cannot continue a conversation."""
+        self._runner.check_turns()
 
     def make(
         self,

@@ -14,7 +14,7 @@ shorter one unchanged in front. `check_turns` tries it before a run, `keeps` for
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,9 @@ class ChatTemplate:
         system_prompt: str | None = None,
         stop_ids: tuple[int, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
+        where: str = "target",
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._where = tokenizer, where
         self._source = source
         self._system = system_prompt
         self._kwargs = dict(kwargs or {})
@@ -57,17 +58,43 @@ class ChatTemplate:
             raise self._error("the target names no end-of-turn token", fix=fix)
         self.stop_ids: tuple[int, ...] = tuple(sorted(ids))
 
+    def varied(
+        self,
+        *,
+        system_prompt: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        where: str = "target",
+    ) -> ChatTemplate:
+        """The same with another system prompt, further variables, or tools that may be called.
+
+        Raises TemplateError where the template reads no such variable; `where` is the section that
+        names them.
+        """
+        return ChatTemplate(
+            self._tokenizer,
+            source=self._source,
+            system_prompt=system_prompt or self._system,
+            stop_ids=self.stop_ids,
+            kwargs={**self._kwargs, **(kwargs or {}), **({"tools": list(tools)} if tools else {})},
+            where=where,
+        )
+
     def start(self, turn: str, *, system: str | None = None) -> list[int]:
         """Ids of the system prompt, the first user turn and the opening of the reply."""
         return self.encode(self._render([turn], [], system))
 
-    def follow(self, turn: str, *, closed: bool, system: str | None = None) -> list[int]:
+    def follow(
+        self, turn: str, *, closed: bool, system: str | None = None, by_tool: bool = False
+    ) -> list[int]:
         """Ids that lead from the end of a reply to the opening of the next one.
 
         `closed`: the reply's ids end with the end-of-turn token already; it is not repeated.
+        `by_tool`: the turn is what a tool answered.
         """
-        opening = self._render([_TURNS[0]], [], system)
-        before, reply, after = self._render([_TURNS[0], turn], [_REPLY], system).partition(_REPLY)
+        opening, tool_turns = self._render([_TURNS[0]], [], system), {1} if by_tool else ()
+        grown = self._render([_TURNS[0], turn], [_REPLY], system, tool_turns)
+        before, reply, after = grown.partition(_REPLY)
         if not reply or before != opening:
             raise self._rewrites()
         if closed:
@@ -76,7 +103,12 @@ class ChatTemplate:
         return self.encode(after)
 
     def keeps(
-        self, turns: Sequence[str], replies: Sequence[str], *, system: str | None = None
+        self,
+        turns: Sequence[str],
+        replies: Sequence[str],
+        *,
+        system: str | None = None,
+        tool_turns: Collection[int] = (),
     ) -> bool:
         """Whether rendering `turns`, with `replies` to all but the last, keeps the earlier turns.
 
@@ -87,8 +119,8 @@ class ChatTemplate:
         False for templates that move the system prompt, number the turns, or cut reasoning out of
         all replies but the last.
         """
-        before = self._render(turns[:-1], replies[:-1], system)
-        now = self._render(turns, replies, system)
+        before = self._render(turns[:-1], replies[:-1], system, tool_turns)
+        now = self._render(turns, replies, system, tool_turns)
         reply = now.removeprefix(before).lstrip()
         return now.startswith(before) and reply.startswith(replies[-1].strip())
 
@@ -121,7 +153,13 @@ class ChatTemplate:
         """Ids of a text that already holds every special token that belongs there."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _render(self, turns: Sequence[str], replies: Sequence[str], system: str | None) -> str:
+    def _render(
+        self,
+        turns: Sequence[str],
+        replies: Sequence[str],
+        system: str | None,
+        tool_turns: Collection[int] = (),
+    ) -> str:
         """Turns and replies in alternation, then the opening of the next reply."""
         from jinja2 import TemplateError as JinjaError
 
@@ -129,7 +167,8 @@ class ChatTemplate:
         system = system or self._system
         messages = [{"role": "system", "content": system}] if system else []
         for index, turn in enumerate(turns):
-            messages.append({"role": "user", "content": turn})
+            role = "tool" if index in tool_turns else "user"
+            messages.append({"role": role, "content": turn})
             if index < len(replies):
                 messages.append({"role": "assistant", "content": replies[index]})
         try:
@@ -149,7 +188,7 @@ class ChatTemplate:
         for name in self._kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 problem = f"the chat template reads no variable {name!r}"
-                where = f"target.chat_template_kwargs.{name}"
+                where = f"{self._where}.chat_template_kwargs.{name}"
                 raise TemplateError(problem, where=where, fix="correct the name or leave it out")
 
     def _rewrites(self) -> TemplateError:

@@ -5,25 +5,38 @@
 
 A request's prompt is everything in front of the reply. A reply's token ids enter the sample as they
 were generated. A conversation ends where its turns end, where a reply hit the length limit (what is
-cut off is no context for another turn), where the next turn would make the prompt too long, or
-where the template would change earlier turns. A reply depends on its own context and seed, not on
-what is generated beside it or before it.
+cut off is no context for another turn), where the next turn would make the prompt too long, where
+the template would change earlier turns, or where a tool's answer comes next and no tool was called:
+
+    turns       Weather in Oslo?                       {"celsius": 4}          And in Rome?
+    replies                       <tool_call>…<end>                  4 °C.<end>
+    supervised                    └───────────────┘                  └───────┘
+
+A reply depends on its own context and seed, not on what is generated beside it or before it.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pipeline.config import SynthSection
 from pipeline.decoder.request import Request
-from pipeline.errors import TargetError
+from pipeline.errors import TargetError, TemplateError
 from pipeline.records import Message, Prompt, Sample, SamplingParams, Span, digest
 from pipeline.synth.generate.backend import Reply
+from pipeline.synth.generate.variants import Variant, pick, variants_of
 from pipeline.target.template import ChatTemplate
 
 _SEED_BITS = 31
+#: How today's models begin the call of a tool.
+_TOOL_CALL = re.compile(
+    r"<tool_call>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
+    r"|\A\s*[\[{][\s\S]*\"(?:name|function)\"\s*:[\s\S]*\"(?:arguments|parameters)\"\s*:"
+)
 
 
 @dataclass
@@ -31,6 +44,8 @@ class Conversation:
     """One prompt and the replies to it so far."""
 
     prompt: Prompt
+    variant: Variant
+    template: ChatTemplate  # the variant's, with the prompt's tools
     sampling: SamplingParams
     seed: int
     token_ids: list[int]  # everything the target has read or generated so far
@@ -66,18 +81,30 @@ class ConversationRunner:
         self, section: SynthSection, template: ChatTemplate, *, seed: int, name: str
     ) -> None:
         self._section, self._template = section, template
+        self._variants = variants_of(section, template)
         self._seed, self._name = seed, name
 
-    def open(self, prompt: Prompt) -> Conversation:
-        """The conversation up to the opening of the first reply."""
+    def open(self, prompt: Prompt) -> Conversation | str:
+        """The conversation up to the opening of the first reply, or why there is none."""
         # From the prompt, not from its position in the run: the same prompt draws the same reply.
-        seed = int(digest([self._seed, prompt.source, prompt.sample_id]), 16) % 2**_SEED_BITS
-        token_ids = self._template.start(prompt.turns[0], system=prompt.system)
-        return Conversation(prompt, self._sampling(prompt), seed, token_ids)
+        drawn = int(digest([self._seed, prompt.source, prompt.sample_id]), 16)
+        variant = pick(self._variants, drawn // 2**_SEED_BITS)
+        template = variant.template
+        if prompt.tools:
+            try:
+                template = template.varied(tools=json.loads(prompt.tools))
+            except TemplateError:
+                return "tools_not_in_template"
+        token_ids = template.start(prompt.turns[0], system=prompt.system)
+        if len(token_ids) > self._section.max_prompt_tokens:
+            return "prompt_too_long"
+        sampling = self._sampling(prompt, variant)
+        return Conversation(prompt, variant, template, sampling, drawn % 2**_SEED_BITS, token_ids)
 
-    def fits(self, conversation: Conversation) -> bool:
-        """Whether the first turn is short enough to be generated for."""
-        return len(conversation.token_ids) <= self._section.max_prompt_tokens
+    def check_turns(self) -> None:
+        """Raise TemplateError when conversations of some variant cannot grow token by token."""
+        for variant in self._variants:
+            variant.template.check_turns()
 
     def request(self, request_id: str, conversation: Conversation) -> Request:
         """The request for the next reply."""
@@ -111,19 +138,22 @@ class ConversationRunner:
 
     def _add_turn(self, conversation: Conversation) -> str | None:
         """Append the next user turn if there may be one; otherwise why not."""
-        turns, system = conversation.prompt.turns, conversation.prompt.system
-        replied = len(conversation.replies)
+        prompt, template = conversation.prompt, conversation.template
+        turns, system, replied = prompt.turns, prompt.system, len(conversation.replies)
         if replied >= min(len(turns), self._section.max_turns):
             return "complete"
-        if conversation.token_ids[-1] != self._template.end_of_turn:
+        if conversation.token_ids[-1] != template.end_of_turn:
             return "other_stop_token"  # a server would render the usual one instead
         replies = [
-            self._template.text(conversation.token_ids[span.start : span.end - 1], special=True)
+            template.text(conversation.token_ids[span.start : span.end - 1], special=True)
             for span in conversation.spans
         ]
-        if not self._template.keeps(turns[: replied + 1], replies, system=system):
+        by_tool, tool_turns = replied in prompt.tool_turns, prompt.tool_turns
+        if by_tool and not _TOOL_CALL.search(replies[-1]):
+            return "no_tool_call"
+        if not template.keeps(turns[: replied + 1], replies, system=system, tool_turns=tool_turns):
             return "template_rewrites"
-        turn_ids = self._template.follow(turns[replied], closed=True, system=system)
+        turn_ids = template.follow(turns[replied], closed=True, system=system, by_tool=by_tool)
         if len(conversation.token_ids) + len(turn_ids) > self._section.max_prompt_tokens:
             return "prompt_too_long"
         conversation.token_ids.extend(turn_ids)
@@ -150,19 +180,24 @@ class ConversationRunner:
             sampling=conversation.sampling,
             seed=conversation.seed,
             generator=self._name if conversation.exact else f"{self._name}, re-tokenised",
+            variant=conversation.variant.name,
+            tools=prompt.tools,
         )
 
     def _messages(self, conversation: Conversation) -> Iterator[Message]:
-        system = conversation.prompt.system or self._section.system_prompt
-        if system:
+        prompt, variant = conversation.prompt, conversation.variant
+        if system := prompt.system or variant.system_prompt:
             yield Message(role="system", content=system)
-        for turn, reply in zip(conversation.prompt.turns, conversation.replies, strict=False):
-            yield Message(role="user", content=turn)
+        replied = zip(prompt.turns, conversation.replies, strict=False)
+        for number, (turn, reply) in enumerate(replied):
+            role: Literal["tool", "user"] = "tool" if number in prompt.tool_turns else "user"
+            yield Message(role=role, content=turn)
             yield Message(role="assistant", content=reply)
 
-    def _sampling(self, prompt: Prompt) -> SamplingParams:
-        """The run's settings, overridden by those of the prompt's source."""
+    def _sampling(self, prompt: Prompt, variant: Variant) -> SamplingParams:
+        """The run's settings, overridden by the variant's and those by the prompt's source."""
         names = ("temperature", "top_p", "top_k", "max_new_tokens")
         settings = {name: getattr(self._section, name) for name in names}
-        override = prompt.sampling.model_dump(exclude_none=True) if prompt.sampling else {}
-        return SamplingParams.model_validate(settings | override)
+        for override in (variant.sampling, prompt.sampling):
+            settings |= override.model_dump(exclude_none=True) if override else {}
+        return SamplingParams.model_validate(settings)

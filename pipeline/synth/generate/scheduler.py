@@ -98,11 +98,11 @@ class ConversationScheduler:
         batch = PromptBatch(name, unfinished=len(prompts))
         self._open_batches += 1
         for position, prompt in enumerate(prompts):
-            turn = _Turn(batch, position, self._runner.open(prompt))
-            if self._runner.fits(turn.conversation):
-                self._waiting.append(turn)
+            opened = self._runner.open(prompt)
+            if isinstance(opened, str):
+                self._end(batch, rejected=opened)
             else:
-                self._close(turn, "prompt_too_long")
+                self._waiting.append(_Turn(batch, position, opened))
         if not prompts:
             self._finish(batch)
         return True
@@ -110,10 +110,16 @@ class ConversationScheduler:
     def _close(self, turn: _Turn, reason: str) -> None:
         batch, outcome = turn.batch, self._runner.close(turn.conversation, reason)
         if isinstance(outcome, str):
-            batch.rejected[outcome] += 1
+            self._end(batch, rejected=outcome)
         else:
             batch.by_position[turn.position] = outcome
             batch.ended[reason] += 1
+            self._end(batch)
+
+    def _end(self, batch: PromptBatch, *, rejected: str | None = None) -> None:
+        """One conversation less is under way, or was not begun."""
+        if rejected:
+            batch.rejected[rejected] += 1
         batch.unfinished -= 1
         self._advance(1)
         if not batch.unfinished:
