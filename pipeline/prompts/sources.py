@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
-from pipeline.prompts.draw import draw
+from pipeline.prompts.draw import Group, draw
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
@@ -19,8 +20,11 @@ def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
     return list(stream_prompts(specs, seed=seed))
 
 
-def stream_prompts(specs: Sequence[SourceSpec], *, seed: int) -> Iterator[Prompt]:
-    """Prompts of every source in configured order, each within its own `limit`, one at a time.
+def stream_prompts(
+    specs: Sequence[SourceSpec], *, seed: int, group: Group = attrgetter("category")
+) -> Iterator[Prompt]:
+    """Prompts of every source in configured order, one at a time. Draws of a
+    `limit` are even over groups.
 
     Raises DataError for a missing or malformed source, MissingPackage for a hub data set without
     datasets. A source that cannot be read at all is told before the first prompt.
@@ -30,7 +34,7 @@ def stream_prompts(specs: Sequence[SourceSpec], *, seed: int) -> Iterator[Prompt
             fix = "remove the source or correct its path"
             raise DataError("holds no prompts", where=spec.source, fix=fix)
     for spec in specs:
-        yield from draw(read_source(spec), spec.limit, seed)
+        yield from draw(read_source(spec), spec.limit, seed, group)
 
 
 def read_source(spec: SourceSpec) -> Iterator[Prompt]:

@@ -152,21 +152,32 @@ def repeated_share(text: str) -> float:
 
 
 def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | None]:
-    """Prompts in other languages, by py3langid over all turns. Raises MissingPackage without it."""
+    """Prompts in other languages. Raises MissingPackage without py3langid."""
+    known = {*(code.lower() for code in kept), _NO_LANGUAGE, None}
+    code_of = language_of(shortest, "synth.quality.languages")
+
+    def step(prompt: Prompt) -> str | None:
+        code = code_of(prompt)
+        return None if code in known else f"language:{code}"
+
+    return step
+
+
+def language_of(shortest: int, where: str) -> Callable[[Prompt], str | None]:
+    """The ISO 639-1 code of all turns by py3langid, `zxx` for code, None for fewer characters.
+
+    Raises MissingPackage without py3langid, naming the field `where`.
+    """
     try:
         from py3langid import classify  # type: ignore[import-untyped]
     except ImportError:
-        raise _missing("py3langid", "synth.quality.languages") from None
-    known = {code.lower() for code in kept}
+        raise _missing("py3langid", where) from None
 
-    def step(prompt: Prompt) -> str | None:
+    def code_of(prompt: Prompt) -> str | None:
         text = "\n".join(prompt.turns)
-        if len(text) < shortest:
-            return None
-        code = str(classify(text)[0])
-        return None if code in known or code == _NO_LANGUAGE else f"language:{code}"
+        return str(classify(text)[0]) if len(text) >= shortest else None
 
-    return step
+    return code_of
 
 
 def near_duplicates(similarity: float) -> Callable[[Prompt], str | None]:

@@ -51,7 +51,7 @@ __all__ = [
 #: What of the section decides which prompts go into which shard.
 _DECIDING = {
     *("sources", "exclude", "allowed_licenses", "quality"),
-    *("max_characters", "max_prompts", "max_turns", "shard_prompts"),
+    *("balance", "max_characters", "max_prompts", "max_turns", "shard_prompts"),
 }
 _CONCURRENT_WRITES = 8
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from pipeline.config import SynthSection
 from pipeline.errors import DataError
 from pipeline.prompts import stream_prompts
-from pipeline.prompts.draw import draw
+from pipeline.prompts.draw import Group, draw
 from pipeline.records import Prompt
 from pipeline.synth.filters import (
     Step,
@@ -23,7 +24,7 @@ from pipeline.synth.filters import (
     license_gate,
     max_length,
 )
-from pipeline.synth.quality import passing, prompt_steps
+from pipeline.synth.quality import language_of, passing, prompt_steps
 
 
 class PromptStream:
@@ -35,13 +36,13 @@ class PromptStream:
     def __init__(self, section: SynthSection, seed: int) -> None:
         self.loaded = 0
         self.rejected: Counter[str] = Counter()
-        self._section, self._seed = section, seed
+        self._section, self._seed, self._group = section, seed, balance_group(section)
 
     def __iter__(self) -> Iterator[Prompt]:
         """Once. Raises DataError when nothing is left."""
-        section, selected = self._section, 0
+        section, selected, group = self._section, 0, self._group
         passed = passing(self._load(), filters(section, self._seed), self.rejected)
-        for prompt in draw(passed, section.max_prompts, self._seed):
+        for prompt in draw(passed, section.max_prompts, self._seed, group):
             selected += 1
             yield prompt
         drawn_from = self.loaded - self.rejected.total()
@@ -54,7 +55,7 @@ class PromptStream:
             raise DataError(problem, where="synth.sources", fix=fix)
 
     def _load(self) -> Iterator[Prompt]:
-        for prompt in stream_prompts(self._section.sources, seed=self._seed):
+        for prompt in stream_prompts(self._section.sources, seed=self._seed, group=self._group):
             self.loaded += 1
             yield prompt
 
@@ -79,6 +80,17 @@ class Tally:
         for prompt in prompts:
             self.add(prompt)
             yield prompt
+
+
+def balance_group(section: SynthSection) -> Group:
+    """What draws are even over. Raises MissingPackage without py3langid, for languages."""
+    parts: list[Group] = []
+    if "category" in section.balance:
+        parts.append(attrgetter("category"))
+    if "language" in section.balance:
+        code_of = language_of(section.quality.min_language_characters, "synth.balance")
+        parts.append(lambda prompt: code_of(prompt) or "short")
+    return lambda prompt: "\t".join(part(prompt) for part in parts)
 
 
 def filters(section: SynthSection, seed: int) -> list[Step]:

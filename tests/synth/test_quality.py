@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,3 +155,32 @@ def test_near_duplicates_are_remembered_outside_of_pythons_memory() -> None:
         tracemalloc.stop()
     assert held < 500 * len(given)
     assert step(given[0]) == step(given[-1]) == "near_duplicate"
+
+
+def test_draws_are_even_over_languages_in_each_category(
+    make_config: Callable[..., RunConfig], prompts_file: Path
+) -> None:
+    records = [
+        {"id": f"{code} {kind} {n}", "category": kind, "turns": [f"{text} {kind} {n}"]}
+        for code, text, times in (("en", ENGLISH, 20), ("de", GERMAN, 3))
+        for kind in ("math", "chat")
+        for n in range(times)
+    ]
+    prompts_file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    source = {"source": str(prompts_file), "license": "MIT"}
+
+    def drawn(*balance: str) -> Counter[str]:
+        config = make_config(sources=[source], max_prompts=8, balance=balance)
+        assert config.synth
+        return Counter(p.sample_id.rpartition(" ")[0] for p in PromptStream(config.synth, 0))
+
+    four = {"en math": 2, "en chat": 2, "de math": 2, "de chat": 2}
+    assert drawn("category", "language") == four
+    assert sum(n for name, n in drawn("language").items() if name.startswith("de")) == 4
+    by_category = drawn("category")
+    assert by_category["en math"] + by_category["de math"] == 4
+    limited = make_config(sources=[{**source, "limit": 8}], balance=["language"])
+    assert limited.synth
+    ids = [prompt.sample_id[:2] for prompt in PromptStream(limited.synth, 0)]
+    assert Counter(ids) == {"en": 4, "de": 4}
