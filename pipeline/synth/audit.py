@@ -18,7 +18,7 @@ from pipeline.records import Record, Sample, TargetContract
 from pipeline.store.samples import check_supervised
 from pipeline.synth.tallies import Tallies
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 #: Lower bounds of a histogram's bins.
 _BOUNDS = (0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -86,10 +86,12 @@ class Audit(Record):
     ended: dict[str, int]  # why conversations have no further turn
     finish_reasons: dict[str, int]  # of last turns
     sampling: list[dict[str, Any]]  # each setting with its samples
+    variants: dict[str, int]  # of `synth.mix` → samples
     generators: dict[str, int]
     template: dict[str, Any]
     target: TargetContract
     settings: dict[str, Any]  # the run's sampling section
+    forecast: dict[str, Any]  # tokens, bytes of states, coverage of draft vocabularies
 
     def as_json(self) -> str:
         fields = self.model_dump(mode="json")
@@ -138,6 +140,7 @@ def audit_record(
         ended=counts("ended"),
         finish_reasons=counts("finish_reasons"),
         sampling=sampling,
+        variants=counts("variants"),
         generators=counts("generators"),
         template={
             **details["template"],
@@ -146,6 +149,7 @@ def audit_record(
         },
         target=contract,
         settings=details["sampling"],
+        forecast=details["forecast"],
     )
 
 

@@ -23,6 +23,8 @@ _MEANING = {
     "prompt_too_long": "prompt longer than the limit",
     "too_short": "reply shorter than the limit",
     "length": "reply cut off at the limit, and such are dropped",
+    "long": "more characters than the limit",
+    "tools_not_in_template": "has tools, which the chat template does not show",
     "remote": "a server's answer could not be used",
 }
 
@@ -30,6 +32,7 @@ _ENDED = {
     "complete": "every turn was answered",
     "length": "the last reply reached the length limit",
     "prompt_too_long": "the next turn would have made the prompt too long",
+    "no_tool_call": "a tool's answer came next, and the target had called none",
     "template_rewrites": "the chat template would have changed earlier turns",
     "other_stop_token": "the reply ended with a stop token that the template does not write",
 }
@@ -62,6 +65,11 @@ def write_datasheet(audit: Audit) -> str:
         generators=_counted(audit.generators),
         sampling=[tuple(f"{setting[name]:g}" for name in _SAMPLING) for setting in audit.sampling],
         sampling_columns=_SAMPLING,
+        variants=_counted(audit.variants),
+        coverage=[
+            (_number(int(size)), f"{share:.2%}")
+            for size, share in audit.forecast["coverage"].items()
+        ],
         ended=[
             (_ENDED.get(reason, reason), _number(count)) for reason, count in audit.ended.items()
         ],

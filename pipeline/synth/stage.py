@@ -42,6 +42,7 @@ from pipeline.store.shards import SHARDS
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.synth.audit import audit_mask, audit_record, count_tokens, show_sample
 from pipeline.synth.datasheet import write_datasheet
+from pipeline.synth.forecast import forecast
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
@@ -308,7 +309,9 @@ def _finish(
     """Audit, datasheet and manifest, from the shards' entries: interruptions leave no trace."""
     tallies: Tallies = {"samples": 0, "tokens": 0, "supervised": 0, "system_prompts": 0}
     rejected = Counter(selection.rejected)
+    shards = []
     for entry in stage_run.collect(selection.names):
+        shards.append(entry.shard)
         add(tallies, entry.tallies)
         rejected.update(entry.shard.rejected)
     assert selection.loaded == tallies["samples"] + rejected.total(), "a prompt was lost"
@@ -318,6 +321,9 @@ def _finish(
         fix = "widen synth's filters or raise its limits, then run again with --force"
         raise DataError(problem, where=stage_run.location.uri, fix=fix)
     details = _details(config, selection, pipeline, tallies)
+    details["forecast"] = forecast(
+        pipeline.contract, stage_run.location, shards, supervised=tallies["supervised"]
+    )
     audit = audit_record(tallies, details, rejected, pipeline.contract)
     for name, text in ((AUDIT, audit.as_json()), (DATASHEET, write_datasheet(audit))):
         stage_run.write_once(name, text.encode())

@@ -33,6 +33,8 @@ def tally(samples: Sequence[Sample], notes: Mapping[str, Mapping[str, Any]]) -> 
         source_licenses[sample.source][sample.license] += 1
         by_sample["licenses"][sample.license] += 1
         by_sample["categories"][sample.category] += 1
+        if sample.variant is not None:
+            by_sample["variants"][sample.variant] += 1
         by_sample["finish_reasons"][sample.finish_reason] += 1
         by_sample["generators"][sample.generator] += 1
         by_sample["samplings"][canonical_json(sample.sampling.model_dump(mode="json"))] += 1

@@ -106,6 +106,12 @@ def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
         "supervised_share": 0.5,
         "sampling": {"system_prompt": None},
         "template": {"kwargs": {}, "stop_ids": [1], "end_of_turn": 1},
+        "forecast": {
+            "coverage": {},
+            "tokens": 0,
+            "supervised_tokens": 0,
+            "states_bytes": {"int8": 0, "bf16": 0},
+        },
     }
     audit = audit_record(total, details, {}, read_contract(config.target, resolve(config.target)))
     reply = audit.lengths["reply"]
