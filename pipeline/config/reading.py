@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
+from pipeline.config.credentials import refuse_credentials
 from pipeline.config.run import RunConfig
 from pipeline.config.section import Section
 from pipeline.errors import ConfigError
@@ -36,6 +38,7 @@ def load(
 
 def parse(tree: dict[str, Any], *, where: str = "config") -> RunConfig:
     """Validate a nested mapping."""
+    refuse_credentials(tree, where)
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -79,17 +82,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
-    if not separator or not all(parts):
+    if not separator or not all(parts) or re.search(r"\s|://", key.strip()):
+        beginning = "".join(re.findall(r"^[a-z_.]+", override))  # what follows may be a key
         raise ConfigError(
             "not of the form section.key=value",
-            where=f"override {override!r}",
+            where=f"override {beginning}…",
             fix="write for example synth.max_prompts=200",
         )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(
-            f"value {text!r} is not valid YAML", where=f"override {key}", fix="quote the value"
+            "the value is not valid YAML", where=f"override {key}", fix="quote the value"
         ) from None
     node = tree
     for part in parts[:-1]:
@@ -120,10 +124,16 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
         return ConfigError(
             "required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …"
         )
-    shown = f", got {first['input']!r}" if not isinstance(first["input"], dict) else ""
+    shown = f", got {first['input']!r}" if _may_be_shown(location, first["input"]) else ""
     return ConfigError(
         f"{first['msg']}{shown}", where=f"{where}: {dotted}", fix=_describe(location)
     )
+
+
+def _may_be_shown(location: list[str], value: Any) -> bool:
+    """Not whole sections, and nothing where people put keys by mistake."""
+    fields = (_fields_at(location[:at]).get(part) for at, part in enumerate(location))
+    return not isinstance(value, dict) and all(field.repr for field in fields if field)
 
 
 def _fields_at(location: list[str]) -> dict[str, Any]:

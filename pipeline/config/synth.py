@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.credentials import VariableName, check_endpoint
 from pipeline.config.section import Section, TreeSection
 from pipeline.records import SamplingOverride
 
@@ -113,7 +114,7 @@ class PiiSection(Section):
     """Recognisers of the run's own."""
     secrets: bool = True
     """Also look for keys, tokens, private keys and passwords."""
-    salt_variable: str = "EAGLE3_PII_SALT"
+    salt_variable: VariableName = Field("EAGLE3_PII_SALT", repr=False)
     """Environment variable with the secret salt of the audit's hashes; unset: one made for this
     user on this machine."""
 
@@ -186,12 +187,14 @@ class GeneratorSection(Section):
     backend: Literal["local", "vllm", "sglang", "openai"] = "local"
     """Bundled decoder; vLLM's /v1/completions; SGLang's /generate; or any server's /v1/completions,
     whose text is tokenised again and checked."""
-    endpoints: tuple[str, ...] = ()
+    endpoints: tuple[str, ...] = Field((), repr=False)
     """Base URLs, for example http://gpu-1:8000/v1 (openai, vllm) or http://gpu-1:30000 (sglang)."""
     model: str | None = None
     """Name by which the servers know the target; None takes target.source."""
-    api_key_env: str | None = None
-    """Environment variable that holds the servers' API key."""
+    api_key_env: VariableName | None = Field(None, repr=False)
+    """Name, in capitals, of the environment variable that holds the servers' API key."""
+    allow_plain_http: bool = False
+    """Send that key to other machines over http:// too, where everybody between can read it."""
     prompt: Literal["tokens", "text"] = "tokens"
     """Send prompts as token ids, or as text to a server that takes no ids; the number of tokens is
     then checked."""
@@ -219,8 +222,8 @@ class GeneratorSection(Section):
             )
         if self.backend != "local" and not self.endpoints:
             raise ValueError(f"backend {self.backend} needs endpoints; list at least one base URL")
-        if any(not url.startswith(("http://", "https://")) for url in self.endpoints):
-            raise ValueError("endpoints must start with http:// or https://")
+        for url in self.endpoints:
+            check_endpoint(url, with_key=bool(self.api_key_env) and not self.allow_plain_http)
         if len({url.rstrip("/") for url in self.endpoints}) < len(self.endpoints):
             raise ValueError("an endpoint is listed twice")
         if self.backend == "sglang" and self.prompt == "text":
@@ -233,6 +236,7 @@ class GeneratorSection(Section):
 TRANSPORT_KEYS = {
     "endpoints",
     "api_key_env",
+    "allow_plain_http",
     "concurrency",
     "timeout_seconds",
     "retries",

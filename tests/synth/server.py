@@ -23,7 +23,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
 from pipeline.target.template import ChatTemplate, load_template
 
-#: (prompt ids, how often they were asked before) → what goes wrong, or None.
+#: (prompt ids, how often they were asked before) → what goes wrong, or None. A status may have a
+#: header: "429 Retry-After: 1".
 Fault = Callable[[tuple[int, ...], int], str | None]
 
 
@@ -116,7 +117,8 @@ class TargetServer:
         if fault in ("cut", "hang"):
             http.close_connection = True
             return
-        status = int(fault) if fault and fault.isdigit() else 200
+        code, _, header = (fault or "").partition(" ")
+        status = int(code) if code.isdigit() else 200
         body = self._body(request) if status == 200 else {"error": {"message": f"no: {fault}"}}
         data = json.dumps(self._spoil(body, fault)).encode()
         if fault == "truncated":
@@ -124,6 +126,8 @@ class TargetServer:
         http.send_response(status)
         http.send_header("Content-Type", "application/json")
         http.send_header("Content-Length", str(len(data)))
+        if header:
+            http.send_header(*header.split(": ", 1))
         http.end_headers()
         for start in range(0, len(data), 16):
             http.wfile.write(data[start : start + 16])

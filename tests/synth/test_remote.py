@@ -404,6 +404,27 @@ def test_mistakes_are_found_at_the_first_contact(
     assert not Path(configure("a").run.uri).exists(), "nothing was begun"
 
 
+def test_the_key_stays_with_its_server(
+    served: ServedTarget, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY_KEY", "secret-of-the-server")
+    with TargetServer(served) as server, TargetServer(served) as elsewhere:
+        config = configure("a", server.url, generator={"api_key_env": "TINY_KEY"})
+        for status in ("301", "302", "307", "308"):
+            redirect = f"{status} Location: {elsewhere.url}/completions"
+            server.fault = partial(lambda fault, ids, before: fault, redirect)
+            with pytest.raises(EndpointError, match=f"HTTP {status}"):
+                run(config)
+        assert server.asked.total() == 4 and not elsewhere.asked, "no redirect is followed"
+        server.fault = lambda ids, before: "401 X-Told: wrong key secret-of-the-server"
+        with pytest.raises(EndpointError, match="wrong key …") as refused:
+            run(config)
+        assert "secret-of" not in str(refused.value)
+    monkeypatch.setenv("TINY_KEY", "ключ")
+    with pytest.raises(ConfigError, match="no header can carry the value of TINY_KEY"):
+        run(config)
+
+
 def test_a_refusal_in_the_middle_of_a_run_costs_no_prompt(
     served: ServedTarget, configure: Configure
 ) -> None:

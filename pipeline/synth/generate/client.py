@@ -66,11 +66,16 @@ class EndpointClient:
         if response.status_code >= 500:
             raise RequestFailed(f"error_{response.status_code}")
         if response.status_code >= 300:
-            raise RequestRefused(response.status_code, response.text)
+            raise RequestRefused(response.status_code, self._without_key(response.text))
         try:
             return self._reader.reply(request, self._api.read(response.json()))
         except (ValueError, Unreadable):  # truncated JSON, or JSON of something else
             raise RequestFailed("unreadable") from None
+
+    def _without_key(self, text: str) -> str:
+        """A refusal may quote what it refuses."""
+        key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
+        return text.replace(key, "…") if key else text
 
     async def _post(self, url: str, request: Request, timeout: float) -> httpx.Response:
         import httpx
@@ -91,10 +96,11 @@ class EndpointClient:
 def _headers(section: GeneratorSection) -> dict[str, str]:
     if section.api_key_env is None:
         return {}
-    key = os.environ.get(section.api_key_env)
-    if not key:
+    key = os.environ.get(section.api_key_env, "").strip()
+    if not key or not (key.isascii() and key.isprintable()):
+        what = "no header can carry the value of" if key else "the environment has no"
         raise ConfigError(
-            f"the environment has no {section.api_key_env}",
+            f"{what} {section.api_key_env}",
             where="synth.generator.api_key_env",
             fix=f"export {section.api_key_env}=…",
         )

@@ -1,0 +1,90 @@
+"""Keys where a name or an address belongs: refused before anything can show them.
+
+    api_key_env: sk-…                        not a variable's name
+    https://user:key@host, …/v1?token=…      not an address alone
+
+Whatever the configuration holds is shown: by `eagle3 show`, in manifests, messages and jobs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+from pipeline.errors import ConfigError
+
+_NAME = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
+#: Capitals and digits without a break, as key ids of clouds and base32 have them.
+_KEY_IN_CAPITALS = re.compile(r"(?=.*[0-9])[A-Z0-9]{16,}")
+_IN_ADDRESS = re.compile(
+    r"https?://[^/?#\s]+@|://[^/?#\s]*:[^/?#\s]*@"
+    r"|://\S*[?&;]([\w-]*(key|token|secret|password|signature)|auth|pwd|sig)=",
+    re.IGNORECASE,
+)
+
+
+def _is_a_name(value: str) -> str:
+    if not _NAME.fullmatch(value) or _KEY_IN_CAPITALS.fullmatch(value):
+        raise ValueError(
+            "must be the name of an environment variable, in capitals, not the value itself"
+        )
+    return value
+
+
+#: A field of it is declared with `repr=False`, so that no message shows what was there instead.
+VariableName = Annotated[str, AfterValidator(_is_a_name)]
+
+
+def refuse_credentials(tree: dict[str, Any], where: str) -> None:
+    """Raises ConfigError for an address in `tree` that holds a key or a password."""
+    for key, text in _texts(tree):
+        if _IN_ADDRESS.search(text):
+            raise ConfigError(
+                "an address here holds a key or a password",
+                where=f"{where}: {key}",
+                fix="take it out, and change it where others saw it; "
+                "servers' keys are read from the variable that synth.generator.api_key_env names, "
+                "those of a store from its own configuration",
+            )
+
+
+def check_endpoint(url: str, *, with_key: bool) -> None:
+    """Raises ValueError, which never quotes it, for a base URL that cannot be asked safely."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host = None
+    if not url.startswith(("http://", "https://")) or not host:
+        raise ValueError("endpoints must start with http:// or https:// and name a host")
+    if parts.username is not None or "?" in url or "#" in url:
+        raise ValueError("endpoints must be addresses alone, without user, key or query")
+    if with_key and parts.scheme == "http" and not _is_this_machine(host):
+        raise ValueError(
+            "the API key would cross the network unencrypted; use https://, "
+            "or set generator.allow_plain_http=true where nobody else can listen"
+        )
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Texts without white space anywhere in a tree, with their dotted keys."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _texts(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, child in enumerate(value):
+            yield from _texts(child, f"{key}.{index}")
+    elif isinstance(value, str) and not re.search(r"\s", value.strip()):
+        yield key, value
