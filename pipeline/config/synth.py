@@ -206,10 +206,14 @@ class GeneratorSection(Section):
     """Further attempts at a request that fails on a server that answers others; then it is rejected
     and counted."""
     backoff_seconds: float = Field(1.0, gt=0)
-    """Wait before the first further attempt; doubles each time, at most a minute."""
+    """Wait before the first further attempt; doubles each time, at most a minute. A busy server's
+    Retry-After goes before, up to ten minutes."""
     outage_seconds: float = Field(300.0, gt=0)
     """The stage stops when no endpoint has answered for this long; the same command continues
     it."""
+    busy_seconds: float = Field(3600.0, gt=0)
+    """The stage stops when endpoints answer with nothing but 429, 502 or 503, too busy or out of
+    quota, for this long; the same command continues it."""
     across_shards: Literal["auto", "always", "never"] = "auto"
     """Begin a shard while the last replies of others are generated: no slot runs empty. auto: where
     a reply cannot depend on its batch."""
@@ -242,6 +246,7 @@ TRANSPORT_KEYS = {
     "retries",
     "backoff_seconds",
     "outage_seconds",
+    "busy_seconds",
     "across_shards",
 }
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 from pipeline.config import GeneratorSection
@@ -30,7 +32,11 @@ class RequestFailed(Exception):
 
 
 class EndpointBusy(Exception):
-    """The endpoint asks to come back later."""
+    """The endpoint asks to come back later, perhaps after so many seconds."""
+
+    def __init__(self, retry_after: float | None) -> None:
+        self.retry_after = retry_after
+        super().__init__("busy")
 
 
 class RequestRefused(Exception):
@@ -62,7 +68,7 @@ class EndpointClient:
         """One HTTP request. Raises EndpointBusy, RequestRefused or RequestFailed."""
         response = await self._post(url, request, timeout)
         if response.status_code in _BUSY:
-            raise EndpointBusy
+            raise EndpointBusy(_retry_after(response))
         if response.status_code >= 500:
             raise RequestFailed(f"error_{response.status_code}")
         if response.status_code >= 300:
@@ -91,6 +97,18 @@ class EndpointClient:
             raise RequestFailed("unreachable") from None
         except (httpx.HTTPError, httpx.InvalidURL):
             raise RequestFailed("disconnected") from None
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds from now, by the server's own clock where it gives a date."""
+    text, sent = response.headers.get("Retry-After", ""), response.headers.get("Date")
+    try:
+        if text.strip().isdecimal():
+            return float(text)
+        now = parsedate_to_datetime(sent) if sent else datetime.now(UTC)
+        return max(parsedate_to_datetime(text).timestamp() - now.timestamp(), 0.0)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _headers(section: GeneratorSection) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
     what happens                             what follows
     200                                      a reply, or a counted rejection (token_ids.py)
-    429, 502, 503: busy                      the same again after a while; for too long, the run
-                                                 stops: no prompt is at fault
+    429, 502, 503: busy                      the same again, when the endpoint says or ever later;
+                                                 nothing else for too long: the run stops
     timeout, cut connection, 5xx, no JSON    the endpoint gets a health check, a short request:
         it fails too                             unhealthy until it replies; another is asked
         it succeeds                              the prompt is tried `retries` times, then counted
+        it finds it busy                         as busy
     400, 413, 422                            the same check; if it succeeds, the prompt is counted
     401, 403, 404 …                          the run stops: no prompt is at fault
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from pipeline.config import GeneratorSection
@@ -34,7 +36,7 @@ from pipeline.synth.generate.client import (
     RequestRefused,
     open_http,
 )
-from pipeline.synth.generate.endpoints import Endpoint, EndpointPool
+from pipeline.synth.generate.endpoints import MAX_BACKOFF, Endpoint, EndpointPool
 from pipeline.synth.generate.servers import ServerApi, pick_api
 from pipeline.synth.generate.token_ids import TokenIdReader
 from pipeline.target.template import ChatTemplate
@@ -46,7 +48,7 @@ _PROMPT_STATUSES = frozenset({400, 413, 422})
 _CONFIG_REJECTIONS = frozenset(
     {"remote:other_prompt", "remote:too_long", "remote:other_vocabulary"}
 )
-_HEALTH_CHECK_SECONDS, _MAX_BACKOFF = 60.0, 60.0
+_HEALTH_CHECK_SECONDS = 60.0
 _WHERE = "synth.generator.endpoints"
 
 
@@ -112,6 +114,14 @@ class RemoteBackend:
         return _Session(self._section, self._api, self._reader, self._health_check)
 
 
+@dataclass
+class _Tried:
+    """Why a request has no reply yet."""
+
+    failures: int = 0  # on endpoints that reply to others
+    lost: int = 0  # endpoints that reply to nobody since
+
+
 class _Session:
     """One event loop's client and endpoint pool."""
 
@@ -131,12 +141,7 @@ class _Session:
         self._stack = AsyncExitStack()
         http = await self._stack.enter_async_context(open_http(section))
         self._client = EndpointClient(http, self._api, self._reader)
-        self._pool = EndpointPool(
-            self._urls,
-            self._is_healthy,
-            backoff=section.backoff_seconds,
-            max_outage=section.outage_seconds,
-        )
+        self._pool = EndpointPool(self._urls, self._is_healthy, section)
         self._stack.push_async_callback(self._pool.close)
         return self
 
@@ -152,54 +157,56 @@ class _Session:
         """The reply to a request, however many attempts that takes."""
         if not self._api.can_send(request):
             return Reply(request.request_id, rejected="remote:prompt_not_text")
-        retries, backoff = self._section.retries, self._section.backoff_seconds
-        # One prompt may lose some endpoints, but not take down one after the other for ever.
-        max_lost = retries + 2 * len(self._urls)
-        failures = lost = 0
-        endpoint: Endpoint | None = None
-        busy_since: float | None = None
+        tried, endpoint = _Tried(), None
         while True:
             endpoint = await self._pool.pick(avoid=endpoint)
+            sent = time.monotonic()
             try:
-                return await self._attempt(endpoint, request)
-            except EndpointBusy:
-                self._pool.mark_failure()
-                busy_since = busy_since or time.monotonic()
-                if time.monotonic() - busy_since > self._section.outage_seconds:
-                    raise _too_busy(self._section.outage_seconds) from None
-                count("retries", of="endpoint")
-                await asyncio.sleep(backoff)
-            except RequestRefused as refused:
-                if refused.status not in _PROMPT_STATUSES:
-                    raise _misconfigured(endpoint.url, str(refused)) from None
-                if await self._pool.is_healthy(endpoint):
-                    return Reply(request.request_id, rejected=f"remote:refused_{refused.status}")
-            except RequestFailed as failed:
-                if await self._pool.is_healthy(endpoint):
-                    failures += 1
-                    await asyncio.sleep(min(backoff * 2 ** (failures - 1), _MAX_BACKOFF))
-                else:
-                    lost += 1
-                if failures > retries or lost > max_lost:
-                    return Reply(request.request_id, rejected=f"remote:{failed}")
-                count("retries", of="endpoint")
+                if reply := await self._attempt(endpoint, request, tried):
+                    return reply
+            except EndpointBusy as busy:
+                self._pool.mark_busy(endpoint, busy.retry_after, sent=sent)
+            count("retries", of="endpoint")
 
-    async def _attempt(self, endpoint: Endpoint, request: Request) -> Reply:
-        endpoint.in_flight += 1
+    async def _attempt(self, endpoint: Endpoint, request: Request, tried: _Tried) -> Reply | None:
+        """The reply or its rejection; None when it has to be asked for again."""
+        try:
+            return await self._post(endpoint, request)
+        except RequestRefused as refused:
+            if refused.status not in _PROMPT_STATUSES:
+                raise _misconfigured(endpoint.url, str(refused)) from None
+            if await self._pool.is_healthy(endpoint):
+                return Reply(request.request_id, rejected=f"remote:refused_{refused.status}")
+        except RequestFailed as failed:
+            retries, backoff = self._section.retries, self._section.backoff_seconds
+            if await self._pool.is_healthy(endpoint):
+                tried.failures += 1
+                await asyncio.sleep(min(backoff * 2 ** (tried.failures - 1), MAX_BACKOFF))
+            else:
+                tried.lost += 1
+            # One prompt may lose some endpoints, but not take down one after the other for ever.
+            if tried.failures > retries or tried.lost > retries + 2 * len(self._urls):
+                return Reply(request.request_id, rejected=f"remote:{failed}")
+        return None
+
+    async def _post(self, endpoint: Endpoint, request: Request) -> Reply:
         try:
             timeout = self._section.timeout_seconds
             reply = await self._client.post(endpoint.url, request, timeout=timeout)
         finally:
-            endpoint.in_flight -= 1
-        self._pool.mark_success()
+            self._pool.release(endpoint)
+        self._pool.mark_success(endpoint)
         return reply
 
     async def _check_endpoint(self, url: str) -> str | None:
         """Why the endpoint does not reply, if so. Raises EndpointError when it refuses."""
         try:
             reply = await self._post_health_check(url)
-        except (RequestFailed, EndpointBusy) as failed:
-            return f"{url} is set aside for now: {failed or 'busy'}"
+        except RequestFailed as failed:
+            return f"{url} is set aside for now: {failed}"
+        except EndpointBusy:
+            notice("synth", f"{url} is busy now (HTTP 429, 502 or 503): it is asked again")
+            return None
         if reply.rejected in _CONFIG_REJECTIONS:
             problem = f"its reply to a short request cannot be used ({reply.rejected})"
             raise _misconfigured(url, problem)
@@ -208,10 +215,13 @@ class _Session:
         return None
 
     async def _is_healthy(self, url: str) -> bool:
-        """Whether a request that any healthy server replies to at once gets its reply."""
+        """Whether a request that any healthy server replies to at once gets its reply.
+
+        Raises EndpointBusy.
+        """
         try:
             await self._post_health_check(url)
-        except (RequestFailed, EndpointBusy):
+        except RequestFailed:
             return False
         return True
 
@@ -235,14 +245,6 @@ def open_remote(
     backend = RemoteBackend(section, template, source=source, vocabulary=vocabulary)
     backend.check()
     return backend
-
-
-def _too_busy(seconds: float) -> EndpointsUnavailable:
-    return EndpointsUnavailable(
-        f"too busy, or the quota is used up, for {seconds:g} s (HTTP 429, 502 or 503)",
-        where=_WHERE,
-        fix="run the same command later, finished shards are kept; or lower generator.concurrency",
-    )
 
 
 def _misconfigured(url: str, problem: str) -> EndpointError:
