@@ -24,6 +24,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "head": True,  # drafted replies are the target's own
         "tree": True,
         "generator": TRANSPORT_KEYS,
+        "max_rejected": True,
         "dlp": {"project", "endpoint", "timeout"},
         "pii": {"salt_variable"},  # the salt itself is compared
     },

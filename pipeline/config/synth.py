@@ -308,6 +308,9 @@ class SynthSection(Section):
     """Request slots of the generator."""
     generator: GeneratorSection = GeneratorSection()
     """Who answers: the bundled decoder or servers."""
+    max_rejected: float = Field(0.05, ge=0, le=1)
+    """The stage stops once servers have cost more than this share of the prompts (`remote:*`), and
+    20 at least; the same command with a higher one continues it."""
     head: str | None = None
     """Directory of an earlier head of this target to draft with; the replies stay the target's
     own."""

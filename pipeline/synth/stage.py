@@ -46,6 +46,7 @@ from pipeline.synth.forecast import forecast
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
+from pipeline.synth.rejections import RejectionLimit
 from pipeline.synth.screen import Screen, pii_policy, screened_with
 from pipeline.synth.select import find_selection, select, synth_section
 from pipeline.synth.tallies import Tallies, add, tally
@@ -177,6 +178,7 @@ class SynthPipeline:
         self._across_shards = across == "always" or safe
         name = _generator_name(section, self.contract)
         self._runner = ConversationRunner(section, self.template, seed=seed, name=name)
+        self._limit = RejectionLimit(section)
         # Of shards in flight: prompts dropped by reason, findings in prompts.
         self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}
         self._is_told = False
@@ -208,6 +210,7 @@ class SynthPipeline:
         samples, leaking = self._screen.samples(batch.samples)
         dropped, findings = self._screened.pop(batch.name)
         rejected = dropped + batch.rejected + leaking
+        self._limit.add(rejected, prompts=len(samples) + rejected.total())
         audit_mask(samples, where=stage_run.location.child(SHARDS).where(batch.name))
         self._show_once(samples)
         notes = {
@@ -233,6 +236,7 @@ class SynthPipeline:
     ) -> Iterator[tuple[str, Sequence[Prompt]]]:
         for shard in shards:
             if not self._is_told:
+                self._limit.add_committed(stage_run)
                 stage_run.compute_with(self._arithmetic, why=self._why)
                 self._is_told = True
             try:
@@ -315,6 +319,7 @@ def _finish(
         add(tallies, entry.tallies)
         rejected.update(entry.shard.rejected)
     assert selection.loaded == tallies["samples"] + rejected.total(), "a prompt was lost"
+    RejectionLimit(synth_section(config)).add(rejected, prompts=selection.prompts)
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items()))
     if not tallies["samples"]:
         problem = f"none of {selection.loaded:,} prompts became a sample ({reasons})"
