@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -43,12 +44,30 @@ from pipeline.streams import LastingOutput
 #: Standard output; machine-readable lines are printed with `print`, never with this.
 #: What cannot be written to it is dropped.
 output = LastingOutput()
-console = Console(file=cast(IO[str], output), highlight=False, soft_wrap=True)
+#: Text is shown as it stands: categories, licences and ids are data, whatever brackets they have.
+console = Console(
+    file=cast(IO[str], output), highlight=False, soft_wrap=True, markup=False, emoji=False
+)
+
+#: Characters of an error; values that it quotes may be of any length.
+_LONGEST_ERROR = 4000
 
 #: Between two progress lines where there is no bar.
 LINE_SECONDS = 30.0
 
 LOG_VARIABLE = "EAGLE3_LOG"
+
+#: What a terminal obeys instead of showing it: sequences that begin with ESC or its 8-bit form.
+_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, cursor; then titles, links
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x90\x98\x9c-\x9f]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]*[0-~]?"
+)
+#: Other characters that are no text: controls, halves of surrogate pairs, and marks that make
+#: characters stand in another order than they are written.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 #: Tokens shown of one part of a sample.
 _SHOWN_TOKENS = 160
@@ -79,17 +98,29 @@ def on_terminal() -> bool:
     return console.file.isatty() and not console.is_dumb_terminal and not logs_json()
 
 
+def printable(text: str) -> str:
+    """Data as a terminal may show it: nothing in it moves the cursor, colours or reorders text."""
+    return _INVISIBLE.sub("", _SEQUENCE.sub("", text))
+
+
+def one_line(text: str, most: int = 1000) -> str:
+    """As `printable`, without line breaks, and of a text longer than `most` only the beginning."""
+    line = " ".join(printable(" ".join(text.split())).split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def notice(stage: str, text: str, **fields: Any) -> None:
     """One line about what a stage does or has seen; `fields` are in its JSON object alone."""
     if not logs_json():
-        console.print(Text.assemble((f"{stage:>8}", "bold cyan"), " ", text))
+        line = printable(" ".join(text.splitlines()))
+        console.print(Text.assemble((f"{stage:>8}", "bold cyan"), " ", line))
     elif not console.quiet:
         _write_json(console.file, "info", stage, text, **fields)
 
 
 def fail(message: str, code: int, *, stage: str | None = None) -> int:
     """One line on standard error, whatever line breaks a quoted value may hold."""
-    line = " ".join(message.split())
+    line = one_line(message, _LONGEST_ERROR)
     if os.environ.get(LOG_VARIABLE) == "json":
         with suppress(OSError):
             _write_json(sys.stderr, "error", stage, line, exit_code=code)
@@ -108,7 +139,8 @@ def _write_json(
     if (rank := os.environ.get("RANK", "")).isdigit():  # one process of several that train together
         record["rank"] = int(rank)
     # In one piece: a thread's line may not end up inside another's.
-    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    line = json.dumps(record, ensure_ascii=False)
+    file.write(_INVISIBLE.sub(lambda mark: f"\\u{ord(mark[0]):04x}", line) + "\n")
     file.flush()
 
 
@@ -260,7 +292,7 @@ def _show(stage: str, pace: Pace) -> Iterator[ProgressBar]:
         _Rate(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=console) as progress:
         yield _TerminalBar(progress, pace)
@@ -322,7 +354,7 @@ def show_supervised(
         return
     text = Text()
     for supervised, pairs in groupby(zip(mask, token_ids, strict=True), key=itemgetter(0)):
-        part = _shortened([token for _, token in pairs], decode)
+        part = printable(_shortened([token for _, token in pairs], decode))
         text.append(part, style="green" if supervised else "dim")
     console.rule(f"a sample: {count} (green)", style="dim")
     console.print(text)

@@ -162,6 +162,36 @@ def test_notices_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "   synth [red]a[/] prompts/[b].jsonl [/nothing]\n"
 
 
+CONTROLS = (
+    "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\x1b]8;;http://x\x1b\\e\rf\u202eg\ud800h\x00\x85i\x1bc"
+)
+
+
+def test_nothing_that_is_shown_steers_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in a notice nor in an error, a sample, or a JSON line; there it is still told."""
+    notice("synth", f"{CONTROLS}\n   synth forged")
+    assert fail(CONTROLS, 2) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "   synth abcde fgh i    synth forged\n" and printed.out.count("\n") == 1
+    assert printed.err == "error: abcde fgh i\n"
+    monkeypatch.setenv("EAGLE3_LOG", "json")
+    notice("synth", CONTROLS, category=CONTROLS)
+    line = capsys.readouterr().out
+    assert line.isascii() and json.loads(line)["category"] == CONTROLS
+    monkeypatch.delenv("EAGLE3_LOG")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show_supervised("synth", [7, 8], [False, True], lambda ids: f"\x1b[2J{CONTROLS}\n" * len(ids))
+    shown = capsys.readouterr().out
+    assert "abcde" in shown and not set(shown) & set("\x00\r\x85\x9b\u202e") and "[2J" not in shown
+
+
+def test_an_error_that_quotes_a_long_value_stays_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    fail("x: " + "y" * 10**6, 2)
+    assert len(capsys.readouterr().err) < 5000
+
+
 def test_a_sample_s_text_is_for_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipeline.console import console, printable
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HEAD_FILES, WEIGHTS, read_card, read_shape
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import HeadError
@@ -127,8 +128,6 @@ def _check(tensors: tuple[TensorEntry, ...], shape: HeadShape, *, where: str) ->
 
 def print_inspection(inspection: Inspection) -> None:
     """The same, for people."""
-    from pipeline.console import console
-
     tables = {
         f"head {inspection.head}": _head_rows(inspection),
         "contract": inspection.contract,
@@ -155,13 +154,14 @@ def _head_rows(inspection: Inspection) -> dict[str, Any]:
 
 def _table(title: str, rows: dict[str, Any]) -> Any:
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left", title_style="bold", show_header=False)
+    table = Table(
+        title=printable(title), title_justify="left", title_style="bold", show_header=False
+    )
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, Text(_shown(value)))
+        table.add_row(printable(name), printable(_shown(value)))
     if not rows:
         table.add_row("none", "")
     return table
@@ -176,7 +176,7 @@ def _tensor_table(tensors: tuple[TensorEntry, ...]) -> Any:
     table.add_column("bytes", justify="right")
     for tensor in tensors:
         shape = " × ".join(f"{extent:,}" for extent in tensor.shape)
-        table.add_row(tensor.name, shape, tensor.dtype, f"{tensor.bytes:,}")
+        table.add_row(printable(tensor.name), shape, printable(tensor.dtype), f"{tensor.bytes:,}")
     return table
 
 

@@ -29,6 +29,7 @@ _CSS = {
 
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a category may hold dollar signs
     "font.size": 11,
     "text.color": INK,
     "axes.edgecolor": GRID,
@@ -77,19 +78,19 @@ def alpha_by_depth(alpha: Sequence[float]) -> str:
         return _svg(figure, "alpha")
 
 
-def tau_by_category(tau: Mapping[str, float], overall: float) -> str:
+def tau_by_category(tau: Sequence[tuple[str, float]], overall: float) -> str:
     """τ of each category, best first. Bars start at 1: a round without any accepted token."""
-    names = sorted(tau, key=lambda name: tau[name])
+    rising = sorted(tau, key=lambda each: each[1])
+    values = [value for _, value in rising]
     # The figure stands beside the name, where the line of the mean cannot cross it.
-    labels = [f"{name}  {tau[name]:.2f}" for name in names]
+    labels = [f"{name}  {value:.2f}" for name, value in rising]
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _axes(max(HEIGHT, 0.36 * len(names) + 1.0))
-        axes.barh(
-            range(len(names)), [tau[name] - 1 for name in names], left=1, height=0.62, color=ACCENT
-        )
-        axes.set_yticks(range(len(names)), labels, color=INK)
+        figure, axes = _axes(max(HEIGHT, 0.36 * len(rising) + 1.0))
+        bars, lengths = range(len(rising)), [value - 1 for value in values]
+        axes.barh(bars, lengths, left=1, height=0.62, color=ACCENT)
+        axes.set_yticks(bars, labels, color=INK)
         axes.axvline(overall, color=SECOND, linewidth=1.6)
-        axes.set_xlim(1, 1 + 1.08 * max(0.5, *(value - 1 for value in tau.values()), overall - 1))
+        axes.set_xlim(1, 1 + 1.08 * max(0.5, *lengths, overall - 1))
         axes.set_xlabel(f"τ, tokens a round (line: all prompts, {overall:.2f})")
         axes.grid(axis="y", visible=False)
         return _svg(figure, "category")
@@ -158,10 +159,16 @@ def _svg(figure: Figure, name: str) -> str:
         figure.savefig(buffer, format="svg", metadata=empty)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r'\s(width|height)="[\d.]+pt"', "", svg, count=2)
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
-    svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    for stand_in, variable in _CSS.items():
-        svg = svg.replace(stand_in, variable)
+    # In tags alone: what stands between them is text, and its own `<` are escaped.
+    svg = re.sub(r"<[^>]*>", lambda tag: _for_the_page(tag[0]), svg)
     return svg.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1)
+
+
+def _for_the_page(tag: str) -> str:
+    tag = re.sub(r'^<g id="[^"]*"', "<g", tag)
+    tag = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", tag)
+    tag = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", tag).replace("xlink:href", "href")
+    for stand_in, variable in _CSS.items():
+        tag = tag.replace(stand_in, variable)
+    return tag

@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from pipeline.console import console, logs_json, notice
+from pipeline.console import console, logs_json, notice, one_line
 from pipeline.records import EvalReport
 from pipeline.serve_eval import charts
+
+#: Characters shown of a category in a figure, its caption or the terminal's table.
+_LONGEST_NAME = 60
 
 
 class Chart(NamedTuple):
@@ -80,7 +83,7 @@ def print_table(report: EvalReport) -> None:
     facts.add_column()
     head, badge = report.head, _badge(report)
     rates, speedups = _timed(report.tokens_per_second), _timed(report.speedup)
-    tau = f"[bold]{_fixed(report.acceptance_length)}[/] tokens a round"
+    tau = Text.assemble((_fixed(report.acceptance_length), "bold"), " tokens a round")
     rate = "  ".join(f"{_mode(mode)} {_rate(rate)}" for mode, rate in rates.items())
     ratio = "  ".join(f"{_fixed(ratio)}× over {_mode(mode)}" for mode, ratio in speedups.items())
     colour = {"good": "green", "bad": "bold red"}.get(badge.tone, "")
@@ -89,10 +92,10 @@ def print_table(report: EvalReport) -> None:
     vocabulary = f"{_plain(head['draft_vocab_size'])} tokens"
     facts.add_row("acceptance length τ", tau)
     if plainly := _plain_decoding(report):
-        facts.add_row("draft tree", Text(plainly))
+        facts.add_row("draft tree", plainly)
     facts.add_row("α by draft position", "  ".join(map(_fixed, report.alpha)))
-    facts.add_row("tokens/s", Text(rate))
-    facts.add_row("speedup", Text(ratio))
+    facts.add_row("tokens/s", rate)
+    facts.add_row("speedup", ratio)
     facts.add_row("lossless", Text(badge.text, style=colour))
     facts.add_row("head", f"{size}, {share} of the target")
     facts.add_row("draft vocabulary", f"{vocabulary}, covering {coverage} of the supervised ones")
@@ -122,7 +125,6 @@ def _log_figures(report: EvalReport) -> None:
 
 def _category_table(report: EvalReport) -> Any:
     from rich.table import Table
-    from rich.text import Text
 
     columns, cell = _columns(report), _cells(report)
     table = Table()
@@ -130,7 +132,7 @@ def _category_table(report: EvalReport) -> Any:
     for column in columns:
         table.add_column(_words(column), justify="right")
     for name, row in report.by_category.items():
-        table.add_row(Text(name), *(cell(column, row) for column in columns))
+        table.add_row(one_line(name, _LONGEST_NAME), *(cell(column, row) for column in columns))
     return table
 
 
@@ -140,7 +142,10 @@ def _charts(report: EvalReport) -> list[Chart]:
     if report.alpha:
         title, svg = "Acceptance by draft position", charts.alpha_by_depth(report.alpha)
         drawn.append(Chart(title, svg, _alpha_caption(report.alpha)))
-    tau = {name: row["acceptance_length"] for name, row in report.by_category.items()}
+    tau = [
+        (one_line(name, _LONGEST_NAME), row["acceptance_length"])
+        for name, row in report.by_category.items()
+    ]
     if tau:
         svg = charts.tau_by_category(tau, report.acceptance_length)
         drawn.append(Chart("Acceptance length by category", svg, _tau_caption(tau)))
@@ -167,11 +172,11 @@ def _alpha_caption(alpha: Sequence[float]) -> str:
     return f"The first guess is confirmed with probability {first}, {later}."
 
 
-def _tau_caption(tau: Mapping[str, float]) -> str:
-    best, worst = (pick(tau, key=lambda name: tau[name]) for pick in (max, min))
+def _tau_caption(tau: Sequence[tuple[str, float]]) -> str:
+    best, worst = (pick(tau, key=lambda each: each[1]) for pick in (max, min))
     if len(tau) == 1:
-        return f"All prompts are of the category {best}."
-    return f"Best on {best} ({_fixed(tau[best])}), worst on {worst} ({_fixed(tau[worst])})."
+        return f"All prompts are of the category {best[0]}."
+    return f"Best on {best[0]} ({_fixed(best[1])}), worst on {worst[0]} ({_fixed(worst[1])})."
 
 
 def _timed(figures: Mapping[str, float]) -> dict[str, float]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+from pipeline.console import one_line
 from pipeline.synth.audit import Audit, HistogramBin, Lengths
 
 Rows = list[tuple[str, ...]]
 
 _BAR = 40  # characters of the longest bar
 _MOST_ROWS = 30  # of a table that grows with the data
+_LONGEST_CELL = 300  # characters
+#: What Markdown, and the HTML and formulas in it, would take for something else than text.
+_MARKUP = re.compile(r"[\\|`*\[\]<>&~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 
 #: Reasons as people read them; a reason with a colon goes by what stands before it.
 _MEANING = {
@@ -142,22 +147,23 @@ def _drawn(bar: HistogramBin, lengths: Lengths) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], *columns: str) -> str:
-    """A Markdown table; text from the data can neither end a cell nor a row."""
+    """A Markdown table; text from the data stays text of its cell."""
     if not rows:
         return "None."
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows[:_MOST_ROWS]]
+    lines += ["| " + " | ".join(map(_text, row)) + " |" for row in rows[:_MOST_ROWS]]
     if len(rows) > _MOST_ROWS:
         lines.append(f"\nand {len(rows) - _MOST_ROWS:,} more, in audit.json")
     return "\n".join(lines)
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
+def _text(value: str) -> str:
+    """Data as Markdown that shows it letter by letter, on one line."""
+    return _MARKUP.sub(r"\\\g<0>", one_line(value, _LONGEST_CELL))
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return "; ".join(f"{name} {_shown(value)}" for name, value in values.items()) or "none"
+    return "; ".join(_text(f"{name} {_shown(value)}") for name, value in values.items()) or "none"
 
 
 def _shown(value: Any) -> str:

@@ -251,6 +251,19 @@ def test_text_is_escaped_everywhere() -> None:
     assert page.text.count("<script>alert('1')</script>") >= 12
 
 
+def test_categories_that_look_like_formulas_or_drawings_are_text() -> None:
+    names = ["$\\frac$", "#010101 #040404", 'font: 12px x; xmlns="b" xlink:href', "[/red] `<g id=`"]
+    long, split = "long " * 2000, "two\nlines\x1b[31m\x00"
+    report = made_up_report(
+        by_category={name: {"acceptance_length": 1.5} for name in (*names, long, split)}
+    )
+    html = write_html(report)
+    for name in names:
+        assert f"{name}  1.50" in Page(html).words, name
+    assert "two lines  1.50" in Page(html).words and "…  1.50" in html
+    assert len(html) < 300_000
+
+
 @pytest.mark.parametrize(
     ("lossless", "said"),
     [
@@ -301,7 +314,8 @@ def test_terminal_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(
         made_up_report(
             by_category={
-                "[red]odd[/]": {"prompts": 4, "acceptance_length": 1.83},
+                "[red]odd[/] :smile:": {"prompts": 4, "acceptance_length": 1.83},
+                "control\x1b[31m\r\u202ed": {"prompts": 2},
                 "other": {"prompts": 3},
             }
         )
@@ -317,7 +331,8 @@ def test_terminal_table(capsys: pytest.CaptureFixture[str]) -> None:
         "4.4 %",
         "97.1 %",
         "✓ lossless",
-        "[red]odd[/]",
+        "[red]odd[/] :smile:",
+        "control d",
         "1.83",
         "–",
     ):

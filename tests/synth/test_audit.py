@@ -91,29 +91,11 @@ def test_personal_data_is_counted_by_type_and_never_shown(
     assert not [value for value in planted if value in text + sheet]
 
 
-def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
+def test_lengths_are_drawn(make_config: Configure) -> None:
     lengths = [1] * 90 + [20] * 9 + [700]
     samples = [sample(index, length) for index, length in enumerate(lengths)]
-    total: Tallies = {}
-    for shard in (samples[:30], samples[30:]):  # as their entries carry it: JSON
-        own = tally(shard, {"ended": {"complete": len(shard)}})
-        add(total, json.loads(json.dumps(own)))
-    assert total["ended"] == {"complete": 100} and total["samples"] == 100
-    config = make_config()
-    details = {
-        "prompts": {"loaded": 100, "selected": 100, "samples": 100},
-        "pii": {"enabled": False},
-        "supervised_share": 0.5,
-        "sampling": {"system_prompt": None},
-        "template": {"kwargs": {}, "stop_ids": [1], "end_of_turn": 1},
-        "forecast": {
-            "coverage": {},
-            "tokens": 0,
-            "supervised_tokens": 0,
-            "states_bytes": {"int8": 0, "bf16": 0},
-        },
-    }
-    audit = audit_record(total, details, {}, read_contract(config.target, resolve(config.target)))
+    audit = audit_of(samples, make_config(), {})
+    assert audit.ended == {"complete": 100} and audit.prompts["samples"] == 100
     reply = audit.lengths["reply"]
     assert (reply.median, reply.p90, reply.p99, reply.longest, reply.mean) == (1, 1, 20, 700, 9.7)
     assert {bar.start: bar.count for bar in reply.bars if bar.count} == {0: 90, 16: 9, 512: 1}
@@ -122,6 +104,35 @@ def test_lengths_are_drawn(tiny_target: Path, make_config: Configure) -> None:
     assert "    16+ " + "█" * 4 + " " * 36 + " 9" in drawn
     assert "    32+ " + " " * 40 + " 0" in drawn and "   512+ ▏" + " " * 39 + " 1" in drawn
     assert "Not looked for" in drawn
+
+
+HOSTILE = (
+    *("[/MIT]", "$\\frac$", "<script>alert(1)</script>", "a|b", "`x` *y* __z__ ~~w~~ &lt;", "c\\"),
+    *("![i](https://x.example/i.png)", "www.x.example", "two\nlines\r| x |", "\x1b[31mred\u202e"),
+)
+
+
+def test_text_of_the_data_stays_text_in_the_datasheet(make_config: Configure) -> None:
+    """As a reader of Markdown sees it: every name letter by letter, but for what has no form."""
+    from markdown_it import MarkdownIt
+
+    samples = [
+        sample(index, 5).model_copy(
+            update={"source": name, "license": name, "category": name, "generator": name}
+        )
+        for index, name in enumerate(HOSTILE)
+    ]
+    rejected = {f"license:{name}": 1 for name in HOSTILE}
+    drawn = write_datasheet(audit_of(samples, make_config(), rejected, system_prompt=HOSTILE[2]))
+    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(drawn)
+    inline = [token.children or [] for token in tokens if token.type == "inline"]
+    kinds = {child.type for children in inline for child in children}
+    assert kinds == {"text"} and "html_block" not in {token.type for token in tokens}
+    texts = ["".join(child.content for child in children) for children in inline]
+    for name in (*HOSTILE[:-2], "two lines | x |", "red"):
+        assert texts.count(name) >= 4 and f"license:{name}" in texts, name
+        assert any(line.startswith("Licences over all samples") and name in line for line in texts)
+    assert "\x1b" not in drawn and "\u202e" not in drawn and "\nlines" not in drawn
 
 
 def test_a_run_without_a_sample_says_why_and_is_not_finished(make_config: Configure) -> None:
@@ -153,6 +164,35 @@ def test_a_run_s_shards_open_in_datasets_and_pandas(make_config: Configure, tmp_
     span = frame["supervised"].iloc[0][0]
     supervised = frame["token_ids"].iloc[0][span["start"] : span["end"]]
     assert len(supervised) == span["end"] - span["start"] > 0
+
+
+def audit_of(
+    samples: list[Sample],
+    config: RunConfig,
+    rejected: dict[str, int],
+    system_prompt: str | None = None,
+) -> Audit:
+    """Of two shards, whose tallies come from their entries: JSON."""
+    total: Tallies = {}
+    for shard in (samples[:30], samples[30:]):
+        own = tally(shard, {"ended": {"complete": len(shard)}})
+        add(total, json.loads(json.dumps(own)))
+    count = total["samples"]
+    details = {
+        "prompts": {"loaded": count, "selected": count, "samples": count},
+        "pii": {"enabled": False},
+        "supervised_share": 0.5,
+        "sampling": {"system_prompt": system_prompt},
+        "template": {"kwargs": {}, "stop_ids": [1], "end_of_turn": 1},
+        "forecast": {
+            "coverage": {},
+            "tokens": 0,
+            "supervised_tokens": 0,
+            "states_bytes": {"int8": 0, "bf16": 0},
+        },
+    }
+    contract = read_contract(config.target, resolve(config.target))
+    return audit_record(total, details, rejected, contract)
 
 
 def sample(index: int, length: int) -> Sample:
