@@ -23,14 +23,14 @@ from bench.prompt_sets import prompt_set
 from bench.random_target import random_head
 from bench.report import contested, read_bandwidth
 from bench.rivals import hf_generate, hf_rate, llama_cpp
-from pipeline.config import TargetSection, TreeSection
+from pipeline.config import SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.prompts.files import read_file
+from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import Target, open_target
@@ -88,7 +88,7 @@ def load(head: Path | None) -> Bench:
         dtype=resolve_dtype("auto", CPU),
         max_length=LENGTH,
     )
-    some = islice(read_file(prompt_set("instructions")), MANY)
+    some = islice(read_source(SourceSpec(source=prompt_set("instructions"))), MANY)
     prompts = tuple(tuple(template.start(prompt.turns[0])) for prompt in some)
     if head is not None:
         return Bench(target, model, load_head(head)[0], None, prompts)

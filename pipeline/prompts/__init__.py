@@ -1,11 +1,13 @@
 """Where prompts come from: files and hub data sets.
 
     sources.py   load_prompts, stream_prompts: every configured source, in order
+    ids.py       what tells a prompt from all others
     draw.py      balanced draws, also of more prompts than memory holds
     extent.py    how much a source holds, without reading all of it
     files.py     JSONL and Parquet
     hub.py       Hugging Face data sets
     records.py   one raw record → Prompt
+    bad_records.py  those that cannot be used: an error, or counted
 
 Only user turns are taken; a reply in a source is never used.
 """

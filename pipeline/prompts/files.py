@@ -6,10 +6,12 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePosixPath
+from itertools import islice
 from typing import Any, BinaryIO
 
+from pipeline.config import SourceSpec
 from pipeline.errors import DataError
+from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
 from pipeline.prompts.records import to_prompt
 from pipeline.records import Prompt
 
@@ -19,42 +21,71 @@ PARQUET = (".parquet", ".parquet.gz")
 _ROWS = 4096
 
 
-def read_file(source: str, *, field: str | None = None) -> Iterator[Prompt]:
-    """Prompts of one file; `field` names the field that holds them.
+#: Of files that Windows and its programs save as UTF-8 and as UTF-16.
+_MARK = b"\xef\xbb\xbf"
+_OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
-    Raises DataError naming file, line and field of a broken record.
+
+def read_file(spec: SourceSpec, name: str, bad: BadRecords | None = None) -> Iterator[Prompt]:
+    """Prompts of one file; `name` is the source of those that have none of their own.
+
+    Raises DataError naming file, line and field of a broken record, as `usable` does.
     """
+    source = spec.source
+    records: Iterator[tuple[str, Any]]
     if source.endswith(_JSONL):
-        records = read_jsonl(source)
+        records = _read_lines(source)
     elif source.endswith(PARQUET):
         records = _read_parquet(source)
     else:
         problem = "is not a kind of prompts file that can be read"
         fix = f"use {', '.join((*_JSONL, '.parquet'))} or hub:ORG/NAME"
         raise DataError(problem, where=source, fix=fix)
-    stem = PurePosixPath(source).name.split(".")[0]
-    for number, (where, record) in enumerate(records, start=1):
-        yield to_prompt(record, where=where, sample_id=f"{stem}:{number}", source=stem, field=field)
+
+    def read(number: int, where: str, record: Any) -> Prompt:
+        values = _parse(record, where) if isinstance(record, bytes) else record
+        if isinstance(values, UnicodeDecodeError):
+            raise _not_utf8(values, where)
+        sample_id = f"{name}:{number}"
+        return to_prompt(values, where=where, sample_id=sample_id, source=name, field=spec.field)
+
+    yield from usable(islice(records, spec.read_at_most), read, bad)
 
 
 def read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
     """(file:line, object) of every line that is not blank."""
+    for where, line in _read_lines(source):
+        yield where, _parse(line, where)
+
+
+def _read_lines(source: str) -> Iterator[tuple[str, bytes]]:
     with open_file(source) as file:
         for number, line in enumerate(_lines(file, source), start=1):
-            where = f"{source}:{number}"
-            if line.strip():
-                yield where, _parse(line, where)
+            if number == 1 and line.startswith(_OTHER_MARKS):
+                raise DataError("is UTF-16", where=source, fix="save the file as UTF-8")
+            text = line.removeprefix(_MARK) if number == 1 else line
+            if text.strip():
+                yield f"{source}:{number}", text
 
 
 def _parse(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        problem = f"byte {error.start + 1} is not UTF-8"
-        raise DataError(problem, where=where, fix="save the file as UTF-8") from None
+        raise _not_utf8(error, where) from None
     except json.JSONDecodeError as error:
-        problem = f"not valid JSON: {error.msg} at column {error.colno}"
-        raise DataError(problem, where=where, fix="correct or remove that line") from None
+        problem = f"{error.msg} at column {error.colno}"
+    except ValueError:
+        problem = "a number has too many digits"
+    except RecursionError:
+        problem = "it is nested too deeply"
+    fix = "correct or remove that line"
+    raise BadRecord(f"not valid JSON: {problem}", where=where, fix=fix, reason="not_json")
+
+
+def _not_utf8(error: UnicodeDecodeError, where: str) -> BadRecord:
+    problem, fix = f"byte {error.start + 1} is not UTF-8", "save the file as UTF-8"
+    return BadRecord(problem, where=where, fix=fix, reason="not_utf8")
 
 
 def count_rows(source: str) -> int:
@@ -67,9 +98,21 @@ def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
     with _parquet(source) as table:
         number = 0
         for batch in table.iter_batches(_ROWS):
-            for record in batch.to_pylist():
+            for record in _rows(batch):
                 number += 1
                 yield f"{source}: row {number}", record
+
+
+def _rows(batch: Any) -> Iterator[Any]:
+    """Of a row whose texts are no UTF-8 the error takes the place."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            try:
+                yield from batch.slice(index, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield error
 
 
 @contextmanager

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError, MissingPackage
+from pipeline.prompts.bad_records import BadRecords, usable
 from pipeline.prompts.records import to_prompt
 from pipeline.records import Prompt
 
 
-def read_hub(name: str, spec: SourceSpec) -> Iterator[Prompt]:
-    """Prompts of one split of `ORG/NAME`. Raises DataError for a set or a record that is broken."""
-    for number, record in enumerate(_records(name, spec, f"hub:{name}"), start=1):
-        where, sample_id = f"hub:{name}: row {number}", f"{name}:{number}"
-        yield to_prompt(record, where=where, sample_id=sample_id, source=name, field=spec.field)
+def read_hub(spec: SourceSpec, name: str, bad: BadRecords | None = None) -> Iterator[Prompt]:
+    """Prompts of one split; `name` is the source of those that have none of their own.
+
+    Raises DataError for a set that cannot be loaded, and for a broken record as `usable` does.
+    """
+    rows = enumerate(_records(spec), start=1)
+    records = ((f"{spec.source}: row {number}", record) for number, record in rows)
+
+    def read(number: int, where: str, record: Any) -> Prompt:
+        sample_id = f"{name}:{number}"
+        return to_prompt(record, where=where, sample_id=sample_id, source=name, field=spec.field)
+
+    yield from usable(islice(records, spec.read_at_most), read, bad)
 
 
 def count_hub(name: str, spec: SourceSpec) -> int | None:
@@ -29,7 +39,8 @@ def count_hub(name: str, spec: SourceSpec) -> int | None:
         return None
 
 
-def _records(name: str, spec: SourceSpec, where: str) -> Iterator[Any]:
+def _records(spec: SourceSpec) -> Iterator[Any]:
+    where = spec.source
     try:
         from datasets import load_dataset
     except ImportError:
@@ -38,7 +49,11 @@ def _records(name: str, spec: SourceSpec, where: str) -> Iterator[Any]:
     # At the start or in the middle, the library raises whatever network, parser or layout cause.
     try:
         records: Iterable[Any] = load_dataset(
-            name, spec.subset, split=spec.split, revision=spec.revision, streaming=True
+            where.removeprefix("hub:"),
+            spec.subset,
+            split=spec.split,
+            revision=spec.revision,
+            streaming=True,
         )
         yield from records
     except Exception as error:

@@ -21,7 +21,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.errors import DataError
+from pipeline.prompts.bad_records import BadRecord, Reason
 from pipeline.records import Prompt, canonical_json
 
 #: In place of the licence of a text whose generator's terms forbid training other models with it.
@@ -42,13 +42,13 @@ def to_prompt(
 ) -> Prompt:
     """A checked Prompt; `field` names the field to read.
 
-    `sample_id` and `source` serve when the record has none of its own. Raises DataError naming
+    `sample_id` and `source` serve when the record has none of its own. Raises BadRecord naming
     `where` and the field.
     """
     if not isinstance(record, Mapping):
         problem = f"is a {type(record).__name__}, not an object"
         fix = 'write one object a record, for example {"turns": ["…"]}'
-        raise DataError(problem, where=where, fix=fix)
+        raise BadRecord(problem, where=where, fix=fix, reason="not_object")
     tools = _tools(record, where)
     turns, system = _texts(record, where, field)
     tool_turns = tuple(number for number, turn in enumerate(turns) if isinstance(turn, _ToolTurn))
@@ -70,22 +70,22 @@ def to_prompt(
 
 
 def _check(text: Any, name: str, where: str) -> None:
-    problem = _problem(text)
+    problem, reason = _problem(text)
     if problem:
         fix = "correct the text, or remove the record"
-        raise DataError(f"{name} is {problem}", where=where, fix=fix)
+        raise BadRecord(f"{name} is {problem}", where=where, fix=fix, reason=reason)
 
 
-def _problem(text: Any) -> str | None:
+def _problem(text: Any) -> tuple[str, Reason]:
     if not isinstance(text, str):
-        return "not a text"
+        return "not a text", "fields"
     if not text.strip():
-        return "blank"
+        return "blank", "blank"
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no file can hold
-        return "not valid Unicode"
-    return None
+        return "not valid Unicode", "not_unicode"
+    return "", "fields"
 
 
 def _texts(record: Mapping[str, Any], where: str, wanted: str | None) -> tuple[list[Any], Any]:
@@ -93,15 +93,15 @@ def _texts(record: Mapping[str, Any], where: str, wanted: str | None) -> tuple[l
     field = wanted or next((name for name in _FIELDS if record.get(name) is not None), None)
     if field is None:
         fix = "add `turns`, a list of the user's turns, or set the source's `field`"
-        raise DataError(f"has none of the fields {', '.join(_FIELDS)}", where=where, fix=fix)
+        raise BadRecord(f"has none of the fields {', '.join(_FIELDS)}", where=where, fix=fix)
     where = f"{where}: {field}"
     value = record.get(field)
     if wanted and value is None:
         fix = f"correct the source's `field`; the record has {', '.join(map(str, record))}"
-        raise DataError("is missing", where=where, fix=fix)
+        raise BadRecord("is missing", where=where, fix=fix)
     turns, system = _turns_of(value, field, record, where)
     if not turns:
-        raise DataError("has no user turn", where=where, fix="add one, or remove the record")
+        raise BadRecord("has no user turn", where=where, fix="add one, or remove the record")
     own = next((record[name] for name in _SYSTEM_FIELDS if record.get(name)), None)
     return turns, own if system is None else system
 
@@ -113,11 +113,11 @@ def _turns_of(
     if isinstance(value, str):
         if field == "turns":
             fix = "write `turns` as a list, or use `prompt`"
-            raise DataError("is a str, not a list", where=where, fix=fix)
+            raise BadRecord("is a str, not a list", where=where, fix=fix)
         return [_with_input(value, record) if field == "instruction" else value], None
     if not isinstance(value, Sequence):
         problem = f"is a {type(value).__name__}, not a list"
-        raise DataError(problem, where=where, fix=f"write `{field}` as a list")
+        raise BadRecord(problem, where=where, fix=f"write `{field}` as a list")
     if any(isinstance(item, Mapping) for item in value):
         return _from_messages(value, where, with_tools=bool(record.get("tools")))
     return list(value), None
@@ -150,7 +150,7 @@ def _from_messages(
             turns.append(_ToolTurn(f"{turns.pop()}\n{answer}" if goes_on else answer))
     if turns and isinstance(turns[0], _ToolTurn):
         fix = "begin with what the user asked"
-        raise DataError("begins with a tool's answer", where=where, fix=fix)
+        raise BadRecord("begins with a tool's answer", where=where, fix=fix)
     system = _content(messages[0], where) if roles and roles[0] in _SYSTEM_ROLES else None
     return turns, system if system and system.strip() else None
 
@@ -159,7 +159,7 @@ def _role(message: Any, where: str) -> str:
     role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         fix = "write messages as {role, content}"
-        raise DataError("has a message without a role", where=where, fix=fix)
+        raise BadRecord("has a message without a role", where=where, fix=fix)
     return role.lower()
 
 
@@ -170,7 +170,7 @@ def _content(message: Mapping[str, Any], where: str) -> str:
         content = "\n".join(part["text"] for part in content) if all_text else None
     if not isinstance(content, str):
         fix = "write messages as {role, content} with a text as content"
-        raise DataError("has a user message without text", where=where, fix=fix)
+        raise BadRecord("has a user message without text", where=where, fix=fix)
     return content
 
 
@@ -191,7 +191,7 @@ def _tools(record: Mapping[str, Any], where: str) -> str | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         fix = 'write [{"type": "function", "function": {"name": …}}], or leave `tools` out'
-        raise DataError("is not a list of tools", where=f"{where}: tools", fix=fix)
+        raise BadRecord("is not a list of tools", where=f"{where}: tools", fix=fix)
     return canonical_json(tools)
 
 
@@ -205,7 +205,9 @@ def _text_field(record: Mapping[str, Any], field: str, default: str, where: str)
     value = record.get(field)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    problem, reason = _problem(text)
+    if problem:
         fix = f"write `{field}` as a non-empty text, or leave it out"
-        raise DataError(f"is {value!r}, not a text", where=f"{where}: {field}", fix=fix)
-    return str(value)
+        raise BadRecord(f"is {problem}", where=f"{where}: {field}", fix=fix, reason=reason)
+    return str(text)

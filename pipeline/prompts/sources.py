@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
+from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.draw import Group, draw
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
+from pipeline.prompts.ids import IsNew, remembered, source_names, with_unique_ids
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 
@@ -21,33 +22,43 @@ def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
 
 
 def stream_prompts(
-    specs: Sequence[SourceSpec], *, seed: int, group: Group = attrgetter("category")
+    specs: Sequence[SourceSpec],
+    *,
+    seed: int,
+    group: Group = attrgetter("category"),
+    bad: BadRecords | None = None,
+    is_new: IsNew | None = None,
 ) -> Iterator[Prompt]:
-    """Prompts of every source in configured order, one at a time. Draws of a
-    `limit` are even over groups.
+    """Prompts of every source in configured order, each within its own `limit`, one at a time.
 
-    Raises DataError for a missing or malformed source, MissingPackage for a hub data set without
-    datasets. A source that cannot be read at all is told before the first prompt.
+    Draws are even over groups. No two prompts have both source and id in common; `is_new` remembers
+    which there were. Raises DataError for a missing or malformed source, and a bad record unless it
+    may go into `bad`; MissingPackage for a hub data set without datasets. A source that cannot be
+    read at all is told before the first prompt.
     """
+    is_new = is_new or remembered()
     for spec in specs:
-        if next(read_source(spec), None) is None:
+        if next(read_source(spec, None if bad is None else BadRecords()), None) is None:
             fix = "remove the source or correct its path"
             raise DataError("holds no prompts", where=spec.source, fix=fix)
-    for spec in specs:
-        yield from draw(read_source(spec), spec.limit, seed, group)
+    for spec, name in zip(specs, source_names(specs), strict=True):
+        prompts = with_unique_ids(read_source(spec, bad, name), is_new)
+        yield from draw(prompts, spec.limit, seed, group)
 
 
-def read_source(spec: SourceSpec) -> Iterator[Prompt]:
-    """Prompts of one source, `read_at_most` of them; its `limit` is the caller's to draw."""
-    records = itertools.islice(_read(spec), spec.read_at_most)
-    return (_with_configured_fields(prompt, spec) for prompt in records)
+def read_source(
+    spec: SourceSpec, bad: BadRecords | None = None, name: str | None = None
+) -> Iterator[Prompt]:
+    """Prompts of one source, from `read_at_most` records; its `limit` is the caller's to draw."""
+    prompts = _read(spec, bad, name or source_names([spec])[0])
+    return (_with_configured_fields(prompt, spec) for prompt in prompts)
 
 
-def _read(spec: SourceSpec) -> Iterator[Prompt]:
-    kind, separator, name = spec.source.partition(":")
+def _read(spec: SourceSpec, bad: BadRecords | None, name: str) -> Iterator[Prompt]:
+    kind, separator, _ = spec.source.partition(":")
     if separator and kind == "hub":
-        return read_hub(name, spec)
-    return read_file(spec.source, field=spec.field)
+        return read_hub(spec, name, bad)
+    return read_file(spec, name, bad)
 
 
 def _with_configured_fields(prompt: Prompt, spec: SourceSpec) -> Prompt:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -128,12 +128,15 @@ class Comparison:
 
     def check_lossless(
         self, questions: Sequence[Question], advance: Callable[[int], None]
-    ) -> dict[str, bool]:
-        """Question id → identical: speculative against plain greedy decoding, token for token.
+    ) -> list[bool]:
+        """Of each question: whether speculative is plain greedy decoding, token for token.
 
         `advance` is given 1 for each reply, two a question.
         """
-        requests = [self._request(question) for question in questions]
+        requests = [
+            replace(self._request(question), request_id=str(index))
+            for index, question in enumerate(questions)
+        ]
         slots = min(_LOSSLESS_SLOTS, len(requests))
         replies: list[dict[str, tuple[int, ...]]] = [{}, {}]  # plain, speculative
         for speculative in (False, True):
@@ -141,7 +144,7 @@ class Comparison:
                 replies[speculative][done.request_id] = done.token_ids
                 advance(1)
         plain, drafted = replies
-        return {name: drafted[name] == plain[name] for name in drafted}
+        return [drafted[each.request_id] == plain[each.request_id] for each in requests]
 
     def _decode(
         self,

@@ -120,8 +120,8 @@ def _evaluate(
     return summarise(config, target.contract, head, card, measurements)
 
 
-def _check_lossless(comparison: Comparison, questions: list[Question]) -> dict[str, bool]:
-    """Question id → whether speculative and plain decoding in fp32 give the same tokens."""
+def _check_lossless(comparison: Comparison, questions: list[Question]) -> list[bool]:
+    """Of each question: whether speculative and plain decoding in fp32 give the same tokens."""
     note, replies = "lossless in fp32?", 2 * len(questions)
     with progress_bar("eval", unit="replies", total=replies, note=note) as bar:
         return comparison.check_lossless(questions, bar.advance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Measurements(NamedTuple):
     """What one evaluation measured."""
 
     measured: Sequence[Measured]
-    identical: Mapping[str, bool]  # the losslessness verdict of each question
+    identical: Sequence[bool]  # the losslessness verdict of each question
     left_out: Sequence[str]  # questions without room for a reply
     tree: TreeSection  # that the head was measured on
     choice: Choice | None  # of `tree: auto`
@@ -50,7 +50,7 @@ def summarise(
     with_head = measured
     if not drafts:
         measured = [_plainly(item) for item in measured]
-    results = tuple(_result(item, identical) for item in measured)
+    results = tuple(_result(item, same) for item, same in zip(measured, identical, strict=True))
     parameters, pooled = head.count_parameters(), _acceptance(with_head)
     return EvalReport(
         acceptance_length=_acceptance(measured).tau,
@@ -61,9 +61,9 @@ def summarise(
         },
         speedup={rival: _median(_speedups(measured, rival)) for rival in ("plain", "hf")},
         lossless={
-            "greedy_fp32": all(identical.values()) and bool(identical),
+            "greedy_fp32": all(identical) and bool(identical),
             "prompts_checked": len(identical),
-            "different": sorted(name for name, same in identical.items() if not same),
+            "different": sorted(each.id for each in results if not each.identical_fp32),
             "identical_in_run_dtype": sum(
                 item.plain.token_ids == item.speculative.token_ids for item in with_head
             ),
@@ -126,7 +126,7 @@ def _predicted(measurements: Measurements) -> dict[str, Any] | None:
     }
 
 
-def _result(item: Measured, identical: Mapping[str, bool]) -> PromptResult:
+def _result(item: Measured, identical: bool) -> PromptResult:
     statistics = item.speculative.statistics
     return PromptResult(
         id=item.question.request_id,
@@ -135,7 +135,7 @@ def _result(item: Measured, identical: Mapping[str, bool]) -> PromptResult:
         tokens=len(item.speculative.token_ids),
         acceptance_length=round(statistics.acceptance_length, 4),
         tokens_per_second={mode: round(rate, 2) for mode, rate in item.rates.items()},
-        identical_fp32=identical.get(item.question.request_id),
+        identical_fp32=identical,
     )
 
 

@@ -20,6 +20,7 @@ _MARKUP = re.compile(r"[\\|`*\[\]<>&~$@]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=ww
 
 #: Reasons as people read them; a reason with a colon goes by what stands before it.
 _MEANING = {
+    "record": "record that cannot be read",
     "license": "licence not on the allow-list",
     "duplicate": "said before",
     "contaminated": "matches an evaluation prompt",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipeline.config import SourceSpec, SynthSection
 from pipeline.errors import DataError
+from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.extent import estimate_records, record_bytes
 from pipeline.prompts.sources import read_source
 from pipeline.store.prompts import Selection
@@ -80,7 +81,7 @@ class _Sampled:
     def __init__(
         self, spec: SourceSpec, section: SynthSection, steps: list[Step], at_most: int
     ) -> None:
-        prompts = list(islice(read_source(spec), at_most + 1))
+        prompts = list(islice(read_source(spec, BadRecords()), at_most + 1))
         if not prompts:
             fix = "remove the source or correct its path"
             raise DataError("holds no prompts", where=spec.source, fix=fix)

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from pipeline.config import RunConfig, SynthSection
+from pipeline.console import notice
 from pipeline.errors import ConfigError, StageConflict, StoreError
 from pipeline.records import Prompt, digest
 from pipeline.store.location import Location
@@ -78,6 +79,8 @@ def select(config: RunConfig, location: Location) -> Selection:
     stream, tally = PromptStream(section, config.run.seed), Tally(section)
     cuts = _cut(tally.counting(stream), section.shard_prompts)
     shards = _write_all(location, cuts)
+    if stream.bad.counts:
+        notice("synth", str(stream.bad), records=dict(stream.bad.counts))
     selection = Selection(
         inputs=_inputs(config),
         loaded=stream.loaded,

@@ -15,6 +15,7 @@ from operator import attrgetter
 from pipeline.config import SynthSection
 from pipeline.errors import DataError
 from pipeline.prompts import stream_prompts
+from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.draw import Group, draw
 from pipeline.records import Prompt
 from pipeline.synth.filters import (
@@ -25,6 +26,7 @@ from pipeline.synth.filters import (
     max_length,
 )
 from pipeline.synth.quality import language_of, passing, prompt_steps
+from pipeline.synth.seen import SeenDigests
 
 
 class PromptStream:
@@ -36,6 +38,7 @@ class PromptStream:
     def __init__(self, section: SynthSection, seed: int) -> None:
         self.loaded = 0
         self.rejected: Counter[str] = Counter()
+        self.bad = BadRecords()
         self._section, self._seed, self._group = section, seed, balance_group(section)
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -55,9 +58,18 @@ class PromptStream:
             raise DataError(problem, where="synth.sources", fix=fix)
 
     def _load(self) -> Iterator[Prompt]:
-        for prompt in stream_prompts(self._section.sources, seed=self._seed, group=self._group):
+        prompts = stream_prompts(
+            self._section.sources,
+            seed=self._seed,
+            group=self._group,
+            bad=self.bad,
+            is_new=SeenDigests().add,
+        )
+        for prompt in prompts:
             self.loaded += 1
             yield prompt
+        self.loaded += self.bad.counts.total()
+        self.rejected.update(self.bad.counts)
 
 
 class Tally:

@@ -14,6 +14,8 @@ import pytest
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts import load_prompts
+from pipeline.prompts.bad_records import BadRecords
+from pipeline.prompts.sources import read_source
 from pipeline.records import Prompt, SamplingOverride
 
 RECORDS: list[dict[str, Any]] = [
@@ -189,8 +191,13 @@ def test_the_configured_labels_win(tmp_path: Path) -> None:
             ": messages: has a user message without text",
         ),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', ": messages: has no user turn"),
-        ('{"turns": ["a"], "license": ["MIT"]}', ": license: is ['MIT'], not a text"),
+        ('{"turns": ["a"], "license": ["MIT"]}', ": license: is not a text"),
         ('{"turns": ["\\ud800"]}', "turn 1 is not valid Unicode"),
+        ('{"turns": ["a"], "id": "\\udc00"}', ": id: is not valid Unicode"),
+        ('{"turns": ["a"], "source": " "}', ": source: is blank"),
+        ('{"turns": ["a"], "id": true}', ": id: is not a text"),
+        ("[" * 200_000, "not valid JSON: it is nested too deeply"),
+        ('{"id": ' + "9" * 5000 + "}", "not valid JSON: a number has too many digits"),
         ('{"turns": ["a"], "system": 3}', "the system prompt is not a text"),
     ],
 )
@@ -209,6 +216,68 @@ def test_bytes_that_are_no_utf8_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes('{"turns": ["é"]}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.jsonl:1: byte 13 is not UTF-8"):
         load(str(tmp_path / "latin.jsonl"))
+
+
+def test_a_mark_of_utf8_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"turns": ["\xef\xbb\xbfa"]}\n{"turns": ["b"]}\n')
+    assert [prompt.turns for prompt in load(str(path))] == [("\ufeffa",), ("b",)]
+    path.write_text('{"turns": ["a"]}\n', encoding="utf-16")
+    with pytest.raises(DataError, match=r"p\.jsonl: is UTF-16 \(fix: save the file as UTF-8\)"):
+        load(str(path))
+
+
+def test_a_row_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    texts = pa.array([b"fine", b"caf\xe9", b"good"]).cast(pa.binary())
+    path = str(tmp_path / "p.parquet")
+    pq.write_table(pa.table({"prompt": texts.view(pa.string())}), path)
+    with pytest.raises(DataError, match=r"p\.parquet: row 2: byte 4 is not UTF-8"):
+        load(path)
+    bad = BadRecords()
+    [spec] = [SourceSpec(source=path)]
+    with pytest.raises(DataError, match="1 of 3 records of this source cannot be used"):
+        list(read_source(spec, bad))
+    assert bad.counts == {"record:not_utf8": 1}
+
+
+BAD = {
+    "record:blank": b'{"turns": ["fine", " "]}',
+    "record:not_unicode": b'{"turns": ["\\ud83d"]}',
+    "record:not_utf8": b'{"turns": ["caf\xe9"]}',
+    "record:not_json": b'{"turns": ["a"',
+    "record:not_object": b"[1]",
+    "record:fields": b'{"text": "a"}',
+}
+
+
+def test_bad_records_are_counted_where_they_are_few(tmp_path: Path) -> None:
+    path, bad = tmp_path / "p.jsonl", BadRecords()
+    good = [f'{{"turns": ["question {index}"]}}'.encode() for index in range(120)]
+    path.write_bytes(b"\n".join([*BAD.values(), *good]))
+    spec = SourceSpec(source=str(path))
+    prompts = list(read_source(spec, bad))
+    assert bad.counts == dict.fromkeys(BAD, 1)
+    assert [prompt.sample_id for prompt in prompts] == [f"p:{number}" for number in range(7, 127)]
+    told = str(bad)
+    assert (
+        f"first {path}:1: user turn 2 is blank; {path}:2: " in told and told.count(str(path)) == 3
+    )
+    path.write_bytes(b"\n".join([*good[:110], *BAD.values()]))
+    with pytest.raises(DataError) as raised:
+        list(read_source(spec, BadRecords()))
+    assert raised.value.where == f"{path}:111" and "6 of 116 records" in raised.value.problem
+    assert "user turn 2 is blank" in raised.value.problem and raised.value.fix
+    with pytest.raises(DataError, match=rf"{path}:111: user turn 2 is blank \(fix"):
+        load(str(path))  # an evaluation's: every record counts
+
+
+def test_a_source_of_bad_records_alone_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path, bad = tmp_path / "p.jsonl", BadRecords()
+    path.write_text('{"turns": ["a"]}\n' * 5000)
+    expected = r"p\.jsonl:1: text: is missing; all of the first 100 .* \(fix: correct the source's"
+    with pytest.raises(DataError, match=expected):
+        list(read_source(SourceSpec(source=str(path), field="text"), bad))
+    assert bad.counts == {"record:fields": 100}
 
 
 def test_a_file_that_is_missing_empty_or_of_unknown_kind_is_refused(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from bench.prompt_sets import READERS, chitchat, prompt_set
 from bench.prompt_sets.data_package import DataPackage
+from pipeline.config import SourceSpec
 from pipeline.errors import DataError, MissingPackage
-from pipeline.prompts.files import read_file
+from pipeline.prompts import load_prompts
 from pipeline.records import Prompt
 
 
@@ -23,7 +24,7 @@ def load(name: str) -> list[Prompt]:
 
 @pytest.mark.parametrize("name", sorted(READERS))
 def test_the_files_hold_what_the_packages_do(name: str) -> None:
-    assert list(read_file(prompt_set(name))) == load(name)
+    assert load_prompts([SourceSpec(source=prompt_set(name))], seed=0) == load(name)
 
 
 def test_mt_bench_has_eighty_conversations_of_two_turns() -> None:

@@ -49,7 +49,7 @@ def _report(predicted_speedup: float) -> EvalReport:
         _measured("c", "math", [20, 10, 2, 1], {"speculative": 25.0, "plain": 10.0, "hf": 20.0}),
     ]
     config = parse({"target": {"source": "x"}})
-    identical = {"a": True, "b": False, "c": True}
+    identical = [True, False, True]
     measurements = Measurements(
         measured, identical, ["d"], TREE, Choice(TREE, 1.6, predicted_speedup), ARITHMETIC
     )

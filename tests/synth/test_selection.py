@@ -129,7 +129,7 @@ def test_prompts_are_streamed(make_config: Configs, prompts_file: Path) -> None:
     next(iter(stream))
     assert stream.loaded == 1
     with prompts_file.open("a") as file:
-        file.write("broken\n")
+        file.write("broken\n" * 3)
     with pytest.raises(DataError, match=r"prompts\.jsonl:25: not valid JSON"):
         select(config, stage_of(config))
     assert len(files_of(stage_of(config))) >= 11 and find_selection(stage_of(config)) is None

@@ -1,0 +1,63 @@
+"""Every question's verdict counts, whatever the questions are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from pipeline.config import TargetSection, parse
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.request import Completion, Request
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.records import Prompt
+from pipeline.serve_eval.measure import Comparison
+from pipeline.serve_eval.questions import first_question
+from pipeline.target.open import open_target
+from tests.eagle3.conftest import head, shape
+
+__all__ = ["head", "shape"]
+
+
+class FirstIsWrong(Comparison):
+    """A decoder that changes one reply when it drafts: that of the first question."""
+
+    def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
+        engine = super().engine(speculative=speculative, slots=slots)
+
+        class Wrong:
+            def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+                asked = list(requests)
+                for done in engine.generate(asked):
+                    is_first = speculative and done.request_id == asked[0].request_id
+                    yield replace(done, token_ids=(0, *done.token_ids)) if is_first else done
+
+        return cast(Engine, Wrong())
+
+
+def test_questions_of_one_name_hide_no_difference(tiny_target: Path, head: Eagle3Head) -> None:
+    """Sources and ids may hold slashes."""
+    config = parse({"target": {"source": str(tiny_target), "dtype": "float32", "device": "cpu"}})
+    target = open_target(TargetSection(source=str(tiny_target)))
+    template = target.template()
+    questions = [
+        first_question(
+            Prompt(sample_id=name, source=source, license="MIT", category="c", turns=(turn,)),
+            template,
+        )
+        for source, name, turn in [
+            ("c/a", "b", "What is 1?"),
+            ("c", "a/b", "Say more."),
+            *[("c", str(at), f"What is {at} plus 2?") for at in range(2)],
+        ]
+    ]
+    assert questions[0].request_id == questions[1].request_id
+    settings: dict[str, Any] = {"dtype": torch.float32, "max_length": 128}
+    steps: list[int] = []
+    right = Comparison(config, target, head, template, **settings)
+    assert right.check_lossless(questions, steps.append) == [True] * 4 and sum(steps) == 8
+    wrong = FirstIsWrong(config, target, head, template, **settings)
+    assert wrong.check_lossless(questions, steps.append) == [False, True, True, True]
