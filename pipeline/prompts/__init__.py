@@ -6,6 +6,7 @@
     extent.py    how much a source holds, without reading all of it
     files.py     JSONL and Parquet
     hub.py       Hugging Face data sets
+    changes.py   whether files are still those that a run has read
     records.py   one raw record → Prompt
     bad_records.py  those that cannot be used: an error, or counted
 

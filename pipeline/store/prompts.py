@@ -57,6 +57,8 @@ class Selection(Record):
     asked: int  # turns, over all prompts
     characters: int  # in those turns
     shards: tuple[PromptShard, ...]
+    #: Size and SHA-256 of each local file in sources, then exclude; earlier runs have none.
+    files: tuple[str | None, ...] = ()
 
     @property
     def prompts(self) -> int:

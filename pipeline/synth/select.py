@@ -19,6 +19,7 @@ from typing import Any
 from pipeline.config import RunConfig, SynthSection
 from pipeline.console import notice
 from pipeline.errors import ConfigError, StageConflict, StoreError
+from pipeline.prompts.changes import fingerprints, notice_changes
 from pipeline.records import Prompt, digest
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
@@ -74,7 +75,9 @@ def select(config: RunConfig, location: Location) -> Selection:
     section = synth_section(config)
     if there := find_selection(location):
         _refuse_other_inputs(there, _inputs(config), location)
+        notice_changes("synth", (*section.sources, *section.exclude), there.files)
         return there
+    files = fingerprints((*section.sources, *section.exclude))
     location.child(PROMPTS).sweep()
     stream, tally = PromptStream(section, config.run.seed), Tally(section)
     cuts = _cut(tally.counting(stream), section.shard_prompts)
@@ -89,6 +92,7 @@ def select(config: RunConfig, location: Location) -> Selection:
         asked=tally.asked,
         characters=tally.characters,
         shards=tuple(shards),
+        files=files,
     )
     _require_files(location, selection)
     first = create_selection(location, selection)

@@ -24,6 +24,7 @@ from pipeline import __version__
 from pipeline.config import RunConfig, SynthSection, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import CorruptShard, DataError, StageConflict
+from pipeline.prompts.changes import notice_changes
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
 from pipeline.store.begin import read_begin
 from pipeline.store.claims import Claims, make_shards
@@ -83,11 +84,11 @@ def run(config: RunConfig) -> Manifest:
     if pipeline is None:
         stage_run = open_stage(config, "synth", None)
         if stage_run.manifest:
-            return _complete(stage_run, stage_run.manifest)
+            return _complete(config, stage_run, stage_run.manifest)
         pipeline = _open_pipeline(config)  # finished, but discarded as damaged by --force
     stage_run, selection = _begin(config, pipeline)
     if stage_run.manifest:  # another process has finished it since this one looked
-        return _complete(stage_run, stage_run.manifest)
+        return _complete(config, stage_run, stage_run.manifest)
     _refuse_foreign(stage_run, selection)
     if selection.turns > 1 and synth_section(config).max_turns > 1:
         pipeline.check_turns()
@@ -100,9 +101,12 @@ def run(config: RunConfig) -> Manifest:
     return manifest
 
 
-def _complete(stage_run: StageRun, manifest: Manifest) -> Manifest:
+def _complete(config: RunConfig, stage_run: StageRun, manifest: Manifest) -> Manifest:
     counts = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
     notice("synth", f"complete: {counts} at {stage_run.location.uri}")
+    if selection := find_selection(stage_run.location):
+        section = synth_section(config)
+        notice_changes("synth", (*section.sources, *section.exclude), selection.files)
     _remove_prompts(stage_run.location)
     return manifest
 

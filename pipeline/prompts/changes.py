@@ -1,0 +1,60 @@
+"""Whether files of prompts are still those that a run has read.
+
+A run takes its prompts once and never reads a source again: files may be moved, and a file with
+other content is worth a word, as its changes are not in the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.config import SourceSpec
+from pipeline.console import notice
+
+#: A file of more blocks than that is told by so many of them, evenly spread, and its size.
+_BLOCKS, _BLOCK = 256, 1 << 20
+
+
+def fingerprints(specs: Sequence[SourceSpec]) -> tuple[str | None, ...]:
+    """Size of each local file and a SHA-256 over it; None where there is none to read."""
+    return tuple(_fingerprint(spec.source) for spec in specs)
+
+
+def notice_changes(stage: str, specs: Sequence[SourceSpec], before: Sequence[str | None]) -> None:
+    """One line for each file that is there and no longer what it was; `before` may be empty."""
+    told = set()
+    for spec, then in zip(specs, before, strict=False):
+        if then is None or spec.source in told:
+            continue
+        now = _fingerprint(spec.source, told_size=int(then.split(":")[0]))
+        if now is not None and now != then:
+            told.add(spec.source)
+            size, old_size = (each.split(":")[0] for each in (now, then))
+            what = (
+                "other bytes" if size == old_size else f"{int(size):,} bytes, not {int(old_size):,}"
+            )
+            kept = "this run keeps the prompts that it has selected"
+            notice(stage, f"{spec.source} has changed since then ({what}); {kept}")
+
+
+def _fingerprint(source: str, told_size: int | None = None) -> str | None:
+    """`size:sha256`; without the sum where the size alone differs from the one it had."""
+    path = Path(source.removeprefix("file://").removeprefix("local://"))
+    try:
+        if not path.is_file():
+            return None
+        size = path.stat().st_size
+        if told_size not in (None, size):
+            return f"{size}:"
+        count = min(_BLOCKS, -(-size // _BLOCK))
+        checksum = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            for index in range(count):
+                offset = index * (size - _BLOCK) // max(1, count - 1) if size > _BLOCK else 0
+                checksum.update(os.pread(file.fileno(), _BLOCK, offset))
+        return f"{size}:{checksum.hexdigest()}"
+    except OSError:  # whoever reads the prompts says what is wrong
+        return None
