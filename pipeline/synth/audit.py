@@ -184,7 +184,7 @@ def _quantile(values: Sequence[int], counts: Mapping[int, int], share: float) ->
 def _findings(
     findings: Mapping[str, Mapping[str, Mapping[str, int]]],
 ) -> dict[str, dict[str, Any]]:
-    """prompts, replies → entity → findings, values, and salted hashes of the most frequent."""
+    """prompts, replies, metadata → entity → findings, values, hashes of the most frequent."""
     listed: dict[str, dict[str, Any]] = {}
     for where, entities in sorted(findings.items()):
         for entity, values in sorted(entities.items()):

@@ -104,13 +104,13 @@ def _rejected(audit: Audit) -> Rows:
 
 
 def _personal_data(audit: Audit) -> Rows:
-    """Each type, with its findings and then what was dropped for it, in prompts and in replies."""
-    data, where = audit.personal_data, ("prompts", "replies")
+    """Each type, with its findings and then what was dropped for it; labels drop nothing."""
+    data, where = audit.personal_data, ("prompts", "replies", "metadata")
     findings = [
         {entity: counts["findings"] for entity, counts in data["findings"].get(key, {}).items()}
         for key in where
     ]
-    columns = [*findings, *(data[f"dropped_{key}"] for key in where)]
+    columns = [*findings, *(data[f"dropped_{key}"] for key in where[:2])]
     entities = sorted({entity for column in columns for entity in column})
     return [
         (entity, *(_number(column.get(entity, 0)) for column in columns)) for entity in entities

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.config import SynthSection
 from pipeline.records import Prompt, Sample
+from pipeline.synth.metadata import Metadata
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.synth.privacy.finding import Finding
 from pipeline.synth.privacy.ledger import Ledger, fingerprint, read_salt
@@ -29,12 +30,14 @@ class Screen:
         self._action, self._seed = section.pii.action, seed
         self._filter = PiiFilter(section.pii, section.dlp) if section.pii.enabled else None
         self._ledger = Ledger(read_salt(section.pii.salt_variable)) if section.pii.enabled else None
+        self.metadata = Metadata(section, self._filter, self._ledger)
         self._steps = reply_steps(section.quality)
 
     def prompts(self, prompts: Sequence[Prompt]) -> tuple[list[Prompt], Counter[str]]:
         """Clean, redacted or pseudonymised prompts, and the dropped ones by reason."""
         if self._filter is None:
             return list(prompts), Counter()
+        prompts = self.metadata.clean(prompts)
         kept: list[Prompt] = []
         dropped: Counter[str] = Counter()
         records = [(prompt, _texts(prompt)) for prompt in prompts]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -57,6 +57,9 @@ _DECIDING = {
 }
 _CONCURRENT_WRITES = 8
 
+#: Reasons with their counts, as they may be shown.
+CleanReasons = Callable[[Mapping[str, int]], dict[str, int]]
+
 
 def synth_section(config: RunConfig) -> SynthSection:
     """The section that this stage needs; ConfigError without one."""
@@ -66,8 +69,10 @@ def synth_section(config: RunConfig) -> SynthSection:
     return config.synth
 
 
-def select(config: RunConfig, location: Location) -> Selection:
+def select(config: RunConfig, location: Location, clean_reasons: CleanReasons = dict) -> Selection:
     """The committed selection of the synth stage at `location`, or one that is made now.
+
+    `clean_reasons` takes personal data out of what prompts were left out for.
 
     Raises DataError when no prompt is left, and StageConflict when the selection that is there is
     for another configuration, or another process has just made one with other prompts.
@@ -87,7 +92,7 @@ def select(config: RunConfig, location: Location) -> Selection:
     selection = Selection(
         inputs=_inputs(config),
         loaded=stream.loaded,
-        rejected=dict(sorted(stream.rejected.items())),
+        rejected=dict(sorted(clean_reasons(stream.rejected).items())),
         turns=tally.turns,
         asked=tally.asked,
         characters=tally.characters,

@@ -49,7 +49,7 @@ from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
 from pipeline.synth.rejections import RejectionLimit
 from pipeline.synth.screen import Screen, pii_policy, screened_with
-from pipeline.synth.select import find_selection, select, synth_section
+from pipeline.synth.select import CleanReasons, find_selection, select, synth_section
 from pipeline.synth.tallies import Tallies, add, tally
 from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
@@ -128,17 +128,17 @@ def _begin(config: RunConfig, pipeline: SynthPipeline) -> tuple[StageRun, Select
             "synth", f"--force: deletes {location.where(SELECTION)}, nobody's without begin.json"
         )
         location.delete(SELECTION)
-    selection = _selection(config, location)
+    selection = _selection(config, location, pipeline.clean_reasons)
     return stage_run or open_begun(), selection
 
 
-def _selection(config: RunConfig, location: Location) -> Selection:
+def _selection(config: RunConfig, location: Location, clean_reasons: CleanReasons) -> Selection:
     with (
         Claims(location, config.run.claim_seconds) as claims,
         long_step("synth", "selecting the prompts"),
     ):
         claims.wait_for("prompts", lambda: find_selection(location) is not None)
-        return select(config, location)
+        return select(config, location, clean_reasons)
 
 
 def _make(
@@ -173,6 +173,7 @@ class SynthPipeline:
         self.contract: TargetContract = target.contract
         self.template: ChatTemplate = target.template(system_prompt=section.system_prompt)
         self._screen = Screen(section, seed=seed)
+        self.clean_reasons = self._screen.metadata.clean_reasons
         facts = {f"target.{name}": getattr(self.contract, name) for name in _OF_THE_TARGET}
         self.made_with = facts | screened_with(section)
         self._backend, self._arithmetic = _open_backend(section, target, self.template)

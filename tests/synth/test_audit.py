@@ -87,7 +87,7 @@ def test_personal_data_is_counted_by_type_and_never_shown(
     addresses = personal_data["findings"]["prompts"]["EMAIL_ADDRESS"]
     assert (addresses["findings"], addresses["values"]) == (2, 2)
     sheet = (Path(config.run.uri) / "synth/datasheet.md").read_text(encoding="utf-8")
-    assert "| EMAIL_ADDRESS | 2 | 0 | 2 | 0 |" in sheet
+    assert "| EMAIL_ADDRESS | 2 | 0 | 0 | 2 | 0 |" in sheet
     assert not [value for value in planted if value in text + sheet]
 
 
