@@ -38,7 +38,7 @@ _LONGEST_REASON = 200
 class Metadata:
     """Labels without findings. Without a filter everything is left as it is.
 
-    Raises ConfigError when the run's system prompt holds what no prompt may.
+    Raises ConfigError when a system prompt of the run's holds what no prompt may.
     """
 
     def __init__(self, section: SynthSection, pii: PiiFilter | None, ledger: Ledger | None) -> None:
@@ -47,7 +47,9 @@ class Metadata:
         self._harmless: set[str] = set()
         if pii is not None:
             self._salt = read_salt(section.pii.salt_variable)
-            _refuse(section.system_prompt, pii)
+            _refuse(section.system_prompt, "synth.system_prompt", pii)
+            for variant in section.mix:
+                _refuse(variant.system_prompt, f"synth.mix.{variant.name}.system_prompt", pii)
 
     def clean(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The same prompts; every finding is noted in the ledger, at each prompt that has it."""
@@ -83,7 +85,7 @@ class Metadata:
             return {}
         typical = {label: self._typical(label, source) for label, source in sorted(labels)}
         unknown = sorted({text for text in typical.values() if text not in self._harmless})
-        with_findings = set()
+        with_findings: set[str] = set()
         for text, in_text in zip(unknown, self._filter.find_all(unknown), strict=True):
             (with_findings.add if in_text else self._remember)(text)
         suspects = [label for label, text in typical.items() if text in with_findings]
@@ -116,12 +118,12 @@ class Metadata:
         return f"{kind}-{digest.hexdigest()[:12]}"
 
 
-def _refuse(system_prompt: str | None, pii: PiiFilter) -> None:
+def _refuse(system_prompt: str | None, where: str, pii: PiiFilter) -> None:
     types = pii.check(system_prompt) if system_prompt else []
     if types:
         raise ConfigError(
             f"holds personal data or a secret ({', '.join(types)})",
-            where="synth.system_prompt",
+            where=where,
             fix="take it out: the target reads it in every conversation, and the head's card "
             "names it; what is none can be left out of synth.pii.entities",
         )

@@ -42,9 +42,11 @@ class Screen:
         dropped: Counter[str] = Counter()
         records = [(prompt, _texts(prompt)) for prompt in prompts]
         for prompt, texts, findings in self._inspect(records, "prompts"):
-            if self._action != "drop":
+            # Tools are no prose: with something else in a finding's place they may be none.
+            in_tools = findings[-1:] if prompt.tools else []
+            if self._action != "drop" and not any(in_tools):
                 kept.append(self._changed(prompt, texts, findings))
-            elif reason := _reason(findings):
+            elif reason := _reason(findings if self._action == "drop" else in_tools):
                 dropped[reason] += 1
             else:
                 kept.append(prompt)
@@ -95,8 +97,9 @@ class Screen:
         names = Pseudonyms(self._seed, (prompt.source, prompt.sample_id))
         change = redacted if self._action == "redact" else names.apply
         changed = [change(text, in_text) for text, in_text in zip(texts, findings, strict=True)]
-        system, turns = (changed[0], changed[1:]) if prompt.system is not None else (None, changed)
-        return prompt.model_copy(update={"system": system, "turns": tuple(turns)})
+        system = changed.pop(0) if prompt.system is not None else None
+        turns = tuple(changed[: len(prompt.turns)])
+        return prompt.model_copy(update={"system": system, "turns": turns})
 
 
 def pii_policy(section: SynthSection) -> dict[str, Any]:
@@ -139,8 +142,9 @@ def _version(package: str) -> str:
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    """What the target would read: the record's own system prompt, then its turns."""
-    return [*([prompt.system] if prompt.system is not None else []), *prompt.turns]
+    """What the target would read: the record's own system prompt, its turns, its tools."""
+    texts = (prompt.system, *prompt.turns, prompt.tools)
+    return [text for text in texts if text is not None]
 
 
 def _reason(findings: Sequence[Sequence[Finding]]) -> str | None:

@@ -81,6 +81,15 @@ def test_prompts_are_redacted_in_turns_and_system_prompt() -> None:
     assert kept[3].system == "You serve <EMAIL_ADDRESS>" and not rejected
 
 
+@pytest.mark.parametrize("action", ["drop", "redact", "pseudonymise"])
+def test_prompts_whose_tools_hold_personal_data_are_dropped(action: str) -> None:
+    """Something else in its place might make them no tools."""
+    tools = '[{"description":"Mails to anna.schmidt@firm.de","name":"mail"}]'
+    given = [prompt("Hi").model_copy(update={"tools": each}) for each in (tools, "[]")]
+    kept, dropped = Screen(section(action)).prompts(given)
+    assert kept == given[1:] and dropped == {"pii:EMAIL_ADDRESS": 1}
+
+
 def test_the_same_value_gets_the_same_pseudonym_in_a_conversation() -> None:
     screen = Screen(section("pseudonymise"), seed=3)
     given = [
