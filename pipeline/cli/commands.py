@@ -107,7 +107,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _pii_score(arguments: argparse.Namespace) -> int:
-    from pipeline.synth.privacy.score import print_score, score_files
+    from pipeline.cli.pii_score import print_score, score_files
 
     section = load(arguments.config).synth if arguments.config else None
     policy, dlp = (section.pii, section.dlp) if section else (PiiSection(), None)

@@ -18,7 +18,7 @@ from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.synth.privacy.finding import Finding
 from pipeline.synth.privacy.ledger import Ledger, fingerprint, read_salt
 from pipeline.synth.privacy.recognisers import patterns_digest
-from pipeline.synth.privacy.replace import Pseudonyms, is_invented, redacted
+from pipeline.synth.privacy.replace import Pseudonyms, redacted
 from pipeline.synth.privacy.secrets import SECRET_ENTITIES
 from pipeline.synth.quality import PromptOrSample, apply_steps, replies, reply_steps
 
@@ -77,17 +77,10 @@ class Screen:
         assert self._filter is not None and self._ledger is not None
         all_findings = iter(self._filter.find_all([text for _, texts in records for text in texts]))
         for record, texts in records:
-            findings = [self._real(text, next(all_findings)) for text in texts]
+            findings = [next(all_findings) for _ in texts]
             for text, in_text in zip(texts, findings, strict=True):
                 self._ledger.note(where, text, in_text)
             yield record, texts, findings
-
-    def _real(self, text: str, findings: list[Finding]) -> list[Finding]:
-        """Without the values that this run invented itself."""
-        if self._action != "pseudonymise":
-            return findings
-        spans = ((finding, text[finding.start : finding.end]) for finding in findings)
-        return [finding for finding, value in spans if not is_invented(value)]
 
     def _changed(
         self, prompt: Prompt, texts: Sequence[str], findings: Sequence[Sequence[Finding]]

@@ -63,7 +63,7 @@ def test_personal_data_is_counted_by_type_and_never_shown(
     make_config: Configure, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLE3_PII_SALT", "a salt")
-    planted = ["anna.schmidt@example.com", "bert.meier@example.com"]
+    planted = ["anna.schmidt@firm.com", "bert.meier@firm.com"]
     records = [
         {"id": f"p{index}", "turns": [f"Mail {value} now"], "license": "MIT"}
         for index, value in enumerate([*planted, planted[0]])

@@ -15,11 +15,11 @@ from pipeline.synth.privacy.recognisers import find_names
 from pipeline.synth.privacy.replace import redacted
 
 PLANTED = {
-    "anna.schmidt@example.com": (
+    "anna.schmidt@firm.com": (
         "EMAIL_ADDRESS",
-        "Write a reply to anna.schmidt@example.com about the invoice.",
+        "Write a reply to anna.schmidt@firm.com about the invoice.",
     ),
-    "4111 1111 1111 1111": ("CREDIT_CARD", "Charge 4111 1111 1111 1111 tomorrow."),
+    "4929 5260 1815 9081": ("CREDIT_CARD", "Charge 4929 5260 1815 9081 tomorrow."),
     # Its checksum is wrong.
     "4131034282458809": ("CREDIT_CARD", "My credit card 4131034282458809 does not work."),
     "DE89370400440532013000": ("IBAN_CODE", "Send it to DE89370400440532013000 today."),
@@ -27,12 +27,12 @@ PLANTED = {
         "IBAN_CODE",
         "I am a client, account GB00 ABCD 1234 5678 9012 34, hello.",
     ),
-    "212-555-0187": ("PHONE_NUMBER", "My phone number is 212-555-0187, please call."),
-    "(011) 555-0187 x42": ("PHONE_NUMBER", "Write to the office, (011) 555-0187 x42, first."),
+    "212-839-0187": ("PHONE_NUMBER", "My phone number is 212-839-0187, please call."),
+    "(011) 839-4657 x42": ("PHONE_NUMBER", "Write to the office, (011) 839-4657 x42, first."),
     "481 7531": ("PHONE_NUMBER", "Nobody is answering at 481 7531 today."),
     "089 72 63 41": ("PHONE_NUMBER", "Costquest, 089 72 63 41 office"),
-    "219-09-9999": ("US_SSN", "He wrote 219-09-9999 on the form."),
-    "192.168.10.44": ("IP_ADDRESS", "Our server 192.168.10.44 does not answer."),
+    "219-47-8136": ("US_SSN", "He wrote 219-47-8136 on the form."),
+    "84.112.7.19": ("IP_ADDRESS", "Our server 84.112.7.19 does not answer."),
     "14 Alder Street, Springfield, OR 97477": (
         "ADDRESS",
         "I live at 14 Alder Street, Springfield, OR 97477 and run a lot.",
@@ -72,7 +72,7 @@ def test_harmless_text_passes(pii: PiiFilter) -> None:
 
 
 def test_the_order_of_texts_is_kept_where_some_are_not_analysed(pii: PiiFilter) -> None:
-    texts = ["nothing", "mail anna@example.com", "", "also nothing", "call me on 212-555-0187"]
+    texts = ["nothing", "mail anna@firm.com", "", "also nothing", "call me on 212-839-0187"]
     entities = [[finding.entity for finding in findings] for findings in pii.find_all(texts)]
     assert entities == [[], ["EMAIL_ADDRESS"], [], [], ["PHONE_NUMBER"]]
 
@@ -124,7 +124,7 @@ def test_thresholds_context_words_and_own_recognisers_are_the_runs() -> None:
     low = PiiSection(entities=(), recognizers=(badge,), thresholds={"BADGE": 0.3})
     assert PiiFilter(low).check("see B-12345") == ["BADGE"]
     certain = PiiSection(entities=("EMAIL_ADDRESS",), score_threshold=1.0, thresholds={})
-    assert PiiFilter(certain).check("a@example.com") == ["EMAIL_ADDRESS"]
+    assert PiiFilter(certain).check("a@firm.com") == ["EMAIL_ADDRESS"]
 
 
 def test_context_words_raise_a_score() -> None:
@@ -146,8 +146,8 @@ def test_no_connection_is_opened(monkeypatch: pytest.MonkeyPatch, pii: PiiFilter
         raise AssertionError("a connection was opened")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    assert pii.check("mail anna@example.co.uk") == ["EMAIL_ADDRESS"]
-    assert pii.check("mail anna@example.nosuchsuffix") == []
+    assert pii.check("mail anna@firm.co.uk") == ["EMAIL_ADDRESS"]
+    assert pii.check("mail anna@firm.nosuchsuffix") == []
 
 
 def test_missing_models_and_unknown_entities_are_refused() -> None:

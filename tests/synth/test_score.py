@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.cli import main
+from pipeline.cli.pii_score import FULL_NAME, score_files
 from pipeline.config import PiiSection
-from pipeline.synth.privacy.score import FULL_NAME, score_files
 
 
 def labelled(
@@ -35,7 +35,7 @@ RECORDS = [
     # The e-mail is not scored.
     labelled("carl@firm.com 219-09-9999", ("US_SSN", "219-09-9999"), meta=ONLY_SSN),
 ]
-PROMPTS = [{"turns": ["Hello", "there"]}, {"turns": ["Hello", "call me on 212-555-0187"]}]
+PROMPTS = [{"turns": ["Hello", "there"]}, {"turns": ["Hello", "call me on 212-839-0187"]}]
 
 
 @pytest.fixture

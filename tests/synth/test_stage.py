@@ -285,8 +285,8 @@ def test_planted_personal_data_reaches_no_artefact(
     make_config: Configure, prompts_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planted = {
-        "anna.schmidt@example.com": "Mail anna.schmidt@example.com now",
-        "AKIAIOSFODNN7EXAMPLE": "The id is AKIAIOSFODNN7EXAMPLE",
+        "anna.schmidt@firm.com": "Mail anna.schmidt@firm.com now",
+        "AKIAIOSFODNN7EXBMPLE": "The id is AKIAIOSFODNN7EXBMPLE",
     }
     records = [
         {"id": f"p{index}", "turns": [text], "license": "MIT", "source": "ours"}

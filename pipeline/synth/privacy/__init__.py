@@ -9,5 +9,4 @@ secrets.py      keys, tokens and passwords
 dlp.py          Cloud DLP as a further inspector
 replace.py      redaction and pseudonyms
 ledger.py       counts of findings, and salted hashes of their values
-score.py        `eagle3 pii-score`
 """

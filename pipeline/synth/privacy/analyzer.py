@@ -25,6 +25,7 @@ _NUMERIC = frozenset(
     | {"IP_ADDRESS", "ADDRESS", "CRYPTO", "US_BANK_NUMBER", "US_PASSPORT", "MEDICAL_LICENSE"}
 )
 _NUMERIC_CHARACTERS = re.compile(r"\d(?:\D{0,3}\d){3}|@|::|[A-Za-z0-9]{25}")
+_DECIMAL, _POINT = re.compile(r"\d{1,3}\.\d+"), re.compile(r"\d[.,]$")
 _SEVEN_DIGITS = re.compile(r"\d(?:[ ().\-/]{0,3}\d){6}")
 
 
@@ -141,9 +142,10 @@ def _build_engine(nlp: Any, section: PiiSection) -> Any:
 
     registry = RecognizerRegistry(supported_languages=[_LANGUAGE])
     registry.load_predefined_recognizers(languages=[_LANGUAGE], nlp_engine=nlp)
-    registry.remove_recognizer("EmailRecognizer")
-    registry.remove_recognizer("PhoneRecognizer")
-    for recognizer in (_email_recognizer(), _phone_recognizer(), *_own_recognizers(section)):
+    for name in ("EmailRecognizer", "PhoneRecognizer", "CreditCardRecognizer"):
+        registry.remove_recognizer(name)
+    own = _email_recognizer(), _phone_recognizer(), *_own_recognizers(section)
+    for recognizer in (*own, *_country_recognizers(registry)):
         registry.add_recognizer(recognizer)
     for recognizer in registry.recognizers:
         for entity in recognizer.supported_entities:
@@ -164,7 +166,7 @@ def _email_recognizer() -> Any:
 
     class OfflineEmailRecognizer(EmailRecognizer):
         def validate_result(self, pattern_text: str) -> bool:
-            return bool(suffixes(pattern_text).fqdn)
+            return bool(suffixes(pattern_text.rpartition("@")[2]).fqdn)
 
     return OfflineEmailRecognizer()
 
@@ -172,7 +174,7 @@ def _email_recognizer() -> Any:
 def _phone_recognizer() -> Any:
     """presidio's phone recogniser, run only on texts with enough digits in a row.
 
-    It tries eight countries on every number.
+    It tries eight countries on every number, decimals too.
     """
     from presidio_analyzer import RecognizerResult
     from presidio_analyzer.predefined_recognizers import PhoneRecognizer
@@ -183,9 +185,30 @@ def _phone_recognizer() -> Any:
         ) -> list[RecognizerResult]:
             if not _SEVEN_DIGITS.search(text):
                 return []
-            return super().analyze(text, entities, nlp_artifacts)
+            numbers = super().analyze(text, entities, nlp_artifacts)
+            return [n for n in numbers if not _is_decimal(text, n.start, n.end)]
 
     return PrefilteredPhoneRecognizer()
+
+
+def _is_decimal(text: str, start: int, end: int) -> bool:
+    """0.2408467, or the second half of it."""
+    number = text[start:end]
+    return bool(
+        _DECIMAL.fullmatch(number) or (number.isdigit() and _POINT.search(text[:start][-2:]))
+    )
+
+
+def _country_recognizers(registry: Any) -> list[Any]:
+    """presidio's recognisers of countries that it leaves out, as those are not the language's."""
+    from presidio_analyzer import predefined_recognizers
+
+    loaded = {recognizer.name for recognizer in registry.recognizers}
+    return [
+        kind(supported_language=_LANGUAGE)
+        for name, kind in vars(predefined_recognizers).items()
+        if ".country_specific." in getattr(kind, "__module__", "") and name not in loaded
+    ]
 
 
 def _own_recognizers(section: PiiSection) -> list[Any]:

@@ -5,27 +5,33 @@
     secrets                               credentials
     dlp                                   another inspector, where the run names one
 
-All of them report findings with a score; thresholds are applied here, and findings that overlap
-become one. Only entity types, offsets, counts and salted hashes leave this module's callers.
+A text in an unusual spelling is searched twice: as it is, and as its reader understands it (view).
+All of them report findings with a score; thresholds are applied here, values that are nobody's are
+left out (reserved), and findings that overlap become one. Only entity types, offsets, counts and
+salted hashes leave this module's callers.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from pipeline.config import DlpSection, PiiSection
 from pipeline.errors import ConfigError, MissingPackage
 from pipeline.synth.privacy.addresses import find_addresses
 from pipeline.synth.privacy.analyzer import Analyzer
 from pipeline.synth.privacy.finding import Finder, Finding, above_threshold, without_overlap
+from pipeline.synth.privacy.ids import ID_FINDERS
 from pipeline.synth.privacy.recognisers import NUMBER_FINDERS, find_names, mislabelled_names
+from pipeline.synth.privacy.reserved import marked, somebodys
 from pipeline.synth.privacy.secrets import SECRET_ENTITIES, find_secrets
+from pipeline.synth.privacy.view import view_of
 
 #: This project's own finders by entity.
 _FINDERS: dict[str, tuple[Finder, ...]] = {
     **NUMBER_FINDERS,
+    **ID_FINDERS,
     "ADDRESS": (find_addresses,),
     "PERSON": (find_names,),
 }
@@ -71,27 +77,37 @@ class PiiFilter:
         self.uses_ner = self._analyzer.uses_ner
 
     def find_all(self, texts: Sequence[str]) -> list[list[Finding]]:
-        """Findings of each text, in text order, none overlapping."""
-        return [without_overlap(findings) for findings in self.find_overlapping(texts)]
+        """Findings of each text that are somebody's, in text order, none overlapping."""
+        return [without_overlap(somebodys(of_text)) for of_text in self.find_overlapping(texts)]
 
     def find_overlapping(self, texts: Sequence[str]) -> list[list[Finding]]:
         """Findings of each text, unmerged: the same characters may be of several types."""
         inspected = self._inspector.inspect(texts) if self._inspector else [[] for _ in texts]
-        analysed = self._analyzer.analyse(texts)
-        return [
-            self._find(text, *analysis) + further
-            for text, analysis, further in zip(texts, analysed, inspected, strict=True)
-        ]
+        views = {number: view for number, text in enumerate(texts) if (view := view_of(text))}
+        searched = self._search([*texts, *(view.text for view in views.values())])
+        findings = searched[: len(texts)]
+        for text, of_text, further in zip(texts, findings, inspected, strict=True):
+            of_text += marked(text, further)
+        for (number, view), in_view in zip(views.items(), searched[len(texts) :], strict=True):
+            findings[number] += map(view.in_source, in_view)
+        return findings
 
     def check(self, text: str) -> list[str]:
         """Entity types found in `text`, sorted."""
         return sorted({finding.entity for finding in self.find_all([text])[0]})
 
-    def _find(self, text: str, by_presidio: list[Finding], document: Any) -> list[Finding]:
-        own = [finding for finder in self._finders for finding in finder(text)]
-        if self._finds_names:
-            own += mislabelled_names(document)
-        return above_threshold([*by_presidio, *own], self._threshold, self._thresholds)
+    def _search(self, texts: Sequence[str]) -> list[list[Finding]]:
+        """Findings of each text by presidio and our own finders, those that reach a threshold."""
+        return [
+            marked(text, above_threshold(findings, self._threshold, self._thresholds))
+            for text, findings in zip(texts, self._find_all_scores(texts), strict=True)
+        ]
+
+    def _find_all_scores(self, texts: Sequence[str]) -> Iterator[list[Finding]]:
+        for text, (by_presidio, document) in zip(texts, self._analyzer.analyse(texts), strict=True):
+            own = [finding for finder in self._finders for finding in finder(text)]
+            names = mislabelled_names(document) if self._finds_names else ()
+            yield [*by_presidio, *own, *names]
 
 
 def _check_entities(section: PiiSection, known: set[str]) -> None:

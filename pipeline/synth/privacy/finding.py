@@ -21,6 +21,8 @@ class Finding(NamedTuple):
     end: int
     entity: str
     score: float
+    reserved: bool = False
+    """A value that is nobody's (reserved.py)."""
 
 
 #: Reads one text. Finders are pure functions of it.

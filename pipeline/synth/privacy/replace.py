@@ -2,12 +2,12 @@
 
     text           Ask Anna Schmidt (anna@firm.com). Anna knows.
     redacted       Ask <PERSON> (<EMAIL_ADDRESS>). <PERSON> knows.
-    pseudonymised  Ask Robin Ashby (person1@example.com). Robin knows.
+    pseudonymised  Ask Fictus Sampleworth (person1@example.com). Fictus knows.
 
 Invented values come from ranges that are reserved for examples (RFC 2606 domains, RFC 5737
-addresses, 555-01xx numbers, social-security area 000), so none of them is anybody's, and a reply
-that repeats one can be told from a leak. They are numbered by appearance and never computed from
-the original, so they say nothing about it.
+addresses, 555-01xx numbers, social-security area 000) and names are made up, so none of them is
+anybody's, and a reply that repeats one can be told from a leak (reserved.py). They are numbered by
+appearance and never computed from the original, so they say nothing about it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from collections.abc import Callable, Sequence
 
 from pipeline.records import digest
 from pipeline.synth.privacy.finding import Finding
-
-_FIRST = (
-    "Robin", "Alex", "Sam", "Jamie", "Casey", "Morgan", "Riley", "Taylor", "Jordan", "Quinn",
-    "Avery", "Rowan", "Skyler", "Emery", "Finley", "Hayden", "Kendall", "Logan", "Marlow", "Noel",
-)  # fmt: skip
-_LAST = (
-    "Ashby", "Birchall", "Cotterdale", "Dunmoor", "Elmridge", "Farrowby", "Glenhurst", "Hollinside",
-    "Ivydale", "Kestrow", "Larkham", "Merrowdown", "Netherby", "Oakshaw", "Penhallam",
-)  # fmt: skip
+from pipeline.synth.privacy.reserved import FIRST_NAMES, LAST_NAMES
 
 #: Entity → the invented value with this number, counted from 1.
 _INVENTED: dict[str, Callable[[int], str]] = {
@@ -37,16 +29,6 @@ _INVENTED: dict[str, Callable[[int], str]] = {
     "ADDRESS": lambda number: f"{number} Example Street, Sampletown",
     "URL": lambda number: f"https://example.com/{number}",
 }
-#: What they look like in a reply, which may write them a little differently.
-_INVENTED_FORMS = re.compile(
-    r"person\d+@example\.com|(?:\+?1[ .\-])?[(]?202[)]?[ .\-]555[ .\-]01\d\d"
-    r"|0000[ \-]?0000[ \-]?0000[ \-]?\d{4}|000-00-\d{4}|192\.0\.2\.\d{1,3}"
-    r"|\d+ Example Street(?:, Sampletown)?|https?://example\.com/\d+|EXAMPLE-[A-Z_]+-\d+",
-    re.IGNORECASE,
-)
-_INVENTED_NAMES = frozenset(
-    [*_FIRST, *_LAST, *(f"{first} {last}" for first in _FIRST for last in _LAST)]
-)
 
 
 def redacted(text: str, findings: Sequence[Finding]) -> str:
@@ -82,7 +64,7 @@ class Pseudonyms:
         number = self._numbers[entity] = self._numbers.get(entity, 0) + 1
         if entity == "PERSON":
             index = self._offset + number - 1
-            return f"{_FIRST[index % len(_FIRST)]} {_LAST[index % len(_LAST)]}"
+            return f"{FIRST_NAMES[index % len(FIRST_NAMES)]} {LAST_NAMES[index % len(LAST_NAMES)]}"
         return _INVENTED[entity](number) if entity in _INVENTED else f"EXAMPLE-{entity}-{number}"
 
     def _assign_name_parts(self, original: str, invented: str) -> None:
@@ -91,12 +73,6 @@ class Pseudonyms:
         if len(words) > 1:
             for word, part in zip((words[0], words[-1]), invented.split(), strict=True):
                 self._assigned.setdefault(("PERSON", normal_form(word)), part)
-
-
-def is_invented(text: str) -> bool:
-    """Whether a finding is one of our own invented values, which a reply may repeat."""
-    text = text.strip()
-    return _INVENTED_FORMS.fullmatch(text) is not None or text in _INVENTED_NAMES
 
 
 def normal_form(value: str) -> str:

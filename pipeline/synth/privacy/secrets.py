@@ -34,17 +34,27 @@ _PIECE, _OVERLAP = 500, 200
 _BLANKS = re.compile(r"[^\S\n]{8,}+")
 _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
 
+#: What issuers write before their keys.
+_PREFIXES = (
+    r"gh[pousr]_|github_pat_|hf_|npm_|gsk_|r8_|ntn_|nvapi-|pplx-|xai-|fw_|tvly-|csk-|"  # models
+    r"[spr]k_(?:live|test)_|whsec_|shp(?:at|ca|pa|ss)_|sq0(?:atp|csp)-|EAA[A-Z]|"  # payments, shops
+    r"xapp-\d-|xox[a-z]-|GOCSPX-|ya29\.|SG\.|lin_api_|figd_|key-|pat[A-Za-z0-9]{14}\.|ATATT3x|"
+    r"hvs\.|gl(?:sa|pat|rt|dt)[_\-]|do[op]_v1_|dckr_pat_|dapi|pypi-AgE|sbp_|pscale_tkn_|dp\.pt\.|"
+    r"NRAK-|AKCp|tok-|AGE-SECRET-KEY-1"
+)
+_MIXED = r"(?=[A-Za-z_\-]*+[0-9])(?=[0-9_\-]*+[A-Za-z])"  # letters and digits
 _KEYS = (
+    rf"\b(?:{_PREFIXES})(?=[A-Za-z_\-.]*+[0-9])[A-Za-z0-9_\-.]{{19,}}+",
     r"\bsk-(?:[A-Za-z]{2,10}-)*[A-Za-z0-9_\-]{20,}",  # OpenAI's newer forms, Anthropic
     r"\bASIA[0-9A-Z]{16}\b",  # AWS, temporary
-    # GitHub: detect-secrets reports only the prefix.
-    r"\bgh[pousr]_[A-Za-z0-9]{30,}\b|\bgithub_pat_[A-Za-z0-9_]{30,}\b",
     r"\bAIza[0-9A-Za-z_\-]{35}(?![0-9A-Za-z_\-])",  # Google
-    r"\bhf_[A-Za-z0-9]{30,}\b",  # Hugging Face
+    r"\beyJ[\w\-]{8,}+\.[\w\-]{8,}+(?:\.[\w\-]*+)?",  # JSON web tokens
+    r"(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/\w{6,}+/[\w\-/]{20,}+",
     r"\b(?:api|tok|token|key|secret|pat|pk|rk|sk|live|test)[_\-]"
     r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{24,}\b",
+    rf"\b[Bb]earer\s(?P<value>{_MIXED}[A-Za-z0-9_\-.=+/~]{{20,}})",
     r"(?i:\b(?:api|access|secret|auth)[_\- ]?(?:key|token))['\"]?\s*(?:[:=]|\bis\b)\s*['\"]?"
-    r"(?P<value>(?=[A-Za-z_\-]*[0-9])(?=[0-9_\-]*[A-Za-z])[A-Za-z0-9_\-/+]{16,})",
+    rf"(?P<value>{_MIXED}[A-Za-z0-9_\-/+]{{16,}})",
 )
 #: To the end of the text where the closing line is missing: half a key is a key.
 _PEM = (
@@ -56,8 +66,9 @@ _find_keys = pattern_finder("API_KEY", [(key, _SCORE) for key in _KEYS], re.NOFL
 _find_pem = pattern_finder("PRIVATE_KEY", [(_PEM, _SCORE)])
 
 _PASSWORD_WORD = (
-    r"\b\w*(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe)"
-    r"s?\b"
+    r"(?:\b\w*(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe|"
+    r"senha|hasło|wachtwoord|lösenord|пароль|heslo)s?\b|(?:密码|密碼|パスワード|비밀번호)[是は는은]?"
+    r"|(?<![^\W_])(?:pw|pass|psw|mdp|clave)(?=[\"']?\s?[:=])|\bpw(?=\s))"
 )
 _LINK = r"(?:\s(?:is|was|to|of|for \w+ (?:is|was))\b)?"
 _QUOTED_PASSWORD = re.compile(
@@ -66,12 +77,18 @@ _QUOTED_PASSWORD = re.compile(
     re.IGNORECASE,
 )
 _BARE_PASSWORD = re.compile(
-    rf"{_PASSWORD_WORD}{_LINK}\s?[:=]?\s?(?P<value>[^\s\"'`]{{6,40}})", re.IGNORECASE
+    rf"{_PASSWORD_WORD}{_LINK}\s?[:=]?\s?"
+    r"(?P<value>(?!@[\w.\-]+[:/])[^\s\"'`]{6,40})",
+    re.IGNORECASE,
 )
 _LOGIN_PAIR = re.compile(
     r"(?<![\w.+\-])[\w.+\-]++@[\w\-]++(?:\.[\w\-]++)++\s?[/:]\s?(?P<value>[^\s\"'`|,]{6,40})"
 )
-_IN_URL = re.compile(r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s:/@]+:[^\s:/@]{3,}@")
+_IN_URL = re.compile(r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s:/@]*:[^\s:/@]{3,}@")
+_IN_COMMAND = re.compile(
+    r"\b(?:mysql\w{0,9}\b[^\n]{0,60}?\s-p|curl\b[^\n]{0,200}?\s(?:-u|--user)\s['\"]?[^\s:]{1,60}:)"
+    r"(?P<value>[^\s'\"]{6,40})"
+)
 
 #: Whatever any plugin reports contains one of these; most lines of most prompts do not, and are
 #: skipped.
@@ -90,7 +107,10 @@ _LONGEST_NAME = 200  # characters before a value that are looked at
 _NO_SECRET_NAME = re.compile(
     r"(?i)hash|sha|md5|digest|commit|sum|uuid|guid|id$|etag|expected|output|alphabet"
 )
-_PASSWORD_HINT = re.compile(r"(?i)pass|pwd|kennwort|contrase")
+_PASSWORD_HINT = re.compile(
+    r"(?i)pass|pwd|\bpw\b|kennwort|contrase|psw|mdp|clave|senha|hasło|wachtwoord|lösenord|пароль"
+    r"|heslo|密码|密碼|パスワード|비밀번호"
+)
 
 
 def find_secrets(text: str) -> Iterator[Finding]:
@@ -113,6 +133,8 @@ def _passwords(text: str) -> Iterator[Finding]:
         yield from _unquoted_passwords(text, _BARE_PASSWORD)
     if "@" in text:
         yield from _unquoted_passwords(text, _LOGIN_PAIR)
+    if "curl" in text or "mysql" in text:
+        yield from _unquoted_passwords(text, _IN_COMMAND)
 
 
 def _unquoted_passwords(text: str, regex: re.Pattern[str]) -> Iterator[Finding]:

@@ -8,16 +8,17 @@ A record with `turns` is a prompt:   every finding in it counts as a false alarm
     precision   findings of a type that overlap some gold span of that type, of all its findings
     overlap     at least one character in common
 
-Recall and precision are taken with every measured entity switched on, false alarms with the
-policy as it is configured. In a record with `meta.entity_under_test` only that type is labelled,
-so only that type is scored.
+Recall and precision are taken with every measured entity switched on, and of findings of reserved
+values too: it is detection that they measure. False alarms are taken with the policy as it is
+configured, which leaves reserved values alone. In a record with `meta.entity_under_test` only that
+type is labelled, so only that type is scored.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -164,7 +165,7 @@ def _score_labelled(
     pii = PiiFilter(policy.model_copy(update={"entities": entities, "secrets": True}), dlp)
     score.entities = {name: EntityCounts() for name in (*MEASURED, FULL_NAME)}
     name, texts = "all entities, with spaCy's entity recogniser", [r["text"] for r in records]
-    findings_of_texts = _find_timed(score, name, pii, texts, records=len(records))
+    findings_of_texts = _find_timed(score, name, pii.find_overlapping, texts, len(records))
     for record, findings in zip(records, findings_of_texts, strict=True):
         _score_record(score.entities, record, _merged_within_entity(findings))
     # No finding looks for full names only, so their precision would say nothing.
@@ -207,7 +208,7 @@ def _score_prompts(
     pii = PiiFilter(policy, dlp)
     recognisers = "with spaCy's entity recogniser" if pii.uses_ner else "patterns and secrets"
     texts = [turn for turns in prompts for turn in turns]
-    findings = _find_timed(score, f"policy, {recognisers}", pii, texts, records=len(prompts))
+    findings = _find_timed(score, f"policy, {recognisers}", pii.find_all, texts, len(prompts))
     remaining = iter(findings)
     for turns in prompts:
         entities = {finding.entity for _ in turns for finding in next(remaining)}
@@ -216,13 +217,17 @@ def _score_prompts(
 
 
 def _find_timed(
-    score: Score, name: str, pii: PiiFilter, texts: Sequence[str], *, records: int
+    score: Score,
+    name: str,
+    find: Callable[[Sequence[str]], list[list[Finding]]],
+    texts: Sequence[str],
+    records: int,
 ) -> list[list[Finding]]:
-    """Findings of each text, unmerged; sets the rate called `name`, in records a second."""
-    pii.find_all(["warm-up"])
+    """What `find` gives for each text; sets the rate called `name`, in records a second."""
+    find(["warm-up"])
     begun = time.perf_counter()
     chunks = (texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK))
-    findings = [of_text for chunk in chunks for of_text in pii.find_overlapping(chunk)]
+    findings = [of_text for chunk in chunks for of_text in find(chunk)]
     score.rates[name] = records / (time.perf_counter() - begun)
     return findings
 

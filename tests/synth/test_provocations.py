@@ -1,0 +1,97 @@
+"""Texts written to slip through: which are caught is written down, and why the others are not.
+
+A line of provocations.jsonl: {"class", "text", "entities": [[type, characters], …], "out_of_reach":
+false or why}. All values are invented.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import PiiSection
+from pipeline.synth.privacy.filter import PiiFilter
+from pipeline.synth.privacy.secrets import SECRET_ENTITIES
+
+LINES = (Path(__file__).parent / "provocations.jsonl").read_text(encoding="utf-8").splitlines()
+PROVOCATIONS: list[dict[str, Any]] = [json.loads(line) for line in LINES]
+ON = {*PiiSection().entities, *SECRET_ENTITIES}
+
+#: What looks like personal data and is none.
+LOOKALIKES = [
+    "Bind to 0.0.0.0:8080, ping 127.0.0.1 and ::1, and route 10.0.0.0/8 and 172.16.4.9 elsewhere.",
+    "The mask 255.255.255.0 hides 192.168.1.17; RFC 5737 has 192.0.2.7, 198.51.100.7, 203.0.113.7.",
+    "Documentation uses 2001:db8::17 and 2001:0db8:85a3::8a2e:0370:7334; DNS asks 8.8.8.8.",
+    "We moved from version 10.4.12.7 to v11.0.3.25 last week.",
+    "git clone git@github.com:org/repo.git && ssh deploy@buildhost",
+    "Mail user@example.com, sales@shop.example, root@localhost or me@mail.test.",
+    "Write your_name@your-company.com into the form.",
+    "In films people call 555-0123, (212) 555-0187 or +1 202-555-0101; Ofcom has 020 7946 0018.",
+    "The usual 555-123-4567 and 123-456-7890 are nobody's phones.",
+    "Stripe's test card is 4242 4242 4242 4242, PayPal's 4111111111111111 and 378282246310005.",
+    "aws_access_key_id = AKIAIOSFODNN7EXAMPLE",
+    "aws_secret_access_key = 'wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY'",
+    'export OPENAI_API_KEY="YOUR_API_KEY"  # or sk-xxxxxxxxxxxxxxxxxxxxxxxx',
+    'api_key = "your-api-key-here"; password = "<password>"',
+    "postgresql://user:password@localhost:5432/shop",
+    "SSN: 000-12-3456, or 078-05-1120 from the wallet of 1938.",
+    "I live at 123 Main Street, Anytown.",
+    "Write to Nemonia Examplesson, 3 Example Street, Sampletown, person1@example.com.",
+    "Look at amazon.com, meet me at the dot com bar, and at this point in time stop.",
+    "f(a) = g(at) and x[.]y; see <a> and [dot] in HTML; 5 @ 3.50 each.",
+    "Das Ergebnis ist 3,14159265358979 – also etwa 22/7 – und 2–3 Äpfel … (Seite 12–15).",
+    "圆周率是3.1415926535。版本是2.1.0。共有1024个。",
+    "価格は12,800円で、型番はAB-1234-5678です。",
+    "https://shop.example/search?q=red%20shoes&page=2&amp;sort=asc",
+    "pan: a flat vessel, 28 cm; cc: the team; card: the queen of hearts; pass: the Brenner.",
+    "The matrix is 4 5 6 7 / 1 2 3 4 / 9 8 7 6 and the ISBN 978-3-16-148410-0.",
+    "Order 20261120-000173 weighs 4929 g; the log has 1732281600000 and 1732281600123.",
+    "commit 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b fixes #4929526018159084x",
+    "Bearer tokens expire; a bearer of good news does not.",
+    "The npm_config_registry and npm_package_version variables are set by npm.",
+]  # fmt: skip
+
+
+def caught(provocation: dict[str, Any], pii: PiiFilter) -> bool:
+    """Every named value has a finding of its type."""
+    text = provocation["text"]
+    findings = pii.find_all([text])[0]
+    spans = [(kind, text.index(value), len(value)) for kind, value in provocation["entities"]]
+    return all(
+        any(f.entity == kind and f.start < start + size and start < f.end for f in findings)
+        for kind, start, size in spans
+    )
+
+
+def wants(provocation: dict[str, Any]) -> set[str]:
+    return {kind for kind, _ in provocation["entities"]}
+
+
+@pytest.fixture(scope="module")
+def default() -> PiiFilter:
+    return PiiFilter(PiiSection())
+
+
+@pytest.fixture(scope="module")
+def wide() -> PiiFilter:
+    """With the entities on that are off by default."""
+    more = set().union(*map(wants, PROVOCATIONS)) - {*SECRET_ENTITIES}
+    return PiiFilter(PiiSection(entities=tuple(sorted(more | {*PiiSection().entities}))))
+
+
+def test_exactly_those_slip_through_that_are_said_to(default: PiiFilter, wide: PiiFilter) -> None:
+    filters = [default if wants(one) <= ON else wide for one in PROVOCATIONS]
+    missed = [
+        one["text"] for one, pii in zip(PROVOCATIONS, filters, strict=True) if not caught(one, pii)
+    ]
+    assert missed == [one["text"] for one in PROVOCATIONS if one["out_of_reach"]]
+    assert len(PROVOCATIONS) >= 120 and len(PROVOCATIONS) - len(missed) >= 90
+
+
+@pytest.mark.parametrize("text", LOOKALIKES)
+def test_lookalikes_pass(default: PiiFilter, text: str) -> None:
+    findings = default.find_all([text])[0]
+    assert [(finding.entity, text[finding.start : finding.end]) for finding in findings] == []
