@@ -96,7 +96,7 @@ def test_what_ids_look_like_stays(default_screen: Screen, label: str) -> None:
 
 @pytest.mark.parametrize(
     "label",
-    [PHONE, "555-123-4567", "call:5551234567", "10.0.0.1", f"{MAIL}:1234567", "4111111111111111"],
+    [PHONE, "617-240-9981", "call:6172409981", "93.184.216.34", f"{MAIL}:1", "4929526018159081"],
 )
 def test_numbers_that_are_more_than_a_count_do_not(default_screen: Screen, label: str) -> None:
     [cleaned] = default_screen.metadata.clean([prompt(label)])
