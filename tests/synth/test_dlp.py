@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import DlpSection, PiiSection
-from pipeline.errors import DataError, EndpointError
+from pipeline.errors import EndpointError
 from pipeline.synth.privacy.dlp import GoogleInspector
 from pipeline.synth.privacy.filter import PiiFilter
 
@@ -119,11 +119,29 @@ def test_a_truncated_result_is_requested_again_in_halves(service: Service, clien
 
 
 def test_many_texts_are_sent_in_few_requests(service: Service, client: Any) -> None:
-    texts = ["short"] * 501 + ["x" * 300_000, "y" * 300_000]
+    texts = ["short"] * 501 + ["x" * 90_000, "y" * 90_000, "z" * 90_000, "é" * 90_000]
     GoogleInspector(SECTION, client=client).inspect(texts)
-    assert [len(request.item.table.rows) for request in service.requests] == [500, 2, 1]
-    with pytest.raises(DataError, match="too long for Cloud DLP"):
-        GoogleInspector(SECTION, client=client).inspect(["z" * 500_000])
+    assert [len(request.item.table.rows) for request in service.requests] == [500, 4, 1]
+
+
+def test_a_text_too_long_for_a_request_is_sent_in_parts(service: Service, client: Any) -> None:
+    text = "é" * 99_998 + "EMP-123" + "é" * 399_000 + "EMP-9"
+    (findings,) = GoogleInspector(SECTION, client=client).inspect([text])
+    assert {"EMP-123", "EMP-9"} <= {text[f.start : f.end] for f in findings}
+    sent = [row.values[0].string_value for r in service.requests for row in r.item.table.rows]
+    assert len(sent) == 6 and all(part in text for part in sent)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_truncated_result_of_one_text_is_requested_again_in_overlapping_parts(
+    service: Service, client: Any, most: int
+) -> None:
+    service.max_findings = most
+    names = [f"EMP-{1000 + number}" for number in range(40)]
+    text = " and then there came ".join(["Hällo", *names])
+    (findings,) = GoogleInspector(SECTION, client=client).inspect([text])
+    assert set(names) <= {text[f.start : f.end] for f in findings}
+    assert len(service.requests) > 3
 
 
 def test_a_refusal_is_a_typed_error_with_a_fix(service: Service, client: Any) -> None:

@@ -26,6 +26,7 @@ _NUMERIC = frozenset(
 )
 _NUMERIC_CHARACTERS = re.compile(r"\d(?:\D{0,3}\d){3}|@|::|[A-Za-z0-9]{25}")
 _DECIMAL, _POINT = re.compile(r"\d{1,3}\.\d+"), re.compile(r"\d[.,]$")
+_LETTER = re.compile(r"[^\W\d_]")
 _SEVEN_DIGITS = re.compile(r"\d(?:[ ().\-/]{0,3}\d){6}")
 
 
@@ -78,7 +79,11 @@ class Analyzer:
         results = self._engine.analyze(
             text, _LANGUAGE, entities=self._entities, score_threshold=0.0, nlp_artifacts=artifacts
         )
-        findings = [Finding(r.start, r.end, r.entity_type, r.score) for r in results]
+        findings = [
+            Finding(r.start, r.end, r.entity_type, r.score)
+            for r in results
+            if r.entity_type != "PERSON" or _LETTER.search(text, r.start, r.end)
+        ]
         return findings, artifacts.tokens
 
     def _may_contain_entity(self, text: str) -> bool:

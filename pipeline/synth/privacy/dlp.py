@@ -1,21 +1,29 @@
 """Google Cloud DLP (Sensitive Data Protection) as a further inspector.
 
 Texts are sent as rows of a one-column table, many in one request; a finding names its row and its
-code points, which are Python's string offsets. A request whose result was truncated is repeated in
-halves, so that no finding is lost to a limit.
+code points, which are Python's string offsets. What is longer than a request is sent in parts that
+overlap. A request whose result was truncated is repeated in halves, down to halves of one text, so
+that no finding is lost to a limit.
+
+    text     ░░░░░░░░░░░░░░░░░░░░░░░░
+    parts    ░░░░░░░░░░░░░░
+                       ░░░░░░░░░░░░░░    what lies across the cut is whole in one of them
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import DlpSection
-from pipeline.errors import DataError, EndpointError, EndpointsUnavailable, MissingPackage
+from pipeline.errors import EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.privacy.finding import Finding
 
 _ROWS = 500
 _REQUEST_BYTES = 400_000  # of texts; the service refuses requests above half a megabyte
+_PART = _REQUEST_BYTES // 4  # characters, of at most four bytes
+_OVERLAP = 500  # characters: longer than what is looked for
+_SMALLEST = 32  # characters of a part that is not halved again
 
 #: Cloud DLP's info types whose entity has another name here.
 _ENTITIES = {
@@ -39,8 +47,7 @@ _SCORES = {
 class GoogleInspector:
     """Sends texts to Cloud DLP. `client` replaces the one of the application-default credentials.
 
-    Raises MissingPackage without google-cloud-dlp, EndpointError when the service cannot be used,
-    DataError for a text that is too long for one request.
+    Raises MissingPackage without google-cloud-dlp, EndpointError when the service cannot be used.
     """
 
     def __init__(self, section: DlpSection, *, client: Any = None) -> None:
@@ -59,28 +66,26 @@ class GoogleInspector:
 
     def inspect(self, texts: Sequence[str]) -> list[list[Finding]]:
         """Findings of each text, in the order of the texts."""
-        findings: list[list[Finding]] = [[] for _ in texts]
-        for rows in _batches(texts):
-            for row, finding in self._inspect_rows(texts, rows):
-                findings[row].append(finding)
+        findings: list[set[Finding]] = [set() for _ in texts]
+        for parts in _batches(texts):
+            for row, finding in self._inspect_parts(parts):
+                findings[row].add(finding)
         return [sorted(of_text) for of_text in findings]
 
-    def _inspect_rows(
-        self, texts: Sequence[str], rows: Sequence[int]
-    ) -> Iterator[tuple[int, Finding]]:
-        """(index of the text, finding) for the texts of these indices."""
-        result = self._request([texts[row] for row in rows])
-        if result.findings_truncated and len(rows) > 1:
-            middle = len(rows) // 2
-            yield from self._inspect_rows(texts, rows[:middle])
-            yield from self._inspect_rows(texts, rows[middle:])
+    def _inspect_parts(self, parts: Sequence[_Part]) -> Iterator[tuple[int, Finding]]:
+        """(index of the text, finding) for these parts of texts."""
+        result = self._request([part.text for part in parts])
+        if result.findings_truncated and (halves := _halves(parts)):
+            for half in halves:
+                yield from self._inspect_parts(half)
             return
         for finding in result.findings:
             location, span = finding.location.content_locations[0], finding.location.codepoint_range
-            row = rows[location.record_location.table_location.row_index]
+            part = parts[location.record_location.table_location.row_index]
             entity = _ENTITIES.get(finding.info_type.name, finding.info_type.name)
             score = _SCORES.get(finding.likelihood.name, 0.5)
-            yield row, Finding(span.start, span.end, entity, score)
+            start, end = part.offset + span.start, part.offset + span.end
+            yield part.row, Finding(start, end, entity, score)
 
     def _request(self, texts: Sequence[str]) -> Any:
         from google.api_core.exceptions import GatewayTimeout, GoogleAPIError, RetryError
@@ -125,23 +130,43 @@ class GoogleInspector:
             ) from error
 
 
-def _batches(texts: Sequence[str]) -> Iterator[list[int]]:
-    """Indices of texts that go into one request."""
-    rows: list[int] = []
-    size = 0
+class _Part(NamedTuple):
+    """Characters of the text with index `row`, from `offset` on."""
+
+    row: int
+    offset: int
+    text: str
+
+
+def _halves(parts: Sequence[_Part]) -> tuple[Sequence[_Part], Sequence[_Part]] | None:
+    """Fewer parts each, or of a single part the two halves, which overlap; None if it is tiny."""
+    if len(parts) > 1:
+        return parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    row, offset, text = parts[0]
+    if len(text) <= _SMALLEST:
+        return None
+    middle, overlap = len(text) // 2, min(_OVERLAP, len(text) // 4)
+    second = _Part(row, offset + middle - overlap, text[middle - overlap :])
+    return [_Part(row, offset, text[: middle + overlap])], [second]
+
+
+def _parts(texts: Sequence[str]) -> Iterator[_Part]:
     for row, text in enumerate(texts):
-        length = len(text.encode())
-        if length > _REQUEST_BYTES:
-            raise DataError(
-                f"a text of {length:,} bytes is too long for Cloud DLP",
-                where="synth.dlp",
-                fix="set synth.quality.max_characters=100000",
-            )
-        if rows and (len(rows) == _ROWS or size + length > _REQUEST_BYTES):
-            yield rows
-            rows, size = [], 0
         if text.strip():
-            rows.append(row)
-            size += length
-    if rows:
-        yield rows
+            for offset in range(0, max(1, len(text) - _OVERLAP), _PART - _OVERLAP):
+                yield _Part(row, offset, text[offset : offset + _PART])
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[_Part]]:
+    """Parts of texts that go into one request."""
+    batch: list[_Part] = []
+    size = 0
+    for part in _parts(texts):
+        length = len(part.text.encode())
+        if batch and (len(batch) == _ROWS or size + length > _REQUEST_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += length
+    if batch:
+        yield batch
