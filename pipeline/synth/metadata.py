@@ -25,8 +25,14 @@ from pipeline.synth.privacy.ledger import Ledger, read_salt
 
 #: Field → what its digests begin with.
 _FIELDS = {"sample_id": "id", "source": "source", "category": "category", "license": "license"}
-#: Digests and UUIDs say nothing of anybody, and look like numbers of all kinds here and there.
-_HASH = re.compile(r"(?=.*[a-f])[0-9a-f]{16,128}|[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}")
+#: Digests and UUIDs, alone or after a name, say nothing of anybody, and look like numbers of all
+#: kinds here and there.
+_HASHED = re.compile(
+    r"(?:^|.*[^0-9A-Za-z.])"
+    r"([0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|(?=[0-9]*[a-f])[0-9a-f]{8,128})",
+    re.DOTALL,
+)
+_LONGEST_HASH = 128
 _DIGITS = re.compile(r"[0-9]")
 _NUMBERED = re.compile(r"(.*?[^0-9.])?([1-9][0-9]*)", re.DOTALL)
 #: Digits in which no telephone, card or passport has room, and those of a record's number.
@@ -62,8 +68,8 @@ class Metadata:
             changed = {}
             for field, kind in _FIELDS.items():
                 label = getattr(prompt, field)
-                if in_label := findings.get(label):
-                    self._ledger.note("metadata", label, in_label)
+                if label in findings:
+                    self._ledger.note("metadata", *findings[label])
                     changed[field] = self._digest(kind, label)
             cleaned.append(prompt.model_copy(update=changed) if changed else prompt)
         return cleaned
@@ -75,21 +81,23 @@ class Metadata:
         cleaned: Counter[str] = Counter()
         for reason, count in counts.items():
             kind, label = reason.partition(":")[0], quoted[reason]
-            label = self._digest(kind, label) if findings.get(label) else label
+            label = self._digest(kind, label) if label in findings else label
             cleaned[f"{kind}:{label}" if label else kind] += count
         return dict(sorted(cleaned.items()))
 
-    def _find(self, labels: set[tuple[str, str]]) -> dict[str, list[Finding]]:
-        """Label → findings, of (label, source of its prompt)."""
+    def _find(self, labels: set[tuple[str, str]]) -> dict[str, tuple[str, list[Finding]]]:
+        """Those of the labels that have findings, and in which text; (label, source) is given."""
         if self._filter is None:
             return {}
         typical = {label: self._typical(label, source) for label, source in sorted(labels)}
         unknown = sorted({text for text in typical.values() if text not in self._harmless})
-        with_findings: set[str] = set()
-        for text, in_text in zip(unknown, self._filter.find_all(unknown), strict=True):
-            (with_findings.add if in_text else self._remember)(text)
-        suspects = [label for label, text in typical.items() if text in with_findings]
-        return dict(zip(suspects, self._filter.find_all(suspects), strict=True))
+        findings = dict(zip(unknown, self._filter.find_all(unknown), strict=True))
+        for text, in_text in findings.items():
+            if not in_text and len(self._harmless) < _REMEMBERED:
+                self._harmless.add(text)
+        return {
+            label: (text, findings[text]) for label, text in typical.items() if findings.get(text)
+        }
 
     def _typical(self, label: str, source: str) -> str:
         """A label that stands for this one and many more: of numbered ids one is inspected.
@@ -98,8 +106,8 @@ class Metadata:
         """
         if self._has_own_patterns:
             return label
-        if _HASH.fullmatch(label):
-            return ""
+        if hashed := _HASHED.fullmatch(label, max(0, len(label) - _LONGEST_HASH)):
+            return label[: hashed.start(1)].rstrip("-_:/#")
         numbered = _NUMBERED.fullmatch(label)
         if numbered is None:
             return label
@@ -108,10 +116,6 @@ class Metadata:
         if is_record or len(_DIGITS.findall(label)) <= _FEW_DIGITS:
             return before + "123456789"[: min(len(number), _FEW_DIGITS)]
         return label
-
-    def _remember(self, label: str) -> None:
-        if len(self._harmless) < _REMEMBERED:
-            self._harmless.add(label)
 
     def _digest(self, kind: str, label: str) -> str:
         digest = hmac.new(self._salt, b"label\0" + label.encode(), hashlib.sha256)

@@ -86,7 +86,14 @@ def test_a_label_becomes_the_same_wherever_it_stands(default_screen: Screen) -> 
     "label",
     [
         *("17", "train:123456", "HumanEval/12", "a/b:7", "x" * 5000, "gsm8k-3", "chat_0"),
-        *("0c" * 20, "12a60000-5551-2345-6789-123456789012", "[/MIT]", "Q\n1"),
+        *(
+            "0c" * 20,
+            "p3-wiki-hop-c825b78f1bb8",
+            "chatcmpl-12a5551234",
+            "12a60000-5551-2345-6789-123456789012",
+            "[/MIT]",
+            "Q\n1",
+        ),
     ],
 )
 def test_what_ids_look_like_stays(default_screen: Screen, label: str) -> None:
@@ -96,7 +103,15 @@ def test_what_ids_look_like_stays(default_screen: Screen, label: str) -> None:
 
 @pytest.mark.parametrize(
     "label",
-    [PHONE, "617-240-9981", "call:6172409981", "93.184.216.34", f"{MAIL}:1", "4929526018159081"],
+    [
+        f"{MAIL}-c825b78f1bb8",
+        PHONE,
+        "617-240-9981",
+        "call:6172409981",
+        "93.184.216.34",
+        f"{MAIL}:1234567",
+        "4929526018159081",
+    ],
 )
 def test_numbers_that_are_more_than_a_count_do_not(default_screen: Screen, label: str) -> None:
     [cleaned] = default_screen.metadata.clean([prompt(label)])
