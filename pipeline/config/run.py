@@ -25,6 +25,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "tree": True,
         "generator": TRANSPORT_KEYS,
         "max_rejected": True,
+        "screening_processes": True,
         "dlp": {"project", "endpoint", "timeout"},
         "pii": {"salt_variable"},  # the salt itself is compared
     },

@@ -308,6 +308,9 @@ class SynthSection(Section):
     """Request slots of the generator."""
     generator: GeneratorSection = GeneratorSection()
     """Who answers: the bundled decoder or servers."""
+    screening_processes: int | None = Field(None, ge=0)
+    """Processes beside generation that look for personal data; 0: none beside it. None: up to 4 of
+    the cores where servers answer, 0 with the bundled decoder."""
     max_rejected: float = Field(0.05, ge=0, le=1)
     """The stage stops once servers have cost more than this share of the prompts (`remote:*`), and
     20 at least; the same command with a higher one continues it."""

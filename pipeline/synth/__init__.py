@@ -5,6 +5,7 @@ select.py    prompts after all filters that need no model, cut into shards
 filters.py   licence gate, duplicates, decontamination
 quality.py   length, language, repetition, near duplicates, refusals
 screen.py    the policy: drop or change prompts, drop samples for their replies
+screening.py the same in processes beside generation
 privacy/     what finds personal data and secrets, and what replaces them
 generate/    the target replies, turn by turn, through the bundled decoder or servers
 audit.py     each shard's mask checked; audit.json, counted from the shards

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pipeline import __version__
@@ -46,9 +47,10 @@ from pipeline.synth.datasheet import write_datasheet
 from pipeline.synth.forecast import forecast
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner
+from pipeline.synth.generate.rejections import RejectionLimit
 from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
-from pipeline.synth.rejections import RejectionLimit
 from pipeline.synth.screen import Screen, pii_policy, screened_with
+from pipeline.synth.screening import ScreenedPrompts, Screening
 from pipeline.synth.select import CleanReasons, find_selection, select, synth_section
 from pipeline.synth.tallies import Tallies, add, tally
 from pipeline.target.arithmetic import reason, server_arithmetic
@@ -172,8 +174,9 @@ class SynthPipeline:
         target = open_target(config.target)
         self.contract: TargetContract = target.contract
         self.template: ChatTemplate = target.template(system_prompt=section.system_prompt)
-        self._screen = Screen(section, seed=seed)
-        self.clean_reasons = self._screen.metadata.clean_reasons
+        screen = Screen(section, seed=seed)
+        self.clean_reasons = screen.metadata.clean_reasons
+        self._screening = partial(Screening, screen, section, seed=seed)
         facts = {f"target.{name}": getattr(self.contract, name) for name in _OF_THE_TARGET}
         self.made_with = facts | screened_with(section)
         self._backend, self._arithmetic = _open_backend(section, target, self.template)
@@ -203,16 +206,20 @@ class SynthPipeline:
 
         `advance` is given every prompt once, when it is dropped or its conversation ends.
         """
-        batches = self._screen_prompts(stage_run, shards, advance)
-        scheduler = ConversationScheduler(
-            self._runner, batches, across_shards=self._across_shards, advance=advance
-        )
-        for batch in scheduler.run(self._backend):
-            self._commit(stage_run, batch)
+        with self._screening() as screening:
+            screened = screening.prompts(self._read_prompts(stage_run, shards))
+            scheduler = ConversationScheduler(
+                self._runner,
+                self._note_dropped(screened, advance),
+                across_shards=self._across_shards,
+                advance=advance,
+            )
+            for batch in scheduler.run(self._backend):
+                screening.commit(partial(self._commit, stage_run, batch, screening))
 
-    def _commit(self, stage_run: StageRun, batch: PromptBatch) -> None:
+    def _commit(self, stage_run: StageRun, batch: PromptBatch, screening: Screening) -> None:
         """Screen and audit a batch's samples, and store them as a shard."""
-        samples, leaking = self._screen.samples(batch.samples)
+        samples, leaking, leaked = screening.samples(batch.samples)
         dropped, findings = self._screened.pop(batch.name)
         rejected = dropped + batch.rejected + leaking
         self._limit.add(rejected, prompts=len(samples) + rejected.total())
@@ -222,7 +229,7 @@ class SynthPipeline:
             "ended": dict(batch.ended),
             "dropped_prompts": dict(dropped),
             "dropped_replies": dict(leaking),
-            "findings": findings | self._screen.take_audit(),
+            "findings": findings | leaked,
         }
         stage_run.commit(
             batch.name,
@@ -233,11 +240,8 @@ class SynthPipeline:
             tallies=tally(samples, notes),
         )
 
-    def _screen_prompts(
-        self,
-        stage_run: StageRun,
-        shards: Iterable[PromptShard],
-        advance: Callable[[int], None],
+    def _read_prompts(
+        self, stage_run: StageRun, shards: Iterable[PromptShard]
     ) -> Iterator[tuple[str, Sequence[Prompt]]]:
         for shard in shards:
             if not self._is_told:
@@ -245,15 +249,19 @@ class SynthPipeline:
                 stage_run.compute_with(self._arithmetic, why=self._why)
                 self._is_told = True
             try:
-                prompts = read_prompts(stage_run.location, shard)
+                yield shard.name, read_prompts(stage_run.location, shard)
             except CorruptShard:
                 if not stage_run.location.exists(MANIFEST):
                     raise
                 return  # another process has finished the stage, and removed its prompts
-            clean, dropped = self._screen.prompts(prompts)
-            self._screened[shard.name] = dropped, self._screen.take_audit()
+
+    def _note_dropped(
+        self, screened: Iterable[tuple[str, ScreenedPrompts]], advance: Callable[[int], None]
+    ) -> Iterator[tuple[str, Sequence[Prompt]]]:
+        for name, (clean, dropped, findings) in screened:
+            self._screened[name] = dropped, findings
             advance(dropped.total())
-            yield shard.name, clean
+            yield name, clean
 
     def _show_once(self, samples: Sequence[Sample]) -> None:
         if samples and not self._shown:

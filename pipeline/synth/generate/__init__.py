@@ -9,4 +9,5 @@ endpoints.py      the endpoint pool: which are healthy, which are busy
 client.py         one HTTP request: a reply, or one of three ways to fail
 servers.py        what vLLM, SGLang and OpenAI-compatible servers are sent and send back
 token_ids.py      the exact ids of a server's reply
+rejections.py     how many prompts servers may cost
 """
