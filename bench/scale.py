@@ -210,7 +210,7 @@ def _resume(config, stage: str) -> None:  # type: ignore[no-untyped-def]
     from pipeline.store.claims import make_shards
     from pipeline.store.manifest import read_manifest, stage_location
     from pipeline.store.stage_run import open_stage
-    from pipeline.synth.select import find_selection
+    from pipeline.synth.selection.select import find_selection
 
     if stage == "synth":
         stage_run = open_stage(config, "synth", None)

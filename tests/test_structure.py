@@ -44,7 +44,12 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "ops/cpu": {".", "ops"},
         "ops/triton": {".", "ops"},
     },
-    "synth": {".": {"privacy", "generate"}, "privacy": set(), "generate": set()},
+    "synth": {
+        ".": {"privacy", "generate", "selection"},
+        "privacy": set(),
+        "generate": set(),
+        "selection": set(),
+    },
     "train": {
         ".": {"data", "ttt", "start"},
         "data": set(),
@@ -173,7 +178,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
         ("decoder/model.py", "from pipeline.cli import main"),
         ("decoder/round.py", "from pipeline.cli.commands import COMMANDS"),
         ("decoder/engine.py", "from pipeline.tuning.simulate import ImposedAcceptance"),
-        ("synth/privacy/filter.py", "from pipeline.synth.select import select"),
+        ("synth/privacy/filter.py", "from pipeline.synth.selection.select import select"),
         ("synth/generate/local.py", "from pipeline.synth.privacy.filter import PiiFilter"),
         ("train/data/batches.py", "from pipeline.train.ttt.unroll import unroll"),
         ("train/ttt/model.py", "from pipeline.train.loop import run_loop"),

@@ -20,7 +20,7 @@ from pipeline.synth.privacy.ledger import Ledger, fingerprint, read_salt
 from pipeline.synth.privacy.recognisers import patterns_digest
 from pipeline.synth.privacy.replace import Pseudonyms, redacted
 from pipeline.synth.privacy.secrets import SECRET_ENTITIES
-from pipeline.synth.quality import PromptOrSample, apply_steps, replies, reply_steps
+from pipeline.synth.selection.quality import PromptOrSample, apply_steps, replies, reply_steps
 
 
 class Screen:

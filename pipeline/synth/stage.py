@@ -15,16 +15,15 @@ prompts alone, so a killed run ends with the same ones.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from pipeline import __version__
 from pipeline.config import RunConfig, SynthSection, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.errors import CorruptShard, DataError, StageConflict
+from pipeline.errors import CorruptShard, StageConflict
 from pipeline.prompts.changes import notice_changes
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
 from pipeline.store.begin import read_begin
@@ -42,34 +41,20 @@ from pipeline.store.prompts import (
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import SHARDS
 from pipeline.store.stage_run import StageRun, open_stage
-from pipeline.synth.audit import audit_mask, audit_record, count_tokens, show_sample
-from pipeline.synth.datasheet import write_datasheet
-from pipeline.synth.forecast import forecast
+from pipeline.synth.audit import audit_mask, count_tokens, show_sample
+from pipeline.synth.finish import finish
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.rejections import RejectionLimit
 from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
-from pipeline.synth.screen import Screen, pii_policy, screened_with
+from pipeline.synth.screen import Screen, screened_with
 from pipeline.synth.screening import ScreenedPrompts, Screening
-from pipeline.synth.select import CleanReasons, find_selection, select, synth_section
-from pipeline.synth.tallies import Tallies, add, tally
+from pipeline.synth.selection.select import CleanReasons, find_selection, select, synth_section
+from pipeline.synth.tallies import tally
 from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
-AUDIT, DATASHEET = "audit.json", "datasheet.md"
-
-#: What the manifest and the audit repeat of the section.
-_SAMPLING = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_new_tokens",
-    "max_turns",
-    "on_length",
-    "system_prompt",
-    "mix",
-}
 #: Facts of the target that decide the samples, beside its key in the configuration: a name may
 #: stand for other weights today than when the stage was begun.
 _OF_THE_TARGET = ("fingerprint", "tokenizer_hash", "chat_template_hash")
@@ -98,7 +83,7 @@ def run(config: RunConfig) -> Manifest:
     committed = f"in {len(selection.shards)} shards, {len(stage_run.committed)} of them committed"
     notice("synth", f"{counts}, {committed}")
     _make(config, stage_run, selection, pipeline)
-    manifest = _finish(config, stage_run, selection, pipeline)
+    manifest = finish(config, stage_run, selection, pipeline.template, pipeline.contract)
     _remove_prompts(stage_run.location)
     return manifest
 
@@ -318,69 +303,3 @@ def _refuse_foreign(stage_run: StageRun, selection: Selection) -> None:
 def _remove_prompts(location: Location) -> None:
     """They are as their sources gave them, with personal data; a finished stage needs none."""
     delete_prompts(location, location.child(PROMPTS).names())
-
-
-def _finish(
-    config: RunConfig, stage_run: StageRun, selection: Selection, pipeline: SynthPipeline
-) -> Manifest:
-    """Audit, datasheet and manifest, from the shards' entries: interruptions leave no trace."""
-    tallies: Tallies = {"samples": 0, "tokens": 0, "supervised": 0, "system_prompts": 0}
-    rejected = Counter(selection.rejected)
-    shards = []
-    for entry in stage_run.collect(selection.names):
-        shards.append(entry.shard)
-        add(tallies, entry.tallies)
-        rejected.update(entry.shard.rejected)
-    assert selection.loaded == tallies["samples"] + rejected.total(), "a prompt was lost"
-    RejectionLimit(synth_section(config)).add(rejected, prompts=selection.prompts)
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items()))
-    if not tallies["samples"]:
-        problem = f"none of {selection.loaded:,} prompts became a sample ({reasons})"
-        fix = "widen synth's filters or raise its limits, then run again with --force"
-        raise DataError(problem, where=stage_run.location.uri, fix=fix)
-    details = _details(config, selection, pipeline, tallies)
-    details["forecast"] = forecast(
-        pipeline.contract, stage_run.location, shards, supervised=tallies["supervised"]
-    )
-    audit = audit_record(tallies, details, rejected, pipeline.contract)
-    for name, text in ((AUDIT, audit.as_json()), (DATASHEET, write_datasheet(audit))):
-        stage_run.write_once(name, text.encode())
-        details[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    manifest = stage_run.finish(
-        contract=pipeline.contract,
-        licenses=tallies["licenses"],
-        sources={name: counts["samples"] for name, counts in tallies["sources"].items()},
-        details=details,
-        rejected_extra=selection.rejected,
-    )
-    made = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
-    supervised = f"{details['supervised_share']:.0%} supervised"
-    notice("synth", f"{made}, {supervised}; rejected: {reasons or 'none'}")
-    notice("synth", f"datasheet: {stage_run.location.where(DATASHEET)}")
-    return manifest
-
-
-def _details(
-    config: RunConfig,
-    selection: Selection,
-    pipeline: SynthPipeline,
-    tallies: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What the manifest says of this stage alone."""
-    template, section = pipeline.template, synth_section(config)
-    return {
-        "prompts": {
-            "loaded": selection.loaded,
-            "selected": selection.prompts,
-            "samples": tallies["samples"],
-        },
-        "supervised_tokens": tallies["supervised"],
-        "supervised_share": round(tallies["supervised"] / tallies["tokens"], 6),
-        "sampling": section.model_dump(mode="json", include=_SAMPLING),
-        "template": {
-            "kwargs": config.target.chat_template_kwargs,
-            "stop_ids": list(template.stop_ids),
-            "end_of_turn": template.end_of_turn,
-        },
-        "pii": pii_policy(section),
-    }

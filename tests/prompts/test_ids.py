@@ -15,7 +15,7 @@ from pipeline.prompts import load_prompts
 from pipeline.prompts.ids import source_names
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import read_prompts
-from pipeline.synth.stream import PromptStream
+from pipeline.synth.selection.stream import PromptStream
 
 
 def names(*sources: str | dict[str, str]) -> list[str]:

@@ -14,15 +14,15 @@ import pytest
 
 from pipeline.config import QualitySection, RunConfig
 from pipeline.records import Prompt
-from pipeline.synth.filters import max_length
-from pipeline.synth.quality import (
+from pipeline.synth.selection.filters import max_length
+from pipeline.synth.selection.quality import (
     _REFUSAL,
     apply_steps,
     near_duplicates,
     prompt_steps,
     repeated_share,
 )
-from pipeline.synth.stream import PromptStream
+from pipeline.synth.selection.stream import PromptStream
 
 WORDS = [f"word{number}" for number in range(20)]
 LETTERS = [chr(97 + number) * (number + 1) for number in range(26)]

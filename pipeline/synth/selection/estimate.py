@@ -12,9 +12,9 @@ from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.extent import estimate_records, record_bytes
 from pipeline.prompts.sources import read_source
 from pipeline.store.prompts import Selection
-from pipeline.synth.filters import Step
-from pipeline.synth.quality import passing
-from pipeline.synth.stream import PromptStream, Tally, filters
+from pipeline.synth.selection.filters import Step
+from pipeline.synth.selection.quality import passing
+from pipeline.synth.selection.stream import PromptStream, Tally, filters
 
 #: Sources of fewer bytes of records are read whole.
 SMALL_BYTES = 16 << 20

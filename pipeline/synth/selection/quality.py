@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pipeline.config import QualitySection
 from pipeline.errors import MissingPackage
 from pipeline.records import Prompt, Sample
-from pipeline.synth.filters import words_of
-from pipeline.synth.seen import SeenSketches
+from pipeline.synth.selection.filters import words_of
+from pipeline.synth.selection.seen import SeenSketches
 
 if TYPE_CHECKING:
     import numpy as np

@@ -60,8 +60,8 @@ class SeenSketches:
         bands = self._digests(sketch)
         marks = ", ".join("?" * len(bands))
         among = f"SELECT id FROM bands WHERE band IN ({marks})"
-        found = self._rows.execute(f"SELECT sketch FROM sketches WHERE id IN ({among})", bands)
-        return (row[0] for row in found)
+        rows = self._rows.execute(f"SELECT sketch FROM sketches WHERE id IN ({among})", bands)
+        return (row[0] for row in rows)
 
     def add(self, sketch: bytes) -> None:
         """Raises StoreError when the disk is full."""

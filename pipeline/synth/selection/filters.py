@@ -25,7 +25,7 @@ import regex  # type: ignore[import-untyped]
 
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt, canonical_json
-from pipeline.synth.seen import SeenDigests
+from pipeline.synth.selection.seen import SeenDigests
 
 #: A prompt's reason to be left out, or None.
 Step = Callable[[Prompt], str | None]

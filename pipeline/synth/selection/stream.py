@@ -18,15 +18,15 @@ from pipeline.prompts import stream_prompts
 from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.draw import Group, draw
 from pipeline.records import Prompt
-from pipeline.synth.filters import (
+from pipeline.synth.selection.filters import (
     Step,
     decontaminate,
     first_of_its_kind,
     license_gate,
     max_length,
 )
-from pipeline.synth.quality import language_of, passing, prompt_steps
-from pipeline.synth.seen import SeenDigests
+from pipeline.synth.selection.quality import language_of, passing, prompt_steps
+from pipeline.synth.selection.seen import SeenDigests
 
 
 class PromptStream:

@@ -34,8 +34,8 @@ from pipeline.store.prompts import (
     read_prompts,
     write_prompts,
 )
-from pipeline.synth.estimate import PromptCounts, count_selection, estimate_prompts
-from pipeline.synth.stream import PromptStream, Tally
+from pipeline.synth.selection.estimate import PromptCounts, count_selection, estimate_prompts
+from pipeline.synth.selection.stream import PromptStream, Tally
 
 __all__ = [
     "PROMPTS",
