@@ -19,6 +19,7 @@ from pipeline.eagle3.checkpoint import (
     save_head,
 )
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.published import published
 from pipeline.errors import StoreError
 from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target, open_contracted_target
@@ -32,14 +33,15 @@ _SPECULATIVE_TOKENS = 3
 def export_head(head_uri: str, *, format: Format, out: str, target: str | None = None) -> None:
     """Write the head at `head_uri` to `out` (directories or fsspec URIs).
 
-    `target` says where the target is now; the default is the contract's own source. SGLang's
-    dialect does not need it. Raises HeadError, TargetError or ContractMismatch.
+    `target` says where the target is now; the default is the contract's own source, which an
+    exported head names without its path. SGLang's dialect does not need it. Raises HeadError,
+    TargetError or ContractMismatch.
     """
     with as_directory(Location(head_uri), HEAD_FILES) as directory:
         head, card = load_head(directory)
     with output_directory(out) as folder:
         if format == "sglang":
-            save_head(folder, head, card)
+            save_head(folder, head, published(card))
         else:
             opened = open_contracted_target(card.contract, target, where=f"head {head_uri}")
             _export_speculators(folder, head, card, opened)
@@ -77,19 +79,24 @@ def _export_speculators(folder: Path, head: Eagle3Head, card: HeadCard, target: 
     export_speculators(
         folder,
         head,
-        card,
+        published(card),
         embedding=target.weights.embedding(),
-        verifier=_loadable_name(target),
+        verifier=_public_name(target),
         architectures=config.get("architectures") or [],
         speculative_tokens=_speculative_tokens(card),
     )
 
 
-def _loadable_name(target: Target) -> str:
-    """What transformers can load: the hub id, else the directory (from a disk or a package)."""
+def _public_name(target: Target) -> str:
+    """What transformers can load: the hub id. Of a directory only its name, to be completed."""
     resolved = target.resolved
     on_hub = resolved.revision != "local" and not resolved.source.startswith("package:")
-    return resolved.source if on_hub else str(resolved.directory.resolve())
+    if on_hub:
+        return resolved.source
+    name = resolved.directory.resolve().name
+    fix = "before serving HEAD alone, set verifier.name_or_path to its directory"
+    notice("export", f"config.json calls the target {name}, without a path: {fix}")
+    return name
 
 
 def _speculative_tokens(card: HeadCard) -> int:

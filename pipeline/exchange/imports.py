@@ -11,6 +11,7 @@ from pipeline.config import TargetSection
 from pipeline.console import notice
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HeadCard, read_card, save_head
 from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign
+from pipeline.eagle3.published import last_part
 from pipeline.errors import HeadError
 from pipeline.exchange.export import output_directory
 from pipeline.records import TargetContract, match_contracts
@@ -98,7 +99,7 @@ def _imported_card(
 ) -> HeadCard:
     """The card of the new head: what the old one said, if there was one, and where it came from."""
     origin: dict[str, Any] = {
-        "imported from": source if "://" in source else str(Path(source).resolve()),
+        "imported from": last_part(str(Path(source).resolve())),
         "format": foreign.dialect,
     }
     if card is None:

@@ -13,6 +13,7 @@ from pipeline.console import notice
 from pipeline.eagle3.checkpoint import HeadCard, save_head
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import DraftVocabulary
+from pipeline.eagle3.published import without_places
 from pipeline.errors import StageConflict
 from pipeline.records import Manifest
 from pipeline.store.manifest import find_manifest
@@ -121,8 +122,8 @@ def provenance(
         "licenses": parent.licenses,
         "sources": parent.sources,
         "rejected": {stage: manifest.rejected for stage, manifest in manifests.items()},
-        "config": shaping,
+        "config": without_places(shaping),
         "arithmetic": [str(arithmetic) for arithmetic in progress.arithmetic],
         "world_size": world_size(),
     }
-    return facts | ({"start_from": dict(origin)} if origin else {})
+    return facts | ({"start_from": without_places(dict(origin))} if origin else {})

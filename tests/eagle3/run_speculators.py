@@ -25,6 +25,7 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
 
     torch.set_num_threads(1)
     config = Eagle3SpeculatorConfig.from_pretrained(exported)
+    config.speculators_config.verifier.name_or_path = target  # a path is not exported
     # The default, flex attention, wants a GPU.
     config.transformer_layer_config._attn_implementation = "eager"
     model = Eagle3DraftModel.from_pretrained(exported, config=config, dtype=torch.float32).eval()

@@ -61,7 +61,7 @@ def test_a_head_comes_back_as_it_went(
     export_head(str(own), format=format, out=str(exported))
     back, card = import_back(exported)
     assert back.shape == head.shape and card.contract == contract and card.metrics == METRICS
-    assert card.provenance == {**PROVENANCE, "imported from": str(exported), "format": format}
+    assert card.provenance == {**PROVENANCE, "imported from": exported.name, "format": format}
     assert same_tensors(back, head)
     tokens, aux = sequence(shape)
     before, after = (logits_of(each, embedding, tokens, aux, steps=3) for each in (head, back))
@@ -111,7 +111,7 @@ def test_the_config_says_what_speculators_and_vllm_read(
     assert layer["vocab_size"] == contract.vocab_size and layer["num_hidden_layers"] == 1
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"] == 700.0
     assert layer["model_type"] == "llama"
-    verifier = {"name_or_path": str(tiny_target), "architectures": ["LlamaForCausalLM"]}
+    verifier = {"name_or_path": tiny_target.name, "architectures": ["LlamaForCausalLM"]}
     assert about["verifier"] == verifier
     (method,) = about["proposal_methods"]
     assert method["speculative_tokens"] == 4, "as many as the head was unrolled for"
@@ -149,7 +149,7 @@ def test_a_foreign_head_says_where_it_came_from(
 ) -> None:
     (own / CARD).unlink()
     _, card = import_back(own)
-    assert card.provenance == {"imported from": str(own), "format": "sglang"} and card.metrics == {}
+    assert card.provenance == {"imported from": own.name, "format": "sglang"} and card.metrics == {}
 
 
 def test_a_foreign_heads_own_layers_enter_the_contract(
@@ -231,4 +231,4 @@ def test_remote_heads(own: Path, head: Eagle3Head, tiny_target: Path) -> None:
     export_head("memory://exchange/back", format="sglang", out=str(own.parent / "again"))
     again, card = load_head(own.parent / "again")
     assert same_tensors(again, head)
-    assert card.provenance["imported from"] == "memory://exchange/exported"
+    assert card.provenance["imported from"] == "exported"
