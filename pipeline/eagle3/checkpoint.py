@@ -136,6 +136,7 @@ def _write(
         save_file(stored, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (partial / CARD).write_text(json.dumps(body, indent=2) + "\n")
+        shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # safetensors makes it the user's own
         if directory.exists():
             shutil.rmtree(directory)
         os.rename(partial, directory)

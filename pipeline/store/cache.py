@@ -56,7 +56,7 @@ class ShardCache:
                 with self._locked(f"{shard.sha256[:2]}.lock"):
                     if not _touch(path, shard):  # another process may have fetched it meanwhile
                         self._evict_for(shard.bytes)
-                        download_shard(location, shard, path)
+                        download_shard(location, shard, path, private=folder.parent)
             except OSError as error:
                 raise _explain_full_cache(error, path) from error
         return Location(str(folder))
@@ -104,7 +104,14 @@ class ShardCache:
             yield
 
 
-def download_shard(location: Location, shard: Shard, path: Path, *, thorough: bool = False) -> None:
+def download_shard(
+    location: Location,
+    shard: Shard,
+    path: Path,
+    *,
+    thorough: bool = False,
+    private: Path | None = None,
+) -> None:
     """Write the bytes of a remote shard to `path`, which appears once they are the committed ones.
 
     They are compared by the CRC32C that the store reported at the commit, where it did, as it costs
@@ -122,9 +129,9 @@ def download_shard(location: Location, shard: Shard, path: Path, *, thorough: bo
         check_shard(location, shard, size, str(checksum), expected)
 
     try:
-        replace_file(path, fill, durable=False)
+        replace_file(path, fill, durable=False, private=private)
     except CorruptShard:
-        replace_file(path, fill, durable=False)
+        replace_file(path, fill, durable=False, private=private)
 
 
 def _touch(path: Path, shard: Shard) -> bool:

@@ -34,22 +34,28 @@ _ABANDONED_SECONDS = 3600.0
 class Location:
     """A directory at `uri`; it need not exist before the first write.
 
+    On a disk a `private` one, and all below it, is for the user who makes it, or for the group of a
+    directory that has the setgid bit; a bucket has its own rules.
+
     Every failure of the storage below is a StoreError that names the file and what to do.
     """
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, private: bool | Path = False) -> None:
         self.uri = uri.rstrip("/") or uri
         path = uri.removeprefix("file://").removeprefix("local://")
         self.is_local = "://" not in path
         self._directory = Path(path)
-        self._backend: Backend = Disk(self._directory) if self.is_local else Remote(self.uri)
+        self._private = self._directory if private is True else private or None
+        self._backend: Backend = (
+            Disk(self._directory, self._private) if self.is_local else Remote(self.uri)
+        )
 
     def __repr__(self) -> str:
         return f"Location({self.uri!r})"
 
     def child(self, name: str) -> Location:
         """The directory `name` below this one."""
-        return Location(f"{self.uri}/{name}")
+        return Location(f"{self.uri}/{name}", private=self._private or False)
 
     def where(self, name: str) -> str:
         """How messages call the file `name`."""

@@ -14,9 +14,13 @@ from pipeline.store.location import Location
 MANIFEST = "manifest.json"
 
 
+#: Stages that hold what users said: as text, as tokens, and in states that can be read back.
+_PRIVATE: frozenset[Stage] = frozenset({"synth", "features"})
+
+
 def stage_location(run_uri: str, stage: Stage) -> Location:
     """The directory of `stage` in a run."""
-    return Location(run_uri).child(stage)
+    return Location(f"{Location(run_uri).uri}/{stage}", private=stage in _PRIVATE)
 
 
 def manifest_where(run_uri: str, stage: Stage) -> str:

@@ -9,8 +9,10 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -20,10 +22,13 @@ T = TypeVar("T")
 
 
 class Disk:
-    """A directory that need not exist before the first write."""
+    """A directory that need not exist before the first write.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    What is made in `private` and below it is for this user alone (see `make_directory`).
+    """
+
+    def __init__(self, directory: Path, private: Path | None = None) -> None:
+        self._directory, self._private = directory, private
 
     def attempt(self, call: Callable[[], T], where: str) -> T:
         """Once: what a local disk refuses, it refuses again."""
@@ -60,16 +65,19 @@ class Disk:
                 yield block
 
     def write(self, name: str, data: bytes) -> FileInfo:
-        replace_file(self._directory / name, lambda file: file.write(data))
+        path = self._directory / name
+        replace_file(path, lambda file: file.write(data), private=self._private)
         return _info(self._directory / name)
 
     def create(self, name: str, data: bytes) -> bool:
-        return create_file(self._directory / name, lambda file: file.write(data))
+        path = self._directory / name
+        return create_file(path, lambda file: file.write(data), private=self._private)
 
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:
         with open(path, "rb") as source:
             copy = self._directory / name
-            replace_file(copy, lambda file: shutil.copyfileobj(source, file, BLOCK))
+            fill = partial(shutil.copyfileobj, source, length=BLOCK)
+            replace_file(copy, fill, private=self._private)
         return _info(copy)
 
     def delete(self, name: str) -> None:
@@ -89,21 +97,50 @@ def is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(".tmp")
 
 
-def replace_file(path: Path, fill: Callable[[BinaryIO], object], *, durable: bool = True) -> None:
-    """Write a temporary file beside `path`, flush it to the disk if `durable`, and rename it."""
-    with _temporary(path, fill, durable=durable) as temporary:
+def make_directory(directory: Path, private: Path | None = None) -> None:
+    """Make it, with its parents, as the process's umask has it, but from `private` down.
+
+    Only the user may enter those (700), or the group as well where the directory above has the
+    setgid bit (770): so teams say that they share one.
+    """
+    if directory.is_dir():
+        return
+    make_directory(directory.parent, private)
+    is_private = private is not None and directory.is_relative_to(private)
+    mode = _mode(directory.parent, 0o700, 0o770) if is_private else 0o777
+    directory.mkdir(mode, exist_ok=True)
+
+
+def _mode(directory: Path, own: int, of_the_group: int) -> int:
+    return of_the_group if directory.stat().st_mode & stat.S_ISGID else own
+
+
+def replace_file(
+    path: Path,
+    fill: Callable[[BinaryIO], object],
+    *,
+    durable: bool = True,
+    private: Path | None = None,
+) -> None:
+    """Write a temporary file beside `path`, flush it to the disk if `durable`, and rename it.
+
+    With `private` for this user alone, as its directories are from there down.
+    """
+    with _temporary(path, fill, private, durable=durable) as temporary:
         os.replace(temporary, path)
     if durable:
         _sync_directory(path.parent)
 
 
-def create_file(path: Path, fill: Callable[[BinaryIO], object]) -> bool:
+def create_file(
+    path: Path, fill: Callable[[BinaryIO], object], *, private: Path | None = None
+) -> bool:
     """Write a temporary file beside `path` and link it to that name, unless something is there.
 
     Of several that do so at once, on one machine or on several, one succeeds. Returns whether this
     one did. Raises an OSError EOPNOTSUPP where the file system has no hard links.
     """
-    with _temporary(path, fill, durable=True) as temporary:
+    with _temporary(path, fill, private, durable=True) as temporary:
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -121,12 +158,15 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 
 
 @contextmanager
-def _temporary(path: Path, fill: Callable[[BinaryIO], object], *, durable: bool) -> Iterator[Path]:
+def _temporary(
+    path: Path, fill: Callable[[BinaryIO], object], private: Path | None, *, durable: bool
+) -> Iterator[Path]:
     """A finished temporary file beside `path`, until the end of the block at most."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent, private)
+    mode = _mode(path.parent, 0o600, 0o660) if private else 0o666
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             fill(file)
             file.flush()
             if durable:

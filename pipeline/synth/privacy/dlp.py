@@ -72,7 +72,7 @@ class GoogleInspector:
                 findings[row].add(finding)
         return [sorted(of_text) for of_text in findings]
 
-    def _inspect_parts(self, parts: Sequence[_Part]) -> Iterator[tuple[int, Finding]]:
+    def _inspect_parts(self, parts: Sequence[_TextPart]) -> Iterator[tuple[int, Finding]]:
         """(index of the text, finding) for these parts of texts."""
         result = self._request([part.text for part in parts])
         if result.findings_truncated and (halves := _halves(parts)):
@@ -130,7 +130,7 @@ class GoogleInspector:
             ) from error
 
 
-class _Part(NamedTuple):
+class _TextPart(NamedTuple):
     """Characters of the text with index `row`, from `offset` on."""
 
     row: int
@@ -138,7 +138,7 @@ class _Part(NamedTuple):
     text: str
 
 
-def _halves(parts: Sequence[_Part]) -> tuple[Sequence[_Part], Sequence[_Part]] | None:
+def _halves(parts: Sequence[_TextPart]) -> tuple[Sequence[_TextPart], Sequence[_TextPart]] | None:
     """Fewer parts each, or of a single part the two halves, which overlap; None if it is tiny."""
     if len(parts) > 1:
         return parts[: len(parts) // 2], parts[len(parts) // 2 :]
@@ -146,20 +146,20 @@ def _halves(parts: Sequence[_Part]) -> tuple[Sequence[_Part], Sequence[_Part]] |
     if len(text) <= _SMALLEST:
         return None
     middle, overlap = len(text) // 2, min(_OVERLAP, len(text) // 4)
-    second = _Part(row, offset + middle - overlap, text[middle - overlap :])
-    return [_Part(row, offset, text[: middle + overlap])], [second]
+    second = _TextPart(row, offset + middle - overlap, text[middle - overlap :])
+    return [_TextPart(row, offset, text[: middle + overlap])], [second]
 
 
-def _parts(texts: Sequence[str]) -> Iterator[_Part]:
+def _parts(texts: Sequence[str]) -> Iterator[_TextPart]:
     for row, text in enumerate(texts):
         if text.strip():
             for offset in range(0, max(1, len(text) - _OVERLAP), _PART - _OVERLAP):
-                yield _Part(row, offset, text[offset : offset + _PART])
+                yield _TextPart(row, offset, text[offset : offset + _PART])
 
 
-def _batches(texts: Sequence[str]) -> Iterator[list[_Part]]:
+def _batches(texts: Sequence[str]) -> Iterator[list[_TextPart]]:
     """Parts of texts that go into one request."""
-    batch: list[_Part] = []
+    batch: list[_TextPart] = []
     size = 0
     for part in _parts(texts):
         length = len(part.text.encode())
