@@ -111,7 +111,8 @@ def _stem(path: PurePosixPath) -> str:
 
 
 def _key(source: str, sample_id: str) -> bytes:
-    return _digest([source, sample_id])
+    pair = f"{len(source)} {source}{sample_id}"
+    return hashlib.blake2b(pair.encode(), digest_size=16).digest()
 
 
 def _digest(values: list[str | None]) -> bytes:
