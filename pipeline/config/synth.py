@@ -106,8 +106,8 @@ class PiiSection(Section):
         "US_PASSPORT",
         "MEDICAL_LICENSE",
     )
-    """Entity types that count as personal data: presidio's, and ADDRESS. PERSON and LOCATION are
-    the run's choice: few are private."""
+    """Entity types that count as personal data: presidio's, and ADDRESS. PERSON, LOCATION,
+    DATE_OF_BIRTH and the national numbers of docs/pii.md are the run's choice."""
     context_words: dict[str, tuple[str, ...]] = Field({})
     """More context words for presidio's recognisers of an entity, e.g. {PHONE_NUMBER: [pager]}."""
     recognizers: tuple[RecognizerSpec, ...] = ()

@@ -20,14 +20,24 @@ from hypothesis import strategies as st
 from pipeline.config import PiiSection
 from pipeline.synth.privacy.addresses import find_addresses
 from pipeline.synth.privacy.filter import PiiFilter
+from pipeline.synth.privacy.ids import ID_FINDERS
 from pipeline.synth.privacy.recognisers import NUMBER_FINDERS, find_names
 from pipeline.synth.privacy.secrets import find_secrets
+from pipeline.synth.privacy.view import view_of
 
 #: Seconds for each 1,000 characters: of our own finders, and with presidio's and spaCy.
 OURS, ALL = 0.5, 1.0
 LENGTH = 40_000
 
-FINDERS = [find_secrets, find_names, find_addresses, *sum(NUMBER_FINDERS.values(), ())]
+
+def find_view(text: str) -> list[object]:
+    return [view_of(text)]
+
+
+FINDERS = [find_secrets, find_names, find_addresses, find_view]
+FINDERS += [
+    finder for kinds in (NUMBER_FINDERS, ID_FINDERS) for of in kinds.values() for finder in of
+]
 
 #: unit that is repeated, and what comes last
 ADVERSARIAL = {
@@ -51,6 +61,14 @@ ADVERSARIAL = {
     "phone numbers": ("+1 (2) ", ""),
     "blanks behind a name": ("password" + " " * 2_000, "1"),
     "names in one word": ("passworda", "1"),
+    "escapes": ("%40&#64;", ""),
+    "escapes of escapes": ("%25", "40"),
+    "at and dot": (" at a dot", " 1"),
+    "brackets": ("a(at", ")"),
+    "narrow blanks": ("4\u2009", "x"),
+    "mails": ("mail is a ", "@"),
+    "cards": ("4111-", "x"),
+    "births": ("born 1.", ""),
     "headers": ("-----BEGIN PRIVATE KEY-----", ""),
 }
 

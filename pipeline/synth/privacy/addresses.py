@@ -85,14 +85,10 @@ _PARTS: dict[str, tuple[str, ...]] = {
         rf"(?<![\w.])\d{{1,5}}[ ]{_NAME}{_WORD}[ ]\d{{1,5}}\b",
     ),
     "unit": (_UNIT,),
-    "forces": (
-        r"\b(?:USS|USNS|USCGC|USNV)[ ]\w+\s+FPO\b",
-        r"\b(?:APO|FPO|DPO)[ ](?:AA|AE|AP)[ ]\d{5}\b",
-    ),
+    "forces": (r"\b(?:APO|FPO|DPO)[ ](?:AA|AE|AP)[ ]\d{5}\b",),
     "city": (rf"\b{_NAME}{_WORD}\s?,?\s+(?:{_STATE})\s+\d{{5}}(?:-\d{{4}})?\b",),  # City, ST 12345
     "place": (
         r"\b[A-Z]{1,2}\d[A-Z\d]?[ ]\d[A-Z]{2}\b",  # United Kingdom
-        r"\b[A-Z]\d[A-Z][ ]?\d[A-Z]\d\b",  # Canada
         r"\b\d{4}[ ]?[A-Z]{2}\b",  # Netherlands
         r"\b\d{5}[ ](?=[^\W\d_]{3})" + _WORD,  # most of Europe: before the place
         r"\b\d{2}-\d{3}[ ]" + _WORD,  # Poland

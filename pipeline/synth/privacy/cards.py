@@ -18,7 +18,7 @@ from pipeline.synth.privacy.finding import Finder, Finding, pattern_finder
 _VALID, _ANNOUNCED = 0.9, 0.7
 
 _SEPARATOR = r"(?:[ .\-]| - )"
-_RUN = re.compile(rf"(?<![\w#])(?<!\d[.,])\d++(?:{_SEPARATOR}\d++){{0,30}}+(?![\w%]|[.,]\d)")
+_RUN = re.compile(rf"(?<![\w#])(?<!\d\.)\d++(?:{_SEPARATOR}\d++){{0,30}}+(?![\w%]|\.\d)")
 _IBAN_BEGINS = re.compile(r"\b[A-Z]{2}\d\d(?:[ \-]?[A-Z0-9]{4}){0,2}[ \-]$")
 _DIGITS = re.compile(r"\d+")
 #: Beginning → number of digits, by issuer's range.
@@ -29,7 +29,7 @@ _SCHEMES = re.compile(
     r"|(?:6011|64[4-9]\d|65\d\d)\d{12,15}"  # Discover
     r"|35(?:2[89]|[3-8]\d)\d{12,15}|(?:1800|2131)\d{11}"  # JCB
     r"|(?:62|81)\d{14,17}|220[0-4]\d{12,15}|9792\d{12}"  # UnionPay, Mir, Troy
-    r"|(?:5018|5020|5038|5[6-8]\d\d|6304|6390|67\d\d|0604)\d{8,15}"  # Maestro
+    r"|(?:50\d\d|5[6-9]\d\d|6304|6390|67\d\d|0604)\d{8,15}"  # Maestro
     r"|(?:60|508[0-9]|353|356)\d{13,14}|(?:5019|4571)\d{12}"  # RuPay, Dankort
 )
 _MIN_GROUP = 4  # digits of the first group, where only some groups of a run are the number
@@ -91,5 +91,5 @@ _PATTERNS = (
 
 CARD_FINDERS: tuple[Finder, ...] = (
     _find_valid_cards,
-    pattern_finder("CREDIT_CARD", _PATTERNS),
+    pattern_finder("CREDIT_CARD", _PATTERNS, digits=12),
 )

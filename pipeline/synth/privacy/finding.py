@@ -30,12 +30,23 @@ Finder = Callable[[str], Iterable[Finding]]
 
 
 def pattern_finder(
-    entity: str, patterns: Sequence[tuple[str, float]], flags: re.RegexFlag = re.IGNORECASE
+    entity: str,
+    patterns: Sequence[tuple[str, float]],
+    flags: re.RegexFlag = re.IGNORECASE,
+    *,
+    digits: int = 0,
 ) -> Finder:
-    """A finder for (regex, score) pairs; where a regex has a group `value`, that is the finding."""
+    """A finder for (regex, score) pairs; where a regex has a group `value`, that is the finding.
+
+    Texts without so many digits close to each other are not searched.
+    """
     compiled = [(re.compile(regex, flags), score) for regex, score in patterns]
 
+    needed = re.compile(rf"\d(?:\D{{0,4}}\d){{{digits - 1}}}" if digits else "")
+
     def find(text: str) -> Iterator[Finding]:
+        if not needed.search(text):
+            return
         for regex, score in compiled:
             group = "value" if "value" in regex.groupindex else 0
             for match in regex.finditer(text):

@@ -51,7 +51,6 @@ _NORTH_AMERICAN = (
     rf"{_NOT_INSIDE}(?:(?:\+|00)?1[ .\-])?(?:[(]\d{{3}}[)][ ]?|\d{{3}}[ .\-])\d{{3}}[.\-]\d{{4}}"
     rf"{_EXTENSION}{_PHONE_ENDS}"
 )
-_AREA_CODE = rf"{_NOT_INSIDE}[(]0?\d{{2,5}}[)][ ]?\d{{3,4}}[ \-]?\d{{3,4}}{_EXTENSION}{_PHONE_ENDS}"
 
 _PHONE_WORD = (
     r"(?:tele|cell)?phone|t[eé]l[eé]?(?:[fp]h?on\w*)?|mobile|m[oó]vil|mobil|cell|fax|whats ?app|sms"
@@ -81,7 +80,6 @@ _AFTER_PHONE = r"(?=\s?[\-(]?\s?(?:office|fax|mobile|home|cell|work)\b)"
 _PHONE_PATTERNS = (
     (_INTERNATIONAL, _ANNOUNCED),
     (_NORTH_AMERICAN, _FORMATTED),
-    (_AREA_CODE, _FORMATTED),
     (rf"(?:{_BEFORE_PHONE})(?P<value>{_PHONE_DIGITS}){_PHONE_ENDS}", _ANNOUNCED),
     (rf"{_NOT_INSIDE}(?P<value>{_PHONE_DIGITS}){_AFTER_PHONE}", _FORMATTED),
 )
@@ -136,7 +134,10 @@ _FORMATTED_SSN = (
 
 #: Finders of numbers by the entity that they look for.
 NUMBER_FINDERS: dict[str, tuple[Finder, ...]] = {
-    "PHONE_NUMBER": (pattern_finder("PHONE_NUMBER", _PHONE_PATTERNS), _find_phones_beside_email),
+    "PHONE_NUMBER": (
+        pattern_finder("PHONE_NUMBER", _PHONE_PATTERNS, digits=5),
+        _find_phones_beside_email,
+    ),
     "CREDIT_CARD": CARD_FINDERS,
     "IBAN_CODE": (
         pattern_finder("IBAN_CODE", [(_ANNOUNCED_IBAN, _FORMATTED), (_IBAN_FIELD, _NAMED)]),
@@ -157,10 +158,6 @@ _NAME = rf"{_PART}(?:{_JOIN}[ ]{{1,2}}(?:{_PART}|{_CAPITAL}\.)){{0,3}}"
 _FULL = rf"{_PART}(?:{_JOIN}[ ]{{1,2}}(?:{_PART}|{_CAPITAL}\.)){{1,3}}"
 _LOWER_FULL = r"[^\W\d_]{2,}(?: [^\W\d_]\.?)? [^\W\d_]{2,}"
 
-_TITLE = (
-    r"(?:mr|mrs|ms|miss|mx|dr|prof|professor|sir|madam|herr|frau|monsieur|madame|señora?|signora?)"
-    r"\b\.?"
-)
 _ROLE = (
     r"(?:customer|client|patient|employee|colleague|agent|officer|tenant|applicant|user|analyst|"
     r"nurse|doctor|contact)"
@@ -179,7 +176,6 @@ _VERBS = (
 )
 
 _ANNOUNCED_NAMES = (
-    rf"(?i:\b{_TITLE})[ ](?P<value>{_NAME})",
     rf"(?i:\b(?:dear|hi|hello|hey|cheers|regards|sincerely|thanks)),?[ \n](?P<value>{_FULL})",
     rf"(?i:\b(?:full )?name(?:'s| is|:)?)[ ](?P<value>{_NAME})",
     rf"(?i:\b(?:{_LABELS}):)\s{{0,8}}(?P<value>{_FULL})",

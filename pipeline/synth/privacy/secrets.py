@@ -36,7 +36,7 @@ _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
 
 #: What issuers write before their keys.
 _PREFIXES = (
-    r"gh[pousr]_|github_pat_|hf_|npm_|gsk_|r8_|ntn_|nvapi-|pplx-|xai-|fw_|tvly-|csk-|"  # models
+    r"AIza|gh[pousr]_|github_pat_|hf_|npm_|gsk_|r8_|ntn_|nvapi-|pplx-|xai-|fw_|tvly-|"  # models
     r"[spr]k_(?:live|test)_|whsec_|shp(?:at|ca|pa|ss)_|sq0(?:atp|csp)-|EAA[A-Z]|"  # payments, shops
     r"xapp-\d-|xox[a-z]-|GOCSPX-|ya29\.|SG\.|lin_api_|figd_|key-|pat[A-Za-z0-9]{14}\.|ATATT3x|"
     r"hvs\.|gl(?:sa|pat|rt|dt)[_\-]|do[op]_v1_|dckr_pat_|dapi|pypi-AgE|sbp_|pscale_tkn_|dp\.pt\.|"
@@ -46,8 +46,6 @@ _MIXED = r"(?=[A-Za-z_\-]*+[0-9])(?=[0-9_\-]*+[A-Za-z])"  # letters and digits
 _KEYS = (
     rf"\b(?:{_PREFIXES})(?=[A-Za-z_\-.]*+[0-9])[A-Za-z0-9_\-.]{{19,}}+",
     r"\bsk-(?:[A-Za-z]{2,10}-)*[A-Za-z0-9_\-]{20,}",  # OpenAI's newer forms, Anthropic
-    r"\bASIA[0-9A-Z]{16}\b",  # AWS, temporary
-    r"\bAIza[0-9A-Za-z_\-]{35}(?![0-9A-Za-z_\-])",  # Google
     r"\beyJ[\w\-]{8,}+\.[\w\-]{8,}+(?:\.[\w\-]*+)?",  # JSON web tokens
     r"(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/\w{6,}+/[\w\-/]{20,}+",
     r"\b(?:api|tok|token|key|secret|pat|pk|rk|sk|live|test)[_\-]"
@@ -107,9 +105,21 @@ _LONGEST_NAME = 200  # characters before a value that are looked at
 _NO_SECRET_NAME = re.compile(
     r"(?i)hash|sha|md5|digest|commit|sum|uuid|guid|id$|etag|expected|output|alphabet"
 )
-_PASSWORD_HINT = re.compile(
-    r"(?i)pass|pwd|\bpw\b|kennwort|contrase|psw|mdp|clave|senha|hasło|wachtwoord|lösenord|пароль"
-    r"|heslo|密码|密碼|パスワード|비밀번호"
+_PASSWORD_HINTS = (
+    *(
+        "pass",
+        "pwd",
+        "pw",
+        "kennwort",
+        "contrase",
+        "psw",
+        "mdp",
+        "clave",
+        "senha",
+        "hasło",
+        "heslo",
+    ),
+    *("wachtwoord", "lösenord", "пароль", "密码", "密碼", "パスワード", "비밀번호"),
 )
 
 
@@ -122,11 +132,11 @@ def find_secrets(text: str) -> Iterator[Finding]:
 
 
 def _passwords(text: str) -> Iterator[Finding]:
-    mentions_password = _PASSWORD_HINT.search(text) is not None
+    lower = text.lower()
     if "://" in text:
         for match in _IN_URL.finditer(text):
             yield Finding(*match.span(), "PASSWORD", _SCORE)
-    if mentions_password:
+    if any(hint in lower for hint in _PASSWORD_HINTS):
         for match in _QUOTED_PASSWORD.finditer(text):
             if not _is_placeholder(match["value"]):
                 yield Finding(*match.span("value"), "PASSWORD", _SCORE)
