@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -34,7 +34,12 @@ def find_view(text: str) -> list[object]:
     return [view_of(text)]
 
 
-FINDERS = [find_secrets, find_names, find_addresses, find_view]
+FINDERS: list[Callable[[str], Iterable[object]]] = [
+    find_secrets,
+    find_names,
+    find_addresses,
+    find_view,
+]
 FINDERS += [
     finder for kinds in (NUMBER_FINDERS, ID_FINDERS) for of in kinds.values() for finder in of
 ]
