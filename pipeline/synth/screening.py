@@ -4,7 +4,8 @@
     processes                └▶ screen ┘                        └▶ screen ─┐
     threads                                                                └▶ commit
 
-Prompts are screened a few shards ahead. A shard's texts are screened together, as they are without
+Prompts are screened a few shards ahead; by this process while the others load their recognisers,
+which takes seconds. A shard's texts are screened together, as they are without
 processes, so that their number changes no byte. The processes end once this one's end of a pipe is
 closed, which the kernel does when it is killed.
 """
@@ -18,14 +19,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache, partial
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
 
 from pipeline.config import SynthSection
-from pipeline.errors import WorkersDied
+from pipeline.errors import Eagle3Error, WorkersDied
 from pipeline.records import Prompt, Sample
 from pipeline.synth.screen import Screen
 
@@ -45,16 +46,14 @@ class Screening:
     """
 
     def __init__(self, screen: Screen, section: SynthSection, *, seed: int) -> None:
-        self._screen, processes = screen, count_processes(section)
-        self._ahead, self._most_commits = min(processes, _AHEAD), processes + 1
+        self._screen, self._lock = screen, threading.Lock()
+        self._make_screen, self._count = (
+            partial(Screen, section, seed=seed),
+            count_processes(section),
+        )
+        self._ahead, self._most_commits = min(self._count, _AHEAD), self._count + 1
         self._commits: deque[Future[None]] = deque()
         self._processes: ProcessPoolExecutor | None = None
-        if processes:
-            context = get_context("spawn")  # a fork would copy the locks of running threads
-            theirs, self._ours = context.Pipe(duplex=False)
-            given = theirs, partial(Screen, section, seed=seed)
-            self._processes = ProcessPoolExecutor(processes, context, _begin, given)
-            self._threads = ThreadPoolExecutor(processes, thread_name_prefix="commit")
 
     def __enter__(self) -> Screening:
         return self
@@ -83,6 +82,8 @@ class Screening:
         """Those of each named shard, in the same order."""
         started: deque[tuple[str, Callable[[], ScreenedPrompts]]] = deque()
         for name, prompts in shards:
+            if self._count and self._processes is None:
+                self._launch()  # not before: there may be no shard left for this process
             started.append((name, self._start(_screen_prompts, prompts)))
             if len(started) > self._ahead:
                 name, result = started.popleft()
@@ -108,16 +109,28 @@ class Screening:
         ):
             self._commits.popleft().result()
 
+    def _launch(self) -> None:
+        context = get_context("spawn")  # a fork would copy the locks of running threads
+        theirs, self._ours = context.Pipe(duplex=False)
+        given = theirs, self._make_screen
+        self._processes = ProcessPoolExecutor(self._count, context, _begin, given)
+        self._loaded: Future[None] = self._processes.submit(_nothing)
+        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="commit")
+
     def _start(self, work: Callable[[Screen, Any], Result], records: Any) -> Callable[[], Result]:
         """Returns what waits for the result."""
-        if self._processes is None:
-            screened = work(self._screen, records)
+        if self._processes is None or self._is_loading():
+            with self._lock:  # its ledger is taken after each shard
+                screened = work(self._screen, records)
             return lambda: screened
         try:
             future = self._processes.submit(_work, work, records)
         except BrokenProcessPool:
             raise _died() from None
         return partial(_wait, future)
+
+    def _is_loading(self) -> bool:
+        return not self._loaded.done()
 
 
 def count_processes(section: SynthSection) -> int:
@@ -160,22 +173,29 @@ def _work(work: Callable[[Screen, Any], Result], records: Any) -> Result:
     return work(_own_screen(), records)
 
 
-@cache
+def _nothing() -> None:
+    """For a process to take as soon as it has begun."""
+
+
+_own: Screen | Eagle3Error
+
+
 def _own_screen() -> Screen:
-    """Made by the first task and not before, so that an error is the task's."""
-    return _make_screen()
-
-
-_make_screen: Callable[[], Screen]
+    if isinstance(_own, Eagle3Error):
+        raise _own
+    return _own
 
 
 def _begin(parent: Connection, make_screen: Callable[[], Screen]) -> None:
-    """A process's first call. Signals are its parent's business: it ends with it."""
-    global _make_screen
-    _make_screen = make_screen
+    """What a process does first. Signals are its parent's business: it ends with it."""
+    global _own
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    try:
+        _own = make_screen()
+    except Eagle3Error as error:  # a task's error crosses to the parent, this function's does not
+        _own = error
 
 
 def _end_with(parent: Connection) -> None:

@@ -38,6 +38,12 @@ def salt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_PII_SALT", "a salt for tests")
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process screens nothing itself while the others load."""
+    monkeypatch.setattr(Screening, "_is_loading", lambda self: False)
+
+
 @pytest.fixture(scope="module")
 def server(served: ServedTarget) -> Iterator[TargetServer]:
     with TargetServer(served) as server:
@@ -65,6 +71,7 @@ def configure(
     return configure
 
 
+@pytest.mark.usefixtures("patient")
 def test_any_number_of_processes_gives_the_same_bytes(
     configure: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
@@ -80,11 +87,19 @@ def test_any_number_of_processes_gives_the_same_bytes(
             assert (folder / name).read_bytes() == (tmp_path / "by0/synth" / name).read_bytes()
 
 
+def begin(screening: Screening) -> None:
+    """The first prompts start the processes."""
+    assert not multiprocessing.active_children()
+    [(_, (kept, *_))] = screening.prompts([("a", GIVEN[:1])])
+    assert kept == GIVEN[:1] and multiprocessing.active_children()
+
+
 def section(processes: int | None, **synth: Any) -> SynthSection:
     given = {"sources": (SourceSpec(source="x"),), "screening_processes": processes, **synth}
     return SynthSection.model_validate(given)
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_error_in_a_process_is_the_one_that_it_would_be_here() -> None:
     spec = section(1)
     broken = spec.model_copy(update={"pii": PiiSection(entities=("EMAIL_ADDRES",))})
@@ -98,13 +113,14 @@ def test_an_error_in_a_process_is_the_one_that_it_would_be_here() -> None:
     assert str(there.value) == str(here.value) and type(there.value) is type(here.value)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_process_that_is_killed_is_an_error_and_no_endless_wait() -> None:
     spec = section(1)
     with (
         pytest.raises(WorkersDied, match="a screening process has ended early") as died,
         Screening(Screen(spec), spec, seed=0) as screening,
     ):
-        assert screening.samples([])[0] == []
+        begin(screening)
         [process] = multiprocessing.active_children()
         process.kill()
         list(screening.prompts([("a", GIVEN)]))
@@ -113,7 +129,7 @@ def test_a_process_that_is_killed_is_an_error_and_no_endless_wait() -> None:
 
 def test_prompts_are_taken_a_few_shards_ahead() -> None:
     """Each may be claimed, so that others cannot make it."""
-    spec, taken = section(1), []
+    taken = []
 
     def shards() -> Iterator[tuple[str, list[Any]]]:
         for number in range(9):
@@ -140,6 +156,7 @@ def test_commits_wait_for_screening_but_not_for_ever() -> None:
         done.append(number)
 
     with Screening(Screen(spec), spec, seed=0) as screening:
+        begin(screening)
         screening.commit(partial(task, 0))
         screening.commit(partial(task, 1))
         assert not done
@@ -155,6 +172,7 @@ def test_commits_wait_for_screening_but_not_for_ever() -> None:
         pytest.raises(ConfigError, match="here: no"),
         Screening(Screen(spec), spec, seed=0) as screening,
     ):
+        begin(screening)
         screening.commit(fail)
 
 
