@@ -89,6 +89,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "city": (rf"\b{_NAME}{_WORD}\s?,?\s+(?:{_STATE})\s+\d{{5}}(?:-\d{{4}})?\b",),  # City, ST 12345
     "place": (
         r"\b[A-Z]{1,2}\d[A-Z\d]?[ ]\d[A-Z]{2}\b",  # United Kingdom
+        r"\b[A-Z]\d[A-Z][ ]?\d[A-Z]\d\b",  # Canada
         r"\b\d{4}[ ]?[A-Z]{2}\b",  # Netherlands
         r"\b\d{5}[ ](?=[^\W\d_]{3})" + _WORD,  # most of Europe: before the place
         r"\b\d{2}-\d{3}[ ]" + _WORD,  # Poland
