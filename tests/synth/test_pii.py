@@ -132,6 +132,10 @@ def test_context_words_raise_a_score() -> None:
     assert PiiFilter(plain).check(text) == []
     with_words = plain.model_copy(update={"context_words": {"US_BANK_NUMBER": ("vault",)}})
     assert PiiFilter(with_words).check(text) == ["US_BANK_NUMBER"]
+    for entity in ("CREDIT_CARD", "API_KEY", "NAMES"):
+        without_effect = plain.model_copy(update={"context_words": {entity: ("vault",)}})
+        with pytest.raises(ConfigError, match=rf"synth\.pii\.context_words: no .*'{entity}'"):
+            PiiFilter(without_effect)
 
 
 def test_the_best_of_overlapping_findings_names_all_of_them() -> None:

@@ -105,7 +105,7 @@ _REGEXES = {
     kind: re.compile("|".join(regexes), 0 if kind in _CASE_MATTERS else re.IGNORECASE)
     for kind, regexes in _PARTS.items()
 }
-_CAPITAL = re.compile(r"[A-ZÀ-ÞΑ-ΩА-Я]")
+_CAPITAL, _DIGIT = re.compile(r"[A-ZÀ-ÞΑ-ΩА-Я]"), re.compile(r"\d")
 
 #: What announces an address; the address then reaches to the end of the clause.
 _ANNOUNCED = re.compile(
@@ -130,7 +130,7 @@ def find_addresses(text: str) -> Iterator[Finding]:
 
 def _find_parts(text: str) -> Iterator[tuple[int, int, str]]:
     """(start, end, kind) of every part."""
-    if not any(character.isdigit() for character in text):
+    if not _DIGIT.search(text):
         return
     for kind, regex in _REGEXES.items():
         for match in regex.finditer(text):

@@ -65,7 +65,8 @@ class PiiFilter:
             _require("detect_secrets", "detect-secrets", "synth.pii.secrets")
         wanted = {*section.entities, *(spec.entity for spec in section.recognizers)}
         self._analyzer = Analyzer(section, wanted)
-        _check_entities(section, self._analyzer.supported_entities | set(_FINDERS))
+        by_presidio = self._analyzer.supported_entities
+        _check_entities(section, by_presidio | set(_FINDERS), by_presidio)
         own = sorted(wanted & set(_FINDERS))
         self._finders: list[Finder] = [finder for entity in own for finder in _FINDERS[entity]]
         if section.secrets:
@@ -110,13 +111,13 @@ class PiiFilter:
             yield [*by_presidio, *own, *names]
 
 
-def _check_entities(section: PiiSection, known: set[str]) -> None:
-    """A misspelt type would silently never be found."""
+def _check_entities(section: PiiSection, known: set[str], by_presidio: set[str]) -> None:
+    """A misspelt type would silently never be found, nor words that no recogniser looks for."""
     with_secrets = known | set(SECRET_ENTITIES)
     for field, entities, allowed in (
         ("entities", section.entities, known),
         ("thresholds", section.thresholds, with_secrets),
-        ("context_words", section.context_words, with_secrets),
+        ("context_words", section.context_words, by_presidio),
     ):
         for entity in entities:
             if entity not in allowed:

@@ -5,7 +5,7 @@
     202-555-0101 · 020 7946 0018              kept free for fiction; area codes that do not exist
     4111 1111 1111 1111                       printed in the payment providers' manuals
     AKIAIOSFODNN7EXAMPLE · YOUR_API_KEY       keys of manuals, and what stands where a key belongs
-    Nemonia Examplesson                       invented by replace.py: nobody is called that
+    Nemonia Examplesson                       invented by replace.py
 
 Prompts and replies are full of them, and a text that holds nothing else gives nobody away. They are
 found like all others, so that what is measured is the finding, and left out of what a policy acts
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from pipeline.synth.privacy.finding import Finding
 
-#: Invented so that a search of a register of names finds nobody.
+#: Made up for replace.py, and unlike names that people have.
 FIRST_NAMES = (
     "Nemonia", "Fictus", "Exemplia", "Testwin", "Sampletta", "Moquill", "Placidora", "Dummond",
     "Blankwyn", "Noneva",
