@@ -59,6 +59,8 @@ SLOW = (
     "synth/test_dlp.py",
     "synth/test_pii.py",
     "synth/test_pii_time.py",
+    "synth/test_provocations.py",
+    "synth/test_metadata.py",
     "synth/test_score.py",
     "synth/test_screen.py",
     "synth/test_secrets.py",

@@ -91,6 +91,10 @@ def summarise(
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "max_new_tokens": config.eval.max_new_tokens,
+            "chat_template_kwargs": {
+                **config.target.chat_template_kwargs,
+                **config.eval.chat_template_kwargs,
+            },
             "prompts": len(measured),
             "left_out": {"prompt_too_long": len(measurements.left_out)},
         },
