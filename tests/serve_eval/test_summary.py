@@ -48,7 +48,9 @@ def _report(predicted_speedup: float) -> EvalReport:
         _measured("b", "chat", [10, 2], {"speculative": 20.0, "plain": 20.0}),
         _measured("c", "math", [20, 10, 2, 1], {"speculative": 25.0, "plain": 10.0, "hf": 20.0}),
     ]
-    config = parse({"target": {"source": "x"}})
+    modes = {"target": {"thinking": True, "date": "today"}, "eval": {"thinking": False}}
+    tree = {name: {"chat_template_kwargs": kwargs} for name, kwargs in modes.items()}
+    config = parse({"target": {"source": "x", **tree["target"]}, "eval": tree["eval"]})
     identical = [True, False, True]
     measurements = Measurements(
         measured, identical, ["d"], TREE, Choice(TREE, 1.6, predicted_speedup), ARITHMETIC
@@ -86,6 +88,8 @@ def test_one_difference_is_enough(report: EvalReport) -> None:
     assert report.lossless["worst_log_probability_gap"] == pytest.approx(0.4)
     assert [prompt.identical_fp32 for prompt in report.prompts] == [True, False, True]
     assert report.settings["left_out"] == {"prompt_too_long": 1}
+    asked_with = {"thinking": False, "date": "today"}
+    assert report.settings["chat_template_kwargs"] == asked_with, "eval's over the target's"
 
 
 def test_the_tree_is_the_one_that_was_used(report: EvalReport) -> None:
