@@ -37,6 +37,7 @@ ScreenedSamples = tuple[list[Sample], Counter[str], dict[str, Any]]
 
 #: Shards whose prompts are screened before generation asks for them, and processes by default.
 _AHEAD, _MOST_PROCESSES = 2, 4
+_ENDED_BY = (signal.SIGINT, signal.SIGTERM)
 
 
 class Screening:
@@ -114,7 +115,13 @@ class Screening:
         theirs, self._ours = context.Pipe(duplex=False)
         given = theirs, self._make_screen
         self._processes = ProcessPoolExecutor(self._count, context, _begin, given)
-        self._loaded: Future[None] = self._processes.submit(_nothing)
+        # What is blocked here is blocked there from the first instruction on: an interruption while
+        # they load is the parent's to tell.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
+        try:
+            self._loaded: Future[None] = self._processes.submit(_nothing)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="commit")
 
     def _start(self, work: Callable[[Screen, Any], Result], records: Any) -> Callable[[], Result]:
@@ -189,7 +196,7 @@ def _own_screen() -> Screen:
 def _begin(parent: Connection, make_screen: Callable[[], Screen]) -> None:
     """What a process does first. Signals are its parent's business: it ends with it."""
     global _own
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _ENDED_BY:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     try:

@@ -203,16 +203,29 @@ def processes_of(parent: int) -> list[int]:
 def test_a_run_that_is_ended_leaves_no_process_and_goes_on_later(
     configure: Callable[..., RunConfig], server: TargetServer, tmp_path: Path, number: int
 ) -> None:
-    config = configure("cut", 1, pii={"action": "redact"})
+    few = {"backend": "vllm", "endpoints": [server.url], **QUICK, "concurrency": 4}
+    config, goes_on = (
+        configure("cut", 1, pii={"action": "redact"}, generator=few),
+        threading.Event(),
+    )
+
+    def committed() -> bool:
+        return any((tmp_path / "cut").rglob("*.entry.json"))
+
+    def hold(ids: object, before: int) -> None:
+        """However slowly it is seen that a shard is committed, the run does not end before."""
+        if committed():
+            goes_on.wait(120)
+
     (tmp_path / "run.json").write_text(config.model_dump_json())
     command = [sys.executable, "-m", "pipeline.cli", "synth", "-c", str(tmp_path / "run.json")]
-    server.fault = lambda ids, before: time.sleep(0.2)
+    server.fault = hold
     try:
         with subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, start_new_session=True
         ) as started:
             deadline = time.monotonic() + 120
-            while not list((tmp_path / "cut").rglob("*.entry.json")):
+            while not committed():
                 assert started.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)
             children = processes_of(started.pid)
@@ -223,6 +236,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_goes_on_later(
                 os.kill(started.pid, number)
             _, said = started.communicate(timeout=30)
     finally:
+        goes_on.set()
         server.fault = lambda ids, before: None
     if number != signal.SIGKILL:
         assert started.returncode == 130 and said.startswith("error: interrupted")
