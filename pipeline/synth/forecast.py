@@ -60,17 +60,21 @@ def _halves(samples: Iterable[Sample]) -> tuple[Counter[int], Counter[int]]:
 def _coverage(
     chosen_from: Counter[int], covered: Mapping[int, int], vocabulary: int
 ) -> dict[str, float]:
-    """Draft vocabulary size → share of tokens; nothing where there is one sample alone."""
+    """Draft vocabulary size → share of tokens; nothing where there is one sample alone.
+
+    The last size is the first that holds every token of the half that chooses.
+    """
     ranked = [
         token for token, _ in sorted(chosen_from.items(), key=lambda item: (-item[1], item[0]))
     ]
     total = sum(covered.values())
     if not total:
         return {}
+    sizes = [size for size in _SIZES if size < vocabulary]
+    enough = sum(size < len(ranked) for size in sizes) + 1
     return {
         str(size): round(sum(covered.get(token, 0) for token in ranked[:size]) / total, 6)
-        for size in _SIZES
-        if size < vocabulary
+        for size in sizes[:enough]
     }
 
 

@@ -57,13 +57,16 @@ def test_one_half_of_the_replies_chooses_and_the_other_is_covered(
     make_config: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chosen from 1 1 1 2 2 3, most frequent first; the other half has 1 2 2 9."""
-    monkeypatch.setattr(module, "_SIZES", (1, 2, 3, 4096))
+    monkeypatch.setattr(module, "_SIZES", (1, 2, 3, 4, 5, 4096))
     location, target = Location(str(tmp_path / "synth")), make_config().target
     contract = read_contract(target, resolve(target)).model_copy(update={"vocab_size": 100})
     replies = [[1, 1, 1, 2], [1, 2], [2, 3], [2, 9]]
     shard = stored(location, 0, [sample(number, ids) for number, ids in enumerate(replies)])
     said = forecast(contract, location, [shard], supervised=10)
-    assert said["coverage"] == {"1": 0.25, "2": 0.75, "3": 0.75}, "the vocabulary has 100 tokens"
+    assert said["coverage"] == {"1": 0.25, "2": 0.75, "3": 0.75}, "three hold all that choose"
+    monkeypatch.setattr(module, "_SIZES", (1, 2, 100))
+    small = forecast(contract, location, [shard], supervised=10)
+    assert set(small["coverage"]) == {"1", "2"}, "the target's vocabulary has 100 tokens"
     assert said["distinct_tokens"] == 4 and said["tokens"] == 14
     hidden, layers = contract.hidden_size, len(contract.capture_layers)
     assert said["states_bytes"]["bf16"] == 2 * hidden * (14 * layers + 10)
