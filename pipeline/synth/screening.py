@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeVar
@@ -68,7 +68,8 @@ class Screening:
         if self._processes is None:
             return
         if kind and not issubclass(kind, Exception):
-            self._ours.close()
+            for child in self._children:  # one that still loads would be waited for
+                child.kill()
         try:
             while self._commits and not kind:
                 self._commits.popleft().result()
@@ -117,11 +118,12 @@ class Screening:
         self._processes = ProcessPoolExecutor(self._count, context, _begin, given)
         # What is blocked here is blocked there from the first instruction on: an interruption while
         # they load is the parent's to tell.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
+        mask, others = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY), active_children()
         try:
             self._loaded: Future[None] = self._processes.submit(_nothing)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._children = [child for child in active_children() if child not in others]
         self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="commit")
 
     def _start(self, work: Callable[[Screen, Any], Result], records: Any) -> Callable[[], Result]:

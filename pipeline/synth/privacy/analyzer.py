@@ -27,6 +27,8 @@ _NUMERIC = frozenset(
 _NUMERIC_CHARACTERS = re.compile(r"\d(?:\D{0,3}\d){3}|@|::|[A-Za-z0-9]{25}")
 _DECIMAL, _POINT = re.compile(r"\d{1,3}\.\d+"), re.compile(r"\d[.,]$")
 _LETTER = re.compile(r"[^\W\d_]")
+#: Characters before and behind an @ in which there is room for an address.
+_LOCAL_PART, _DOMAIN = 100, 300
 _SEVEN_DIGITS = re.compile(r"\d(?:[ ().\-/]{0,3}\d){6}")
 
 
@@ -162,7 +164,8 @@ def _build_engine(nlp: Any, section: PiiSection) -> Any:
 def _email_recognizer() -> Any:
     """presidio's e-mail recogniser, checking domains against the suffix list that tldextract ships.
 
-    The original asks tldextract's shared instance, which downloads that list on first use.
+    The original asks tldextract's shared instance, which downloads that list on first use, and
+    takes quadratic time over signs that a local part may hold: it is given what is around each @.
     """
     from presidio_analyzer.predefined_recognizers import EmailRecognizer
     from tldextract import TLDExtract
@@ -172,6 +175,17 @@ def _email_recognizer() -> Any:
     class OfflineEmailRecognizer(EmailRecognizer):
         def validate_result(self, pattern_text: str) -> bool:
             return bool(suffixes(pattern_text.rpartition("@")[2]).fqdn)
+
+        def analyze(self, text: str, *arguments: Any, **options: Any) -> list[Any]:
+            results = []
+            for sign in re.finditer("@", text):
+                first = max(0, sign.start() - _LOCAL_PART)
+                piece = text[first : sign.end() + _DOMAIN]
+                for result in super().analyze(piece, *arguments, **options):
+                    if result.start <= sign.start() - first < result.end:
+                        result.start, result.end = result.start + first, result.end + first
+                        results.append(result)
+            return results
 
     return OfflineEmailRecognizer()
 
