@@ -1,7 +1,7 @@
 """What a head's card says to strangers: which data and target, not where on whose machine.
 
     target.source  /home/anna/models/llama  →  llama          a hub id or package: stays
-    sources        gs://team/a/train.jsonl  →  train.jsonl    hub:, package: and builtin: stay
+    sources        gs://team/a/train.jsonl  →  train.jsonl    hub: and package: stay
     start_from     gs://team/run/head       →  head
 
 Hashes and fingerprints stay: they tell data and target from all others.
@@ -17,7 +17,7 @@ from pipeline.eagle3.checkpoint import HeadCard
 
 #: Fields whose text is a place, unless it names something public.
 _PLACES = frozenset({"source", "start_from", "head", "imported from", "model"})
-_PUBLIC = ("hub:", "package:", "builtin:")
+_PUBLIC = ("hub:", "package:")
 _ON_A_MACHINE = ("/", "~", ".", "file:")
 
 

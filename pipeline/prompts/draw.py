@@ -18,7 +18,7 @@ IN_MEMORY = 32 << 20
 
 #: The group of a prompt; draws are even over groups.
 Group = Callable[[Prompt], str]
-_category: Group = attrgetter("category")
+by_category: Group = attrgetter("category")
 
 
 def balanced(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Prompt]:
@@ -32,7 +32,7 @@ def balanced(prompts: Sequence[Prompt], limit: int | None, seed: int) -> list[Pr
 
 
 def draw(
-    prompts: Iterable[Prompt], limit: int | None, seed: int, group: Group = _category
+    prompts: Iterable[Prompt], limit: int | None, seed: int, group: Group = by_category
 ) -> Iterator[Prompt]:
     """As `balanced`, of more prompts than memory holds: each costs nine bytes there.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecords
-from pipeline.prompts.draw import Group, draw
+from pipeline.prompts.draw import Group, by_category, draw
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
 from pipeline.prompts.ids import IsNew, remembered, source_names, with_unique_ids
@@ -25,7 +24,7 @@ def stream_prompts(
     specs: Sequence[SourceSpec],
     *,
     seed: int,
-    group: Group = attrgetter("category"),
+    group: Group = by_category,
     bad: BadRecords | None = None,
     is_new: IsNew | None = None,
 ) -> Iterator[Prompt]:

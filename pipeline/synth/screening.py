@@ -22,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -48,13 +49,12 @@ class Screening:
 
     def __init__(self, screen: Screen, section: SynthSection, *, seed: int) -> None:
         self._screen, self._lock = screen, threading.Lock()
-        self._make_screen, self._count = (
-            partial(Screen, section, seed=seed),
-            count_processes(section),
-        )
+        self._make_screen = partial(Screen, section, seed=seed)
+        self._count = count_processes(section)
         self._ahead, self._most_commits = min(self._count, _AHEAD), self._count + 1
         self._commits: deque[Future[None]] = deque()
         self._processes: ProcessPoolExecutor | None = None
+        self._children: list[BaseProcess] = []
 
     def __enter__(self) -> Screening:
         return self
@@ -115,6 +115,7 @@ class Screening:
         context = get_context("spawn")  # a fork would copy the locks of running threads
         theirs, self._ours = context.Pipe(duplex=False)
         given = theirs, self._make_screen
+        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="commit")
         self._processes = ProcessPoolExecutor(self._count, context, _begin, given)
         # What is blocked here is blocked there from the first instruction on: an interruption while
         # they load is the parent's to tell.
@@ -124,7 +125,6 @@ class Screening:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._children = [child for child in active_children() if child not in others]
-        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="commit")
 
     def _start(self, work: Callable[[Screen, Any], Result], records: Any) -> Callable[[], Result]:
         """Returns what waits for the result."""

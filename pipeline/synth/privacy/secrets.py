@@ -106,20 +106,8 @@ _NO_SECRET_NAME = re.compile(
     r"(?i)hash|sha|md5|digest|commit|sum|uuid|guid|id$|etag|expected|output|alphabet"
 )
 _PASSWORD_HINTS = (
-    *(
-        "pass",
-        "pwd",
-        "pw",
-        "kennwort",
-        "contrase",
-        "psw",
-        "mdp",
-        "clave",
-        "senha",
-        "hasło",
-        "heslo",
-    ),
-    *("wachtwoord", "lösenord", "пароль", "密码", "密碼", "パスワード", "비밀번호"),
+    *("pass", "pwd", "pw", "psw", "mdp", "clave", "senha", "hasło", "heslo", "kennwort"),
+    *("contrase", "wachtwoord", "lösenord", "пароль", "密码", "密碼", "パスワード", "비밀번호"),
 )
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from operator import attrgetter
 
 from pipeline.config import SynthSection
 from pipeline.errors import DataError
 from pipeline.prompts import stream_prompts
 from pipeline.prompts.bad_records import BadRecords
-from pipeline.prompts.draw import Group, draw
+from pipeline.prompts.draw import Group, by_category, draw
 from pipeline.records import Prompt
 from pipeline.synth.selection.filters import (
     Step,
@@ -98,7 +97,7 @@ def balance_group(section: SynthSection) -> Group:
     """What draws are even over. Raises MissingPackage without py3langid, for languages."""
     parts: list[Group] = []
     if "category" in section.balance:
-        parts.append(attrgetter("category"))
+        parts.append(by_category)
     if "language" in section.balance:
         code_of = language_of(section.quality.min_language_characters, "synth.balance")
         parts.append(lambda prompt: code_of(prompt) or "short")
