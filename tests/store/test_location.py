@@ -11,8 +11,10 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFile  # type: ignore[import-untyped]
 
 from pipeline.errors import CorruptShard, MissingPackage, StoreError
 from pipeline.store.backends import remote
@@ -78,6 +80,21 @@ def test_of_several_writers_one_creates_a_file_and_all_get_its_bytes(location: L
         assert given == {location.read("b.bin")} and len(given) == 1
         location.delete("b.bin")
     assert location.names() == ["a.bin", "empty"] and not location.temporaries()
+
+
+def test_a_store_in_memory_looks_and_creates_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's looks first and creates later: in between, others did too, and all succeeded."""
+    commit = MemoryFile.commit
+
+    def commit_late(self: Any) -> None:
+        time.sleep(0.01)
+        commit(self)
+
+    monkeypatch.setattr(MemoryFile, "commit", commit_late)
+    location = Location(f"memory://{uuid.uuid4().hex}")
+    with ThreadPoolExecutor(4) as pool:
+        given = set(pool.map(lambda writer: location.create("a.bin", bytes([writer])), range(4)))
+    assert given == {location.read("a.bin")}
 
 
 def test_a_store_that_cannot_refuse_to_overwrite_is_refused(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ _REQUEST_TIMEOUTS = 10
 #: Protocols whose filesystem writes a file on the condition that there is none, decided by the
 #: store: Google Cloud Storage by its generation, S3 by If-None-Match (s3fs from 2025.7 on).
 _EXCLUSIVE = frozenset({"gs", "gcs", "s3", "memory"})
+#: fsspec's store in memory looks whether there is a file, and creates it later.
+_MEMORY_LOCK = threading.RLock()
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "abfs": "adlfs", "az": "adlfs"}
 
 
@@ -47,7 +50,8 @@ class Remote:
 
     def attempt(self, call: Callable[[], T], where: str) -> T:
         """Until it succeeds, fails for good, or has been tried for long enough (see retry.py)."""
-        return retry(call, where)
+        with _MEMORY_LOCK if self._uri.startswith("memory://") else nullcontext():
+            return retry(call, where)
 
     def info(self, name: str) -> FileInfo | None:
         self._fs.invalidate_cache()

@@ -101,11 +101,14 @@ _PARTS: dict[str, tuple[str, ...]] = {
 _CASE_MATTERS = frozenset({"city", "place"})
 _NEEDS_CAPITAL = frozenset({"street", "streetlike"})  # some word of theirs begins with one
 
+_WITHOUT_LINES = frozenset({"city", "corner"})  # may go over lines, or have no digit of its own
+
 _REGEXES = {
     kind: re.compile("|".join(regexes), 0 if kind in _CASE_MATTERS else re.IGNORECASE)
     for kind, regexes in _PARTS.items()
 }
-_CAPITAL, _DIGIT = re.compile(r"[A-ZÀ-ÞΑ-ΩА-Я]"), re.compile(r"\d")
+_CAPITAL = re.compile(r"[A-ZÀ-ÞΑ-ΩА-Я]")
+_LINE_WITH_DIGIT = re.compile(r"^[^\n\d]*+\d[^\n]*", re.MULTILINE)
 
 #: What announces an address; the address then reaches to the end of the clause.
 _ANNOUNCED = re.compile(
@@ -130,12 +133,13 @@ def find_addresses(text: str) -> Iterator[Finding]:
 
 def _find_parts(text: str) -> Iterator[tuple[int, int, str]]:
     """(start, end, kind) of every part."""
-    if not _DIGIT.search(text):
-        return
+    lines = [line.span() for line in _LINE_WITH_DIGIT.finditer(text)]
+    everything = [(0, len(text))] if lines else []
     for kind, regex in _REGEXES.items():
-        for match in regex.finditer(text):
-            if kind not in _NEEDS_CAPITAL or _CAPITAL.search(match[0]):
-                yield match.start(), match.end(), kind
+        for span in everything if kind in _WITHOUT_LINES else lines:
+            for match in regex.finditer(text, *span):
+                if kind not in _NEEDS_CAPITAL or _CAPITAL.search(match[0]):
+                    yield match.start(), match.end(), kind
 
 
 def _join_neighbours(text: str, parts: list[tuple[int, int, str]]) -> Iterator[Finding]:

@@ -108,6 +108,7 @@ def _load_nlp(spacy_model: str) -> Any:
     """
     import spacy
     from presidio_analyzer.nlp_engine import SpacyNlpEngine
+    from spacy.lang.lex_attrs import is_punct
     from spacy.language import Language
 
     if not Language.has_factory(_LEMMAS):
@@ -119,6 +120,14 @@ def _load_nlp(spacy_model: str) -> Any:
             nlp = spacy.load(spacy_model, exclude=unused)
             nlp.add_pipe(_LEMMAS)
             self.nlp = {_LANGUAGE: nlp}  # type: ignore[assignment]
+            self._stop_words = nlp.Defaults.stop_words
+
+        # presidio asks both about every token; spaCy would make a vocabulary entry for each answer.
+        def is_stopword(self, word: str, language: str) -> bool:
+            return word in self._stop_words
+
+        def is_punct(self, word: str, language: str) -> bool:
+            return _LETTER.search(word) is None and is_punct(word)
 
     engine = NerSpacyEngine(models=[{"lang_code": _LANGUAGE, "model_name": spacy_model}])
     engine.load()
@@ -127,9 +136,7 @@ def _load_nlp(spacy_model: str) -> Any:
 
 def _lower_case(document: Any) -> Any:
     """Lemmas for presidio's context words, which it matches as parts of lemmas: phone in phones."""
-    for token in document:
-        token.lemma_ = token.lower_
-    return document
+    return document.from_array(["LEMMA"], document.to_array(["LOWER"])[:, None])
 
 
 def _ner_entities(nlp: Any) -> set[str]:
