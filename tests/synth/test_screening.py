@@ -127,6 +127,24 @@ def test_a_process_that_is_killed_is_an_error_and_no_endless_wait() -> None:
     assert died.value.exit_code == 75
 
 
+class SlowToLoad:
+    """What a process needs a minute to unpickle, before it can watch for its parent's end."""
+
+    def __reduce__(self) -> tuple[Callable[[float], None], tuple[float]]:
+        return time.sleep, (60.0,)
+
+
+def test_an_interruption_ends_a_process_that_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = section(1)
+    with pytest.raises(KeyboardInterrupt), Screening(Screen(spec), spec, seed=0) as screening:
+        monkeypatch.setattr(screening, "_make_screen", SlowToLoad())
+        assert len(list(screening.prompts([("a", GIVEN)]))) == 1  # screened here meanwhile
+        [process] = multiprocessing.active_children()
+        raise KeyboardInterrupt
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def test_prompts_are_taken_a_few_shards_ahead() -> None:
     """Each may be claimed, so that others cannot make it."""
     taken = []
