@@ -6,8 +6,8 @@
 
 Prompts are screened a few shards ahead; by this process while the others load their recognisers,
 which takes seconds. A shard's texts are screened together, as they are without
-processes, so that their number changes no byte. The processes end once this one's end of a pipe is
-closed, which the kernel does when it is killed.
+processes, so that their number changes no byte. The processes are killed at the end, and end by
+themselves when this one is killed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from multiprocessing import active_children, get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
 
 from pipeline.config import SynthSection
-from pipeline.errors import Eagle3Error, WorkersDied
+from pipeline.errors import WorkersDied
 from pipeline.records import Prompt, Sample
 from pipeline.synth.screen import Screen
 
@@ -44,17 +43,17 @@ _ENDED_BY = (signal.SIGINT, signal.SIGTERM)
 class Screening:
     """The work of `screen` in processes that each make their own; with none of them here, at once.
 
-    Leaving it waits for the shards that are being committed, unless it is interrupted.
+    Leaving it waits for the shards that are being committed, unless something went wrong.
     """
 
     def __init__(self, screen: Screen, section: SynthSection, *, seed: int) -> None:
-        self._screen, self._lock = screen, threading.Lock()
+        self._screen = screen
         self._make_screen = partial(Screen, section, seed=seed)
         self._count = count_processes(section)
         self._ahead, self._most_commits = min(self._count, _AHEAD), self._count + 1
         self._commits: deque[Future[None]] = deque()
-        self._processes: ProcessPoolExecutor | None = None
-        self._children: list[BaseProcess] = []
+        self._processes: tuple[_Process, ...] = ()
+        self._idle: SimpleQueue[_Process] = SimpleQueue()
 
     def __enter__(self) -> Screening:
         return self
@@ -65,18 +64,16 @@ class Screening:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._processes is None:
+        if not self._processes:
             return
-        if kind and not issubclass(kind, Exception):
-            for child in self._children:  # one that still loads would be waited for
-                child.kill()
         try:
             while self._commits and not kind:
                 self._commits.popleft().result()
         finally:
-            self._threads.shutdown()
-            self._ours.close()
-            self._processes.shutdown(wait=False, cancel_futures=True)
+            for process in self._processes:
+                process.kill()
+            for threads in (self._here, self._asking, self._committing):
+                threads.shutdown(cancel_futures=True)
 
     def prompts(
         self, shards: Iterable[tuple[str, Sequence[Prompt]]]
@@ -84,7 +81,7 @@ class Screening:
         """Those of each named shard, in the same order."""
         started: deque[tuple[str, Callable[[], ScreenedPrompts]]] = deque()
         for name, prompts in shards:
-            if self._count and self._processes is None:
+            if self._count and not self._processes:
                 self._launch()  # not before: there may be no shard left for this process
             started.append((name, self._start(_screen_prompts, prompts)))
             if len(started) > self._ahead:
@@ -102,44 +99,90 @@ class Screening:
 
         So memory and claims do not grow where screening is slower than generation.
         """
-        if self._processes is None:
+        if not self._processes:
             task()
             return
-        self._commits.append(self._threads.submit(task))
+        self._commits.append(self._committing.submit(task))
         while len(self._commits) > self._most_commits or (
             self._commits and self._commits[0].done()
         ):
             self._commits.popleft().result()
 
     def _launch(self) -> None:
-        context = get_context("spawn")  # a fork would copy the locks of running threads
-        theirs, self._ours = context.Pipe(duplex=False)
-        given = theirs, self._make_screen
-        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="commit")
-        self._processes = ProcessPoolExecutor(self._count, context, _begin, given)
+        # Not in the caller's thread, where an interruption may be lost in a recogniser's C code;
+        # one at a time, as the ledger is taken after each shard.
+        self._here = ThreadPoolExecutor(1, thread_name_prefix="screen")
+        self._asking = ThreadPoolExecutor(self._count, thread_name_prefix="ask")
+        self._committing = ThreadPoolExecutor(self._count, thread_name_prefix="commit")
+        resource_tracker.ensure_running()  # which would lift the block below
         # What is blocked here is blocked there from the first instruction on: an interruption while
         # they load is the parent's to tell.
-        mask, others = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY), active_children()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
         try:
-            self._loaded: Future[None] = self._processes.submit(_nothing)
+            for _ in range(self._count):
+                self._processes = (*self._processes, _Process(self._make_screen))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self._children = [child for child in active_children() if child not in others]
+        for process in self._processes:
+            self._idle.put(process)
 
     def _start(self, work: Callable[[Screen, Any], Result], records: Any) -> Callable[[], Result]:
         """Returns what waits for the result."""
-        if self._processes is None or self._is_loading():
-            with self._lock:  # its ledger is taken after each shard
-                screened = work(self._screen, records)
+        if not self._processes:
+            screened = work(self._screen, records)
             return lambda: screened
+        if self._is_loading():
+            return self._here.submit(work, self._screen, records).result
+        return self._asking.submit(self._ask, work, records).result
+
+    def _ask(self, work: Callable[[Screen, Any], Result], records: Any) -> Result:
+        process = self._idle.get()
         try:
-            future = self._processes.submit(_work, work, records)
-        except BrokenProcessPool:
-            raise _died() from None
-        return partial(_wait, future)
+            return process.do(work, records)
+        finally:
+            self._idle.put(process)
 
     def _is_loading(self) -> bool:
-        return not self._loaded.done()
+        return not any(process.has_loaded() for process in self._processes)
+
+
+class _Process:
+    """A screening process and this end of its pipe: one task at a time."""
+
+    def __init__(self, make_screen: Callable[[], Screen]) -> None:
+        context = get_context("spawn")  # a fork would copy the locks of running threads
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make_screen))
+        self._process.start()
+        theirs.close()
+        self._loaded = False
+
+    def has_loaded(self) -> bool:
+        """Or has died, or found an error: the next task will tell."""
+        return self._loaded or self._pipe.poll()
+
+    def do(self, work: Callable[[Screen, Any], Result], records: Any) -> Result:
+        """Raises what `work` raises there, and WorkersDied."""
+        try:
+            if not self._loaded:
+                self._take()
+                self._loaded = True
+            self._pipe.send((work, records))
+            result: Result = self._take()
+        except (EOFError, OSError):
+            raise _died() from None
+        return result
+
+    def _take(self) -> Any:
+        outcome = self._pipe.recv()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def kill(self) -> None:
+        """It has nothing to write, and may still load."""
+        self._process.kill()
+        self._process.join()
 
 
 def count_processes(section: SynthSection) -> int:
@@ -162,13 +205,6 @@ def _screen_samples(screen: Screen, samples: Sequence[Sample]) -> ScreenedSample
     return *screen.samples(samples), screen.take_audit()
 
 
-def _wait(future: Future[Result]) -> Result:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        raise _died() from None
-
-
 def _died() -> WorkersDied:
     return WorkersDied(
         "a screening process has ended early, perhaps for want of memory",
@@ -178,35 +214,25 @@ def _died() -> WorkersDied:
     )
 
 
-def _work(work: Callable[[Screen, Any], Result], records: Any) -> Result:
-    return work(_own_screen(), records)
-
-
-def _nothing() -> None:
-    """For a process to take as soon as it has begun."""
-
-
-_own: Screen | Eagle3Error
-
-
-def _own_screen() -> Screen:
-    if isinstance(_own, Eagle3Error):
-        raise _own
-    return _own
-
-
-def _begin(parent: Connection, make_screen: Callable[[], Screen]) -> None:
-    """What a process does first. Signals are its parent's business: it ends with it."""
-    global _own
+def _serve(pipe: Connection, make_screen: Callable[[], Screen]) -> None:
+    """What a process does, until its parent ends. Signals are the parent's business."""
     for number in _ENDED_BY:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     try:
-        _own = make_screen()
-    except Eagle3Error as error:  # a task's error crosses to the parent, this function's does not
-        _own = error
+        screen = make_screen()
+        pipe.send(None)
+        while True:
+            work, records = pipe.recv()
+            pipe.send(work(screen, records))
+    except EOFError:
+        pass
+    except Exception as error:  # crosses to the parent, who raises it
+        pipe.send(error)
 
 
-def _end_with(parent: Connection) -> None:
-    parent.poll(None)  # nothing is ever sent
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
     os._exit(0)
