@@ -249,7 +249,7 @@ class Manifest(Record):
         return sum(shard.tokens for shard in self.shards)
 
 
-ZeroStage = Literal[0, 1, 2, 3]
+ZeroStage = Literal[0, 1]
 
 
 class ZeroMemory(Record):
@@ -259,7 +259,7 @@ class ZeroMemory(Record):
     weights: int
     gradients: int
     optimiser: int
-    stepping: int  # gradients in float32, while the optimiser steps and no activations are held
+    stepping: int  # while the optimiser steps and no activations are held
     buffers: int  # for collectives
     frozen: int  # the target's embedding, and its output rows of the draft vocabulary
     activations: int

@@ -23,8 +23,9 @@ class HeadSection(Section):
     init_layer: Literal["least_squares", "target_last", "random"] = "least_squares"
     """Start from the target's last layer where shapes fit; least_squares then solves fc, values and
     MLP output on the first batches."""
-    init_tokens: int = Field(131_072, gt=0)
-    """Tokens of the first batches that least_squares is solved on."""
+    init_tokens: int | None = Field(None, gt=0)
+    """Tokens of the first batches that least_squares is solved on; None: until they have 30 labels
+    for each of its 4 · hidden size regressors."""
     init_lm_head: Literal["target", "random"] = "target"
     """Start lm_head from the target's rows of the draft vocabulary."""
     fc_norm: bool = False
@@ -59,9 +60,11 @@ class TrainSection(Section):
     """Soft cross-entropy, KL divergence, total variation, or the negative log of the acceptance
     probability."""
     normalise: Literal["supervised", "all"] = "supervised"
-    """The loss of a batch is divided by its supervised tokens, or by all of them."""
+    """The loss of an optimiser step is divided by its supervised tokens, or by all of them."""
     train_lm_head: bool = True
     """False keeps lm_head as it started."""
+    data_tokens: int | None = Field(None, gt=0)
+    """Train on samples drawn with run.seed until they have so many tokens; None: on all."""
     epochs: int = Field(3, gt=0)
     """Passes over the states."""
     max_steps: int | None = Field(None, gt=0)
@@ -83,10 +86,11 @@ class TrainSection(Section):
     clip_norm: float = Field(0.5, gt=0)
     """Gradient norm limit."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute type; bfloat16 keeps fp32 masters in DeepSpeed. auto: as target.dtype, but training
-    that continues from a checkpoint keeps the checkpoint's. The head is stored in bfloat16."""
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed ZeRO stage."""
+    """Type of products; weights, gradients and their sums are in float32. auto: as target.dtype,
+    but training that continues from a checkpoint keeps the checkpoint's. The head is stored in
+    bfloat16."""
+    zero_stage: Literal[0, 1] = 0
+    """DeepSpeed ZeRO stage; 1 splits AdamW's state over the processes."""
     activation_checkpointing: bool = False
     """Recompute a step's activations in the backward pass: less memory, more time."""
     compile: bool = False

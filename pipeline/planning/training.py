@@ -7,9 +7,9 @@ from pipeline.planning.heads import HeadSize
 from pipeline.planning.targets import TargetShape
 from pipeline.records import ZeroMemory, ZeroStage
 
-ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-#: Numbers in DeepSpeed's reduce bucket (stages 1 to 3), and at most gathered at once (stage 3).
-_BUCKET, _LIVE = 500_000_000, 1_000_000_000
+ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1)
+#: Numbers in DeepSpeed's reduce bucket.
+_BUCKET = 500_000_000
 #: Logits held at one time; train/ttt/divergence.py.
 CHUNK_LOGITS = 8 << 20
 
@@ -25,21 +25,20 @@ def zero_memory(
 ) -> ZeroMemory:
     """Of one of `ranks` processes.
 
-    bf16: weights and gradients of 2 bytes; master, two moments, and while the optimiser steps a
-    gradient, of 4. fp32: all of 4; without ZeRO the weights are their own master.
+    Weights, gradients and two moments of 4 bytes; in bf16 a copy of the weights and its gradients
+    of 2 as well. ZeRO 1 splits the moments, and with them a second copy of the weights of 4 bytes
+    and, while the optimiser steps, one of the gradients.
     """
     count, width = head.parameters, 2 if bf16 else 4
+    copy = 2 if bf16 else 0
     share = count / ranks
-    master = 4 if bf16 or stage else 0
-    held = share if stage >= 1 else count  # optimiser state
-    gathered = min(count, _LIVE) * width if stage == 3 else 0
     return ZeroMemory(
         stage=stage,
-        weights=round((share if stage == 3 else count) * width),
-        gradients=round((share if stage >= 2 else count) * width),
-        optimiser=round(held * (master + 8)),
-        stepping=round(held * 4) if bf16 else 0,
-        buffers=min(count, _BUCKET) * width * bool(stage) + gathered,
+        weights=count * (4 + copy),
+        gradients=count * (4 + copy),
+        optimiser=round(share * 12) if stage else count * 8,
+        stepping=round(share * 4) if stage else 0,
+        buffers=min(count, _BUCKET) * 4 if stage else 0,
         frozen=(target.vocabulary + head.draft_vocabulary) * head.hidden * width,
         activations=activation_bytes(section, head, width=width),
     )
@@ -70,23 +69,36 @@ def activation_bytes(section: TrainSection, head: HeadSize, *, width: int) -> in
 def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> int:
     """Of a start by least squares; 0 without.
 
-    The embedding in the type it is stored in and in float32. Then either the sums of 4H by 4H in
-    float64, scaled and factored, and 4H by H three times; or those of I by I in float32, four
-    times.
+    The embedding in the type it is stored in and in float32. Then, for P = 4H regressors or the I
+    of the MLP: sums of P by P in float64, scaled and factored, P by H three times, and a solution
+    in float32 for each of four strengths.
     """
     if section.start_from or section.head_config.init_layer != "least_squares":
         return 0
     hidden, wide = head.hidden, head.intermediate
-    linear = 8 * (3 * (4 * hidden) ** 2 + 3 * 4 * hidden * hidden)
-    mlp = 4 * 4 * wide * wide
-    return (2 + 4) * target.vocabulary * hidden + max(linear, mlp)
+    most = max(4 * hidden, wide)
+    sums = 8 * (3 * most**2 + 3 * most * hidden) + 4 * 4 * most * hidden
+    return (2 + 4) * target.vocabulary * hidden + sums
 
 
-def step_traffic(head: HeadSize, *, stage: ZeroStage, ranks: int, bf16: bool) -> float:
-    """Bytes that a process sends for one optimiser step: ring all-reduce, or what stands for it.
+def start_flops(section: TrainSection, head: HeadSize) -> float:
+    """Of a start by least squares on the rows that it wants, all in float32; 0 without.
 
-    Stage 0 reduces gradients everywhere, 1 and 2 reduce them to their owners and gather weights: 2
-    a parameter each; stage 3 gathers weights twice.
+    Sums over P = 4H regressors and over the I of the MLP, each with five Cholesky factors, and one
+    forward pass of the head.
     """
-    passes = 3 if stage == 3 else 2
-    return passes * head.parameters * (2 if bf16 else 4) * (ranks - 1) / ranks
+    if section.start_from or section.head_config.init_layer != "least_squares":
+        return 0.0
+    regressors = 4 * head.hidden
+    rows = 30 * regressors
+    solved = sum(2 * rows * size**2 + 5 * size**3 / 3 for size in (regressors, head.intermediate))
+    return solved + rows * 2 * head.parameters
+
+
+def step_traffic(head: HeadSize, *, ranks: int) -> float:
+    """Bytes that a process sends for one optimiser step, in float32.
+
+    Stage 0 reduces gradients everywhere by a ring, stage 1 reduces them to their owners and gathers
+    weights: each number is sent twice.
+    """
+    return 2 * head.parameters * 4 * (ranks - 1) / ranks

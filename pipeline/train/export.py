@@ -85,6 +85,7 @@ def training_facts(
         "exported_step": best.step if best else progress.step,
         "tokens": progress.tokens,
         "labels": progress.labels,
+        "data_tokens": survey.tokens,
         "supervised_tokens": survey.supervised,
         "split_samples": survey.split,
         "held_out": survey.rejected.get("held_out", 0),

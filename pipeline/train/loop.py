@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from pipeline.config import TrainSection
@@ -30,7 +29,6 @@ from pipeline.train.group import first_decides
 from pipeline.train.metrics import Clock, Metrics
 from pipeline.train.progress import Progress, StoredFile, Window
 from pipeline.train.trainer import Trainer, TrainingState
-from pipeline.train.ttt.model import StepResult
 
 #: The learning rate ends at this share of its peak.
 FINAL_RATE = 0.05
@@ -124,25 +122,17 @@ class TrainingLoop:
 
         When one of them is asked to end, all do, with a checkpoint.
         """
-        batches = (reader.take() for _ in range(self.section.accumulate))
-        tokens, labels, results = 0, 0, list[StepResult]()
-        for batch, result in self.trainer.step(batches, self._rate(self.progress.step)):
-            tokens, labels = tokens + batch.tokens, labels + len(batch.labels)
-            results.append(result)
-        hits = torch.stack([result.hits.cpu() for result in results]).sum(0)
-        predicted = torch.stack([result.labels.cpu() for result in results]).sum(0)
-        losses = torch.stack([result.loss.double().cpu() for result in results])
-        counts = torch.cat((hits, predicted, torch.tensor([tokens, labels, int(grace.begun)])))
-        *sums, tokens, labels, ending = self.trainer.all_reduce(counts).tolist()
-        losses = self.trainer.all_reduce(losses) / self.trainer.world
+        batches = [reader.take() for _ in range(self.section.accumulate)]
+        rate = self._rate(self.progress.step)
+        sums = self.trainer.step(batches, rate, asked_to_end=grace.begun)
         group = self.trainer.world * self.section.accumulate
         window = self.progress.window.extended(
-            losses.tolist(), sums[: len(hits)], sums[len(hits) :], tokens=tokens, batches=group
+            sums, batches=group, clipped=sums.gradient_norm > self.section.clip_norm
         )
         self.progress = self.progress.after_step(
-            batches=group, tokens=tokens, labels=labels, window=window
+            batches=group, tokens=sums.tokens, labels=sums.labels, window=window
         )
-        if ending:
+        if sums.asked_to_end:
             self._save()
             notice("train", f"SIGTERM: ended with a checkpoint after step {self.progress.step:,}")
             raise KeyboardInterrupt
@@ -188,6 +178,7 @@ class TrainingLoop:
             "epoch": self.schedule.locate(progress.batches - group)[0],
             **means,
             **decoded,
+            **window.gradients(),
             "lr": self._rate(progress.step - 1),
             "tokens": progress.tokens,
             "fill": window.tokens / budget,

@@ -18,7 +18,13 @@ from pipeline.planning.devices import (
 )
 from pipeline.planning.heads import HeadSize
 from pipeline.planning.targets import TargetShape, shape_of
-from pipeline.planning.training import ZERO_STAGES, start_bytes, step_traffic, zero_memory
+from pipeline.planning.training import (
+    ZERO_STAGES,
+    start_bytes,
+    start_flops,
+    step_traffic,
+    zero_memory,
+)
 from pipeline.records import Manifest, Plan, ZeroMemory
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_weight_bytes
@@ -143,7 +149,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         shards=_HEAD_FILES,
         objects=_OBJECTS + section.keep_checkpoints * _CHECKPOINT_FILES,
         device=workers_said,
-        seconds=_LOADING_SECONDS + _seconds(work) + decoding_seconds,
+        seconds=_LOADING_SECONDS + _start_seconds(work) + _seconds(work) + decoding_seconds,
         peak_memory_bytes=max(sum(memory.values()), _start_bytes(work)),
         memory=memory | {"before that, a start by least squares": _start_bytes(work)},
         zero=zero if work.device.is_cuda or config.plan.workers > 1 else (),
@@ -155,7 +161,8 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             f"{_CHECKPOINT_BYTES_PER_PARAMETER} bytes a parameter, and the head twice in bfloat16",
             f"time: {work.flops / 1e6:,.0f} MFLOP a token at {work.rate / 1e9:,.0f} GFLOP/s "
             f"in {work.dtype} ({workers_said}), as if every token were supervised; "
-            f"{work.steps:,} steps of {work.step_tokens:,} tokens",
+            f"{work.steps:,} steps of {work.step_tokens:,} tokens; "
+            f"{_start_seconds(work):,.0f} s for a start by least squares, on one worker",
             "memory: optimiser state, the target's embedding and one unroll's activations",
             *evaluation.basis,
         ),
@@ -165,12 +172,20 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
 def _seconds(work: _Work) -> float:
     """Arithmetic and collectives one after the other; reading the states goes on beside them."""
     config, workers = work.config, work.config.plan.workers
-    stage, bf16 = config.train.zero_stage, work.dtype == "bfloat16"
-    traffic = step_traffic(work.head, stage=stage, ranks=workers, bf16=bf16)
+    traffic = step_traffic(work.head, ranks=workers)
     computing = work.flops * work.tokens / (work.rate * workers)
     share_read = work.tokens / max(1, work.states.tokens)
     reading = store_seconds(config, work.states.bytes * share_read)
     return max(computing + work.steps * traffic / LINK_BYTES, reading)
+
+
+def _start_seconds(work: _Work) -> float:
+    """Of the first process, which solves for all, in float32."""
+    device, threads = work.device, work.config.run.threads
+    rate = _FLOPS_PER_THREAD["float32"] * threads
+    if device.is_cuda:
+        rate = device.flops("float32") * TRAIN_SHARE
+    return start_flops(work.config.train, work.head) / rate
 
 
 def _zero(work: _Work) -> tuple[ZeroMemory, ...]:

@@ -15,7 +15,14 @@ from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import Target
 from pipeline.train.audit import audit_mask, log_survey, show_sample
-from pipeline.train.data.corpus import HeldOut, Survey, hold_out, join_surveys, survey
+from pipeline.train.data.corpus import (
+    HeldOut,
+    Survey,
+    draw_samples,
+    hold_out,
+    join_surveys,
+    survey,
+)
 from pipeline.train.data.schedule import Schedule
 from pipeline.train.data.stored import StoredCorpus, open_corpus
 from pipeline.train.group import first_decides, own_part, take_from_first, together
@@ -23,6 +30,7 @@ from pipeline.train.start.least_squares import (
     SCALE_BATCHES,
     FirstBatches,
     fc_scale,
+    rows_wanted,
     start_by_least_squares,
 )
 
@@ -47,6 +55,9 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadSh
         count, longest = section.evaluate_prompts, shape.max_position_embeddings
         longest -= section.evaluate_tokens
         held_out = first_decides(lambda: hold_out(corpus, count, seed=seed, longest=longest))
+    drawn = None
+    if (tokens := section.data_tokens) is not None:
+        drawn = first_decides(lambda: draw_samples(corpus, tokens, seed=seed, held_out=held_out))
     parts = together(
         lambda: survey(
             corpus,
@@ -55,6 +66,7 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadSh
             budget=section.batch_tokens,
             long_samples=section.long_samples,
             held_out=held_out,
+            drawn=drawn,
         )
     )
     surveyed = join_surveys(parts)
@@ -80,15 +92,20 @@ def solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> No
 def measure_scale(config: RunConfig, head: Eagle3Head, data: Data) -> float:
     """Factor of the learning rate of `fc`, measured on the first process."""
     tokens = config.train.batch_tokens * SCALE_BATCHES
-    return first_decides(lambda: fc_scale(head, FirstBatches(data.corpus, data.schedule, tokens)))
+    batches = FirstBatches(data.corpus, data.schedule, tokens=tokens)
+    return first_decides(lambda: fc_scale(head, batches))
 
 
 def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:
-    device = target.device
-    batches = FirstBatches(data.corpus, data.schedule, config.train.head_config.init_tokens)
+    device, wanted = target.device, rows_wanted(head.shape.hidden_size)
+    tokens = config.train.head_config.init_tokens
+    batches = FirstBatches(data.corpus, data.schedule, tokens=tokens, labels=wanted)
     embedding = target.weights.embedding().to(device)
     solved = start_by_least_squares(head.to(device), embedding, batches)
     head.cpu()
     linear = f"{solved.explained:.0%} of the target's states explained linearly"
     rest = f"{solved.explained_by_mlp:.0%} of the rest by the MLP"
-    notice("train", f"head solved by least squares on {solved.rows:,} labels: {linear}, {rest}")
+    held_out = f"on {solved.held_out:,} of them held out" if solved.held_out else "on the same"
+    few = "" if solved.rows >= wanted else f", fewer than the {wanted:,} that it should have"
+    notice("train", f"head solved by least squares on {solved.rows:,} labels{few}")
+    notice("train", f"{held_out}: {linear}, {rest}; ridge {solved.strength:g}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import Field
 
@@ -14,31 +14,46 @@ from pipeline.records import Arithmetic, Record
 StoredFile = tuple[int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
 
 
+class Sums(Protocol):
+    """Of one optimiser step."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def gradient_norm(self) -> float: ...
+    @property
+    def hits(self) -> Sequence[int]: ...
+    @property
+    def predicted(self) -> Sequence[int]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def coarse_rows(self) -> int: ...
+
+
 class Window(Record):
     """Sums since the last line of metrics."""
 
-    losses: tuple[float, ...] = ()  # of each micro-batch
+    losses: tuple[float, ...] = ()  # of each optimiser step
+    gradient_norms: tuple[float, ...] = ()  # likewise, before clipping
+    clipped: int = 0  # steps whose gradient was shortened
     hits: tuple[int, ...] = ()  # per step of the unroll
     rows: tuple[int, ...] = ()  # likewise: labels that the step predicts
     tokens: int = 0
+    coarse_rows: int = 0  # states of a token and layer that int8 holds badly
     batches: int = 0  # over all processes, however many there were
 
-    def extended(
-        self,
-        losses: Sequence[float],
-        hits: Sequence[int],
-        labels: Sequence[int],
-        *,
-        tokens: int,
-        batches: int,
-    ) -> Window:
+    def extended(self, sums: Sums, *, batches: int, clipped: bool) -> Window:
         """With one more optimiser step."""
-        none = (0,) * len(hits)
+        none = (0,) * len(sums.hits)
         return Window(
-            losses=(*self.losses, *losses),
-            hits=tuple(a + b for a, b in zip(self.hits or none, hits, strict=True)),
-            rows=tuple(a + b for a, b in zip(self.rows or none, labels, strict=True)),
-            tokens=self.tokens + tokens,
+            losses=(*self.losses, sums.loss),
+            gradient_norms=(*self.gradient_norms, sums.gradient_norm),
+            clipped=self.clipped + clipped,
+            hits=tuple(a + b for a, b in zip(self.hits or none, sums.hits, strict=True)),
+            rows=tuple(a + b for a, b in zip(self.rows or none, sums.predicted, strict=True)),
+            tokens=self.tokens + sums.tokens,
+            coarse_rows=self.coarse_rows + sums.coarse_rows,
             batches=self.batches + batches,
         )
 
@@ -47,6 +62,17 @@ class Window(Record):
         steps = enumerate(zip(self.hits, self.rows, strict=True))
         accuracies = {f"acc_{k}": hits / max(labels, 1) for k, (hits, labels) in steps}
         return {"loss": sum(self.losses) / len(self.losses), **accuracies}
+
+    def gradients(self) -> dict[str, float]:
+        """Mean and greatest norm of a step's gradient, share of the steps that were clipped, and
+        share of the aux states that int8 holds badly."""
+        norms = self.gradient_norms
+        return {
+            "gradient_norm": sum(norms) / len(norms),
+            "gradient_norm_max": max(norms),
+            "clipped_share": self.clipped / len(norms),
+            "coarse_rows_share": self.coarse_rows / (3 * self.tokens),
+        }
 
 
 class Best(Record):

@@ -207,7 +207,7 @@ def _trainer(config: RunConfig, head: Eagle3Head, target: Target, data: Data) ->
         head,
         target.weights.embedding(),
         target.weights.lm_head(),
-        Objective(section.ttt_steps, section.step_decay, section.loss, section.normalise),
+        Objective(section.ttt_steps, section.step_decay, section.loss),
         max_length=max(piece.length for piece in data.survey.pieces),
         dtype=getattr(torch, section.dtype),
         checkpointing=section.activation_checkpointing,

@@ -1,15 +1,22 @@
 """DeepSpeed, the one way to train: the same engine on a CPU core and on a fleet of GPUs.
 
 Started by a launcher (`deepspeed`, `torchrun`), it joins that group; started as it is, it makes a
-group of one. Compute runs in `train.dtype`; with bfloat16 DeepSpeed keeps fp32 masters of the
-weights. AdamW is torch's own, so no compiler is needed.
+group of one. Weights, their gradients and AdamW's moments are float32, and so is every sum over
+micro-batches and processes; products are computed in `train.dtype`, on copies (ttt/model.py):
+
+    fp32 weights ──cast──► bf16 copies ──► unroll, loss ──► bf16 gradients of one micro-batch
+         ▲                                                        │ cast
+         └── AdamW ◄── clip ◄── mean over processes ◄── sum over micro-batches, fp32
+
+A head has at most 1.5 billion parameters: 20 bytes each are 30 GB. Of ZeRO (arXiv:1910.02054) only
+stage 1 is offered beside 0; it splits AdamW's state, the largest part. AdamW is torch's own, so no
+compiler is needed.
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +27,29 @@ from pipeline.errors import CorruptShard, DataError
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.group import first_decides, join_group, quiet, take_from_first
-from pipeline.train.optimizer_state import MOMENTS, OptimizerState, set_weight, whole_shape
+from pipeline.train.optimizer_state import MOMENTS, OptimizerState
 from pipeline.train.ttt.model import StepResult, TttModel
 
 
 class TrainingState(NamedTuple):
     """All that an optimiser step changes, whole and on the CPU, for any number of processes."""
 
-    weights: Mapping[str, Tensor]  # of the head: fp32 masters of what is trained, the rest as it is
+    weights: Mapping[str, Tensor]  # of the head, in float32
     moments: Mapping[str, Tensor]  # "exp_avg/<name>" and "exp_avg_sq/<name>" of what is trained
     step: int  # as AdamW counts
+
+
+class StepSums(NamedTuple):
+    """One optimiser step, over all processes."""
+
+    loss: float  # of all its labels
+    gradient_norm: float  # before clipping
+    hits: tuple[int, ...]  # K; labels whose token the head proposes first
+    predicted: tuple[int, ...]  # K; labels that step k predicts
+    tokens: int
+    labels: int
+    coarse_rows: int  # states of one token and layer, of which int8 kept less than half
+    asked_to_end: int  # processes
 
 
 class Trainer:
@@ -44,9 +64,8 @@ class Trainer:
 
         fc_scale multiplies the learning rate of `fc`. Raises MissingPackage without deepspeed.
         """
-        self._deepspeed = deepspeed = join_group(device, minutes=section.timeout_minutes)
+        deepspeed = join_group(device, minutes=section.timeout_minutes)
         self.model = model
-        self._sharded_weights = section.zero_stage == 3
         self.device = torch.device("cuda", local_rank()) if device.type == "cuda" else device
         self.dtype = resolve_dtype(section.dtype, device)
         self.rank = torch.distributed.get_rank()
@@ -59,43 +78,97 @@ class Trainer:
             weight_decay=section.weight_decay,
             fused=True,
         )
+        self._section = section
         with quiet():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=_settings(section, self.dtype)
+                model=model, optimizer=optimizer, config=_settings(section)
             )
         self._state = OptimizerState(self._optimizer, section.zero_stage)
 
     def step(
-        self, batches: Iterable[TrainBatch], rate: float
-    ) -> Iterator[tuple[TrainBatch, StepResult]]:
+        self, batches: Sequence[TrainBatch], rate: float, *, asked_to_end: bool = False
+    ) -> StepSums:
         """One optimiser step over `train.accumulate` micro-batches, at learning rate `rate`.
 
-        Raises DataError with the sample ids when a loss or a gradient is not finite.
+        Raises DataError with the sample ids when a loss is not finite, without them when the
+        gradients are not.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["scale"]
-        for batch in batches:
-            with quiet() if self._sharded_weights else nullcontext():  # it gathers weights
-                result: StepResult = self._engine(batch.to(self.device, self.dtype))
-            if not bool(torch.isfinite(result.loss)):
-                raise _not_finite("loss", float(result.loss.detach()), batch)
-            skipped = self._engine.skipped_steps
+        divisor = self._divisor(batches)
+        results: list[StepResult] = []
+        for number, batch in enumerate(batches, start=1):
+            result: StepResult = self._engine(batch.to(self.device, self.dtype), divisor)
+            results.append(result._replace(loss=result.loss.detach()))
             with quiet():
                 self._engine.backward(result.loss)
+                if number < len(batches):
+                    self._engine.step()  # counts the micro-batch
+        losses = torch.stack([result.loss for result in results]).double().cpu()
+        _check_losses(losses, batches)
+        norm = self._clip_and_step()
+        sums = self._sums(batches, results, losses, asked_to_end=asked_to_end)
+        return sums._replace(gradient_norm=norm)
+
+    def _divisor(self, batches: Sequence[TrainBatch]) -> float:
+        """What a micro-batch's sum over labels is divided by, so that the step's gradient is that
+        of the mean over all its labels: DeepSpeed takes the mean over processes and micro-batches.
+        """
+        counted = [
+            len(batch.labels) if self._section.normalise == "supervised" else batch.tokens
+            for batch in batches
+        ]
+        everywhere = int(self._all_reduce(torch.tensor([sum(counted)])))
+        return max(1, everywhere) / (self.world * len(batches))
+
+    def _clip_and_step(self) -> float:
+        """The optimiser's step; → norm of the whole gradient before clipping."""
+        with quiet():
+            if self._section.zero_stage:
+                self._engine.step()  # clips
+                norm = float(self._engine.get_global_grad_norm())
+            else:
+                parameters = self._trained().values()
+                norm = float(nn.utils.clip_grad_norm_(parameters, self._section.clip_norm))
+        if not norm < float("inf"):
+            fix = "lower train.learning_rate or train.clip_norm; the checkpoint before is kept"
+            raise DataError(f"the gradient norm is {norm}", where="training step", fix=fix)
+        if not self._section.zero_stage:
+            with quiet():
                 self._engine.step()
-            if self._engine.skipped_steps != skipped:
-                raise _not_finite("gradient norm", float("nan"), batch)
-            yield batch, StepResult(result.loss.detach(), result.hits, result.labels)
+        return norm
+
+    def _sums(
+        self,
+        batches: Sequence[TrainBatch],
+        results: Sequence[StepResult],
+        losses: Tensor,
+        *,
+        asked_to_end: bool,
+    ) -> StepSums:
+        hits = torch.stack([result.hits for result in results]).sum(0).cpu()
+        predicted = torch.stack([result.labels for result in results]).sum(0).cpu()
+        tokens = sum(batch.tokens for batch in batches)
+        labels = sum(len(batch.labels) for batch in batches)
+        coarse = int(torch.stack([result.coarse_rows for result in results]).sum())
+        own = torch.tensor([tokens, labels, coarse, int(asked_to_end)])
+        counts = self._all_reduce(torch.cat((hits, predicted, own))).tolist()
+        steps = len(hits)
+        loss = float(self._all_reduce(losses.mean()[None])) / self.world
+        return StepSums(
+            loss, 0.0, tuple(counts[:steps]), tuple(counts[steps : 2 * steps]), *counts[2 * steps :]
+        )
 
     def weights(self) -> dict[str, Tensor]:
-        """The head's tensors, whole and on the CPU, by name; every process takes part."""
-        with quiet(), self._whole():
-            return {
-                name: tensor.detach().to("cpu", copy=True).contiguous()
-                for name, tensor in self.model.head.state_dict().items()
-            }
+        """The head's tensors as products read them, in `train.dtype`, on the CPU, by name."""
+        return {
+            name: tensor.detach()
+            .to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            .contiguous()
+            for name, tensor in self.model.head.state_dict().items()
+        }
 
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def _all_reduce(self, values: Tensor) -> Tensor:
         """Sum of `values` over all processes."""
         if self.world == 1:
             return values
@@ -105,17 +178,17 @@ class Trainer:
 
     def state(self) -> TrainingState | None:
         """What `restore` takes, on the first process; None on the others, which take part."""
-        tensors: dict[str, Tensor] = {}
+        moments: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
-            for kind in ("master", *MOMENTS):
+            for kind in MOMENTS:
                 whole = self._state.whole(parameter, kind)
                 if self.rank == 0:
-                    tensors[f"{kind}/{name}"] = whole.to("cpu", copy=True)
-        weights = self.weights()
+                    moments[f"{kind}/{name}"] = whole.to("cpu", copy=True)
         if self.rank > 0:
             return None
-        masters = {name: tensors.pop(f"master/{name}") for name in self._trained()}
-        return TrainingState(weights | masters, tensors, self._state.step)
+        tensors = self.model.head.state_dict().items()
+        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        return TrainingState(weights, moments, self._state.step)
 
     def restore(self, read: Callable[[], TrainingState], *, where: str) -> None:
         """Take back what `state` gave, which the first process reads and sends the others.
@@ -130,23 +203,20 @@ class Trainer:
             return states[0].step
 
         self._state.begin(first_decides(read_checked))
-        state = states[0] if states else None
-        trained, buffers = self._trained(), dict(self.model.head.named_buffers())
-        for name, tensor in self.model.head.state_dict(keep_vars=True).items():
-            if name in buffers:
-                continue  # they follow from the vocabulary, and are the same
-            whole = self._received(state and state.weights[name], tensor, trained=name in trained)
-            set_weight(tensor, whole)
+        state, trained = states[0] if states else None, self._trained()
+        for name, parameter in self.model.head.named_parameters():
+            whole = self._received(state and state.weights[name], parameter)
+            with torch.no_grad():
+                parameter.copy_(whole)
             if name in trained:
-                self._state.put(trained[name], "master", whole)
+                self._state.put(parameter, "master", whole)
                 for kind in MOMENTS:
                     moment = state and state.moments[f"{kind}/{name}"]
-                    self._state.put(trained[name], kind, self._received(moment, tensor))
+                    self._state.put(parameter, kind, self._received(moment, parameter))
 
     def _check(self, state: TrainingState, where: str) -> None:
         """Raise CorruptShard unless the state is of this head."""
-        head, tensors = self.model.head, self.model.head.state_dict(keep_vars=True)
-        shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
+        head, shapes = self.model.head, _shapes(self.model.head.state_dict())
         moments = {f"{kind}/{name}": shapes[name] for name in self._trained() for kind in MOMENTS}
         same = _shapes(state.weights) == shapes and _shapes(state.moments) == moments
         if not same or any(
@@ -156,13 +226,12 @@ class Trainer:
             problem = "the checkpoint is of a head with other tensors or another vocabulary"
             raise CorruptShard(problem, where=where, fix="run `eagle3 train --force`")
 
-    def _received(self, sent: Tensor | None, like: Tensor, *, trained: bool = True) -> Tensor:
-        """The first process's tensor on all, on the device; float32 for what is trained."""
-        dtype = torch.float32 if trained else like.dtype
+    def _received(self, sent: Tensor | None, like: Tensor) -> Tensor:
+        """The first process's tensor on all, on the device, in float32."""
         if sent is None:
-            received = torch.empty(whole_shape(like), dtype=dtype, device=self.device)
+            received = torch.empty(like.shape, dtype=torch.float32, device=self.device)
         else:
-            received = sent.to(self.device, dtype)
+            received = sent.to(self.device, torch.float32)
         take_from_first(received, self.device)
         return received
 
@@ -176,14 +245,6 @@ class Trainer:
             return torch.cuda.max_memory_allocated(self.device) / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
-    def _whole(self) -> AbstractContextManager[Any]:
-        """While it is open, parameters that ZeRO 3 has split are there in full."""
-        if not self._sharded_weights:
-            return nullcontext()
-        parameters = list(self.model.head.parameters())
-        gathered: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(parameters)
-        return gathered
-
 
 def _groups(model: TttModel, fc_scale: float) -> list[dict[str, Any]]:
     """What is trained, in groups of one learning rate each."""
@@ -193,23 +254,24 @@ def _groups(model: TttModel, fc_scale: float) -> list[dict[str, Any]]:
     return [{"params": others, "scale": 1.0}, {"params": [fc], "scale": fc_scale}]
 
 
-def _settings(section: TrainSection, dtype: torch.dtype) -> dict[str, Any]:
+def _settings(section: TrainSection) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # a micro-batch is one packed row of tokens
         "gradient_accumulation_steps": section.accumulate,
-        "gradient_clipping": section.clip_norm,
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "zero_optimization": {"stage": section.zero_stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": section.clip_norm if section.zero_stage else 0.0,  # else see above
+        "zero_optimization": {"stage": section.zero_stage},
         "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO
         "steps_per_print": 1 << 40,
     }
 
 
-def _not_finite(what: str, value: float, batch: TrainBatch) -> DataError:
-    samples = ", ".join(batch.sample_ids[:8]) + (" …" if len(batch.sample_ids) > 8 else "")
-    lower = "lower train.learning_rate or train.clip_norm"
-    fix = f"look at these samples' states; if they are sound, {lower}"
-    return DataError(f"the {what} is {value}", where=f"batch of samples {samples}", fix=fix)
+def _check_losses(losses: Tensor, batches: Sequence[TrainBatch]) -> None:
+    """Raise DataError for the first one that is not finite. losses [A]."""
+    for loss, batch in zip(losses.tolist(), batches, strict=True):
+        if not abs(loss) < float("inf"):
+            lower = "lower train.learning_rate or train.clip_norm"
+            fix = f"look at these samples' states; if they are sound, {lower}"
+            raise DataError(f"the loss is {loss}", where=batch.where, fix=fix)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

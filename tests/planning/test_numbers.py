@@ -136,17 +136,15 @@ def test_the_heads_parameters_are_those_that_are_built(fc_norm: bool) -> None:
     assert size.parameters == head.count_parameters()
 
 
-#: P head's parameters; W 64. Bytes: weights 2P, gradients 2P, master and moments 12P, gradients in
-#: fp32 4P; buckets of 500 M numbers; gathered at most 1,000 M of 2 bytes.
+#: P head's parameters; W 64. Bytes: weights 4P and 2P, gradients likewise, moments 8P or 12P/W with
+#: masters, gradients 4P/W; buckets of 500 M numbers of 4 bytes.
 ZERO = {
-    0: (2_806_054_912, 2_806_054_912, 16_836_329_472, 5_612_109_824, 0),
-    1: (2_806_054_912, 2_806_054_912, 263_067_648, 87_689_216, 1_000_000_000),
-    2: (2_806_054_912, 43_844_608, 263_067_648, 87_689_216, 1_000_000_000),
-    3: (43_844_608, 43_844_608, 263_067_648, 87_689_216, 3_000_000_000),
+    0: (8_418_164_736, 8_418_164_736, 11_224_219_648, 0, 0),
+    1: (8_418_164_736, 8_418_164_736, 263_067_648, 87_689_216, 2_000_000_000),
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_memory_by_zero_stage(stage: ZeroStage) -> None:
     memory = zero_memory(SECTION, HEAD, LLAMA, stage=stage, ranks=64, bf16=True)
     parts = (
@@ -164,7 +162,7 @@ def test_memory_by_zero_stage(stage: ZeroStage) -> None:
     assert memory.total == total
 
 
-def test_fp32_training_has_no_master_without_zero() -> None:
+def test_fp32_training_has_no_copy_of_the_weights() -> None:
     each = [zero_memory(SECTION, HEAD, LLAMA, stage=stage, ranks=1, bf16=False) for stage in (0, 1)]
     assert [memory.optimiser for memory in each] == [8 * HEAD_PARAMETERS, 12 * HEAD_PARAMETERS]
     assert {memory.weights for memory in each} == {4 * HEAD_PARAMETERS} and each[0].stepping == 0
@@ -187,18 +185,18 @@ def test_activations_in_numbers() -> None:
 
 
 def test_the_start_in_numbers() -> None:
-    # 6 bytes of each of 128,256 · 8,192; three of 32,768² and three of 32,768 · 8,192 in float64.
-    sums = 8 * (3 * 1_073_741_824 + 3 * 268_435_456)
+    # 6 bytes of each of 128,256 · 8,192; three of 32,768² and three of 32,768 · 8,192 in float64,
+    # four of the latter in float32.
+    sums = 8 * (3 * 1_073_741_824 + 3 * 268_435_456) + 4 * 4 * 268_435_456
     assert start_bytes(SECTION, HEAD, LLAMA) == 6 * 1_050_673_152 + sums
     other = SECTION.model_copy(update={"start_from": "head"})
     assert start_bytes(other, HEAD, LLAMA) == 0
 
 
 def test_collectives_in_numbers() -> None:
-    # 2 bytes a parameter, twice or thrice, 63/64 of it.
-    assert step_traffic(HEAD, stage=1, ranks=64, bf16=True) == pytest.approx(5_524_420_608)
-    assert step_traffic(HEAD, stage=3, ranks=64, bf16=True) == pytest.approx(8_286_630_912)
-    assert step_traffic(HEAD, stage=0, ranks=1, bf16=True) == 0
+    # 4 bytes a parameter, twice, 63/64 of it.
+    assert step_traffic(HEAD, ranks=64) == pytest.approx(11_048_841_216)
+    assert step_traffic(HEAD, ranks=1) == 0
 
 
 def test_replies_of_70b_in_numbers() -> None:
@@ -288,22 +286,17 @@ def test_activations_are_about_what_a_step_allocates(checkpointing: bool) -> Non
     assert 0.75 * peak < planned < 1.5 * peak
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_optimiser_holds_twelve_bytes_a_parameter(stage: ZeroStage) -> None:
-    """Of DeepSpeed's own masters and moments, in bf16, by one process."""
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_optimiser_holds_what_is_planned(stage: ZeroStage) -> None:
+    """DeepSpeed's own masters and moments, in bf16, by one process."""
     section = TrainSection(dtype="bfloat16", zero_stage=stage, batch_tokens=32)
     dtype = torch.bfloat16
     model = ttt_model(2, tokens=32, dtype=dtype, checkpointing=False)
     trainer = Trainer(model, section, torch.device("cpu"))
-    list(trainer.step([supervised_batch(32, torch.float32)], 1e-3))
+    trainer.step([supervised_batch(32, torch.float32)], 1e-3)
     optimizer = trainer._engine.optimizer
-    if stage == 0:
-        masters = [part for group in optimizer.fp32_groups for part in group]
-    elif stage == 3:
-        masters = optimizer.fp32_partitioned_groups_flat
-    else:
-        masters = optimizer.single_partition_of_fp32_groups
-    base = optimizer.optimizer
+    masters = optimizer.single_partition_of_fp32_groups if stage else []
+    base = optimizer.optimizer if stage else optimizer
     moments = [
         value for part in base.state.values() for value in part.values() if value.numel() > 1
     ]

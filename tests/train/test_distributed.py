@@ -75,22 +75,36 @@ def launch(config: RunConfig, processes: int, *, launcher: str = "torchrun") -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "launcher"), [(0, "deepspeed"), (2, "torchrun"), (3, "torchrun")]
+    ("processes", "stage", "dtype", "launcher"),
+    [
+        (2, 0, "float32", "deepspeed"),
+        (2, 1, "float32", "torchrun"),
+        (4, 0, "bfloat16", "torchrun"),
+        (4, 1, "bfloat16", "torchrun"),
+    ],
 )
-def test_two_processes_follow_the_loss_curve_of_one(
-    tiny_config: Configure, store_states: Store, stage: int, launcher: str
+def test_processes_follow_the_loss_curve_of_one(
+    tiny_config: Configure,
+    store_states: Store,
+    processes: int,
+    stage: int,
+    dtype: str,
+    launcher: str,
 ) -> None:
-    one = tiny_config("one", **SETTINGS, **EVALUATION, accumulate=2)
-    two = tiny_config("two", **SETTINGS, **EVALUATION, zero_stage=stage)
+    settings = {**SETTINGS, **EVALUATION, "dtype": dtype, "epochs": 4 * processes}
+    one = tiny_config("one", **settings, accumulate=4)
+    two = tiny_config("two", **settings, accumulate=4 // processes, zero_stage=stage)
     for config in (one, two):
         store_states(config)
     run(one)
-    launch(two, 2, launcher=launcher)
+    launch(two, processes, launcher=launcher)
     curves = [lines_of(config) for config in (one, two)]
     assert [line["step"] for line in curves[1]] == list(range(1, 9))
     assert curves[0][-1]["loss"] < curves[0][0]["loss"]
+    near = {"float32": 1e-5, "bfloat16": 1e-3}[dtype]
     for single, double in zip(*curves, strict=True):
-        assert double["loss"] == pytest.approx(single["loss"], rel=1e-5)
+        assert double["loss"] == pytest.approx(single["loss"], rel=near)
+        assert double["gradient_norm"] == pytest.approx(single["gradient_norm"], rel=10 * near)
         assert double["tokens"] == single["tokens"] and double["lr"] == single["lr"]
         assert double["acc_0"] == pytest.approx(single["acc_0"], abs=0.02)
     details = [read_manifest(config.run.uri, "train").details for config in (one, two)]
@@ -108,7 +122,7 @@ def curves() -> dict[int, list[dict[str, float]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_one_two_and_one_processes_train_on_each_batch_once(
     tiny_config: Configure,
     store_states: Store,
@@ -144,10 +158,7 @@ def test_one_two_and_one_processes_train_on_each_batch_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_two_processes_continue_bit_for_bit(
-    tiny_config: Configure, store_states: Store, stage: int
-) -> None:
+def test_two_processes_continue_bit_for_bit(tiny_config: Configure, store_states: Store) -> None:
     """In bfloat16, with recomputed activations and an output layer that is not trained."""
     settings = {
         **SETTINGS,
@@ -157,7 +168,7 @@ def test_two_processes_continue_bit_for_bit(
         "activation_checkpointing": True,
         "keep_checkpoints": 9,
     }
-    config = tiny_config("run", **settings, zero_stage=stage)
+    config = tiny_config("run", **settings, zero_stage=1)
     store_states(config)
     launch(config, 2)
     lines, head = lines_of(config), read_manifest(config.run.uri, "train").shards
@@ -173,7 +184,7 @@ def test_processes_agree_to_end_after_a_sigterm(
 ) -> None:
     """The scheduler signals launcher and processes, and the launcher signals its processes."""
     settings = {**SETTINGS, "epochs": 60, "max_steps": 90, "checkpoint_every": 99}
-    config = tiny_config("run", **settings, zero_stage=2)
+    config = tiny_config("run", **settings, zero_stage=1)
     store_states(config)
     process, until = start(config, 2), time.monotonic() + 120
     while len(lines_of(config)) < 3 and process.poll() is None and time.monotonic() < until:
@@ -191,14 +202,11 @@ def test_processes_agree_to_end_after_a_sigterm(
     assert [line["step"] for line in lines_of(config)] == list(range(1, 91))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_every_zero_stage_trains_the_same_head(
-    tiny_config: Configure, store_states: Store, stage: int
-) -> None:
+def test_zero_trains_the_same_head(tiny_config: Configure, store_states: Store) -> None:
     """Split over a group of one, nothing changes but the bookkeeping."""
     settings = {**SETTINGS, **EVALUATION, "accumulate": 2}
     plain = tiny_config("plain", **settings)
-    split = tiny_config("split", **settings, zero_stage=stage)
+    split = tiny_config("split", **settings, zero_stage=1)
     for config in (plain, split):
         store_states(config)
         run(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,18 @@ from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
 from pipeline.train.data.batches import TrainBatch
-from pipeline.train.start.least_squares import fc_scale, start_by_least_squares
+from pipeline.train.data.corpus import survey
+from pipeline.train.data.schedule import Schedule
+from pipeline.train.start.least_squares import (
+    FirstBatches,
+    fc_scale,
+    rows_wanted,
+    start_by_least_squares,
+)
+from pipeline.train.start.ridge import STRENGTHS
 from pipeline.train.trainer import Trainer
 from pipeline.train.ttt.model import Objective, TttModel
-from tests.train.memory_corpus import pack_samples
+from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, lines_of
 
 
@@ -81,15 +90,31 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     inverse = norm / (norm**2 + (0.05 * np.sqrt((norm**2).mean())) ** 2)
     fit = start_by_least_squares(head, weights.embedding(), batches)
 
-    x = regressors(batches, weights.embedding())
-    y = torch.cat([batch.teacher_states for batch in batches]).double().numpy() * inverse
-    spread = np.sqrt((x**2).mean(0)) + 1e-3
-    scaled = x / spread
-    # Ridge as ordinary least squares with rows √λ · 1 under the data.
-    extended = np.concatenate((scaled, np.sqrt(0.005 * len(x)) * np.eye(x.shape[1])))
-    targets = np.concatenate((y, np.zeros((x.shape[1], hidden))))
-    solved = np.linalg.lstsq(extended, targets, rcond=None)[0] / spread[:, None]
-    assert fit.rows == len(x)
+    def ridge(some: list[TrainBatch], strength: float) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """As ordinary least squares with rows √λ · 1 under the data."""
+        x, y = regressors(some, weights.embedding()), truth(some)
+        spread = np.sqrt((x**2).mean(0)) + 1e-3
+        extended = np.concatenate((x / spread, np.sqrt(strength * len(x)) * np.eye(x.shape[1])))
+        targets = np.concatenate((y, np.zeros((x.shape[1], hidden))))
+        solution: np.ndarray[Any, np.dtype[np.float64]]
+        solution = np.linalg.lstsq(extended, targets, rcond=None)[0] / spread[:, None]
+        return solution
+
+    def truth(some: list[TrainBatch]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        states = torch.cat([batch.teacher_states for batch in some]).double().numpy()
+        return np.asarray(states * inverse)
+
+    held_out = [batch for number, batch in enumerate(batches) if number % 8 == 1]
+    others = [batch for number, batch in enumerate(batches) if number % 8 != 1]
+    x, y = regressors(held_out, weights.embedding()), truth(held_out)
+    explained = {
+        strength: 1 - ((y - x @ ridge(others, strength)) ** 2).sum() / ((y - y.mean(0)) ** 2).sum()
+        for strength in STRENGTHS
+    }
+    assert fit.strength == max(STRENGTHS, key=lambda strength: explained[strength])
+    assert fit.explained == pytest.approx(explained[fit.strength], abs=1e-4)
+    assert (fit.rows, fit.held_out) == (len(regressors(batches, weights.embedding())), len(x))
+    solved = ridge(batches, fit.strength)
     np.testing.assert_allclose(head.fc.weight.detach().numpy(), solved[: 3 * hidden].T, atol=2e-4)
     attention = head.midlayer.self_attn
     groups, size = head.shape.num_key_value_heads, head.shape.head_dim
@@ -97,10 +122,6 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     read = values.expand(-1, 2, -1, -1).reshape(-1, hidden)
     product = attention.o_proj.weight.detach() @ read
     np.testing.assert_allclose(product.numpy(), solved[3 * hidden :].T, atol=2e-4)
-    rest = y - scaled @ (solved * spread[:, None])
-    explained = 1 - (rest**2).sum() / ((y - y.mean(0)) ** 2).sum()
-    assert fit.explained == pytest.approx(explained, abs=1e-4)
-    assert 0 < fit.explained_by_mlp < 1
 
 
 def test_a_solved_head_proposes_better_than_an_unsolved_one(
@@ -122,6 +143,32 @@ def test_a_solved_head_proposes_better_than_an_unsolved_one(
         return hits / sum(int(result.labels[0]) for result in results)
 
     assert accuracy(solved) > accuracy(head) + 0.1
+
+
+def test_the_start_is_the_same_where_the_output_is_normed(
+    small_head: Eagle3Head, weights: TargetWeights, states: list[StatesSample]
+) -> None:
+    """EAGLE-3.1's norm changes what step 1 reads; step 0, which is solved, proposes the same."""
+    heads = [fresh(small_head, weights, norm_output=switch) for switch in (False, True)]
+    for head in heads:
+        start_by_least_squares(head, weights.embedding(), whole(states))
+    for name, tensor in heads[0].state_dict().items():
+        assert torch.equal(tensor, heads[1].state_dict()[name]), name
+
+
+def test_a_start_reads_labels_enough_for_its_regressors(states: list[StatesSample]) -> None:
+    """And no further than the first epoch, whose labels come again in the next."""
+    corpus = MemoryCorpus(states)
+    surveyed = survey(corpus, vocab_size=96, budget=32)
+    schedule = Schedule(surveyed.pieces, budget=32, seed=0, epochs=3)
+
+    def labels(**limits: int) -> int:
+        return sum(len(batch.labels) for batch in FirstBatches(corpus, schedule, **limits))
+
+    every = labels(labels=rows_wanted(32))
+    assert every == sum(int(sample.supervised_mask[2:].sum()) for sample in states)
+    assert 20 <= labels(labels=20) < 60 < every
+    assert rows_wanted(4096) == 30 * 4 * 4096
 
 
 def test_solving_is_repeatable(
@@ -155,7 +202,7 @@ def test_the_trainer_gives_fc_its_own_rate(
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
     model, section = model_of(head, weights, steps=2), TrainSection(dtype="float32")
     trainer = Trainer(model, section, torch.device("cpu"), fc_scale=0.0)
-    list(trainer.step(whole(states)[:1], 1e-2))
+    trainer.step(whole(states)[:1], 1e-2)
     after, query = trainer.weights(), "midlayer.self_attn.q_proj.weight"
     assert torch.equal(after["fc.weight"], before["fc.weight"])
     assert not torch.equal(after[query], before[query])

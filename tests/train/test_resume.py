@@ -188,7 +188,7 @@ def test_a_planted_pickle_is_not_executed(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_every_zero_stage_continues_bit_for_bit(
     tiny_config: Configure,
     store_states: Store,

@@ -1,13 +1,13 @@
 """The trainer's switches.
 
-Each loss against autograd, normalisation, a frozen lm_head, EAGLE-3.1 norms, recomputation,
+Each loss against autograd, a frozen lm_head, EAGLE-3.1 norms, recomputation,
 compilation.
 """
 
 from __future__ import annotations
 
 import shutil
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from tests.train.memory_corpus import pack_samples
 from tests.train.test_unroll import DECAY, STEPS, constants, documents
 
 LOSSES: tuple[Loss, ...] = ("cross_entropy", "kl", "tv", "lk")
-NORMALISATIONS: tuple[Literal["supervised", "all"], ...] = ("supervised", "all")
 OBJECTIVE = Objective(STEPS, DECAY)
 K, L, H, VD = 3, 7, 6, 11
 
@@ -89,16 +88,6 @@ def run(head: Eagle3Head, objective: Objective = OBJECTIVE, **switches: Any) -> 
     model = TttModel(head, *constants(), objective, max_length=12, dtype=torch.float64, **switches)
     result: StepResult = model(pack_samples(documents()))
     return result
-
-
-def test_normalisation_by_all_tokens(small_head: Eagle3Head) -> None:
-    batch = pack_samples(documents())
-    supervised, every = (
-        float(run(small_head, OBJECTIVE._replace(normalise=normalise)).loss.detach())
-        for normalise in NORMALISATIONS
-    )
-    assert len(batch.labels) != batch.tokens
-    assert every == pytest.approx(supervised * len(batch.labels) / batch.tokens)
 
 
 def test_a_frozen_lm_head_gets_no_gradient_and_changes_no_other(small_head: Eagle3Head) -> None:

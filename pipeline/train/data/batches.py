@@ -64,6 +64,12 @@ class TrainBatch:
     def tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def where(self) -> str:
+        """For errors."""
+        more = " …" if len(self.sample_ids) > 8 else ""
+        return f"batch of samples {', '.join(self.sample_ids[:8])}{more}"
+
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainBatch:
         """The same batch on `device`, states decoded there, in `dtype`."""
         aux, teachers = self.aux_states.to(device), self.teacher_states.to(device)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -119,6 +120,26 @@ def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[He
     return tuple(chosen)
 
 
+def draw_samples(
+    corpus: Corpus, tokens: int, *, seed: int, held_out: Sequence[HeldOut]
+) -> set[tuple[int, int]]:
+    """(shard, sample) of samples drawn with `seed` until they have `tokens` tokens.
+
+    Less than all of a run's states; what is held out is not among them.
+    """
+    lengths = {
+        (shard, index): len(outline.tokens(index)[0])
+        for shard, outline in enumerate(corpus.outlines(range(len(corpus))))
+        for index in range(len(outline))
+    }
+    for item in held_out:
+        del lengths[item.shard, item.sample]
+    order = sorted(lengths)
+    random.Random(f"{seed}/data-tokens").shuffle(order)
+    before = accumulate((lengths[sample] for sample in order), initial=0)
+    return {sample for sample, drawn in zip(order, before, strict=False) if drawn < tokens}
+
+
 def survey(
     corpus: Corpus,
     shards: Sequence[int] | None = None,
@@ -127,9 +148,10 @@ def survey(
     budget: int,
     long_samples: Literal["split", "drop"] = "split",
     held_out: Sequence[HeldOut] = (),
+    drawn: Collection[tuple[int, int]] | None = None,
 ) -> Survey:
     """Read all ids and masks, or those of `shards`, once; samples longer than `budget` tokens are
-    cut, or dropped.
+    cut, or dropped. Of (shard, sample) only the drawn ones, if not None.
 
     A cut sample loses no token, and its states were computed with all of their context. Only
     predictions that would look across a cut are lost: the first two tokens of a later piece at
@@ -148,6 +170,9 @@ def survey(
             token_ids, mask = outline.tokens(index)
             _check_ids(token_ids, vocab_size, shard, index)
             if (shard, index) in excluded:
+                continue
+            if drawn is not None and (shard, index) not in drawn:
+                rejected["beyond_data_tokens"] += 1
                 continue
             length = len(token_ids)
             if length > budget and long_samples == "drop":

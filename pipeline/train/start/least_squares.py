@@ -11,7 +11,8 @@ last norm (w / (w² + ε), as some weights are next to nothing). So
     1  fc, B   ridge regression of y on (aux, e), where B stands for o · v
     2  v, o    the best product of their rank for B, in the metric of the embeddings (Eckart-Young)
     3  down    ridge regression of what is left on the MLP's own activations φ
-    4  norm    w, scaled by how far the prediction shrinks: an unsure head is an unsure distribution
+    4  norm    w times the cosine between prediction and truth on labels that were held out: an
+               unsure head is an unsure distribution
 
 Attention is as it was started, so step 2 is meant for the own token and 3 sees what attention makes
 of it; queries and keys that made every token find itself began better and ended the same
@@ -37,10 +38,13 @@ from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch, read_batch
 from pipeline.train.data.corpus import Corpus
 from pipeline.train.data.schedule import Schedule
-from pipeline.train.ttt.unroll import unroll
+from pipeline.train.start.ridge import Rows, solve_ridge
+from pipeline.train.ttt.unroll import Layer, unroll
 
-#: Ridge, as a share of the mean square of a regressor.
-_RIDGE, _RIDGE_MLP = 0.005, 0.1
+#: Labels for each regressor of the linear part: with fewer, it is too much that of the sample.
+ROWS_PER_REGRESSOR = 30
+#: The least share of its own scale that the final norm keeps, where a prediction is worth nothing.
+_LEAST_SURE = 0.05
 #: What the parts that read the hidden state keep of their first values.
 _KEPT = 0.1
 #: Batches that the scale of `fc` is measured on.
@@ -51,7 +55,9 @@ class Fit(NamedTuple):
     """What was solved, for the log."""
 
     rows: int
-    explained: float  # share of y's variance that the linear part explains, on the same rows
+    held_out: int  # rows of them that the shares below are of; 0: all, as none could be held out
+    strength: float  # of the ridge
+    explained: float  # share of y's variance that the linear part explains
     explained_by_mlp: float  # share of the rest that the MLP explains
 
 
@@ -59,40 +65,54 @@ class Fit(NamedTuple):
 def start_by_least_squares(
     head: Eagle3Head, embedding: Tensor, batches: Iterable[TrainBatch]
 ) -> Fit:
-    """Solve the head's linear parts on `batches`, which are gone through twice, in place.
+    """Solve the head's linear parts on `batches`, which are gone through four times, in place.
 
     head, in float32: its `norm` holds the target's final norm, its MLP gate and up projections of
     any start. embedding [V, H] is the target's. Deterministic; sums are kept, not rows, so memory
     does not grow with the batches.
     """
-    weight = head.norm.weight.clone()
+    weight, size = head.norm.weight.clone(), head.shape.hidden_size
     epsilon = (0.05 * weight.square().mean().sqrt()).square()
     inverse = weight / (weight.square() + epsilon)  # [H], 1/w
     head.midlayer.input_layernorm.weight.fill_(1.0)
     head.midlayer.post_attention_layernorm.weight.fill_(1.0)
-    linear = _solve_linear(head, embedding.float(), batches, inverse)
-    _factorise_values(head, linear)
-    head.norm.weight.copy_(weight * linear.shrinkage)
-    by_mlp = _solve_mlp(head, embedding.float(), batches, inverse)
-    return Fit(linear.rows, linear.explained, by_mlp)
+    linear = solve_ridge(batches, _rows(head, embedding.float(), inverse))
+    head.fc.weight.copy_(linear.weights[: 3 * size].T)
+    covariance = linear.moments[3 * size :, 3 * size :].clone()
+    covariance.diagonal().add_(1e-4)
+    _factorise_values(head, linear.weights[3 * size :].T.float(), covariance.float())
+    head.norm.weight.copy_(weight * max(linear.cosine, _LEAST_SURE))
+    head.midlayer.mlp.down_proj.weight.zero_()
+    by_mlp = solve_ridge(batches, _activations(head, embedding.float(), inverse))
+    head.midlayer.mlp.down_proj.weight.copy_(by_mlp.weights.T)
+    return Fit(linear.rows, linear.held_out, linear.strength, linear.explained, by_mlp.explained)
+
+
+def rows_wanted(hidden_size: int) -> int:
+    """Labels that the linear part is solved on, if there are as many: it has 4·H regressors."""
+    return ROWS_PER_REGRESSOR * 4 * hidden_size
 
 
 class FirstBatches:
-    """The batches that training begins with, at least `tokens` tokens if there are as many.
+    """The batches that training begins with, until they have so many tokens, or labels.
 
-    Read anew each time.
+    Of the first epoch only: the next one's labels are the same. Read anew each time.
     """
 
-    def __init__(self, corpus: Corpus, schedule: Schedule, tokens: int) -> None:
-        self._corpus, self._schedule, self._tokens = corpus, schedule, tokens
+    def __init__(
+        self, corpus: Corpus, schedule: Schedule, *, tokens: int | None = None, labels: int = 0
+    ) -> None:
+        self._corpus, self._schedule = corpus, schedule
+        self._tokens, self._labels = tokens, labels
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        tokens = 0
+        tokens = labels = 0
         for number in range(len(self._schedule)):
-            if tokens >= self._tokens:
+            enough = labels >= self._labels if self._tokens is None else tokens >= self._tokens
+            if enough or self._schedule.locate(number)[0] > 0:
                 break
             batch = read_batch(self._corpus, self._schedule.batch(number))
-            tokens += batch.tokens
+            tokens, labels = tokens + batch.tokens, labels + len(batch.labels)
             yield batch
 
 
@@ -109,63 +129,30 @@ def fc_scale(head: Eagle3Head, batches: Iterable[TrainBatch]) -> float:
     return float(f"{min(1.0, 1 / float(read.square().mean().sqrt())):.2g}")
 
 
-class _LinearFit(NamedTuple):
-    token: Tensor  # B [H, H]
-    covariance: Tensor  # of e [H, H]
-    shrinkage: float  # root mean square of the prediction over that of y
-    rows: int
-    explained: float
-
-
-def _solve_linear(
-    head: Eagle3Head, embedding: Tensor, batches: Iterable[TrainBatch], inverse: Tensor
-) -> _LinearFit:
-    """fc, set in the head, and B."""
-    size, device = head.shape.hidden_size, embedding.device
-    gram = torch.zeros(4 * size, 4 * size, dtype=torch.float64, device=device)  # Σ x xᵀ
-    cross = torch.zeros(4 * size, size, dtype=torch.float64, device=device)  # Σ x yᵀ
-    total = torch.zeros(size, dtype=torch.float64, device=device)  # Σ y
-    squares, count = 0.0, 0  # Σ |y|², rows
-    for batch in batches:
-        x, y = _rows(head, embedding, batch.to(device, torch.float32), inverse)  # [R, 4H], [R, H]
-        gram += x.T @ x
-        cross += x.T @ y
-        total += y.sum(0)
-        squares, count = squares + float(y.square().sum()), count + len(x)
-    spread = (gram.diagonal() / count).sqrt() + 1e-3  # [4H]
-    scaled = gram / spread / spread[:, None]
-    scaled.diagonal().add_(_RIDGE * count)
-    solved = torch.linalg.solve(scaled, cross / spread[:, None]) / spread[:, None]  # [4H, H]
-    predicted = float((solved * (gram @ solved)).sum())  # Σ |prediction|²
-    rest = squares - 2 * float((solved * cross).sum()) + predicted
-    head.fc.weight.copy_(solved[: 3 * size].T)
-    covariance = gram[3 * size :, 3 * size :] / count
-    covariance.diagonal().add_(1e-4)
-    explained = 1 - rest / (squares - float(total.square().sum()) / count)
-    token, shrinkage = solved[3 * size :].T.float(), (predicted / squares) ** 0.5
-    return _LinearFit(token, covariance.float(), shrinkage, count, explained)
-
-
-def _rows(
-    head: Eagle3Head, embedding: Tensor, batch: TrainBatch, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rows(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
     """Regressors (aux, e) [R, 4H] and y [R, H] of a batch."""
-    states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, 3H]
-    tokens = head.midlayer.input_layernorm(embedding[batch.token_ids[batch.labels - 1]])  # [R, H]
-    return torch.cat((states, tokens), dim=-1), batch.teacher_states * inverse
+
+    def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
+        batch = stored.to(embedding.device, torch.float32)
+        states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, 3H]
+        tokens = embedding[batch.token_ids[batch.labels - 1]]
+        normed = head.midlayer.input_layernorm(tokens)  # [R, H]
+        return torch.cat((states, normed), dim=-1), batch.teacher_states * inverse
+
+    return rows
 
 
-def _factorise_values(head: Eagle3Head, linear: _LinearFit) -> None:
+def _factorise_values(head: Eagle3Head, token: Tensor, covariance: Tensor) -> None:
     """o · v = B as nearly as the values' rank G·d allows, directions weighed as embeddings do.
 
-    With C = L Lᵀ the embeddings' covariance, the best product is that of the first singular triples
-    of B L. A query head takes its group's values, so each of the Q/G heads of a group writes an
-    equal part of them.
+    token is B [H, H]; with covariance C = L Lᵀ [H, H] of the embeddings, the best product is that
+    of the first singular triples of B L. A query head takes its group's values, so each of the Q/G
+    heads of a group writes an equal part of them.
     """
     shape, attention = head.shape, head.midlayer.self_attn
     groups, size = shape.num_key_value_heads, shape.head_dim
-    root = torch.linalg.cholesky(linear.covariance)  # L
-    left, strengths, right = torch.linalg.svd(linear.token @ root)
+    root = torch.linalg.cholesky(covariance)  # L
+    left, strengths, right = torch.linalg.svd(token @ root)
     rank = min(groups * size, shape.hidden_size)
     order = torch.arange(rank)
     if rank % groups == 0:  # strengths spread over groups
@@ -183,35 +170,27 @@ def _factorise_values(head: Eagle3Head, linear: _LinearFit) -> None:
     attention.v_proj.weight[:, shape.hidden_size :].mul_(_KEPT)
 
 
-def _solve_mlp(
-    head: Eagle3Head, embedding: Tensor, batches: Iterable[TrainBatch], inverse: Tensor
-) -> float:
-    """Set down in the head from what all else leaves; → share of that which it explains."""
-    down = head.midlayer.mlp.down_proj.weight  # [H, I]
-    gram = down.new_zeros(down.shape[1], down.shape[1])
-    cross = down.new_zeros(down.shape[1], down.shape[0])
-    before = down.new_zeros(())
-    down.zero_()
-    activations: list[Tensor] = []
-    hook = head.midlayer.mlp.down_proj.register_forward_pre_hook(
-        lambda _module, inputs: activations.append(inputs[0])
-    )
-    for stored in batches:
-        batch = stored.to(embedding.device, torch.float32)
-        rope, longest = head.shape.rope_config(), max(batch.lengths) + 1
+def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
+    """Activations φ of the MLP [R, I], and what all else leaves of y [R, H]; `down` must be 0.
+
+    What the layer gives is taken in front of the norm that `norm_output` puts behind it: `down`
+    adds to that.
+    """
+    layer = Layer(head.midlayer.project_qkv, head.midlayer.after_attention)
+    rope = head.shape.rope_config()
+
+    def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
+        batch, active = stored.to(embedding.device, torch.float32), list[Tensor]()
+        longest = max(batch.lengths) + 1
         rotary = RotaryTable(rope, longest, device=embedding.device, dtype=torch.float32)
-        unrolled = unroll(head, embedding, batch, rotary, rows=batch.labels[:1], steps=1)
+        hook = head.midlayer.mlp.down_proj.register_forward_pre_hook(
+            lambda _module, inputs: active.append(inputs[0])
+        )
+        none = batch.labels[:1]
+        unrolled = unroll(head, embedding, batch, rotary, rows=none, steps=1, layer=layer)
+        hook.remove()
         positions = batch.labels - 2
-        active = activations.pop()[positions]  # φ [R, I]
-        rest = batch.teacher_states * inverse - unrolled.outputs[0][positions]  # [R, H]
-        gram += active.T @ active
-        cross += active.T @ rest
-        before += rest.square().sum()
-    hook.remove()
-    ridge = _RIDGE_MLP * gram.diagonal().mean()
-    regularised = gram + ridge * torch.eye(len(gram), device=gram.device)
-    solved = torch.linalg.solve(regularised, cross)  # [I, H]
-    down.copy_(solved.T)
-    # |rest - φ D|² = |rest|² - 2 <D, φᵀ rest> + <D, φᵀφ D>
-    after = before - 2 * (solved * cross).sum() + (solved * (gram @ solved)).sum()
-    return 1 - float(after / before)
+        rest = batch.teacher_states * inverse - unrolled.outputs[0][positions]
+        return active[0][positions], rest
+
+    return rows

@@ -1,12 +1,13 @@
 """Teacher, loss and accuracy of an unrolled head.
 
-The loss of a batch with S labels, K steps and decay γ:
+The loss of an optimiser step with labels S, K steps of the unroll and decay γ:
 
     loss = 1/M · Σ_k γ^k Σ_labels  D(teacher at j-1 , head at step k, position j-k-2)
 
-M is S, or with `normalise: all` the number of tokens N. Trainers differ in this: speculators
-divides by the sum of the loss mask, SafeAILab's EAGLE and SpecForge take the mean over all
-positions. D is one of `pipeline.train.ttt.divergence`.
+M is S, or with `normalise: all` the number of tokens N, counted over all micro-batches and
+processes: a label weighs the same wherever it is packed. Trainers differ in this: speculators
+divides a micro-batch by the sum of its loss mask, SafeAILab's EAGLE and SpecForge take the mean
+over all its positions. D is one of `pipeline.train.ttt.divergence`.
 
 The teacher is the target's softmax restricted to the draft vocabulary. A label outside the draft
 vocabulary gives no loss: there the restricted softmax would spread the mass of a token that the
@@ -18,7 +19,7 @@ and Vd draft vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +37,40 @@ class Objective(NamedTuple):
     steps: int  # K
     decay: float  # γ
     loss: Loss = "cross_entropy"
-    normalise: Literal["supervised", "all"] = "supervised"
 
 
 class StepResult(NamedTuple):
     """One micro-batch."""
 
-    loss: Tensor  # scalar, float32
+    loss: Tensor  # scalar, float32; its sum over labels by the divisor that it was given
     hits: Tensor  # int64 [K], labels whose token the head proposes first
     labels: Tensor  # int64 [K], labels that step k predicts, also outside the draft vocabulary
+    coarse_rows: Tensor  # int64 scalar, see `count_coarse_rows`
+
+
+class ComputeHead:
+    """A head of another type that computes with the first one's weights.
+
+        fp32 parameter ──cast at each forward──► plain tensor of the copy
+
+    The cast is part of the graph, so gradients reach the parameters in float32, and the backward
+    pass of a recomputed step finds the very tensors of its forward pass.
+    """
+
+    def __init__(self, head: Eagle3Head, dtype: torch.dtype) -> None:
+        with torch.device("meta"):
+            self.head = Eagle3Head(head.shape)
+        self._of, self._dtype = head, dtype
+        for name, _ in head.named_parameters():
+            path, _, own = name.rpartition(".")
+            del self.head.get_submodule(path)._parameters[own]
+
+    def refresh(self) -> None:
+        """Take the weights as they are now."""
+        for name, parameter in self._of.named_parameters():
+            path, _, own = name.rpartition(".")
+            setattr(self.head.get_submodule(path), own, parameter.to(self._dtype))
+        self.head.d2t, self.head.t2d = self._of.d2t, self._of.t2d
 
 
 class TttModel(nn.Module):
@@ -69,18 +95,29 @@ class TttModel(nn.Module):
         checkpointing: bool = False,
         compiled: bool = False,
     ) -> None:
-        """target_lm_head [V, H]; max_length is the longest document; dtype is the compute type."""
+        """target_lm_head [V, H]; max_length is the longest document; dtype is the compute type.
+
+        The head itself stays as it is, in float32.
+        """
         super().__init__()
         self.head, self.objective = head, objective
         rows = target_lm_head[head.target_ids()]
         self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
         self.register_buffer("target_output_rows", rows.detach().to(dtype), persistent=False)
-        self._layer = Layer.of(head, checkpointing=checkpointing, compiled=compiled)
+        own = next(head.parameters()).dtype
+        self._compute = None if dtype == own else ComputeHead(head, dtype)
+        computing = self._compute.head if self._compute else head
+        self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
         self._length = max_length + objective.steps
         self._rotary: Any = None
 
-    def forward(self, batch: TrainBatch) -> StepResult:
-        """Unroll the head over `batch` and compare it with the teacher."""
+    def forward(self, batch: TrainBatch, divisor: float | None = None) -> StepResult:
+        """Unroll the head over `batch` and compare it with the teacher.
+
+        divisor is M over the number of micro-batches; the labels of this one if it is alone.
+        """
+        if divisor is None:
+            divisor = len(batch.labels)
         if self._rotary is None:  # now, because only now are device and type final
             self._rotary = RotaryTable(
                 self.head.shape.rope_config(),
@@ -88,11 +125,15 @@ class TttModel(nn.Module):
                 device=self.embedding.device,
                 dtype=self.embedding.dtype,
             )
+        head = self.head
+        if self._compute:
+            self._compute.refresh()
+            head = self._compute.head
         steps = self.objective.steps
-        in_vocabulary = self.head.t2d[batch.token_ids[batch.labels]]  # [S]
+        in_vocabulary = head.t2d[batch.token_ids[batch.labels]]  # [S]
         rows = continuing_rows(batch, in_vocabulary, steps)
         unrolled = unroll(
-            self.head,
+            head,
             self.embedding,
             batch,
             self._rotary,
@@ -100,16 +141,22 @@ class TttModel(nn.Module):
             steps=steps,
             layer=self._layer,
         )
-        return self._compare(unrolled, batch, in_vocabulary)
+        return self._compare(head, unrolled, batch, in_vocabulary, divisor)
 
-    def _compare(self, unrolled: Unroll, batch: TrainBatch, in_vocabulary: Tensor) -> StepResult:
+    def _compare(
+        self,
+        head: Eagle3Head,
+        unrolled: Unroll,
+        batch: TrainBatch,
+        in_vocabulary: Tensor,
+        divisor: float,
+    ) -> StepResult:
         """Loss and accuracy; in_vocabulary [S]: label inside the draft vocabulary."""
-        head, (steps, decay, loss, normalise) = self.head, self.objective
+        steps, decay, loss = self.objective
         k = torch.arange(steps, device=batch.labels.device)
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
         # The type of the scales, and of all sums.
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
-        divisor = len(batch.labels) if normalise == "supervised" else batch.tokens
         scale = decay ** k.to(exact) / divisor  # [K]
         # [K, L], zero where step k has no such position
         weights = (predicted * scale[:, None])[:, in_vocabulary]
@@ -125,7 +172,16 @@ class TttModel(nn.Module):
             draft_ids,
             loss,
         )
-        return StepResult(value, hits, predicted.sum(1))
+        return StepResult(value, hits, predicted.sum(1), count_coarse_rows(batch.aux_states))
+
+
+def count_coarse_rows(aux_states: Tensor) -> Tensor:
+    """States of one token and layer, most of whose numbers are 0: int64 scalar. aux_states [N, 3H].
+
+    int8 has one scale a row and layer. Where a channel is 250 times the others, those become 0.
+    """
+    numbers = aux_states.view(len(aux_states), 3, -1)  # [N, 3, H]
+    return (2 * (numbers == 0).sum(-1) > numbers.shape[-1]).sum()
 
 
 def gather_predictions(unrolled: Unroll, labels: Tensor) -> Tensor:

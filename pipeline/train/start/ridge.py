@@ -1,0 +1,140 @@
+"""Ridge regression on batches, its strength chosen on labels that were not solved on.
+
+    batches    0  1  2  3  4  5  6  7 │ 8  9 …
+               ·  h  ·  ·  ·  ·  ·  · │ ·  h        h  held out: 1, 9, 17, …
+
+    1  sums of the others, a solution for each strength
+    2  the held-out ones: the error of each solution; then they join the sums
+    3  the best strength once more, on all
+
+In-sample error says little: with 131,072 tokens a regression of four times 4,096 numbers explains
+two thirds of what it was solved on and half of what it was not.
+
+Shapes: R rows of a batch, P regressors, Q numbers to predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import DataError
+from pipeline.train.data.batches import TrainBatch
+
+#: Strengths that are tried, in shares of a regressor's mean square times the rows.
+STRENGTHS = (5e-4, 5e-3, 5e-2, 0.5)
+#: The one where nothing can be held out.
+DEFAULT_STRENGTH = 5e-3
+#: One batch of so many is held out.
+_HELD_OUT = 8
+
+#: Regressors [R, P] and what they are to predict [R, Q], of a batch.
+Rows = Callable[[TrainBatch], tuple[Tensor, Tensor]]
+
+
+class Ridge(NamedTuple):
+    """A solution."""
+
+    weights: Tensor  # [P, Q] float64: prediction = x @ weights
+    moments: Tensor  # [P, P] float64, mean of x xᵀ
+    rows: int
+    held_out: int  # rows of them; 0: there was one batch only, and what follows is in-sample
+    strength: float
+    explained: float  # share of the variance, of held-out rows
+    cosine: float  # between prediction and truth, over held-out rows together
+
+
+class _Sums:
+    """Σ x xᵀ and Σ x yᵀ in float64, and what is known of y alone."""
+
+    def __init__(self) -> None:
+        self.gram, self.cross = torch.zeros(()), torch.zeros(())
+        self.rows = 0
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """With more rows; products are in the rows' own type."""
+        if not self.rows:
+            self.gram = x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float64)
+            self.cross = x.new_zeros(x.shape[1], y.shape[1], dtype=torch.float64)
+        self.gram += x.T @ x
+        self.cross += x.T @ y
+        self.rows += len(x)
+
+    def solve(self, strength: float) -> Tensor:
+        """Weights [P, Q]. Each regressor is scaled to a mean square of about 1 first."""
+        spread = (self.gram.diagonal() / self.rows).sqrt() + 1e-3  # [P]
+        scaled = self.gram / spread / spread[:, None]
+        scaled.diagonal().add_(strength * self.rows)
+        factor = torch.linalg.cholesky(scaled)
+        return torch.cholesky_solve(self.cross / spread[:, None], factor) / spread[:, None]
+
+
+class _Error:
+    """How well one solution predicts rows."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights.float()
+        self.squares = self.product = self.predicted = 0.0  # Σ |y|², Σ <y, p>, Σ |p|²
+        self.total, self.rows = torch.zeros(()), 0  # Σ y [Q]
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        prediction = x @ self.weights
+        self.squares += float(y.square().sum())
+        self.product += float((y * prediction).sum())
+        self.predicted += float(prediction.square().sum())
+        self.total = self.total.to(y) + y.sum(0)
+        self.rows += len(x)
+
+    @property
+    def explained(self) -> float:
+        rest = self.squares - 2 * self.product + self.predicted
+        return 1 - rest / (self.squares - float(self.total.square().sum()) / self.rows)
+
+    @property
+    def cosine(self) -> float:
+        return self.product / math.sqrt(self.squares * self.predicted)
+
+
+def solve_ridge(batches: Iterable[TrainBatch], rows_of: Rows) -> Ridge:
+    """The regression with the least error on held-out rows; `batches` are gone through twice.
+
+    Raises DataError for states that are not finite.
+    """
+    sums = _Sums()
+    for number, batch in enumerate(batches):
+        if not _is_held_out(number):
+            sums.add(*_finite(batch, rows_of))
+    errors = {strength: _Error(sums.solve(strength)) for strength in STRENGTHS}
+    held_out = 0
+    for number, batch in enumerate(batches):
+        if _is_held_out(number):
+            x, y = _finite(batch, rows_of)
+            for error in errors.values():
+                error.add(x, y)
+            sums.add(x, y)
+            held_out += len(x)
+    if held_out:
+        strength = max(STRENGTHS, key=lambda strength: errors[strength].explained)
+    else:
+        strength = DEFAULT_STRENGTH
+        for batch in batches:
+            errors[strength].add(*rows_of(batch))
+    chosen, weights = errors[strength], sums.solve(strength)
+    moments = sums.gram.div_(sums.rows)
+    return Ridge(weights, moments, sums.rows, held_out, strength, chosen.explained, chosen.cosine)
+
+
+def _finite(batch: TrainBatch, rows_of: Rows) -> tuple[Tensor, Tensor]:
+    x, y = rows_of(batch)
+    if not bool(torch.isfinite(x.sum() + y.sum())):
+        fix = "look at these samples, and run `eagle3 features --force`"
+        raise DataError("states are not finite", where=batch.where, fix=fix)
+    return x, y
+
+
+def _is_held_out(number: int) -> bool:
+    return number % _HELD_OUT == 1
