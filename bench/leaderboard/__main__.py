@@ -1,0 +1,97 @@
+"""Train the rows of `experiments/` and compare what their heads accept: `make leaderboard`.
+
+Each row says in a few lines what differs from --config. All are trained on the same draws of the
+same data, at each budget of distinct data tokens, once a seed, and decode the same evaluation
+prompts. A row that is finished is not made again; a killed one continues. With --write the table
+goes into docs/leaderboard.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from bench.leaderboard.experiment import read_experiments
+from bench.leaderboard.runs import Bench
+from bench.leaderboard.table import Row, replace_rows, table
+from bench.report import ROOT
+from pipeline.errors import Eagle3Error
+
+_DOCUMENT = ROOT / "docs" / "leaderboard.md"
+
+
+def main() -> int:
+    """Run what is asked for; errors of a user's making end with 2, as everywhere."""
+    options = _options()
+    try:
+        rows = _rows(options)
+    except Eagle3Error as error:
+        print(error)
+        return error.exit_code
+    text = table(rows)
+    print(text)
+    if options.write:
+        document = _DOCUMENT.read_text(encoding="utf-8")
+        _DOCUMENT.write_text(replace_rows(document, text), encoding="utf-8")
+    return 0
+
+
+def _rows(options: argparse.Namespace) -> list[Row]:
+    source = json.dumps([{"source": str(options.prompts)}])
+    common = [f"synth.sources={source}", f"synth.max_prompts={options.max_prompts}"]
+    common += ["train.wandb=disabled", f"run.threads={options.threads}", *options.set]
+    bench = Bench(
+        options.config,
+        options.out,
+        options.evaluation,
+        common=common,
+        prompts_per_set=options.prompts_per_set,
+        new_tokens=options.new_tokens,
+    )
+    experiments = read_experiments(ROOT / "experiments", options.rows)
+    return [
+        Row(
+            experiment,
+            budget,
+            tuple(bench.result(experiment, budget, seed) for seed in range(options.seeds)),
+        )
+        for budget in options.budgets
+        for experiment in experiments
+    ]
+
+
+def _options() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="leaderboard", description=__doc__, formatter_class=raw)
+    option = parser.add_argument
+    option("--prompts", type=Path, required=True, help="file of training prompts")
+    option("--max-prompts", type=int, default=6500, help="of them answered; enough for all budgets")
+    option("--evaluation", type=Path, nargs="+", required=True, help="files of evaluation prompts")
+    option("--prompts-per-set", type=int, default=18, help="prompts of each that are decoded")
+    option("--new-tokens", type=int, default=96, help="longest reply of the evaluation")
+    option("--config", type=Path, default=ROOT / "configs/smollm2-135m.yaml", help="the base")
+    option("--rows", type=_names, default=[], help="names, by commas; default: all")
+    option("--budgets", type=_counts, default=[100_000], help="data tokens, as 100k,300k,1m")
+    option("--seeds", type=int, default=3, help="0 to this number minus 1")
+    option("--set", nargs="*", default=[], help="more overrides of every row, KEY=VALUE")
+    option("--threads", type=int, default=0, help="CPU threads; 0: every core")
+    option("--out", type=Path, default=Path("runs/leaderboard"), help="folder of runs and results")
+    option("--write", action="store_true", help="write the table into docs/leaderboard.md")
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _counts(text: str) -> list[int]:
+    units = {"k": 1_000, "m": 1_000_000}
+    return [
+        int(float(part[:-1]) * units[part[-1].lower()]) if part[-1].lower() in units else int(part)
+        for part in text.split(",")
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""A row of the leaderboard: `experiments/NAME.yaml`, a few lines that say what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from pipeline.config import RunConfig, load
+from pipeline.errors import ConfigError
+from pipeline.records import Record
+
+
+class Experiment(Record):
+    """What a file says; `name` is the file's."""
+
+    name: str
+    about: str  # one sentence for the table
+    changes: dict[str, Any] = Field(default_factory=dict)  # a tree as in a configuration
+
+    def overrides(self) -> list[str]:
+        """As the command line takes them."""
+        return list(_flat(self.changes))
+
+
+def read_experiments(folder: Path, wanted: Sequence[str]) -> list[Experiment]:
+    """Those that are wanted, or all, `default` first. Raises ConfigError for one without file."""
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if missing := sorted(set(wanted) - set(names)):
+        fix = f"choose of {', '.join(names)}, or add {folder}/{missing[0]}.yaml"
+        raise ConfigError(f"no experiment {missing[0]}", where="--rows", fix=fix)
+    chosen = [name for name in names if not wanted or name in wanted]
+    return [_read(folder / f"{name}.yaml") for name in sorted(chosen, key=_default_first)]
+
+
+def configured(base: Path, experiment: Experiment, overrides: Sequence[str]) -> RunConfig:
+    """The base with the row's changes; `overrides` have the last word."""
+    return load(base, [*experiment.overrides(), *overrides])
+
+
+def _default_first(name: str) -> tuple[bool, str]:
+    return name != "default", name
+
+
+def _read(path: Path) -> Experiment:
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = json.dumps({"name": path.stem, **tree}).encode()
+    return Experiment.parse(data, where=str(path), fix="it has `about` and `changes`, no more")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={json.dumps(value)}"

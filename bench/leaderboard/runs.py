@@ -1,0 +1,178 @@
+"""One cell of the leaderboard: a head of a row, a budget and a seed, and what it accepts.
+
+    runs/leaderboard/data/<hash>/{synth,features}      what rows with the same data share
+                     <row>/<budget>-<seed>/{synth,features} ─► those
+                                           train/      a run like any other
+                                           result.json rounds and tokens of each prompt
+
+A cell with a result is done; one without continues where it was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.leaderboard.experiment import Experiment, configured
+from bench.report import ROOT
+from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.request import Request
+from pipeline.eagle3.checkpoint import load_head
+from pipeline.prompts import balanced, load_prompts
+from pipeline.records import Prompt, Record, digest
+from pipeline.serve_eval.questions import first_question
+from pipeline.store.manifest import find_manifest, read_manifest
+from pipeline.target.load import pick_device
+from pipeline.target.open import open_target
+
+#: The tree that all heads are compared on.
+TREE = TreeSection(top_k=4, steps=5, nodes=16)
+#: Requests decoded together; acceptance does not depend on it.
+_SLOTS = 8
+RESULT = "result.json"
+
+
+class PromptResult(Record):
+    """One prompt, decoded greedily."""
+
+    name: str  # evaluation set and id
+    rounds: int
+    tokens: int  # that rounds emitted, bonus included
+
+
+class CellResult(Record):
+    """One head."""
+
+    row: str
+    budget: int  # distinct tokens of training data at most
+    seed: int
+    data_tokens: int  # of them trained on
+    trained_tokens: int  # over all passes
+    cpu_hours: float  # of training alone
+    parameters: int
+    commit: str
+    tree: TreeSection
+    new_tokens: int
+    prompts: tuple[PromptResult, ...]
+
+
+class Bench:
+    """Where cells are, and what all have in common."""
+
+    def __init__(
+        self,
+        base: Path,
+        folder: Path,
+        evaluation: Sequence[Path],
+        *,
+        common: Sequence[str],
+        prompts_per_set: int,
+        new_tokens: int,
+    ) -> None:
+        self._base, self._folder, self._common = base, folder, list(common)
+        self._new_tokens = new_tokens
+        self._questions = [
+            (path.stem, prompt) for path in evaluation for prompt in _drawn(path, prompts_per_set)
+        ]
+        self._model: DecoderModel | None = None
+
+    def result(self, experiment: Experiment, budget: int, seed: int) -> CellResult:
+        """Of a cell, made if it is not there."""
+        cell = self._folder / experiment.name / f"{budget}-{seed}"
+        done = cell / RESULT
+        if done.is_file():
+            return CellResult.parse(done.read_bytes(), where=str(done), fix=f"delete {cell}")
+        fixed = [f"run.uri={cell}", f"run.seed={seed}", f"train.data_tokens={budget}"]
+        overrides = [*experiment.overrides(), *self._common, *fixed]
+        config = configured(self._base, experiment, [*self._common, *fixed])
+        self._link_data(config, experiment, cell)
+        hours = self._run("train", overrides)
+        result = self._measured(config, experiment, budget, seed, hours)
+        partial = done.with_suffix(".partial")
+        partial.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        partial.replace(done)
+        return result
+
+    def _link_data(self, config: RunConfig, experiment: Experiment, cell: Path) -> None:
+        """Make synth and features once for all rows with the same data."""
+        hashes = [config.section_hash(stage) for stage in ("synth", "features")]
+        data = self._folder / "data" / digest(hashes)[:12]
+        overrides = [*experiment.overrides(), *self._common, f"run.uri={data}"]
+        for stage in ("synth", "features"):
+            if find_manifest(str(data), stage) is None:
+                self._run(stage, overrides)
+            cell.mkdir(parents=True, exist_ok=True)
+            link = cell / stage
+            if not link.is_symlink():
+                link.symlink_to(os.path.relpath(data / stage, cell))
+
+    def _run(self, stage: str, overrides: Sequence[str]) -> float:
+        """A stage as a process of its own; → CPU-hours."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "pipeline.cli", stage, "-c", str(self._base), *overrides]
+        subprocess.run(command, check=True, cwd=ROOT)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / 3600
+
+    def _measured(
+        self, config: RunConfig, experiment: Experiment, budget: int, seed: int, hours: float
+    ) -> CellResult:
+        prepare_process(config.run)
+        manifest = read_manifest(config.run.uri, "train")
+        head, _ = load_head(Path(config.run.uri) / "train" / "head")
+        target = open_target(config.target)
+        template = target.template()
+        requests = [
+            Request(
+                f"{name}/{prompt.sample_id}",
+                first_question(prompt, template).context,
+                self._new_tokens,
+                template.stop_ids,
+            )
+            for name, prompt in self._questions
+        ]
+        if self._model is None:
+            self._model = DecoderModel.load(
+                target.directory,
+                target.contract.capture_layers,
+                device=pick_device(config.target.device),
+                dtype=target.dtype,
+                max_length=max(len(request.prompt_ids) for request in requests) + self._new_tokens,
+            )
+        engine = Engine(self._model, drafter=Eagle3Drafter(head, self._model, TREE), slots=_SLOTS)
+        done = {each.request_id: each.statistics for each in engine.generate(requests)}
+        return CellResult(
+            row=experiment.name,
+            budget=budget,
+            seed=seed,
+            data_tokens=int(manifest.details["data_tokens"]),
+            trained_tokens=int(manifest.details["tokens"]),
+            cpu_hours=round(hours, 3),
+            parameters=int(manifest.details["parameters"]),
+            commit=_commit(),
+            tree=TREE,
+            new_tokens=self._new_tokens,
+            prompts=tuple(
+                PromptResult(name=name, rounds=each.rounds, tokens=each.round_tokens)
+                for name, each in sorted(done.items())
+            ),
+        )
+
+
+def _drawn(path: Path, count: int) -> list[Prompt]:
+    """The same prompts of a set for every row."""
+    return balanced(load_prompts([SourceSpec(source=str(path))], seed=0), count, 0)
+
+
+def _commit() -> str:
+    shown = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, cwd=ROOT
+    )
+    return shown.stdout.strip() or "unknown"
