@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from pipeline.config.section import Section, TreeSection
 
+Loss = Literal["cross_entropy", "kl", "tv", "lk", "lk_hybrid"]
+#: Of these the target's probabilities are taken over its whole vocabulary.
+ACCEPTANCE_LOSSES: frozenset[Loss] = frozenset(("tv", "lk", "lk_hybrid"))
+
 
 class HeadSection(Section):
     """Shape of the draft head."""
@@ -56,9 +60,10 @@ class TrainSection(Section):
     """Loss weight of step k is step_decay**k."""
     start_from: str | None = None
     """Head directory to fine-tune; its draft vocabulary and shape are kept."""
-    loss: Literal["cross_entropy", "kl", "tv", "lk"] = "cross_entropy"
-    """Soft cross-entropy, KL divergence, total variation, or the negative log of the acceptance
-    probability."""
+    loss: Loss = "cross_entropy"
+    """Soft cross-entropy or KL divergence on the draft vocabulary; total variation or the negative
+    log of the acceptance probability, on the target's; lk_hybrid: from KL to the former as more is
+    accepted."""
     normalise: Literal["supervised", "all"] = "supervised"
     """The loss of an optimiser step is divided by its supervised tokens, or by all of them."""
     train_lm_head: bool = True

@@ -1,7 +1,6 @@
 """The trainer's switches.
 
-Each loss against autograd, a frozen lm_head, EAGLE-3.1 norms, recomputation,
-compilation.
+A frozen lm_head, EAGLE-3.1 norms, recomputation, compilation; losses are in test_divergence.py.
 """
 
 from __future__ import annotations
@@ -15,73 +14,12 @@ from torch import Tensor
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init
-from pipeline.train.ttt.divergence import Loss, OutputLoss
 from pipeline.train.ttt.model import Objective, StepResult, TttModel
 from tests.train.dense import dense_loss
 from tests.train.memory_corpus import pack_samples
 from tests.train.test_unroll import DECAY, STEPS, constants, documents
 
-LOSSES: tuple[Loss, ...] = ("cross_entropy", "kl", "tv", "lk")
 OBJECTIVE = Objective(STEPS, DECAY)
-K, L, H, VD = 3, 7, 6, 11
-
-
-def by_autograd(logits: Tensor, p: Tensor, loss: Loss) -> Tensor:
-    """Divergence [K, L] from its formula."""
-    q = logits.softmax(-1)
-    accepted = torch.minimum(p, q).sum(-1)
-    return {
-        "cross_entropy": -(p * q.log()).sum(-1),
-        "kl": (p * (p / q).log()).sum(-1),
-        "tv": (p - q).abs().sum(-1) / 2,
-        "lk": -accepted.log(),
-    }[loss]
-
-
-def example() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(8)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    scales = torch.rand(K, L, generator=generator, dtype=torch.float64)
-    scales[1, 2] = 0  # a step that does not predict this label
-    return (
-        draw(K, L, H).requires_grad_(),
-        draw(VD, H).requires_grad_(),
-        draw(L, H),
-        draw(VD, H),
-        scales,
-        torch.arange(L),
-    )
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("chunk", [1 << 20, 2 * K * VD], ids=["one chunk", "chunks of two labels"])
-def test_loss_and_gradients_equal_autograd(
-    loss: Loss, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", chunk)
-    monkeypatch.setattr("pipeline.train.ttt.divergence._PART_LOGITS", K * VD)
-    states, weight, teacher_states, target_output_rows, scales, draft_ids = inputs = example()
-    value, hits = OutputLoss.apply(*inputs, loss)  # type: ignore[no-untyped-call]
-    logits = states @ weight.T
-    teacher = (teacher_states @ target_output_rows.T).softmax(-1)
-    expected = (by_autograd(logits, teacher, loss) * scales).sum()
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(3 * one, (states, weight)) for one in (value, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
-    assert hits.tolist() == ((logits.argmax(-1) == draft_ids) & (scales > 0)).sum(1).tolist()
-
-
-def test_losses_of_a_perfect_head() -> None:
-    _, _, states, weight, scales, draft_ids = example()
-    arguments = states.expand(K, -1, -1), weight, states, weight, scales, draft_ids
-    losses = {loss: float(OutputLoss.apply(*arguments, loss)[0]) for loss in LOSSES}  # type: ignore[no-untyped-call]
-    p = (states @ weight.T).softmax(-1)
-    entropy = float((-(p * p.log()).sum(-1) * scales).sum())  # the teacher's
-    assert losses["cross_entropy"] == pytest.approx(entropy)
-    assert [losses[loss] for loss in ("kl", "tv", "lk")] == pytest.approx([0, 0, 0], abs=1e-12)
 
 
 def run(head: Eagle3Head, objective: Objective = OBJECTIVE, **switches: Any) -> StepResult:

@@ -6,32 +6,57 @@
     tv             1 - a,  a = Σ min(p,q) a is the probability that a drafted token is accepted
                                           (Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6)
     lk             -log a                 LK losses (Samarin et al. 2026, arXiv:2602.23881)
+    lk_hybrid      λ kl + (1-λ) tv        the same; λ = exp(-3a), taken as a constant: KL while
+                                          little is accepted, acceptance itself later
 
-With z the logits, q = softmax(z), the gradients that `OutputLoss` uses:
+All sums are over the draft vocabulary. What p is there depends on the loss:
 
-    cross_entropy, kl   q - p
+    target, in %        50 10  4  3 20  3  5  5      4, 3 and 3: not in the draft vocabulary
+    cross_entropy, kl   56 11  ·  · 22  ·  6  6      the softmax of the others alone: Σ p = 1
+    tv, lk, lk_hybrid   50 10  ·  · 20  ·  5  5      as they are: P = Σ p ≤ 1
+
+So a is what verification accepts, also at labels that the head cannot propose. With P < 1 the
+hybrid's KL is that of p/P, weighted by P: where little can be learned, little is.
+
+With z the logits, q = softmax(z), the gradients that `OutputLoss` uses, in float32 or wider:
+
+    cross_entropy, kl   P q - p
     tv                  q (s - m),  m = [q < p], s = Σ m q        and divided by a for lk
-
-All are over the draft vocabulary, to which p is restricted, and in float32 or wider.
+    lk_hybrid           λ of the first, 1 - λ of the second
 
 Shapes: L labels, K steps, R = K·c rows of a chunk of c labels, b labels of a part of it, H hidden
-size, Vd draft vocabulary.
+size, Vd draft vocabulary, W the teacher's rows: Vd, or all V of the target.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Loss = Literal["cross_entropy", "kl", "tv", "lk"]
+from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 
 #: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of
 #: its gradient; from a thousand rows upward (draft vocabulary 8,192) the products are fast.
 _CHUNK_LOGITS = 8 << 20
 #: Logits taken through softmax at one time, in float32: as many as stay in a core's cache.
 _PART_LOGITS = 1 << 18
+#: λ = exp(-HYBRID_DECAY · a) for each token: the form of `lk_hybrid` in speculators' documentation,
+#: the 3 also in the model cards of the paper's authors.
+HYBRID_DECAY = 3.0
+
+
+class Teacher(NamedTuple):
+    """The target's distributions: the softmax of states @ rows.T, at the draft vocabulary."""
+
+    states: Tensor  # [L, H]
+    rows: Tensor  # [W, H], of the target's output layer
+    columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in W; None: W is Vd
+
+    @property
+    def width(self) -> int:
+        return len(self.rows)
 
 
 class OutputLoss(torch.autograd.Function):
@@ -47,16 +72,17 @@ class OutputLoss(torch.autograd.Function):
         ctx: Any,
         states: Tensor,
         weight: Tensor,
-        teacher_states: Tensor,
-        target_output_rows: Tensor,
+        teacher: Teacher,
         scales: Tensor,
         draft_ids: Tensor,
         loss: Loss,
     ) -> tuple[Tensor, Tensor]:
-        """→ loss, hits [K]. states [K, L, H], teacher_states [L, H], scales [K, L], draft_ids [L];
-        weight and target_output_rows [Vd, H] make the head's and the teacher's logits.
+        """→ loss, hits [K]. states [K, L, H], weight [Vd, H], scales [K, L], draft_ids [L], -1 for
+        a label outside the draft vocabulary.
 
-        A weight that requires no gradient (a frozen lm_head) costs none.
+        The products are in the type of the states. The weight's gradient is summed in that of the
+        scales, and is rounded to the weight's when it is complete. A weight that requires no
+        gradient (a frozen lm_head) costs none.
         """
         steps, labels, _ = states.shape
         states_wanted, weight_wanted, *_ = ctx.needs_input_grad
@@ -64,7 +90,8 @@ class OutputLoss(torch.autograd.Function):
         hits = torch.zeros(steps, dtype=torch.int64, device=states.device)
         states_grad = torch.empty_like(states) if states_wanted else None
         weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if weight_wanted else None
-        size = max(1, min(labels, _CHUNK_LOGITS // (steps * len(weight))))
+        ctx.weight_dtype, weight = weight.dtype, weight.to(states.dtype)
+        size = max(1, min(labels, _CHUNK_LOGITS // max(steps * len(weight), teacher.width)))
         # One for all chunks: fresh pages are slow.
         memory = states.new_empty(steps * size, len(weight))
         for start in range(0, labels, size):
@@ -73,7 +100,8 @@ class OutputLoss(torch.autograd.Function):
             logits = torch.mm(x, weight.T, out=memory[: len(x)])  # [R, Vd]
             chunk_loss, chunk_hits = _compare_in_place(
                 logits.view(steps, -1, len(weight)),
-                teacher_states[chunk] @ target_output_rows.T,
+                teacher.states[chunk] @ teacher.rows.T,
+                teacher.columns,
                 scales[:, chunk],
                 draft_ids[chunk],
                 loss,
@@ -83,8 +111,6 @@ class OutputLoss(torch.autograd.Function):
                 states_grad[:, chunk] = (logits @ weight).view(steps, -1, x.shape[1])
             if weight_grad is not None:
                 weight_grad += logits.T @ x
-        if weight_grad is not None:
-            weight_grad = weight_grad.to(weight.dtype)
         ctx.save_for_backward(states_grad, weight_grad)
         ctx.mark_non_differentiable(hits)
         return total, hits
@@ -92,24 +118,36 @@ class OutputLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The stored gradients times that of the loss."""
-        stored = (None if grad is None else grad * grads[0] for grad in ctx.saved_tensors)
-        return *stored, None, None, None, None, None
+        states_grad, weight_grad = (
+            None if grad is None else grad * grads[0] for grad in ctx.saved_tensors
+        )
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(ctx.weight_dtype)
+        return states_grad, weight_grad, None, None, None, None
 
 
 def _compare_in_place(
-    logits: Tensor, teacher_logits: Tensor, scales: Tensor, draft_ids: Tensor, loss: Loss
+    logits: Tensor,
+    teacher_logits: Tensor,
+    columns: Tensor | None,
+    scales: Tensor,
+    draft_ids: Tensor,
+    loss: Loss,
 ) -> tuple[Tensor, Tensor]:
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 
-    teacher_logits [c, Vd], scales [K, c] in the type to compute in, draft_ids [c].
+    teacher_logits [c, W], columns [Vd] or None, scales [K, c] in the type to compute in, draft_ids
+    [c].
     """
     steps, labels, width = logits.shape
     total, hits = scales.new_zeros(()), torch.zeros(steps, dtype=torch.int64, device=logits.device)
-    size = max(1, _PART_LOGITS // (steps * width))
+    size = max(1, _PART_LOGITS // max(steps * width, teacher_logits.shape[1]))
     for start in range(0, labels, size):
         part = slice(start, start + size)
         scale = scales[:, part]  # [K, b]
-        p = torch.softmax(teacher_logits[part].to(scales.dtype), dim=-1)  # [b, Vd]
+        p = torch.softmax(teacher_logits[part].to(scales.dtype), dim=-1)  # [b, W]
+        if columns is not None:
+            p = p[:, columns]
         z = logits[:, part].to(scales.dtype)  # [K, b, Vd]
         best = z.max(-1)
         hits += ((best.indices == draft_ids[part]) & (scale > 0)).sum(1)
@@ -125,15 +163,23 @@ def _divergence(z: Tensor, best: Tensor, p: Tensor, loss: Loss) -> tuple[Tensor,
     best [K, b] is z's maximum.
     """
     q = torch.softmax(z, dim=-1)
-    if loss in ("cross_entropy", "kl"):
-        # log Σ exp z, from the largest logit and its probability
-        normaliser = best - q.amax(-1).log()
+    # log Σ exp z, from the largest logit and its probability
+    normaliser = best - q.amax(-1).log()
+    if loss not in ACCEPTANCE_LOSSES:
         divergence = normaliser - (z * p).sum(-1)
         entropy = -torch.xlogy(p, p).sum(-1) if loss == "kl" else 0
         return divergence - entropy, q.sub_(p)
     captured = (q < p).to(q.dtype)  # m
-    accepted = torch.minimum(q, p).sum(-1)  # a
+    # p may underflow as a whole; its gradient is zero then
+    accepted = torch.minimum(q, p).sum(-1).clamp_(min=torch.finfo(q.dtype).tiny)  # a
     slope = q * ((q * captured).sum(-1, keepdim=True) - captured)
     if loss == "tv":
         return 1 - accepted, slope
-    return -accepted.log(), slope.div_(accepted.unsqueeze(-1))
+    if loss == "lk":
+        return -accepted.log(), slope.div_(accepted.unsqueeze(-1))
+    mass = p.sum(-1)  # P [b]
+    entropy = torch.xlogy(mass, mass) - torch.xlogy(p, p).sum(-1)
+    kl = mass * normaliser - (z * p).sum(-1) - entropy
+    kl_share = torch.exp(-HYBRID_DECAY * accepted)  # λ
+    slope.lerp_(q.mul_(mass.unsqueeze(-1)).sub_(p), kl_share.unsqueeze(-1))
+    return torch.lerp(1 - accepted, kl, kl_share), slope

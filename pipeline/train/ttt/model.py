@@ -9,12 +9,15 @@ processes: a label weighs the same wherever it is packed. Trainers differ in thi
 divides a micro-batch by the sum of its loss mask, SafeAILab's EAGLE and SpecForge take the mean
 over all its positions. D is one of `pipeline.train.ttt.divergence`.
 
-The teacher is the target's softmax restricted to the draft vocabulary. A label outside the draft
-vocabulary gives no loss: there the restricted softmax would spread the mass of a token that the
-head cannot propose over tokens that were not chosen. It still counts in every accuracy, as a miss.
+The teacher of cross-entropy and KL is the target's softmax restricted to the draft vocabulary. A
+label outside it gives no loss then: there the restricted softmax would spread the mass of a token
+that the head cannot propose over tokens that were not chosen. The losses of acceptance take the
+target's probabilities as they are, which say for every label what would be accepted, and all labels
+give loss: with `tv` and γ = 1 the loss is one minus the mean acceptance probability, summed over
+the steps. In every accuracy a label outside the draft vocabulary counts as a miss.
 
-Shapes: N tokens, S labels, L labels inside the draft vocabulary, K steps, H hidden size, V target
-and Vd draft vocabulary.
+Shapes: N tokens, S labels, L labels that give loss, K steps, H hidden size, V target and Vd draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -24,10 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
-from pipeline.train.ttt.divergence import Loss, OutputLoss
+from pipeline.train.ttt.divergence import OutputLoss, Teacher
 from pipeline.train.ttt.unroll import Layer, Unroll, continuing_rows, unroll
 
 
@@ -68,6 +72,8 @@ class ComputeHead:
     def refresh(self) -> None:
         """Take the weights as they are now."""
         for name, parameter in self._of.named_parameters():
+            if name == "lm_head.weight":  # OutputLoss takes the head's own, for a gradient in fp32
+                continue
             path, _, own = name.rpartition(".")
             setattr(self.head.get_submodule(path), own, parameter.to(self._dtype))
         self.head.d2t, self.head.t2d = self._of.d2t, self._of.t2d
@@ -76,12 +82,13 @@ class ComputeHead:
 class TttModel(nn.Module):
     """The head with what it is trained against; `forward(batch)` is one unroll and its loss.
 
-    The target's embedding [V, H] and its output rows of the draft vocabulary [Vd, H] are constants:
-    buffers that no checkpoint holds.
+    The target's embedding [V, H] and its output rows, those of the draft vocabulary [Vd, H] or for
+    losses of acceptance all [V, H], are constants: buffers that no checkpoint holds.
     """
 
     embedding: Tensor
     target_output_rows: Tensor
+    target_columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in all rows
 
     def __init__(
         self,
@@ -101,9 +108,11 @@ class TttModel(nn.Module):
         """
         super().__init__()
         self.head, self.objective = head, objective
-        rows = target_lm_head[head.target_ids()]
+        columns = head.target_ids() if objective.loss in ACCEPTANCE_LOSSES else None
+        rows = target_lm_head[head.target_ids()] if columns is None else target_lm_head
         self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
         self.register_buffer("target_output_rows", rows.detach().to(dtype), persistent=False)
+        self.register_buffer("target_columns", columns, persistent=False)
         own = next(head.parameters()).dtype
         self._compute = None if dtype == own else ComputeHead(head, dtype)
         computing = self._compute.head if self._compute else head
@@ -130,8 +139,8 @@ class TttModel(nn.Module):
             self._compute.refresh()
             head = self._compute.head
         steps = self.objective.steps
-        in_vocabulary = head.t2d[batch.token_ids[batch.labels]]  # [S]
-        rows = continuing_rows(batch, in_vocabulary, steps)
+        counted = self._counted(batch)
+        rows = continuing_rows(batch, counted, steps)
         unrolled = unroll(
             head,
             self.embedding,
@@ -141,17 +150,22 @@ class TttModel(nn.Module):
             steps=steps,
             layer=self._layer,
         )
-        return self._compare(head, unrolled, batch, in_vocabulary, divisor)
+        return self._compare(head, unrolled, batch, counted, divisor)
+
+    def _counted(self, batch: TrainBatch) -> Tensor:
+        """Labels that give loss [S]: those inside the draft vocabulary, or all."""
+        in_vocabulary = self.head.t2d[batch.token_ids[batch.labels]]
+        return in_vocabulary if self.target_columns is None else torch.ones_like(in_vocabulary)
 
     def _compare(
         self,
         head: Eagle3Head,
         unrolled: Unroll,
         batch: TrainBatch,
-        in_vocabulary: Tensor,
+        counted: Tensor,
         divisor: float,
     ) -> StepResult:
-        """Loss and accuracy; in_vocabulary [S]: label inside the draft vocabulary."""
+        """Loss and accuracy; counted [S]: labels that give loss."""
         steps, decay, loss = self.objective
         k = torch.arange(steps, device=batch.labels.device)
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
@@ -159,15 +173,15 @@ class TttModel(nn.Module):
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
         scale = decay ** k.to(exact) / divisor  # [K]
         # [K, L], zero where step k has no such position
-        weights = (predicted * scale[:, None])[:, in_vocabulary]
-        labels = batch.labels[in_vocabulary]  # [L]
+        weights = (predicted * scale[:, None])[:, counted]
+        labels = batch.labels[counted]  # [L]
         states = head.normed_output(gather_predictions(unrolled, labels))  # [K, L, H]
-        draft_ids = (head.t2d.cumsum(0) - 1)[batch.token_ids[labels]]  # [L]
+        teacher_states = batch.teacher_states[counted]
+        draft_ids = (head.t2d.cumsum(0) * head.t2d - 1)[batch.token_ids[labels]]  # [L], or -1
         value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
             states,
-            head.lm_head.weight,
-            batch.teacher_states[in_vocabulary],
-            self.target_output_rows,
+            self.head.lm_head.weight,
+            Teacher(teacher_states, self.target_output_rows, self.target_columns),
             weights,
             draft_ids,
             loss,
