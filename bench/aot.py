@@ -19,7 +19,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -27,10 +27,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
+from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.ops.triton.language import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.tree import SamplingTensors, root_only
+from pipeline.train.ttt.divergence_kernel import compare_in_place
 
 #: Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
 #: Guide).
@@ -109,12 +111,18 @@ class Recorder(TritonOps):
 
 @cache
 def variants() -> tuple[Variant, ...]:
-    """Every kernel, in the types, head sizes and forms that a decoder launches; no two alike."""
+    """Every kernel, in the types, head sizes and forms that a decoder or trainer launches.
+
+    No two are alike.
+    """
     recorder = Recorder()
     for dtype in (torch.bfloat16, torch.float32):
         _record_rows(recorder, dtype)
         for size in (64, 128):
             _record_attention(recorder, dtype, size)
+        # In float32 one of each form; the others differ in nothing that the type touches.
+        for loss in get_args(Loss) if dtype == torch.bfloat16 else ("kl", "lk_hybrid"):
+            _record_loss(recorder, dtype, loss)
     recorder.label = "int64"
     _record_trees(recorder)
     unlike = {variant.specialisation: variant for variant in reversed(recorder.variants)}
@@ -254,6 +262,15 @@ def _record_trees(ops: Recorder) -> None:
     tokens, scores = _empty(2, 510), _empty(2, 510, dtype=torch.float32)
     tree = ops.grow_tree(_empty(2), tokens, tokens, scores, 60)
     ops.verify(tree, tree.tokens, 7)
+
+
+def _record_loss(ops: Recorder, dtype: torch.dtype, loss: Loss) -> None:
+    """A training loss at an 8B model's sizes: five steps, a draft vocabulary of 32,000."""
+    ops.label = f"{_TYPES[dtype]} {loss}"
+    full = loss in ACCEPTANCE_LOSSES
+    logits = _empty(5, 8, 32000, dtype=dtype), _empty(8, 128256 if full else 32000, dtype=dtype)
+    scales, columns = _empty(5, 8, dtype=torch.float32), _empty(32000) if full else None
+    compare_in_place(*logits, columns, scales, _empty(8), loss, start=ops._start)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -35,6 +35,7 @@ NAMES = [
     "length limit, 232",
     "ragged batch",
     "vocabulary of 128k",
+    "training losses",
 ]
 
 

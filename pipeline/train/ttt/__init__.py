@@ -6,4 +6,5 @@ blocked.py     in blocks of rows, with a backward pass that recomputes
 flash.py       by CUDA's flash kernels
 model.py       the unrolled head and its loss, as the module that DeepSpeed trains
 divergence.py  the losses over the draft vocabulary, in chunks
+divergence_kernel.py  a chunk's on CUDA
 """

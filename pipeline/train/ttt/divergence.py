@@ -30,6 +30,7 @@ size, Vd draft vocabulary, W the teacher's rows: Vd, or all V of the target.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 #: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of
 #: its gradient; from a thousand rows upward (draft vocabulary 8,192) the products are fast.
 _CHUNK_LOGITS = 8 << 20
+#: The same on CUDA, where the products outrun memory: 4,096 rows of a draft vocabulary of 32,768.
+_CUDA_CHUNK_LOGITS = 128 << 20
 #: Logits taken through softmax at one time, in float32: as many as stay in a core's cache.
 _PART_LOGITS = 1 << 18
 #: λ = exp(-HYBRID_DECAY · a) for each token: the form of `lk_hybrid` in speculators' documentation,
@@ -57,6 +60,10 @@ class Teacher(NamedTuple):
     @property
     def width(self) -> int:
         return len(self.rows)
+
+
+#: `_compare_in_place` and its counterpart in divergence_kernel.py
+Comparison = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Loss], tuple[Tensor, Tensor]]
 
 
 class OutputLoss(torch.autograd.Function):
@@ -91,14 +98,15 @@ class OutputLoss(torch.autograd.Function):
         states_grad = torch.empty_like(states) if states_wanted else None
         weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if weight_wanted else None
         ctx.weight_dtype, weight = weight.dtype, weight.to(states.dtype)
-        size = max(1, min(labels, _CHUNK_LOGITS // max(steps * len(weight), teacher.width)))
+        compare, chunk_logits = _comparison(scales)
+        size = max(1, min(labels, chunk_logits // max(steps * len(weight), teacher.width)))
         # One for all chunks: fresh pages are slow.
         memory = states.new_empty(steps * size, len(weight))
         for start in range(0, labels, size):
             chunk = slice(start, min(start + size, labels))
             x = states[:, chunk].flatten(0, 1)  # [R, H]
             logits = torch.mm(x, weight.T, out=memory[: len(x)])  # [R, Vd]
-            chunk_loss, chunk_hits = _compare_in_place(
+            chunk_loss, chunk_hits = compare(
                 logits.view(steps, -1, len(weight)),
                 teacher.states[chunk] @ teacher.rows.T,
                 teacher.columns,
@@ -124,6 +132,18 @@ class OutputLoss(torch.autograd.Function):
         if weight_grad is not None:
             weight_grad = weight_grad.to(ctx.weight_dtype)
         return states_grad, weight_grad, None, None, None, None
+
+
+def _comparison(scales: Tensor) -> tuple[Comparison, int]:
+    """How a chunk is compared where the scales are, and the logits of one.
+
+    On CUDA by one kernel, which computes in float32; elsewhere, and in float64, by torch.
+    """
+    if scales.is_cuda and scales.dtype == torch.float32:
+        from pipeline.train.ttt.divergence_kernel import compare_in_place
+
+        return compare_in_place, _CUDA_CHUNK_LOGITS
+    return _compare_in_place, _CHUNK_LOGITS
 
 
 def _compare_in_place(

@@ -19,7 +19,10 @@ from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.tree import SamplingTensors
 
 ROOT = Path(__file__).resolve().parents[3]
-KERNELS = ROOT / "pipeline/decoder/ops/triton"
+KERNELS = [
+    *(ROOT / "pipeline/decoder/ops/triton").glob("*.py"),
+    ROOT / "pipeline/train/ttt/divergence_kernel.py",
+]
 
 
 def run(*arguments: str, cache: Path, interpret: bool = False) -> subprocess.CompletedProcess[str]:
@@ -42,7 +45,7 @@ def test_every_kernel_is_recorded() -> None:
     """
     defined = {
         name
-        for file in KERNELS.glob("*.py")
+        for file in KERNELS
         for name in re.findall(
             r"^def (\w+)_kernel\(", file.read_text(encoding="utf-8"), re.MULTILINE
         )
@@ -53,6 +56,7 @@ def test_every_kernel_is_recorded() -> None:
         *("add_rms_norm", "embed_concat", "silu_mul", "rope_write", "tree_attention"),
         *("merge_chunks", "compact", "select_beams"),
         *("argmax_part", "propose_part", "threshold", "draw_part"),
+        *("normaliser", "compare"),
     }
     wide = {v.name for v in variants() if "*bf16" not in v.signature.values()}
     assert wide == defined

@@ -1,0 +1,112 @@
+"""The training losses' kernels against autograd in float64, and inside the output layer.
+
+Without a GPU these tests run in Triton's interpreter, see conftest.py.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.train.ttt import divergence
+from pipeline.train.ttt.divergence import OutputLoss, Teacher
+from pipeline.train.ttt.divergence_kernel import compare_in_place
+from tests.decoder.ops.compare import TYPES, seeded
+from tests.train.formulas import divergence_of, teacher_of
+
+LOSSES: tuple[Loss, ...] = get_args(Loss)
+#: Of a gradient, besides a probability's error in float32. The interpreter cuts bfloat16 off.
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("steps", "labels", "size", "width"), [(1, 3, 1, 2), (3, 2, 37, 50), (2, 2, 4500, 8193)]
+)
+def test_loss_hits_and_gradients(
+    device: torch.device,
+    steps: int,
+    labels: int,
+    size: int,
+    width: int,
+    loss: Loss,
+    dtype: torch.dtype,
+) -> None:
+    seeded(size)
+    columns = torch.randperm(width)[:size].sort().values.to(device)
+    # Few values: the largest is often tied, and p is never so near q that rounding decides.
+    logits, teacher_logits = (
+        (4 * torch.randn(*shape, device=device)).round(decimals=1).to(dtype)
+        for shape in ((steps, labels, size), (labels, width))
+    )
+    exact = logits.double().requires_grad_()
+    scales = torch.rand(steps, labels + 1, device=device)[:, 1:]  # a view
+    scales[-1, 0] = 0
+    draft_ids = exact[0].argmax(-1).index_fill(0, torch.tensor([1], device=device), -1)
+    p = teacher_of(teacher_logits.double(), columns, loss)
+    expected = (divergence_of(exact, p, loss) * scales).sum()
+    (slope,) = torch.autograd.grad(expected, exact)
+    full = loss in ACCEPTANCE_LOSSES
+    value, hits = compare_in_place(
+        logits,
+        teacher_logits if full else teacher_logits[:, columns].contiguous(),
+        columns if full else None,
+        scales,
+        draft_ids,
+        loss,
+    )
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    assert hits.tolist() == ((exact.argmax(-1) == draft_ids) & (scales > 0)).sum(1).tolist()
+    torch.testing.assert_close(logits.double(), slope, rtol=ROUNDING[dtype], atol=1e-6)
+    assert not logits[-1, 0].any()
+
+
+def test_a_teacher_with_nothing_in_the_draft_vocabulary(device: torch.device) -> None:
+    for loss in sorted(ACCEPTANCE_LOSSES):
+        logits, ids = torch.randn(2, 1, 20, device=device), torch.zeros(1, dtype=torch.int64)
+        teacher_logits = torch.full((1, 21), -200.0, device=device)
+        teacher_logits[0, 20] = 200
+        columns, ones = torch.arange(20, device=device), torch.ones(2, 1, device=device)
+        given = teacher_logits, columns, ones, ids.to(device), loss
+        value, _ = compare_in_place(logits, *given)
+        assert bool(torch.isfinite(value)) and not logits.any()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "lk_hybrid"])
+def test_the_output_layer_takes_the_kernel(
+    loss: Loss, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk by chunk, with the results of plain torch."""
+    seeded(1)
+    states, weight = torch.randn(3, 5, 8, device=device), torch.randn(40, 8, device=device)
+    full = loss in ACCEPTANCE_LOSSES
+    columns = torch.arange(0, 60, device=device)[torch.arange(60, device=device) % 3 > 0]
+    rows = torch.randn(60 if full else 40, 8, device=device)
+    teacher = Teacher(torch.randn(5, 8, device=device), rows, columns if full else None)
+    scales, ids = torch.rand(3, 5, device=device), torch.arange(5, device=device)
+    launched = []
+
+    def compare(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        launched.append(logits.shape[1])
+        return compare_in_place(logits, *rest)  # type: ignore[arg-type]
+
+    results = []
+    for chosen in ((compare, 2 * 3 * 40), (divergence._compare_in_place, 1 << 20)):
+        monkeypatch.setattr(divergence, "_comparison", lambda scales, chosen=chosen: chosen)
+        learned = states.clone().requires_grad_(), weight.clone().requires_grad_()
+        value, hits = OutputLoss.apply(*learned, teacher, scales, ids, loss)  # type: ignore[no-untyped-call]
+        results.append((value, hits, *torch.autograd.grad(value, learned)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert launched == [2, 2, 1]
+
+
+def test_on_cuda_the_kernel_is_taken(device: torch.device) -> None:
+    chosen, _ = divergence._comparison(torch.zeros(1, device=device))
+    assert (chosen is compare_in_place) == (device.type == "cuda")
+    exact, _ = divergence._comparison(torch.zeros(1, device=device, dtype=torch.float64))
+    assert exact is divergence._compare_in_place
