@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config import TrainSection
+from pipeline.config.train import ACCEPTANCE_LOSSES
 from pipeline.planning.heads import HeadSize
 from pipeline.planning.targets import TargetShape
 from pipeline.records import ZeroMemory, ZeroStage
@@ -10,8 +11,8 @@ from pipeline.records import ZeroMemory, ZeroStage
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1)
 #: Numbers in DeepSpeed's reduce bucket.
 _BUCKET = 500_000_000
-#: Logits held at one time; train/ttt/divergence.py.
-CHUNK_LOGITS = 8 << 20
+#: Logits held at one time on CUDA; train/ttt/divergence.py.
+CHUNK_LOGITS = 128 << 20
 
 
 def zero_memory(
@@ -32,6 +33,7 @@ def zero_memory(
     count, width = head.parameters, 2 if bf16 else 4
     copy = 2 if bf16 else 0
     share = count / ranks
+    rows = target.vocabulary if section.loss in ACCEPTANCE_LOSSES else head.draft_vocabulary
     return ZeroMemory(
         stage=stage,
         weights=count * (4 + copy),
@@ -39,7 +41,7 @@ def zero_memory(
         optimiser=round(share * 12) if stage else count * 8,
         stepping=round(share * 4) if stage else 0,
         buffers=min(count, _BUCKET) * 4 if stage else 0,
-        frozen=(target.vocabulary + head.draft_vocabulary) * head.hidden * width,
+        frozen=(target.vocabulary + rows) * head.hidden * width,
         activations=activation_bytes(section, head, width=width),
     )
 

@@ -156,6 +156,9 @@ def test_memory_by_zero_stage(stage: ZeroStage) -> None:
     )
     assert parts == ZERO[stage]
     assert memory.frozen == (128_256 + 32_000) * 8_192 * 2
+    accepting = SECTION.model_copy(update={"loss": "lk"})  # needs all of the teacher's rows
+    whole = zero_memory(accepting, HEAD, LLAMA, stage=stage, ranks=64, bf16=True)
+    assert whole.frozen == 2 * 128_256 * 8_192 * 2
     weights, gradients, optimiser, _, buffers = ZERO[stage]
     # The activations are more than the gradients in fp32, and both are never held together.
     total = weights + gradients + optimiser + buffers + memory.frozen + memory.activations
@@ -172,16 +175,16 @@ def test_activations_in_numbers() -> None:
     # A step's: 7·8192 + 2·8192 + 2·1024 + 3·28672; chains of 0 to 4 times 2·1024; once 4·8192;
     # the loss 3·8192.
     step = 57_344 + 16_384 + 2_048 + 86_016
-    numbers = 4_096 * (5 * step + 10 * 2_048 + 32_768 + 5 * 24_576) + 8_388_608
+    numbers = 4_096 * (5 * step + 10 * 2_048 + 32_768 + 5 * 24_576) + 134_217_728
     assert activation_bytes(SECTION, HEAD, width=2) == 2 * numbers + 4 * (
         4_096 * step + 262_144_000
     )
     checkpointed = SECTION.model_copy(update={"activation_checkpointing": True})
-    kept = 4_096 * (step + 4 * 2_048 + 5 * (24_576 + 2_048) + 32_768 + 5 * 24_576) + 8_388_608
+    kept = 4_096 * (step + 4 * 2_048 + 5 * (24_576 + 2_048) + 32_768 + 5 * 24_576) + 134_217_728
     assert activation_bytes(checkpointed, HEAD, width=2) == 2 * kept + 4 * (
         4_096 * step + 262_144_000
     )
-    assert CHUNK_LOGITS == divergence._CHUNK_LOGITS
+    assert CHUNK_LOGITS == divergence._CUDA_CHUNK_LOGITS
 
 
 def test_the_start_in_numbers() -> None:
