@@ -101,16 +101,17 @@ class TrainSection(Section):
     compile: bool = False
     """torch.compile the head's layer; needs a compiler on CPU."""
     evaluate_every: int | None = Field(None, gt=0)
-    """Optimiser steps between decoded evaluations; the best checkpoint by τ is exported. None: the
-    last."""
-    evaluate_prompts: int = Field(16, gt=0)
-    """Held-out samples that are decoded; they are not trained on."""
+    """Optimiser steps between decoded evaluations; the latest checkpoint with a τ that no other
+    surely beats is exported. None: the last."""
+    evaluate_prompts: int = Field(16, gt=1)
+    """Held-out samples that an evaluation decodes; as many others are decoded with the head that is
+    exported and give the τ on its card. None of them is trained on."""
     evaluate_tokens: int = Field(48, gt=1)
     """Length limit of a decoded reply."""
     evaluate_tree: TreeSection = TreeSection(top_k=1, steps=4, nodes=5)
     """Draft tree of the evaluation; a shape, not auto."""
     early_stop: int | None = Field(None, gt=0)
-    """Stop after so many evaluations without a better τ."""
+    """Stop after so many evaluations in a row without a τ that is surely better."""
     checkpoint_every: int = Field(100, gt=0)
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = Field(2, gt=0)

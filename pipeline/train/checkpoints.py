@@ -3,7 +3,7 @@
     <run>/train/checkpoints/step-000100-<nonce>/weights.safetensors     fp32 masters of the weights
                                                 moments.safetensors     AdamW's two a weight
                                                 metrics.jsonl           all lines so far
-                            best-000080-<sha256>.safetensors            head with the highest τ yet
+                            best-000080-<sha256>.safetensors            head to export so far
                             step-000100.json                            the marker, last
 
 The marker holds the progress, the position in the data, and size and SHA-256 of every file. Without

@@ -32,11 +32,13 @@ HEAD = "head"
 def chosen_head(
     shape: HeadShape, last: Mapping[str, Tensor], checkpoints: Checkpoints, progress: Progress
 ) -> Eagle3Head:
-    """The head to export: the best by τ, or the `last` one without evaluations."""
-    weights, best = dict(last), progress.best
-    if best:
-        which = f"τ {best.tau:.3f} after step {best.step:,} of {progress.step:,}"
+    """The head to export: that of the evaluation that was chosen, or the `last` one without any."""
+    weights, best, reported = dict(last), progress.best, progress.reported
+    if best and reported:
+        which = f"after step {best.step:,} of {progress.step:,}"
         notice("train", f"best of {progress.evaluations} evaluations: {which}")
+        tau = f"τ {reported.tau:.3f} ± {reported.tau_error:.3f} (standard error)"
+        notice("train", f"{tau} on {len(reported.rounds)} samples that did not choose it")
         weights = checkpoints.read_best(best)
     head = Eagle3Head(shape).to(weights["fc.weight"].dtype)
     head.load_state_dict(weights)
@@ -72,9 +74,9 @@ def training_facts(
 ) -> dict[str, Any]:
     """What card and manifest say of the head and its training.
 
-    Of its quality only τ, when it was measured.
+    Of its quality only τ, when it was measured, by samples that had no part in choosing it.
     """
-    best = progress.best
+    best, reported = progress.best, progress.reported
     facts = {
         "parameters": start.parameters,
         "share_of_target": start.share,
@@ -90,8 +92,14 @@ def training_facts(
         "split_samples": survey.split,
         "held_out": survey.rejected.get("held_out", 0),
     }
-    if best:
-        facts |= {"tau": best.tau, "alpha": list(best.alpha), "evaluations": progress.evaluations}
+    if reported:
+        facts |= {
+            "tau": reported.tau,
+            "tau_se": reported.tau_error,
+            "tau_prompts": len(reported.rounds),
+            "alpha": list(reported.alpha),
+            "evaluations": progress.evaluations,
+        }
     return facts
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pipeline.config import TrainSection
 from pipeline.console import notice, progress_bar
-from pipeline.decoder.request import Acceptance
 from pipeline.train.acceptance import Evaluator
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.data.batches import ReadAhead
@@ -27,7 +26,7 @@ from pipeline.train.data.schedule import Schedule
 from pipeline.train.grace import Grace
 from pipeline.train.group import first_decides
 from pipeline.train.metrics import Clock, Metrics
-from pipeline.train.progress import Progress, StoredFile, Window
+from pipeline.train.progress import Best, Decoded, Progress, StoredFile, Window
 from pipeline.train.trainer import Trainer, TrainingState
 
 #: The learning rate ends at this share of its peak.
@@ -76,7 +75,7 @@ class TrainingLoop:
     progress: Progress  # replaced as training goes on
 
     def run(self) -> Progress:
-        """Train until the last step, or until τ has stopped rising.
+        """Train until the last step, or until τ has stopped rising for sure.
 
         Raises KeyboardInterrupt, on all processes, after a SIGTERM to one of them.
         """
@@ -95,6 +94,8 @@ class TrainingLoop:
                 if last or self.progress.step % section.checkpoint_every == 0:
                     with clock.paused():
                         self._save()
+            if self.progress.best and not self.progress.reported:
+                self._report(self.progress.best)
         return self.progress
 
     def _batch_numbers(self) -> Iterator[int]:
@@ -113,7 +114,7 @@ class TrainingLoop:
         return self.progress.unmeasured or (self.progress.step < self.steps and not self._stalled())
 
     def _stalled(self) -> bool:
-        """Whether `train.early_stop` evaluations in a row were no better than the best."""
+        """Whether `train.early_stop` evaluations in a row brought nothing that can be measured."""
         limit = self.section.early_stop
         return limit is not None and self.progress.stale >= limit
 
@@ -140,44 +141,54 @@ class TrainingLoop:
     def _measure(self, clock: Clock, reader: ReadAhead) -> None:
         """Evaluate and log the step just taken, if that is due."""
         section, step = self.section, self.progress.step
-        last, acceptance = step == self.steps, None
+        last, decoded = step == self.steps, None
         if section.evaluate_every and (last or step % section.evaluate_every == 0):
             with clock.paused():
-                acceptance = self._evaluate()
-        if acceptance or last or step % section.log_every == 0:
-            self._log(acceptance, clock.lap(reader.waited))
+                decoded = self._evaluate()
+        if decoded or last or step % section.log_every == 0:
+            self._log(decoded, clock.lap(reader.waited))
         self.progress = self.progress.model_copy(update={"unmeasured": False})
 
-    def _evaluate(self) -> Acceptance:
+    def _evaluate(self) -> Decoded:
         """Decode with the head as it is, on the first process while the others wait.
 
-        Keep it when τ is higher than ever.
+        Keep it when it is the one to export so far.
         """
         weights = self.trainer.weights()
-        acceptance, file = first_decides(lambda: self._decode(weights))
-        self.progress = self.progress.after_evaluation(acceptance, file)
-        return acceptance
+        decoded, file = first_decides(lambda: self._decode(weights))
+        self.progress = self.progress.after_evaluation(decoded, file)
+        return decoded
 
-    def _decode(self, weights: dict[str, Tensor]) -> tuple[Acceptance, StoredFile | None]:
-        """Acceptance of a head, and its file if it is the best so far."""
+    def _decode(self, weights: dict[str, Tensor]) -> tuple[Decoded, StoredFile | None]:
+        """What a head's evaluation counted, and its file if it is kept."""
         assert self.evaluator is not None, "the first process has an evaluator"
-        acceptance, file = self.evaluator.measure(weights), None
-        if self.progress.is_best(acceptance):
+        decoded, file = self.evaluator.select(weights), None
+        if self.progress.keeps(decoded):
             file = self.checkpoints.keep_best(self.progress.step, weights)
-        return acceptance, file
+        return decoded, file
 
-    def _log(self, acceptance: Acceptance | None, lap: tuple[float, float]) -> None:
+    def _report(self, best: Best) -> None:
+        """Decode the other half with the head to export; a checkpoint holds what that counted."""
+        reported = first_decides(lambda: self._decode_best(best))
+        self.progress = self.progress.model_copy(update={"reported": reported})
+        self._save()
+
+    def _decode_best(self, best: Best) -> Decoded:
+        assert self.evaluator is not None, "the first process has an evaluator"
+        return self.evaluator.report(self.checkpoints.read_best(best))
+
+    def _log(self, decoded: Decoded | None, lap: tuple[float, float]) -> None:
         """Write a line over all steps since the one before, and begin a new window."""
         progress, window, (seconds, waiting) = self.progress, self.progress.window, lap
         group = self.trainer.world * self.section.accumulate
-        means, decoded = window.means(), acceptance.named() if acceptance else {}
+        means, acceptance = window.means(), decoded.named() if decoded else {}
         budget = window.batches * self.section.batch_tokens
         speed = window.tokens / seconds
         line = {
             "step": progress.step,
             "epoch": self.schedule.locate(progress.batches - group)[0],
             **means,
-            **decoded,
+            **acceptance,
             **window.gradients(),
             "lr": self._rate(progress.step - 1),
             "tokens": progress.tokens,
@@ -188,8 +199,9 @@ class TrainingLoop:
         }
         if self.metrics:
             self.metrics.write(line)
-        tau = decoded.get("tau", progress.last.get("tau"))
-        last = means | ({} if tau is None else {"tau": tau}) | {"tokens_per_second": speed}
+        known = progress.last | acceptance
+        taus = {name: known[name] for name in ("tau", "tau_se") if name in known}
+        last = means | taus | {"tokens_per_second": speed}
         self.progress = progress.model_copy(update={"window": Window(), "last": last})
 
     def _status(self) -> str | None:
@@ -197,7 +209,7 @@ class TrainingLoop:
         last = self.progress.last
         if not last:
             return None
-        tau = f"  τ {last['tau']:.2f}" if "tau" in last else ""
+        tau = f"  τ {last['tau']:.2f} ± {last['tau_se']:.2f}" if "tau" in last else ""
         measured = f"loss {last['loss']:.3f}  acc_0 {last['acc_0']:.1%}{tau}"
         return f"{measured}  {last['tokens_per_second']:,.0f} tokens/s"
 

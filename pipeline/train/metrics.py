@@ -4,7 +4,7 @@ One line every `train.log_every` steps and at every evaluation:
 
     step epoch loss acc_0…acc_(K-1)    optimiser steps so far; means since the line before
     lr tokens fill                     learning rate, tokens so far, share of the budget they fill
-    tau alpha_1…                       of the head at this step, when it was evaluated
+    tau tau_se alpha_1…                of the head at this step, when it was evaluated
     tokens_per_second data_wait_share  since the line before, without evaluations and checkpoints
     peak_memory_gb                     of the first process, so far
 """

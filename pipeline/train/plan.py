@@ -245,7 +245,7 @@ def _evaluation(work: _Work) -> _Evaluation:
     section, target = work.config.train, work.target
     if not section.evaluate_every:
         return _Evaluation()
-    count = -(-work.steps // section.evaluate_every)
+    count = -(-work.steps // section.evaluate_every) + 1  # the last with samples that report
     # A whole sample's length: its prompt is not longer.
     prompt = work.states.tokens // max(1, work.states.rows)
     verified = section.evaluate_tokens * section.evaluate_tree.nodes

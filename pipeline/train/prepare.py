@@ -41,7 +41,7 @@ class Data(NamedTuple):
     corpus: StoredCorpus
     survey: Survey
     schedule: Schedule
-    held_out: tuple[HeldOut, ...]  # empty without train.evaluate_every
+    held_out: tuple[HeldOut, ...]  # selecting half, reporting half; none without evaluate_every
 
 
 def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadShape) -> Data:

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Protocol
 
 from pydantic import Field
 
-from pipeline.decoder.request import Acceptance
 from pipeline.records import Arithmetic, Record
 
 #: Bytes and SHA-256 of a file.
 StoredFile = tuple[int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
+
+
+#: Of one head over another, in standard errors: noise alone gives more in one case of twenty.
+SURE = 1.645
+
+
+class Decoded(Record):
+    """What a head's evaluation counted, request by request, in the order of the held-out samples.
+
+        request             1    2    3
+        tokens of rounds   47   12   48       τ = 107 / 48, over all rounds
+        rounds             20    7   21
+
+    Requests are what was drawn, so errors are reckoned over them: the rounds of one reply are not
+    independent. Two heads decode the same requests, and what is hard for one is hard for the other:
+    the error of their difference is that of a paired comparison, a fraction of either's own.
+    """
+
+    tokens: tuple[int, ...]
+    rounds: tuple[int, ...]
+    alpha: tuple[float, ...]  # α_k, k = 1…, over all rounds
+
+    @property
+    def tau(self) -> float:
+        """0 without rounds."""
+        return sum(self.tokens) / max(1, sum(self.rounds))
+
+    @property
+    def tau_error(self) -> float:
+        """Standard error of τ, a ratio of sums over the requests (delta method)."""
+        return _error(self._influences())
+
+    def surely_beats(self, other: Decoded) -> bool:
+        """Whether τ on the same requests is higher by more than chance explains."""
+        pairs = zip(self._influences(), other._influences(), strict=True)
+        return self.tau - other.tau > SURE * _error(ours - theirs for ours, theirs in pairs)
+
+    def named(self) -> dict[str, float]:
+        """tau, tau_se, alpha_1, alpha_2, …: as metrics name them."""
+        alphas = {f"alpha_{k}": value for k, value in enumerate(self.alpha, 1)}
+        return {"tau": self.tau, "tau_se": self.tau_error, **alphas}
+
+    def _influences(self) -> list[float]:
+        """By how much each request moves τ."""
+        tau, rounds = self.tau, max(1, sum(self.rounds))
+        pairs = zip(self.tokens, self.rounds, strict=True)
+        return [(tokens - tau * count) / rounds for tokens, count in pairs]
 
 
 class Sums(Protocol):
@@ -76,11 +123,9 @@ class Window(Record):
 
 
 class Best(Record):
-    """The evaluation with the highest τ so far, the earlier one of two that are equal."""
+    """The head to export so far: the latest that none before it surely beats."""
 
     step: int
-    tau: float
-    alpha: tuple[float, ...]  # α_k, k = 1…
     measured: dict[str, float]  # loss and accuracies of the line of metrics that carries it
     file: StoredFile  # its head
 
@@ -96,8 +141,11 @@ class Progress(Record):
     last: dict[str, float] = Field(default_factory=dict)  # the last line of metrics
     unmeasured: bool = False  # the last step's evaluation and line of metrics, if due, are to come
     evaluations: int = 0
-    stale: int = 0  # evaluations since the best one
     best: Best | None = None
+    highest: Decoded | None = None  # of all evaluations, by τ
+    mark: Decoded | None = None  # the last evaluation that surely beat the mark before it
+    stale: int = 0  # evaluations since then
+    reported: Decoded | None = None  # of `best`, by samples that took no part in choosing it
     #: What steps were computed with; several when training was continued on another machine.
     arithmetic: tuple[Arithmetic, ...] = ()
 
@@ -119,20 +167,26 @@ class Progress(Record):
         }
         return self.model_copy(update=changes)
 
-    def is_best(self, acceptance: Acceptance) -> bool:
-        """Whether τ is higher than ever."""
-        return self.best is None or acceptance.tau > self.best.tau
+    def keeps(self, decoded: Decoded) -> bool:
+        """Whether its head is the one to export so far."""
+        return self.highest is None or not self.highest.surely_beats(decoded)
 
-    def after_evaluation(self, acceptance: Acceptance, file: StoredFile | None = None) -> Progress:
-        """One evaluation further; `file` is that of its head when it is the best so far."""
-        changes = {"evaluations": self.evaluations + 1, "stale": self.stale + 1}
-        if file is None:
-            return self.model_copy(update=changes)
-        best = Best(
-            step=self.step,
-            tau=acceptance.tau,
-            alpha=acceptance.alpha,
-            measured=self.window.means(),
-            file=file,
-        )
-        return self.model_copy(update={**changes, "stale": 0, "best": best})
+    def after_evaluation(self, decoded: Decoded, file: StoredFile | None = None) -> Progress:
+        """One evaluation further; `file` is that of its head when it is kept."""
+        rose = self.mark is None or decoded.surely_beats(self.mark)
+        higher = self.highest is None or decoded.tau > self.highest.tau
+        best = file and Best(step=self.step, measured=self.window.means(), file=file)
+        changes = {
+            "evaluations": self.evaluations + 1,
+            "best": best or self.best,
+            "highest": decoded if higher else self.highest,
+            "mark": decoded if rose else self.mark,
+            "stale": 0 if rose else self.stale + 1,
+        }
+        return self.model_copy(update=changes)
+
+
+def _error(influences: Iterable[float]) -> float:
+    """Standard error of a figure that each of two requests or more moves by so much."""
+    squares = [each * each for each in influences]
+    return math.sqrt(len(squares) / (len(squares) - 1) * math.fsum(squares))

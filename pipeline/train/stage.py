@@ -104,7 +104,7 @@ def fit(
     config: RunConfig, stage_run: StageRun, head: Eagle3Head, target: Target, data: Data
 ) -> Trained:
     """Train `head`, from the newest checkpoint if there is one."""
-    section, identity = config.train, _identity(stage_run)
+    section, identity = config.train, _identity(stage_run, data.held_out)
     location, keep = stage_run.location, section.keep_checkpoints
     checkpoints = Checkpoints(location, identity=identity, keep=keep)
     resumed = first_decides(checkpoints.newest)
@@ -136,7 +136,7 @@ def fit(
         )
         progress = loop.run()
     if progress.step < steps:
-        stale = f"{progress.stale} evaluations in a row brought no better τ"
+        stale = f"{progress.stale} evaluations in a row brought no τ that is surely better"
         notice("train", f"stopped after step {progress.step:,}: {stale}")
     return Trained(trainer.weights(), progress, checkpoints)
 
@@ -166,11 +166,15 @@ def _finish(
     )
 
 
-def _identity(stage_run: StageRun) -> str:
-    """Of the work that was begun: a key that came later and has its default does not count."""
+def _identity(stage_run: StageRun, held_out: tuple[HeldOut, ...]) -> str:
+    """Of the work that was begun: a key that came later and has its default does not count.
+
+    Held-out samples do: who holds out others makes other batches.
+    """
     begun = read_begin(stage_run.location)
     assert begun is not None, "an open stage has begun"
-    return digest([begun.config_hash, begun.parent_hash])
+    others = [[[item.shard, item.sample] for item in held_out]] if held_out else []
+    return digest([begun.config_hash, begun.parent_hash, *others])
 
 
 def _open_stage(config: RunConfig, parent: Manifest) -> StageRun:
@@ -238,8 +242,8 @@ def _evaluator(
     """On the first process, when samples are held out."""
     if trainer.rank > 0 or not held_out:
         return None
-    every = f"every {config.train.evaluate_every:,} steps"
-    notice("train", f"{every} {len(held_out)} held-out samples are decoded")
+    count, every = config.train.evaluate_prompts, f"every {config.train.evaluate_every:,} steps"
+    notice("train", f"{every} {count} held-out samples are decoded, {count} others at the end")
     return Evaluator(target, shape, config.train, held_out, trainer.device)
 
 

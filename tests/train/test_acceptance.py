@@ -5,6 +5,7 @@ And that a kill changes nothing.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
 from pipeline.train import run
 from pipeline.train.acceptance import Evaluator
+from pipeline.train.checkpoints import Marker
 from pipeline.train.data.corpus import HeldOut, hold_out, survey
 from pipeline.train.data.stored import StoredCorpus
-from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, without_speed
+from pipeline.train.progress import Progress
+from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
 EVALUATION = {
     "evaluate_every": 4,
@@ -39,9 +42,20 @@ def drawn(
     return corpus, hold_out(corpus, count, seed=config.run.seed, longest=200)
 
 
+def checkpoints_of(config: RunConfig) -> Path:
+    return Path(config.run.uri) / "train" / "checkpoints"
+
+
+def checkpoint_of(config: RunConfig) -> Progress:
+    """What the newest marker holds."""
+    marker = max(checkpoints_of(config).glob("step-*.json"))
+    return Marker.model_validate_json(marker.read_bytes()).progress
+
+
 def test_held_out_samples_are_not_trained_on(tiny_config: Configure, store_states: Store) -> None:
     config = tiny_config(seed=5)
     corpus, chosen = drawn(config, store_states(config))
+    assert len({(item.shard, item.sample) for item in chosen}) == 6
     assert chosen == drawn(config, read_manifest(config.run.uri, "features"))[1]
     assert chosen != drawn(tiny_config(seed=6), read_manifest(config.run.uri, "features"))[1]
     for item in chosen:
@@ -57,7 +71,7 @@ def test_held_out_samples_are_not_trained_on(tiny_config: Configure, store_state
         {(piece.shard, piece.sample) for piece in one.pieces} for one in (rest, everything)
     )
     assert trained == stored - {(item.shard, item.sample) for item in chosen}
-    assert rest.rejected["held_out"] == 3 and rest.samples == everything.samples - 3
+    assert rest.rejected["held_out"] == 6 and rest.samples == everything.samples - 6
     left_out = sum(int(corpus.reader(item.shard).tokens(item.sample)[1].sum()) for item in chosen)
     assert int(rest.counts["test"].sum()) == everything.supervised - left_out
 
@@ -98,27 +112,40 @@ def test_the_best_head_is_exported(tiny_config: Configure, store_states: Store) 
     taus = {int(line["step"]): line["tau"] for line in lines if "tau" in line}
     assert list(taus) == [4, 8, 12, 16, 20, 24, 28, 30]
     assert len(set(taus.values())) > 2, "the example needs a τ that moves"
-    best = max(taus, key=lambda step: taus[step])  # the first of equal ones
     details = manifest.details
-    assert (details["exported_step"], details["tau"], details["evaluations"]) == (
-        best,
-        taus[best],
-        8,
-    )
-    assert manifest.rejected["held_out"] == details["held_out"] == 3
+    best = details["exported_step"]
+    newest = checkpoint_of(config)
+    assert newest.highest is not None and newest.reported is not None
+    assert newest.highest.tau == max(taus.values())
+    assert manifest.rejected["held_out"] == details["held_out"] == 6 and details["evaluations"] == 8
 
     head, card = load_head(head_of(config), expected=parent.contract)
     line = next(line for line in lines if line["step"] == best)
     metrics = card.metrics
     assert (metrics["exported_step"], metrics["loss"], metrics["steps"]) == (best, line["loss"], 30)
-    assert metrics["alpha"] == [line[name] for name in sorted(line) if name.startswith("alpha_")]
     _, held_out = drawn(config, parent)
     target, cpu = open_target(config.target), torch.device("cpu")
     evaluator = Evaluator(target, head.shape, config.train, held_out, cpu)
-    assert [evaluator.measure(head.state_dict()).tau for _ in range(2)] == [taus[best]] * 2
-    kept = list((Path(config.run.uri) / "train" / "checkpoints").glob("best-*"))
-    assert [file.name.rpartition("-")[0] for file in kept] == [f"best-{best:06d}"]
-    trained = load_file(kept[0])["fc.weight"]  # in training's type; heads are stored in bf16
+    selected = evaluator.select(head.state_dict())
+    assert selected.tau == line["tau"] and not newest.highest.surely_beats(selected)
+    later = [step for step in taus if step > best]
+    assert all(taus[step] < taus[best] for step in later), "else a later one was as good"
+
+    reported = evaluator.report(head.state_dict())
+    assert reported == newest.reported
+    other_half = Evaluator(target, head.shape, config.train, held_out[3:] + held_out[:3], cpu)
+    assert other_half.select(head.state_dict()) == reported != selected
+    figures = {name: details[name] for name in ("tau", "tau_se", "tau_prompts", "alpha")}
+    assert figures == {
+        "tau": reported.tau,
+        "tau_se": reported.tau_error,
+        "tau_prompts": 3,
+        "alpha": list(reported.alpha),
+    }
+    assert metrics.items() >= figures.items()
+    assert not {value for value in taus.values()} & {metrics["tau"]}, "no τ that selected"
+    kept = checkpoints_of(config).glob(f"best-{best:06d}-*")
+    trained = load_file(next(kept))["fc.weight"]  # in training's type; heads are stored in bf16
     assert torch.equal(trained.bfloat16().float(), head.fc.weight)
 
 
@@ -130,36 +157,36 @@ def test_rounds_account_for_the_targets_own_reply(
     parent = store_states(config)
     run(config)
     head, _ = load_head(head_of(config))
-    _, held_out = drawn(config, parent, 1)
-    (item,) = held_out
+    _, held_out = drawn(config, parent)
     target = open_target(config.target)
-    ids = torch.tensor([item.prompt_ids])
-    reply = target.load().model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=list(target.template().stop_ids),
-        pad_token_id=1,
-    )[0, ids.shape[1] :]
+    model = target.load().model
     section = config.train.model_copy(update={"evaluate_tokens": 12})
     evaluator = Evaluator(target, head.shape, section, held_out, torch.device("cpu"))
     before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    acceptance = evaluator.measure(head.state_dict())
+    decoded = evaluator.select(head.state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
-    rounds = (len(reply) - 1) / acceptance.tau
-    message = "every token after the first came from some round"
-    assert rounds == pytest.approx(round(rounds)), message
+    for item, tokens, rounds in zip(held_out[:3], decoded.tokens, decoded.rounds, strict=True):
+        ids = torch.tensor([item.prompt_ids])
+        reply = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=list(target.template().stop_ids),
+            pad_token_id=1,
+        )[0, ids.shape[1] :]
+        beyond = tokens - (len(reply) - 1)  # every token after the first came from some round
+        assert 0 <= beyond <= 3 and rounds <= len(reply) - 1 <= tokens
 
 
-def test_ties_go_to_the_earlier_and_training_stops(
+def test_a_tie_goes_to_the_later_and_training_stops(
     tiny_config: Configure, store_states: Store
 ) -> None:
     still = {"learning_rate": 1e-12, "epochs": 60, "max_steps": 40, "early_stop": 2}
     config = tiny_config(**EVALUATION, **still)
     store_states(config)
     details = run(config).details
-    assert (details["exported_step"], details["steps"], details["evaluations"]) == (4, 12, 3)
+    assert (details["exported_step"], details["steps"], details["evaluations"]) == (12, 12, 3)
     assert lines_of(config)[-1]["step"] == 12
 
 
@@ -169,7 +196,7 @@ def test_no_evaluation_exports_the_last_step(tiny_config: Configure, store_state
     manifest = run(config)
     assert manifest.details["exported_step"] == 3 and "tau" not in manifest.details
     assert "held_out" not in manifest.rejected
-    assert not list((Path(config.run.uri) / "train" / "checkpoints").glob("best-*"))
+    assert not list(checkpoints_of(config).glob("best-*"))
 
 
 def test_kill_keeps_the_best_so_far(tiny_config: Configure, store_states: Store) -> None:
@@ -192,6 +219,31 @@ def test_kill_keeps_the_best_so_far(tiny_config: Configure, store_states: Store)
     checksums = [{shard.name: shard.sha256 for shard in one.shards} for one in (again, manifest)]
     assert checksums[0] == checksums[1]
     assert again.details == manifest.details
+
+
+@pytest.mark.parametrize("before", ["report", "export"])
+def test_killed_at_its_end_a_run_reports_the_same(
+    tiny_config: Configure,
+    store_states: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+) -> None:
+    """Before the reporting half is decoded, and after: then it is not decoded again."""
+    config = tiny_config(**EVALUATION, max_steps=8, epochs=60, learning_rate=3e-2)
+    store_states(config)
+    manifest = run(config)
+    stop_at(config, 8)
+    if before == "report":
+        marker = checkpoints_of(config) / "step-000008.json"
+        written = json.loads(marker.read_text())
+        assert written["progress"].pop("reported")
+        marker.write_text(json.dumps(written))
+    else:
+        monkeypatch.delattr(Evaluator, "report")
+    again = run(config)
+    assert again.details == manifest.details and again.content_hash == manifest.content_hash
+    reported = checkpoint_of(config).reported
+    assert reported is not None and reported.tau == manifest.details["tau"]
 
 
 @pytest.mark.parametrize(

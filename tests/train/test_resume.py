@@ -321,7 +321,7 @@ def test_a_best_head_is_kept_while_a_marker_names_it(
     bests = []
     for step in (2, 4):
         file = checkpoints.keep_best(step, {"fc.weight": torch.full((2, 2), float(step))})
-        bests.append(Best(step=step, tau=1.0 + step, alpha=(0.5,), measured={}, file=file))
+        bests.append(Best(step=step, measured={}, file=file))
     save(checkpoints, 3, bests[0])
     names = stage.child("checkpoints").names()
     assert [name[:11] for name in names] == ["best-000002", "best-000004", "step-000003"]

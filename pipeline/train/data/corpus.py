@@ -94,7 +94,11 @@ class Survey(NamedTuple):
 
 
 def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[HeldOut, ...]:
-    """`count` samples drawn with `seed`, with a reply and a prompt of at most `longest` tokens.
+    """2·`count` samples drawn with `seed`, with a reply and a prompt of at most `longest` tokens.
+
+        drawn    7  2  9 … │ 4  1  8 … │ 3  5  …
+                 count, to │ count, to │ trained on
+                 select by │ report by │
 
     Raises ConfigError when there are too few, or none would be left to train on.
     """
@@ -102,7 +106,7 @@ def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[He
     random.Random(f"{seed}/held-out").shuffle(stored)
     chosen: list[HeldOut] = []
     for shard, index in stored:
-        if len(chosen) == count:
+        if len(chosen) == 2 * count:
             break
         outline = corpus.outline(shard)
         token_ids, mask = outline.tokens(index)
@@ -110,10 +114,10 @@ def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[He
         if 0 < prompt <= longest:
             prompt_ids = tuple(token_ids[:prompt].tolist())
             chosen.append(HeldOut(shard, index, outline.origin(index)[0], prompt_ids))
-    if len(chosen) < count or len(stored) == count:
+    if len(chosen) < 2 * count or len(stored) == 2 * count:
         problem = (
-            f"{count} samples cannot be held out: of {len(stored):,} stored ones {len(chosen):,} "
-            f"have a prompt of 1 to {longest} tokens"
+            f"{count} samples cannot be held out to select a head, and as many to report on it: of "
+            f"{len(stored):,} stored ones {len(chosen):,} have a prompt of 1 to {longest} tokens"
         )
         fix = "lower it, or make more samples; some must be left to train on"
         raise ConfigError(problem, where="train.evaluate_prompts", fix=fix)

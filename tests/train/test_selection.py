@@ -1,0 +1,174 @@
+"""Which head is exported, by how much its τ may be off, and which figure goes on its card."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import accumulate, pairwise
+from statistics import fmean, stdev
+
+import pytest
+import torch
+
+from pipeline.config import RunConfig
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.request import Request, RunningRequest, Statistics, pool_acceptance
+from pipeline.eagle3.checkpoint import load_head
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.records import Manifest
+from pipeline.store.manifest import stage_location
+from pipeline.target.open import open_target
+from pipeline.train import run
+from pipeline.train.acceptance import count
+from pipeline.train.data.corpus import HeldOut, hold_out
+from pipeline.train.data.stored import StoredCorpus
+from pipeline.train.progress import Decoded, Progress, Window
+from tests.train.runs import Configure, Store, head_of
+
+EVALUATION = {
+    "evaluate_every": 4,
+    "evaluate_prompts": 3,
+    "evaluate_tokens": 12,
+    "evaluate_tree": {"top_k": 1, "steps": 3, "nodes": 4},
+}
+CPU = torch.device("cpu")
+
+
+def drawn(config: RunConfig, parent: Manifest, number: int) -> tuple[HeldOut, ...]:
+    corpus = StoredCorpus(stage_location(config.run.uri, "features"), parent.shards)
+    return hold_out(corpus, number // 2, seed=config.run.seed, longest=200)
+
+
+@pytest.fixture
+def trained(tiny_config: Configure, store_states: Store) -> tuple[RunConfig, Manifest, Eagle3Head]:
+    """A head that is right now and then, and what it was trained from."""
+    config = tiny_config(**EVALUATION | {"evaluate_every": None}, epochs=20, learning_rate=3e-2)
+    parent = store_states(config)
+    run(config)
+    return config, parent, load_head(head_of(config))[0]
+
+
+@pytest.mark.parametrize("end", ["length", "stop"])
+def test_the_last_round_counts_whole(
+    trained: tuple[RunConfig, Manifest, Eagle3Head], end: str
+) -> None:
+    """Replies that end in the middle of a round, beside the same ones that go on."""
+    config, parent, head = trained
+    target, held_out = open_target(config.target), drawn(config, parent, 6)
+    layers = target.contract.capture_layers
+    model = DecoderModel.load(
+        target.directory, layers, device=CPU, dtype=target.dtype, max_length=60
+    )
+    engine = Engine(model, drafter=Eagle3Drafter(head, model, config.train.evaluate_tree), slots=1)
+    cut = 0
+    for item in held_out:
+        request = Request("", item.prompt_ids, 40, ())
+        emissions = [emission.token_ids for emission in engine.stream([request])]
+        said = [token for emitted in emissions for token in emitted]
+        after = list(accumulate(map(len, emissions)))  # tokens after each round
+        for number, (before, whole) in enumerate(pairwise(after[:-1]), start=1):
+            last = said[before]  # the first token of this round
+            if whole - before == 1 or (end == "stop" and last in said[:before]):
+                continue  # nothing to cut off, or the reply ends sooner
+            shorter = (before + 1, ()) if end == "length" else (40, (last,))
+            (completion,) = engine.generate([Request("", item.prompt_ids, *shorter)])
+            assert completion.token_ids == tuple(said[: before + 1])
+            counted = count([completion.statistics])
+            assert (counted.tokens, counted.rounds) == ((whole - 1,), (number,))
+            cut += 1
+    assert cut > 3, "the example needs rounds that can be cut"
+
+
+def test_short_replies_have_the_tau_of_long_ones() -> None:
+    """Each draft position is accepted with the same probability: τ is known."""
+    alpha, depth, limit, generator = 0.7, 4, 20, random.Random(0)
+    known = sum(alpha**k for k in range(depth + 1))
+    done = list[Statistics]()
+    for _ in range(4000):
+        running = RunningRequest(Request("", (1,), limit, ()), [], 0.0)
+        running.take([1], 0.0)
+        while running.finish_reason is None:
+            accepted = next((k for k in range(depth) if generator.random() > alpha), depth)
+            running.take([1] * (accepted + 1), 0.0)
+        done.append(running.statistics)
+    decoded = count(done)
+    assert abs(decoded.tau - known) < 3 * decoded.tau_error < 0.05
+    assert decoded.tau == pytest.approx(
+        1 + sum(math.prod(decoded.alpha[:k]) for k in range(1, depth + 1))
+    )
+    assert pool_acceptance(done).tau < known - 0.15, "what the replies took is biased"
+
+
+def test_the_standard_error_is_that_of_repeated_draws() -> None:
+    """Of 400 draws of 30 requests that differ in how hard they are; and by hand for two."""
+    generator = random.Random(1)
+
+    def draw() -> Decoded:
+        rounds = [generator.randint(10, 30) for _ in range(30)]
+        ease = [generator.uniform(1.2, 2.8) for _ in rounds]
+        tokens = [round(count * each) for count, each in zip(rounds, ease, strict=True)]
+        return Decoded(tokens=tuple(tokens), rounds=tuple(rounds), alpha=())
+
+    draws = [draw() for _ in range(400)]
+    assert fmean(each.tau_error for each in draws) == pytest.approx(
+        stdev(each.tau for each in draws), rel=0.1
+    )
+    two = Decoded(tokens=(30, 10), rounds=(10, 10), alpha=(0.5,))  # τ 2; each moves it by ±0.5
+    assert two.named() == {"tau": 2.0, "tau_se": pytest.approx(1.0), "alpha_1": 0.5}
+
+
+def heads(*gains: int) -> list[Decoded]:
+    """Heads that emit so many tokens more than the first one in 320 rounds of 16 requests.
+
+    Requests differ by far more than heads do on the same one.
+    """
+    generator = random.Random(2)
+    ease = [generator.randint(25, 60) for _ in range(16)]
+    evaluations = []
+    for gain in gains:
+        noise = generator.sample([-2, -1, 0, 1, 2, 0, 0, 0] * 2, 16)
+        more = [(gain + number) // 16 for number in range(16)]
+        tokens = tuple(map(sum, zip(ease, noise, more, strict=True)))
+        evaluations.append(Decoded(tokens=tokens, rounds=(20,) * 16, alpha=()))
+    return evaluations
+
+
+def test_a_gain_below_the_standard_error_is_sure_on_the_same_requests() -> None:
+    old, equal, better = heads(0, 0, 20)
+    assert 0 < better.tau - old.tau < old.tau_error / 2
+    assert better.surely_beats(old) and not old.surely_beats(better)
+    assert not equal.surely_beats(old) and not old.surely_beats(equal)
+    assert not old.surely_beats(old)
+
+
+def after(evaluations: list[Decoded]) -> tuple[list[int], list[int]]:
+    """Steps of the heads to export, and evaluations without a sure gain, as training goes on."""
+    progress, steps, stale = Progress(), list[int](), list[int]()
+    for decoded in evaluations:
+        window = Window(losses=(1.0,))
+        progress = progress.after_step(batches=1, tokens=1, labels=1, window=window)
+        file = (1, "0" * 64) if progress.keeps(decoded) else None
+        progress = progress.after_evaluation(decoded, file)
+        progress = Progress.model_validate_json(progress.model_dump_json())  # as when resumed
+        assert progress.best is not None
+        steps.append(progress.best.step)
+        stale.append(progress.stale)
+    return steps, stale
+
+
+def test_the_later_of_two_equal_heads_is_exported() -> None:
+    low, lucky, level, again, higher, worse = heads(0, 40, 37, 38, 80, 50)
+    evaluations = [low, lucky, level, again, higher, worse, worse]
+    assert after(evaluations) == ([1, 2, 3, 4, 5, 5, 5], [0, 0, 1, 2, 0, 1, 2])
+
+
+def test_a_slow_rise_is_no_standstill_and_a_slow_fall_is_seen() -> None:
+    """No step of either is sure by itself."""
+    rise = heads(*range(0, 65, 5))
+    assert not any(late.surely_beats(early) for early, late in pairwise(rise))
+    steps, stale = after(rise)
+    assert steps[-1] == 13 and stale.count(0) > 3 and max(stale) < 5
+    steps, stale = after(rise[::-1])
+    assert steps[-1] < 5 and stale[-1] == 12
