@@ -21,12 +21,14 @@ short, by more the better the head. What follows a stop token is the target's ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pipeline.config import TrainSection
+from pipeline.console import notice
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -39,6 +41,8 @@ from pipeline.train.progress import Decoded
 
 #: Requests decoded together. Acceptance does not depend on it.
 _SLOTS = 8
+#: A standard error of τ that needs no notice.
+PRECISE = 0.02
 
 
 class Evaluator:
@@ -108,6 +112,16 @@ def count(requests: Iterable[Statistics]) -> Decoded:
 
 def _as_stored(tensor: Tensor) -> Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
+def advise(decoded: Decoded) -> None:
+    """Say how many samples a precise τ takes, when this one is not; errors fall as 1/√samples."""
+    error, samples = decoded.tau_error, len(decoded.rounds)
+    if error > PRECISE:
+        needed = math.ceil(samples * (error / PRECISE) ** 2)
+        tau = f"τ of {samples} held-out samples is {decoded.tau:.2f} with a standard error of"
+        fix = f"train.evaluate_prompts of about {needed:,} would make it {PRECISE}"
+        notice("train", f"{tau} {error:.2f}; {fix}")
 
 
 def check_settings(section: TrainSection) -> None:

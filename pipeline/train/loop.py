@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.config import TrainSection
 from pipeline.console import notice, progress_bar
-from pipeline.train.acceptance import Evaluator
+from pipeline.train.acceptance import Evaluator, advise
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.data.batches import ReadAhead
 from pipeline.train.data.corpus import Corpus
@@ -163,6 +163,8 @@ class TrainingLoop:
         """What a head's evaluation counted, and its file if it is kept."""
         assert self.evaluator is not None, "the first process has an evaluator"
         decoded, file = self.evaluator.select(weights), None
+        if not self.progress.evaluations:
+            advise(decoded)
         if self.progress.keeps(decoded):
             file = self.checkpoints.keep_best(self.progress.step, weights)
         return decoded, file

@@ -21,7 +21,7 @@ from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
 from pipeline.train import run
-from pipeline.train.acceptance import count
+from pipeline.train.acceptance import advise, count
 from pipeline.train.data.corpus import HeldOut, hold_out
 from pipeline.train.data.stored import StoredCorpus
 from pipeline.train.progress import Decoded, Progress, Window
@@ -141,6 +141,16 @@ def test_a_gain_below_the_standard_error_is_sure_on_the_same_requests() -> None:
     assert better.surely_beats(old) and not old.surely_beats(better)
     assert not equal.surely_beats(old) and not old.surely_beats(equal)
     assert not old.surely_beats(old)
+
+
+def test_an_error_that_is_large_names_the_key(capsys: pytest.CaptureFixture[str]) -> None:
+    rough = Decoded(tokens=(30, 10), rounds=(10, 10), alpha=())
+    advise(rough)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "τ of 2 held-out samples is 2.00 with a standard error of 1.00" in shown
+    assert "train.evaluate_prompts of about 5,000 would make it 0.02" in shown
+    advise(Decoded(tokens=rough.tokens * 2500, rounds=rough.rounds * 2500, alpha=()))
+    assert not capsys.readouterr().out
 
 
 def after(evaluations: list[Decoded]) -> tuple[list[int], list[int]]:
