@@ -48,6 +48,8 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "wandb_project",
     },
 }
+#: Likewise of a training that evaluates nothing.
+_ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree", "early_stop"}
 
 
 class RaySection(Section):
@@ -227,7 +229,10 @@ class RunConfig(Section):
         """What decides `stage`'s output: the target, the seed and its own section."""
         section: Section | None = getattr(self, stage)
         target = self.target.model_dump(mode="json", exclude=_NOT_IN_THE_OUTPUT["target"])
-        own = section and section.model_dump(mode="json", exclude=_NOT_IN_THE_OUTPUT.get(stage))
+        left_out = _NOT_IN_THE_OUTPUT.get(stage, set())
+        if stage == "train" and not self.train.evaluate_every:
+            left_out = left_out | _ONLY_EVALUATED
+        own = section and section.model_dump(mode="json", exclude=left_out)
         if own and stage == "features":
             own["format"] = STATES_FORMAT  # states of an older version are not taken for these
         return {"seed": self.run.seed, "target": target, stage: own}

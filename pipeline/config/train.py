@@ -103,7 +103,7 @@ class TrainSection(Section):
     evaluate_every: int | None = Field(None, gt=0)
     """Optimiser steps between decoded evaluations; the latest checkpoint with a τ that no other
     surely beats is exported. None: the last."""
-    evaluate_prompts: int = Field(16, gt=1)
+    evaluate_prompts: int = Field(64, gt=1)
     """Held-out samples that an evaluation decodes; as many others are decoded with the head that is
     exported and give the τ on its card. None of them is trained on."""
     evaluate_tokens: int = Field(48, gt=1)

@@ -203,6 +203,14 @@ def test_no_evaluation_exports_the_last_step(tiny_config: Configure, store_state
     manifest = run(config)
     assert manifest.details["exported_step"] == 3 and "tau" not in manifest.details
     assert "held_out" not in manifest.rejected
+    begin = Path(config.run.uri) / "train" / "begin.json"
+    begun = json.loads(begin.read_text())
+    begun["shaping"]["train"] |= {"evaluate_prompts": 16}  # another default, of an earlier version
+    begin.write_text(json.dumps(begun))
+    other = config.model_copy(
+        update={"train": config.train.model_copy(update={"evaluate_tokens": 9})}
+    )
+    assert run(config) == run(other) == manifest, "who evaluates nothing has no such settings"
     assert not list(checkpoints_of(config).glob("best-*"))
 
 
