@@ -21,7 +21,7 @@ from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
 from pipeline.train import run
-from pipeline.train.acceptance import advise, count
+from pipeline.train.acceptance import Evaluator, advise, count
 from pipeline.train.data.corpus import HeldOut, hold_out
 from pipeline.train.data.stored import StoredCorpus
 from pipeline.train.progress import Decoded, Progress, Window
@@ -79,6 +79,20 @@ def test_the_last_round_counts_whole(
             assert (counted.tokens, counted.rounds) == ((whole - 1,), (number,))
             cut += 1
     assert cut > 3, "the example needs rounds that can be cut"
+
+
+def test_what_is_reported_is_the_head_as_it_is_stored(
+    trained: tuple[RunConfig, Manifest, Eagle3Head],
+) -> None:
+    """An output layer that bfloat16 rounds to ones all over, in a target that is read in fp32."""
+    config, parent, head = trained
+    target = open_target(config.target.model_copy(update={"dtype": "float32"}))
+    held_out, fine = drawn(config, parent, 6), head.state_dict()
+    fine["lm_head.weight"] = 1 + 1e-4 * fine["lm_head.weight"]
+    rounded = fine | {"lm_head.weight": torch.ones_like(fine["lm_head.weight"])}
+    evaluator = Evaluator(target, head.shape, config.train, held_out, CPU)
+    swapped = Evaluator(target, head.shape, config.train, held_out[3:] + held_out[:3], CPU)
+    assert evaluator.report(fine) == swapped.select(rounded) != swapped.select(fine)
 
 
 def test_short_replies_have_the_tau_of_long_ones() -> None:
@@ -172,6 +186,12 @@ def test_the_later_of_two_equal_heads_is_exported() -> None:
     low, lucky, level, again, higher, worse = heads(0, 40, 37, 38, 80, 50)
     evaluations = [low, lucky, level, again, higher, worse, worse]
     assert after(evaluations) == ([1, 2, 3, 4, 5, 5, 5], [0, 0, 1, 2, 0, 1, 2])
+
+
+def test_a_fall_from_a_rise_that_was_not_sure_is_seen() -> None:
+    first, higher, lower = heads(0, 10, -6)
+    assert not higher.surely_beats(first) and not first.surely_beats(lower)
+    assert after([first, higher, lower]) == ([1, 2, 2], [0, 1, 2])
 
 
 def test_a_slow_rise_is_no_standstill_and_a_slow_fall_is_seen() -> None:
