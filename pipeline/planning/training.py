@@ -73,27 +73,27 @@ def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> i
 
     The embedding in the type it is stored in and in float32. Then, for P = 4H regressors or the I
     of the MLP: sums of P by P in float64, scaled and factored, P by H three times, and a solution
-    in float32 for each of four strengths.
+    in float32 for each of five strengths.
     """
     if section.start_from or section.head_config.init_layer != "least_squares":
         return 0
     hidden, wide = head.hidden, head.intermediate
     most = max(4 * hidden, wide)
-    sums = 8 * (3 * most**2 + 3 * most * hidden) + 4 * 4 * most * hidden
+    sums = 8 * (3 * most**2 + 3 * most * hidden) + 4 * 5 * most * hidden
     return (2 + 4) * target.vocabulary * hidden + sums
 
 
 def start_flops(section: TrainSection, head: HeadSize) -> float:
     """Of a start by least squares on the rows that it wants, all in float32; 0 without.
 
-    Sums over P = 4H regressors and over the I of the MLP, each with five Cholesky factors, and one
+    Sums over P = 4H regressors and over the I of the MLP, each with six Cholesky factors, and one
     forward pass of the head.
     """
     if section.start_from or section.head_config.init_layer != "least_squares":
         return 0.0
     regressors = 4 * head.hidden
     rows = 30 * regressors
-    solved = sum(2 * rows * size**2 + 5 * size**3 / 3 for size in (regressors, head.intermediate))
+    solved = sum(2 * rows * size**2 + 6 * size**3 / 3 for size in (regressors, head.intermediate))
     return solved + rows * 2 * head.parameters
 
 

@@ -25,10 +25,11 @@ from torch import Tensor
 from pipeline.errors import DataError
 from pipeline.train.data.batches import TrainBatch
 
-#: Strengths that are tried, in shares of a regressor's mean square times the rows.
-STRENGTHS = (5e-4, 5e-3, 5e-2, 0.5)
+#: Strengths that are tried, in shares of a regressor's mean square times the rows. The last leaves
+#: next to nothing of a solution that only holds for its own rows.
+STRENGTHS = (1e-3, 1e-2, 0.1, 1.0, 10.0)
 #: The one where nothing can be held out.
-DEFAULT_STRENGTH = 5e-3
+DEFAULT_STRENGTH = 1e-2
 #: One batch of so many is held out.
 _HELD_OUT = 8
 
