@@ -25,10 +25,11 @@ from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeigh
 from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
+from pipeline.target.architecture import FAMILIES
 from pipeline.target.weights import TargetWeights
 
 #: model_type of the configurations that the decoder runs.
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = tuple(name for name, family in FAMILIES.items() if family.decoded)
 
 
 class Weights(Protocol):
@@ -177,10 +178,13 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
     """Raise UnsupportedModel, with what is supported, rather than decode slightly wrong."""
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    positions = config.max_position_embeddings
+    positions = getattr(config, "max_position_embeddings", 0)
     if config.model_type not in SUPPORTED:
         problem = f"the decoder does not run model_type {config.model_type!r}"
         fix = f"use one of {', '.join(SUPPORTED)}"
+    elif getattr(config, "quantization_config", None):
+        problem = "the decoder does not run quantised weights"
+        fix = "use the checkpoint whose weights are stored in 16 bits"
     elif config.hidden_act != "silu":
         problem = f"the decoder does not run activation {config.hidden_act!r}"
         fix = "use a model with silu"

@@ -10,22 +10,16 @@ from typing import Any
 from pipeline.config import TargetSection
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract, digest
+from pipeline.target.architecture import read_config
 from pipeline.target.resolve import ResolvedTarget, content_fingerprint
 from pipeline.target.weights import TargetWeights
 
 
 def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetContract:
     """The contract of a resolved target. Reads headers and sampled blocks, no whole weights."""
-    from transformers import AutoConfig
-
     directory = resolved.directory
     where = f"target.source={resolved.source}"
-    try:
-        config: Any = AutoConfig.from_pretrained(directory).get_text_config()
-    except (ValueError, OSError, KeyError) as error:
-        problem = f"config.json cannot be read: {str(error).splitlines()[0]}"
-        fix = "use a causal language model that transformers knows"
-        raise TargetError(problem, where=where, fix=fix) from error
+    config: Any = read_config(directory, where).get_text_config()
     files = sorted(directory.glob("*.safetensors"))
     weights = TargetWeights(directory)
     tied = bool(getattr(config, "tie_word_embeddings", False))

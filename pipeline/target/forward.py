@@ -12,6 +12,12 @@ Documents are packed into one row without padding; attention stays inside each d
 
     tokens     a0 a1 a2 b0 b1            a attends to a only, b to b only;
     positions   0  1  2  0  1            no mask is built, each document is one causal call
+
+Attention is torch's own where it is plain, causal or in a sliding window. What torch has no
+argument for is computed from explicit scores, a block of queries at a time:
+
+    softcap      cap · tanh(scores / cap)                       Gemma 2
+    s_aux        a score per head that no key belongs to        gpt-oss' sinks
 """
 
 from __future__ import annotations
@@ -24,15 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.errors import UnsupportedModel
+from pipeline.target.architecture import decoder_of
 from pipeline.target.load import LoadedTarget
 
 #: Name under which the packed attention is registered with transformers.
 PACKED_ATTENTION = "eagle3_packed"
-#: transformers' own, for the same states by another way.
-_REFERENCE_ATTENTION = "sdpa"
-#: What some families pass to their attention and the packed one does not compute.
-_UNSUPPORTED = ("softcap", "s_aux", "attention_chunk_size")
+#: Queries whose scores are held at once, where they are.
+_BLOCK = 512
 
 _lengths: list[int] = []  # of the documents in the forward that is running
 
@@ -46,24 +50,43 @@ def packed_attention(
     *,
     scaling: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention per document.
 
     query [1, heads, T, d], key and value [1, kv_heads, T, d] → [1, T, heads, d]. With a sliding
-    window, position i attends to the last `sliding_window` positions, itself included.
-    Raises UnsupportedModel for attention that is more than that.
+    window, position i attends to the last `sliding_window` positions, itself included. Llama 4's
+    chunks are documents of their own. s_aux [heads] are sinks.
     """
-    unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
-    if unsupported:
-        names = ", ".join(unsupported)
-        problem = f"its attention uses {names}, which packed capture does not compute"
-        fix = "choose a target with plain causal or sliding-window attention"
-        raise UnsupportedModel(problem, where=f"target: {type(module).__name__}", fix=fix)
-    split = (torch.split(x, _lengths, dim=2) for x in (query, key, value))
+    lengths = _pieces(_lengths, _chunk(module))
+    split = (torch.split(x, lengths, dim=2) for x in (query, key, value))
     documents = zip(*split, strict=True)
-    outputs = [_attend(q, k, v, scaling, sliding_window) for q, k, v in documents]
+    if softcap is None and s_aux is None:
+        outputs = [_attend(q, k, v, scaling, sliding_window) for q, k, v in documents]
+    else:
+        outputs = [
+            _attend_by_scores(q, k, v, scaling, sliding_window, softcap, s_aux)
+            for q, k, v in documents
+        ]
     return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def _chunk(module: Any) -> int | None:
+    """Length of the chunks that this layer's attention stays inside."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or index is None or kinds[index] != "chunked_attention":
+        return None
+    return int(module.config.attention_chunk_size)
+
+
+def _pieces(lengths: Sequence[int], chunk: int | None) -> list[int]:
+    """`lengths` with each cut after every `chunk`."""
+    if chunk is None:
+        return list(lengths)
+    return [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
 
 
 def _attend(
@@ -80,6 +103,37 @@ def _attend(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, scale=scaling, enable_gqa=grouped
     )
+
+
+def _attend_by_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One document, with what changes scores before or in their softmax."""
+    heads, length = query.shape[1:3]
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    outputs = []
+    for start in range(0, length, _BLOCK):
+        end = min(start + _BLOCK, length)
+        first = max(0, start - (window or length))
+        scores = query[:, :, start:end] @ key[:, :, first:end].transpose(2, 3) * scaling
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
+        age = torch.arange(start, end, device=query.device)[:, None]
+        age = age - torch.arange(first, end, device=query.device)  # [query, key]
+        hidden = (age < 0) | (age >= (window or length))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, end - start, 1)
+            scores = torch.cat((scores, column), dim=-1)
+        weights = scores.softmax(-1, dtype=torch.float32)[..., : end - first].to(value.dtype)
+        outputs.append(weights @ value[:, :, first:end])
+    return torch.cat(outputs, dim=2)
 
 
 def register_packed_attention() -> str:
@@ -99,18 +153,26 @@ def capture_states(
     Both are in the target's dtype and on its device. The target must have been loaded with
     `attention=register_packed_attention()`. Its layers may be on several devices.
     """
-    backbone = target.model.get_decoder()
-    packed = backbone.config._attn_implementation == PACKED_ATTENTION
+    config = decoder_of(target.model).config
+    packed = config._attn_implementation == PACKED_ATTENTION
     assert packed, "load the target with the packed attention"
+    if _counts_rows(config, sum(map(len, documents))) and len(documents) > 1:
+        return [states for document in documents for states in capture_states(target, [document])]
     _lengths[:] = [len(document) for document in documents]
     flat = [token for document in documents for token in document]
     aux, final = _forward(target, flat, torch.cat([torch.arange(length) for length in _lengths]))
     return list(zip(torch.split(aux, _lengths), torch.split(final, _lengths), strict=True))
 
 
+def _counts_rows(config: Any, tokens: int) -> bool:
+    """Whether a row of so many tokens is scaled by the place in the row, as in Llama 4."""
+    return bool(getattr(config, "attn_temperature_tuning", False)) and tokens >= config.floor_scale
+
+
 def capture_alone(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(aux [T, 3H], final [T, H]) of one document, by transformers' own attention and masks."""
-    with _attention(target.model, _REFERENCE_ATTENTION):
+    own = "sdpa" if decoder_of(target.model)._supports_sdpa else "eager"
+    with _attention(target.model, own):
         return _forward(target, document, torch.arange(len(document)))
 
 
@@ -119,11 +181,10 @@ def _forward(
     target: LoadedTarget, token_ids: Sequence[int], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """aux [T, 3H] and final [T, H] of one row of T tokens at `positions` [T]."""
-    backbone = target.model.get_decoder()
-    layers, capture_layers = _decoder_layers(backbone), target.contract.capture_layers
+    backbone, capture_layers = decoder_of(target.model), target.contract.capture_layers
     captured: dict[int, Tensor] = {}
     hooks = [
-        layers[index].register_forward_hook(_capture_hook(captured, index))
+        backbone.layers[index].register_forward_hook(_capture_hook(captured, index))
         for index in capture_layers
     ]
     try:
@@ -138,15 +199,6 @@ def _forward(
     states = [captured[index].to(target.device) for index in capture_layers]
     aux = torch.cat(states, dim=-1)  # [1, T, 3H]
     return aux[0], output.last_hidden_state[0].to(target.device)
-
-
-def _decoder_layers(backbone: Any) -> Any:
-    """The list of decoder layers. Raises UnsupportedModel for a model that keeps them elsewhere."""
-    layers = getattr(backbone, "layers", None)
-    if layers is None:
-        problem, where = "has no list `layers` in its decoder", f"target: {type(backbone).__name__}"
-        raise UnsupportedModel(problem, where=where, fix="choose a decoder-only language model")
-    return layers
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from pipeline.config import TargetSection
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.records import TargetContract
+from pipeline.target.architecture import model_class, read_config
 from pipeline.target.arithmetic import resolve_dtype
 
 
@@ -57,11 +58,12 @@ def load_model(
     Raises MissingPackage when that needs accelerate and it is not installed, and TargetError for a
     target that cannot be split over so many processes.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     device = pick_device(section.device)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    where = f"target.source={section.source}"
+    loader = model_class(read_config(directory, where), where)
     options: dict[str, Any] = {
         "dtype": resolve_dtype(dtype or section.dtype, device),
         "attn_implementation": attention,
@@ -73,7 +75,7 @@ def load_model(
         _require_slices(section, directory, device, processes)
         options["distributed_config"] = _slices(processes)
     with _errors_only() if processes > 1 else nullcontext():
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, **options)
+        model: Any = loader.from_pretrained(directory, **options)
     if device_map is None and processes == 1:
         model = model.to(device)
     embedding = model.get_input_embeddings().weight

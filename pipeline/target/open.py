@@ -14,6 +14,7 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.records import TargetContract, match_contracts
+from pipeline.target.architecture import Architecture, read_architecture, read_config
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.contract import read_contract
 from pipeline.target.load import LoadedTarget, load_model, pick_device
@@ -29,6 +30,7 @@ class Target:
     section: TargetSection
     resolved: ResolvedTarget
     contract: TargetContract
+    architecture: Architecture
 
     @property
     def directory(self) -> Path:
@@ -57,7 +59,7 @@ class Target:
     @cached_property
     def weights(self) -> TargetWeights:
         """Single tensors, memory-mapped. Raises TargetError."""
-        return TargetWeights(self.directory)
+        return TargetWeights(self.directory, self.architecture)
 
     def load(
         self,
@@ -84,14 +86,17 @@ def open_target(
 ) -> Target:
     """Resolve a target and read what it is.
 
-    Raises TargetError, and ContractMismatch when it is not the target that the artefact at `where`
-    was made for, whose contract is `expected`.
+    Raises TargetError, UnsupportedModel for one that cannot be trained for, and ContractMismatch
+    when it is not the target that the artefact at `where` was made for, whose contract is
+    `expected`.
     """
     resolved = resolve(section)
+    source = f"target.source={resolved.source}"
+    architecture = read_architecture(read_config(resolved.directory, source), source)
     contract = read_contract(section, resolved)
     if expected is not None:
         match_contracts(contract, expected, where=where)
-    return Target(section, resolved, contract)
+    return Target(section, resolved, contract, architecture)
 
 
 def open_contracted_target(

@@ -23,6 +23,7 @@ from pathlib import Path
 from pipeline.config import TargetSection, cache_directory
 from pipeline.console import long_step, notice
 from pipeline.errors import MissingPackage, TargetError
+from pipeline.target.architecture import read_architecture, read_config
 
 #: What a GGUF file is dequantised to, whatever computes with it later: the weights, and with them
 #: the fingerprint, are the same on every machine.
@@ -169,13 +170,17 @@ def _from_hub(source: str, revision: str | None) -> ResolvedTarget:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model"]
+    where, small = f"target.source={source}", ["*.json", "*.jinja", "tokenizer*", "*.model"]
     try:
+        directory = Path(snapshot_download(source, revision=revision, allow_patterns=small))
+        if (directory / "config.json").is_file():  # refused before its weights are fetched
+            read_architecture(read_config(directory, where), where)
+        patterns = [*small, "*.safetensors"]
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         problem = f"cannot be fetched from the hub: {_first_line(error)}"
         fix = "check the id, the network and `hf auth login`, or pass a local directory"
-        raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
+        raise TargetError(problem, where=where, fix=fix) from error
     return ResolvedTarget(source, directory.name, _checked_directory(directory, source))
 
 

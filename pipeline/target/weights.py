@@ -1,16 +1,24 @@
-"""Single tensors of a target directory, read from its safetensors without building the model."""
+"""Single tensors of a target directory, read from its safetensors without building the model.
+
+Names and conventions are Llama's, whatever the target's: what stands before `embed_tokens` stands
+before the layers too, and the factors of an `Architecture` are folded into the weights. The
+embedding is as stored: a served head reads that table, and norms it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.errors import TargetError
+from pipeline.target.architecture import Architecture
 
 #: safetensors' names of the types that weights are computed in.
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -19,10 +27,12 @@ _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "
 class TargetWeights:
     """Tensors by Hugging Face name over all safetensors files of a directory (memory-mapped)."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, architecture: Architecture | None = None) -> None:
+        """Without an `architecture` it is taken to be Llama's."""
         from safetensors import SafetensorError, safe_open
 
         self.directory = directory
+        self._architecture = architecture or Architecture()
         self._files: dict[str, Any] = {}
         for path in sorted(directory.glob("*.safetensors")):
             try:
@@ -40,7 +50,7 @@ class TargetWeights:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._files:
-            fix = "use a dense causal language model of the Llama family"
+            fix = "choose a target of docs/targets.md, in safetensors"
             raise TargetError(f"has no tensor {name!r}", where=str(self.directory), fix=fix)
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
@@ -50,7 +60,7 @@ class TargetWeights:
         return sum(
             prod(file.get_slice(name).get_shape())
             for name, file in self._files.items()
-            if not (tied and name == "lm_head.weight")
+            if not (tied and _is_output(name))
         )
 
     def stored_dtype(self) -> str:
@@ -63,18 +73,66 @@ class TargetWeights:
         return _TORCH_NAMES.get(name, name.lower())
 
     def embedding(self) -> Tensor:
-        """Token embedding [V, H]."""
-        return self["model.embed_tokens.weight"]
+        """Token embedding [V, H], as stored."""
+        return self._whole(f"{self._prefix}embed_tokens.weight")
 
     def lm_head(self) -> Tensor:
-        """Output rows [V, H]; the embedding when they are tied."""
-        return self["lm_head.weight"] if "lm_head.weight" in self else self.embedding()
+        """Rows [V, H] whose products with a final state are the logits; tied or not."""
+        name, scale = self._output_name, self._architecture.logit_scale
+        rows = self._whole(name) if name else self.embedding()
+        return rows if scale == 1 else rows * scale
 
     def final_norm(self) -> Tensor:
-        """Weight of the norm before lm_head [H]."""
-        return self["model.norm.weight"]
+        """What the norm before lm_head multiplies by [H]."""
+        name = f"{self._prefix}norm.weight"
+        if name in self:
+            return self._norm(self[name])
+        return torch.ones(self.embedding().shape[1])  # of a norm without a weight
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """All tensors of decoder layer `index`, names relative to it."""
-        prefix = f"model.layers.{index}."
-        return {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}
+        """The tensors of decoder layer `index`, names relative to it.
+
+        Without those of a quantised layer, which are no weights by themselves.
+        """
+        prefix, architecture = f"{self._prefix}layers.{index}.", self._architecture
+        stored = {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}
+        layer = {name: tensor for name, tensor in stored.items() if _is_number(tensor)}
+        if architecture.unit_heads:
+            layer |= {f"self_attn.{name}_norm.weight": torch.ones(1) for name in "qk"}
+        for name, tensor in layer.items():
+            if name.endswith("norm.weight"):
+                layer[name] = self._norm(tensor)
+            if name.startswith("self_attn.q_") and architecture.query_scale != 1:
+                layer[name] = layer[name] * architecture.query_scale
+        return layer
+
+    def _norm(self, weight: Tensor) -> Tensor:
+        offset = self._architecture.norm_offset
+        return weight if offset == 0 else weight.float() + offset
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor in a type that can be computed with. Raises TargetError."""
+        tensor = self[name]
+        if not _is_number(tensor):
+            problem = f"{name} is quantised to {str(tensor.dtype).removeprefix('torch.')}"
+            fix = "use a checkpoint whose embedding and lm_head are stored in 16 bits"
+            raise TargetError(problem, where=str(self.directory), fix=fix)
+        return tensor
+
+    @cached_property
+    def _prefix(self) -> str:
+        """`model.`, or what a wrapper of several models puts before its language model."""
+        ends = [name for name in self if name.endswith("embed_tokens.weight")]
+        return ends[0].removesuffix("embed_tokens.weight") if len(ends) == 1 else "model."
+
+    @cached_property
+    def _output_name(self) -> str | None:
+        return next((name for name in self if _is_output(name)), None)
+
+
+def _is_output(name: str) -> bool:
+    return name == "lm_head.weight" or name.endswith(".lm_head.weight")
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() >= 2

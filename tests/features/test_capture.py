@@ -12,17 +12,15 @@ import torch
 from torch import Tensor
 
 from pipeline.config import RunConfig, TargetSection
-from pipeline.errors import DataError, OutOfMemory, UnsupportedModel
+from pipeline.errors import DataError, OutOfMemory
 from pipeline.features import run
 from pipeline.features.capture import capture_shard, chosen_for_check, differences
 from pipeline.records import Manifest, Sample
 from pipeline.store.manifest import stage_location
-from pipeline.target import forward
 from pipeline.target.forward import (
     PACKED_ATTENTION,
     capture_alone,
     capture_states,
-    packed_attention,
     register_packed_attention,
 )
 from pipeline.target.load import LoadedTarget
@@ -125,16 +123,6 @@ def test_layers_on_several_devices_end_on_one(tmp_path: Path, tiny_target: Path)
         strict=True,
     ):
         assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
-
-
-def test_attention_that_is_not_understood_is_refused() -> None:
-    query = torch.zeros(1, 2, 3, 4)
-    forward._lengths[:] = [3]
-    packed_attention(None, query, query, query, None, scaling=1.0, softcap=None, dropout=0.0)
-    with pytest.raises(
-        UnsupportedModel, match="its attention uses softcap, which packed capture does not compute"
-    ):
-        packed_attention(None, query, query, query, None, scaling=1.0, softcap=30.0)
 
 
 def test_the_order_of_samples_and_the_packing_do_not_show(

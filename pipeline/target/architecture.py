@@ -1,0 +1,208 @@
+"""Which targets can be captured and trained for, known from config.json alone.
+
+    config.json ─► the model without memory ─┬─► its parts ──┬─► Architecture
+                                             └─► its logits ─┴─► UnsupportedModel
+
+No name has to be known: what is looked for is a list of decoder layers that are all attention, and
+logits that are a multiple of `lm_head` times the final state. `FAMILIES` is what tests try, and
+docs/targets.md shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import TargetError, UnsupportedModel
+
+
+class Family(NamedTuple):
+    """Models of one `model_type`."""
+
+    models: str
+    decoded: bool = False  # by the bundled decoder
+    refused: str = ""  # why, as the error says it
+
+
+_MEMORY = "its layers are not all attention"
+_CAPPED = "its logits are soft-capped"
+_NOT_CAUSAL = "transformers knows no causal language model of this kind"
+#: Families that look right and are not.
+_WRONG = {
+    "gemma3n": "its layers pass on four streams, not one",
+    "gemma4": "its layers share keys and differ in shape",
+}
+
+FAMILIES = {
+    "llama": Family("Llama 2 to 3.3, SmolLM2, TinyLlama", decoded=True),
+    "mistral": Family("Mistral 7B, Ministral 8B", decoded=True),
+    "qwen2": Family("Qwen2, Qwen2.5, QwQ", decoded=True),
+    "qwen3": Family("Qwen3", decoded=True),
+    "qwen3_moe": Family("Qwen3-30B-A3B, 235B-A22B, Qwen3-Coder"),
+    "mixtral": Family("Mixtral"),
+    "gpt_oss": Family("gpt-oss-20b, 120b"),
+    "llama4": Family("Llama 4 Scout, Maverick"),
+    "deepseek_v3": Family("DeepSeek-V3, R1"),
+    "glm4_moe": Family("GLM-4.5, 4.6"),
+    "phi3": Family("Phi-3, Phi-4"),
+    "olmo2": Family("OLMo 2"),
+    "smollm3": Family("SmolLM3"),
+    "gemma": Family("Gemma"),
+    "gemma3": Family("Gemma 3"),
+    "gemma3_text": Family("Gemma 3 1B, 270M"),
+    "granite": Family("Granite 3"),
+    "cohere": Family("Command R"),
+    "cohere2": Family("Command R7B, Command A"),
+    "mistral3": Family("Mistral Small 3.1, 3.2"),
+    "qwen3_vl": Family("Qwen3-VL"),
+    "gemma2": Family("Gemma 2", refused=_CAPPED),
+    "gemma3n": Family("Gemma 3n", refused=_WRONG["gemma3n"]),
+    "gemma4": Family("Gemma 4", refused=_WRONG["gemma4"]),
+    "qwen3_next": Family("Qwen3-Next", refused=_MEMORY),
+    "qwen3_5": Family("Qwen3.5", refused=_MEMORY),
+    "deepseek_v32": Family("DeepSeek-V3.2", refused=_MEMORY),
+    "falcon_h1": Family("Falcon-H1", refused=_MEMORY),
+    "jamba": Family("Jamba", refused=_MEMORY),
+    "mamba": Family("Mamba", refused=_MEMORY),
+    "phi": Family("Phi-1.5, Phi-2", refused="its decoder has no `norm`"),
+    "gpt_neox": Family("Pythia", refused="its decoder has no `embed_tokens`"),
+    "gpt2": Family("GPT-2", refused="its decoder has no `embed_tokens`"),
+    "stablelm": Family("StableLM", refused="its attention cannot be exchanged"),
+    "t5": Family("T5", refused=_NOT_CAUSAL),
+}
+
+#: Layers of these kinds read keys of earlier tokens and nothing else.
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where a target departs from Llama: factors that can be folded into its weights."""
+
+    logit_scale: float = 1.0  # logits = scale · lm_head(final)
+    norm_offset: float = 0.0  # norms multiply by offset + weight
+    query_scale: float = 1.0  # scores = scale · q·k / √d
+    unit_heads: bool = False  # queries and keys pass a norm without a weight
+
+
+def read_config(directory: Path, where: str) -> Any:
+    """The transformers configuration. Raises TargetError."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        problem = f"config.json cannot be read: {str(error).splitlines()[0]}"
+        fix = "use a causal language model that transformers knows"
+        raise TargetError(problem, where=where, fix=fix) from error
+
+
+def read_architecture(config: Any, where: str) -> Architecture:
+    """How a target with this configuration computes; no weights are read.
+
+    Raises UnsupportedModel for one whose states or logits this pipeline would get wrong.
+    """
+    if reason := _WRONG.get(config.model_type, ""):
+        raise _refusal(config, reason, where)
+    try:
+        with torch.device("meta"):
+            model = model_class(config, where).from_config(config).eval()
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise _refusal(config, f"transformers cannot build it: {line}", where) from error
+    decoder = decoder_of(model)
+    if reason := _misfit(model, decoder, config.get_text_config()):
+        raise _refusal(config, reason, where)
+    scale, large = (_logit(model, decoder, value) for value in (1.0, 1000.0))
+    if abs(large - 1000 * scale) > abs(scale):
+        raise _refusal(config, _CAPPED, where)
+    attention = getattr(decoder.layers[-1], "self_attn", None)
+    scaling, size = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)
+    return Architecture(
+        logit_scale=scale,
+        norm_offset=_norm_offset(decoder.norm, config.get_text_config().hidden_size),
+        query_scale=round(scaling * size**0.5, 9) if scaling and size else 1.0,
+        unit_heads=hasattr(attention, "qk_norm"),
+    )
+
+
+def model_class(config: Any, where: str) -> Any:
+    """The class that loads a target: with image and sound where it has no other."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    raise _refusal(config, _NOT_CAUSAL, where)
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model that holds its layers and ends with the final state."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
+
+
+def _misfit(model: Any, decoder: Any, config: Any) -> str:
+    """Why states cannot be captured of a model, or logits computed from them."""
+    for part in ("embed_tokens", "layers", "norm"):
+        if not hasattr(decoder, part) and not model._is_stateful:
+            return f"its decoder has no `{part}`"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if model._is_stateful or kinds - _ATTENTION:
+        named = f" ({', '.join(sorted(kinds - _ATTENTION))})" if kinds - _ATTENTION else ""
+        return f"{_MEMORY}{named}: one document would be seen by the next one of its batch"
+    if not decoder._supports_attention_backend:
+        return "its attention cannot be exchanged for one that keeps documents apart"
+    output = model.get_output_embeddings()
+    if output is None or getattr(output, "bias", None) is not None:
+        return "its output layer is not one matrix"
+    return ""
+
+
+class _Output(SimpleNamespace):
+    """What a decoder returns: a final state, and None by any other name."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.as_tensor(self.last_hidden_state)
+
+
+@torch.no_grad()
+def _logit(model: Any, decoder: Any, value: float) -> float:
+    """What the model makes of an output row's product `value` with the final state."""
+    size = model.config.get_text_config().hidden_size
+    row = nn.Linear(size, 1, bias=False)
+    row.weight.copy_(torch.eye(1, size))
+    model.set_output_embeddings(row)
+    inner = decoder if model.base_model is model else model.base_model
+    inner.forward = lambda *_, **__: _Output(last_hidden_state=torch.full((1, 1, size), value))
+    return float(model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits)
+
+
+@torch.no_grad()
+def _norm_offset(norm: nn.Module, size: int) -> float:
+    """What a norm multiplies by where its weight is zero: Gemma's weights are relative to one."""
+    norm = norm.to_empty(device="cpu")
+    for parameter in norm.parameters():
+        parameter.zero_()
+    signs = torch.ones(1, size)
+    signs[:, ::2] = -1  # no mean, so that a LayerNorm does the same
+    return 0.0 if not list(norm.parameters()) else round(float((norm(signs) * signs).mean()), 3)
+
+
+def _refusal(config: Any, reason: str, where: str) -> UnsupportedModel:
+    problem = f"a target of model_type {config.model_type!r} cannot be trained for: {reason}"
+    return UnsupportedModel(problem, where=where, fix="choose a target of docs/targets.md")
