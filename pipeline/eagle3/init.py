@@ -17,6 +17,8 @@ from pipeline.eagle3.head import Eagle3Head, HeadShape
 
 #: Standard deviation of randomly started matrices, as in the Llama family.
 _INIT_STD = 0.02
+#: Rotary parameters that a head does not take over: it turns whole heads, by positions in text.
+_NOT_OF_A_HEAD = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 
 def shape_for(
@@ -41,12 +43,26 @@ def shape_for(
         head_dim=int(getattr(target_config, "head_dim", None) or hidden // heads),
         vocab_size=int(target_config.vocab_size),
         draft_vocab_size=draft_vocab_size,
-        rms_norm_eps=float(target_config.rms_norm_eps),
-        rope_parameters=dict(getattr(target_config, "rope_parameters", None) or {}),
+        rms_norm_eps=_epsilon(target_config),
+        rope_parameters=_rope(target_config),
         max_position_embeddings=int(target_config.max_position_embeddings),
         fc_norm=fc_norm,
         norm_output=norm_output,
     )
+
+
+def _epsilon(target_config: Any) -> float:
+    """Of the target's norms; families call it differently, and some have none."""
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
+    values = (getattr(target_config, name, None) for name in names)
+    return float(next((value for value in values if value is not None), 1e-6))
+
+
+def _rope(target_config: Any) -> dict[str, Any]:
+    """The target's rotary parameters for a head, which is one layer of full attention on text."""
+    parameters = dict(getattr(target_config, "rope_parameters", None) or {})
+    parameters = dict(parameters.get("full_attention") or parameters)  # of several kinds of layer
+    return {name: value for name, value in parameters.items() if name not in _NOT_OF_A_HEAD}
 
 
 @dataclass(frozen=True)
@@ -104,31 +120,71 @@ def start_lm_head(head: Eagle3Head, target_lm_head: Tensor, target_final_norm: T
 
 
 def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
-    """Copy a target layer's weights, named relative to it, into the head's; returns what it copied.
+    """Copy what fits of a target layer, named relative to it, into the head's; returns what did.
 
     Projections that read [embedding ; hidden] take the target's matrix for the hidden half and keep
-    a small random embedding half. A narrower MLP takes the neurons with the largest output norm.
+    a small random embedding half. Norms of queries and keys, which a head has not, go into their
+    projections. A narrower MLP takes the neurons with the largest output norm. What is not there
+    or has another shape stays as it is.
     """
-    copied = []
-    own, size, width = head.midlayer, head.shape.hidden_size, head.shape.intermediate_size
-    down, up = layer["mlp.down_proj.weight"], layer["mlp.up_proj.weight"]  # [H, I] and [I, H]
     with torch.no_grad():
-        for name in ("q_proj", "k_proj", "v_proj"):
-            source, weight = layer[f"self_attn.{name}.weight"], getattr(own.self_attn, name).weight
-            if source.shape[0] == weight.shape[0]:
-                weight[:, size:].copy_(source)
-                copied.append(name)
-        if layer["self_attn.o_proj.weight"].shape == own.self_attn.o_proj.weight.shape:
-            own.self_attn.o_proj.weight.copy_(layer["self_attn.o_proj.weight"])
-            copied.append("o_proj")
-        if down.shape[1] >= width:
-            output_norm = down.float().norm(dim=0) * up.float().norm(dim=1)  # [I]
-            kept = output_norm.topk(width).indices.sort().values
-            own.mlp.gate_proj.weight.copy_(layer["mlp.gate_proj.weight"][kept])
-            own.mlp.up_proj.weight.copy_(up[kept])
-            own.mlp.down_proj.weight.copy_(down[:, kept])
-            copied.append(f"mlp[{width} of {down.shape[1]} neurons]")
-        own.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
-        own.post_attention_layernorm.weight.copy_(layer["post_attention_layernorm.weight"])
-        copied.append("norms")
+        # First the norms: the projections are scaled for what they let through.
+        norms = _copy_norms(head, layer)
+        return [*_copy_attention(head, layer), *_copy_mlp(head, layer), *norms]
+
+
+def _copy_norms(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
+    """The norms before attention and before the MLP, whatever the target calls the latter."""
+    own = head.midlayer
+    sandwiched = "pre_feedforward_layernorm.weight" in layer
+    before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
+    pairs = (("input_layernorm", own.hidden_norm), (before_mlp, own.post_attention_layernorm))
+    fitting = [(name, norm) for name, norm in pairs if f"{name}.weight" in layer]
+    for name, norm in fitting:
+        norm.weight.copy_(layer[f"{name}.weight"])
+    return ["norms"] if fitting else []
+
+
+def _copy_attention(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
+    copied = []
+    own, size = head.midlayer, head.shape.hidden_size
+    for name in ("q_proj", "k_proj", "v_proj"):
+        source, weight = layer.get(f"self_attn.{name}.weight"), getattr(own.self_attn, name).weight
+        if source is None or source.shape != (weight.shape[0], size):
+            continue
+        norm = layer.get(f"self_attn.{name[0]}_norm.weight")
+        if norm is not None:
+            source = behind_norm(source, norm, own.hidden_norm.weight, head.shape.head_dim)
+        weight[:, size:].copy_(source)
+        copied.append(name)
+    output = layer.get("self_attn.o_proj.weight")
+    if output is not None and output.shape == own.self_attn.o_proj.weight.shape:
+        own.self_attn.o_proj.weight.copy_(output)
+        copied.append("o_proj")
     return copied
+
+
+def behind_norm(weight: Tensor, norm: Tensor, read: Tensor, head_dim: int) -> Tensor:
+    """A projection [heads·d, H] with the norm of its heads in it, at their typical size.
+
+    It reads what a norm of weight `read` [H] lets through, of root mean square 1 before it. `norm`
+    is of one head [d], of all of them [heads·d], or one factor [1].
+    """
+    heads = weight.float().view(-1, head_dim, weight.shape[1])  # [heads, d, H]
+    typical = (heads * read).square().sum(-1).mean(1).sqrt()[:, None, None]  # [heads, 1, 1]
+    scale = norm.float().reshape(-1, min(head_dim, norm.numel()), 1)
+    return (heads / typical * scale).view_as(weight)
+
+
+def _copy_mlp(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
+    own, width = head.midlayer.mlp, head.shape.intermediate_size
+    parts = [layer.get(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")]
+    gate, up, down = parts  # [I, H], [I, H] and [H, I]
+    if gate is None or up is None or down is None or down.shape[1] < width:
+        return []
+    output_norm = down.float().norm(dim=0) * up.float().norm(dim=1)  # [I]
+    kept = output_norm.topk(width).indices.sort().values
+    own.gate_proj.weight.copy_(gate[kept])
+    own.up_proj.weight.copy_(up[kept])
+    own.down_proj.weight.copy_(down[:, kept])
+    return [f"mlp[{width} of {down.shape[1]} neurons]"]

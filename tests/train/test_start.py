@@ -6,20 +6,24 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pipeline.config import HeadSection
+from pipeline.config import HeadSection, TargetSection
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import DraftVocabulary
-from pipeline.errors import ConfigError, ContractMismatch, HeadError, TargetError
+from pipeline.eagle3.init import DraftVocabulary, random_init
+from pipeline.errors import ConfigError, ContractMismatch, HeadError
 from pipeline.store.states import StatesSample
+from pipeline.target.architecture import decoder_of
+from pipeline.target.open import Target, open_target
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
 from pipeline.train.loop import rate_at, total_steps
 from pipeline.train.start.initial_head import check_share, head_shape, new_head
+from tests.target.families import save_family
 from tests.train.runs import Configure, Store, head_of
 
 
@@ -80,8 +84,100 @@ def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
     unlike = section.model_copy(update={"init_lm_head": "random", "init_layer": "random"})
     random = new_head(unlike, shape, vocabulary, weights, last_layer=7, seed=4)
     assert not torch.equal(random.lm_head.weight, head.lm_head.weight)
-    with pytest.raises(TargetError, match="init_layer=random"):
-        new_head(section, shape, vocabulary, weights, last_layer=8, seed=4)
+    # A layer of which nothing can be copied.
+    bare = new_head(section, shape, vocabulary, weights, last_layer=8, seed=4)
+    assert torch.equal(
+        bare.midlayer.self_attn.q_proj.weight, random.midlayer.self_attn.q_proj.weight
+    )
+    assert torch.equal(bare.lm_head.weight, head.lm_head.weight)
+
+
+#: What of the layer each family gives; "norms" and lm_head come from all of them.
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+COPIED = {
+    "qwen3": {*ATTENTION, "mlp"},
+    "gemma3": {*ATTENTION, "mlp"},  # wrapped; norms of 1 + weight
+    "cohere": {*ATTENTION, "mlp"},
+    "granite": {*ATTENTION, "mlp"},
+    "mixtral": ATTENTION,
+    "llama4": ATTENTION,
+    "gpt_oss": ATTENTION,
+    "deepseek_v3": set(),  # latent attention
+    "phi3": {"o_proj"},
+}
+
+
+@pytest.fixture(scope="module", params=COPIED)
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: Any, tiny_target: Path
+) -> tuple[str, Target, Eagle3Head]:
+    """A family, a random target of it, and a head that begins from it."""
+    directory = save_family(request.param, tmp_path_factory.mktemp("family"), tiny_target)
+    target = open_target(TargetSection(source=str(directory), device="cpu", dtype="float32"))
+    section = HeadSection(draft_vocab_size=48, intermediate_size=16, max_share_of_target=1)
+    shape = head_shape(section, directory, 96)
+    vocabulary = DraftVocabulary(torch.arange(1, 96, 2), 1.0)
+    head = new_head(section, shape, vocabulary, target.weights, last_layer=7, seed=4)
+    return request.param, target, head
+
+
+def test_a_head_takes_from_any_family_what_fits(
+    started: tuple[str, Target, Eagle3Head],
+) -> None:
+    family, _, head = started
+    blank = Eagle3Head(head.shape)
+    random_init(blank, 4)
+    own, plain = (dict(model.midlayer.named_parameters()) for model in (head, blank))
+    changed = {name.split(".")[-2] for name in own if not torch.equal(own[name], plain[name])}
+    parts = {"gate_proj", "up_proj", "down_proj"}
+    copied = COPIED[family] - {"mlp"} | (parts if "mlp" in COPIED[family] else set())
+    assert changed - {"hidden_norm", "post_attention_layernorm"} == copied
+    assert "hidden_norm" in changed
+
+
+def test_a_head_s_output_is_the_target_s(started: tuple[str, Target, Eagle3Head]) -> None:
+    """Given what the target's last layer leaves, norm and lm_head give the target's logits."""
+    family, target, head = started
+    model = target.load(attention="eager").model
+    before: list[torch.Tensor] = []
+    hook = decoder_of(model).norm.register_forward_pre_hook(lambda _m, x: before.append(x[0][0]))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[5, 17, 31, 8]])).logits[0]
+        (state,) = before
+        if family == "cohere":  # its norms take out the mean as well
+            state = state - state.mean(-1, keepdim=True)
+        torch.testing.assert_close(head.logits(state), logits[:, 1::2], rtol=1e-3, atol=1e-3)
+    hook.remove()
+
+
+@torch.no_grad()
+def test_scores_begin_as_large_as_the_target_s(
+    started: tuple[str, Target, Eagle3Head],
+) -> None:
+    """A head has no norms of queries and keys and no scale of its own; random ones begin small."""
+    family, target, head = started
+    hidden = torch.randn(200, 32)
+
+    def deviation(query: torch.Tensor, key: torch.Tensor, scale: float) -> float:
+        groups = query.shape[1] // key.shape[1]
+        keys = key.repeat_interleave(groups, 1)
+        return float(torch.einsum("qhd,khd->hqk", query, keys).std() * scale)
+
+    query, key, _ = head.midlayer.project_qkv(torch.zeros(200, 32), hidden)
+    own = deviation(query, key, 8**-0.5)
+    if "q_proj" not in COPIED[family]:
+        assert own < 0.5
+        return
+    layer = decoder_of(target.load(attention="eager").model).layers[-1]
+    attention, read = layer.self_attn, layer.input_layernorm(hidden)
+    both = getattr(attention, "qk_norm", torch.nn.Identity())
+    query, key = (
+        getattr(attention, f"{name}_norm", both)(
+            getattr(attention, f"{name}_proj")(read).view(200, -1, 8)
+        )
+        for name in "qk"
+    )
+    assert 0.8 < own / deviation(query, key, attention.scaling) < 1.25
 
 
 def test_learning_rate(tiny_config: Configure) -> None:

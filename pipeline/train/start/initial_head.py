@@ -26,18 +26,12 @@ from pipeline.eagle3.init import (
     start_layer,
     start_lm_head,
 )
-from pipeline.errors import ConfigError, TargetError
+from pipeline.errors import ConfigError
 from pipeline.records import TargetContract
 from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target
 from pipeline.target.weights import TargetWeights
 
-_LAYER_TENSORS = (
-    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
-    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-)
 #: Fields of `train.head_config` that decide tensors. A fine-tuned head keeps its own.
 _FIXED = (
     "draft_vocab_size",
@@ -122,14 +116,8 @@ def new_head(
         start_lm_head(head, weights.lm_head(), weights.final_norm())
         copied.append("lm_head and norm")
     if section.init_layer != "random":
-        layer = weights.layer(last_layer)
-        missing = [name for name in _LAYER_TENSORS if name not in layer]
-        if missing:
-            problem = f"layer {last_layer} has no {missing[0]}, so the head cannot start from it"
-            fix = "set train.head_config.init_layer=random"
-            raise TargetError(problem, where=str(weights.directory), fix=fix)
-        copied += start_layer(head, layer)
-    notice("train", f"head starts from the target's {', '.join(copied)}")
+        copied += start_layer(head, weights.layer(last_layer))
+    notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")
     return head
 
 
