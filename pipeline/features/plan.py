@@ -202,7 +202,7 @@ def _rate(config: RunConfig, device: Device, target: TargetShape) -> _CaptureRat
         degree, flops = 1, _FLOPS_PER_THREAD[dtype] * config.run.threads * workers
         speed = f"{flops / 1e9:,.0f} GFLOP/s in {dtype} ({described(config, device)})"
     basis = f"2 FLOP a parameter and token at {speed}"
-    return _CaptureRate(flops / (2 * target.parameters), basis, degree)
+    return _CaptureRate(flops / (2 * target.active_parameters), basis, degree)
 
 
 def _measured(config: RunConfig) -> _CaptureRate | None:

@@ -65,8 +65,9 @@ def generation_seconds(
     """Prompts are bound by arithmetic; a step of all slots by arithmetic or by memory."""
     flops = device.flops(dtype) * FORWARD_SHARE * replicas.degree
     bandwidth = device.bandwidth * BANDWIDTH_SHARE * replicas.degree
-    prompts = 2.0 * target.parameters * read / flops
-    operations = replicas.slots * (2.0 * target.parameters + target.attention_flops(context))
+    prompts = 2.0 * target.active_parameters * read / flops
+    each = 2.0 * target.active_parameters + target.attention_flops(context)
+    operations = replicas.slots * each
     traffic = target.parameters * width + replicas.slots * context * target.key_value_bytes
     steps = generated / replicas.slots
     return (prompts + steps * max(operations / flops, traffic / bandwidth)) / replicas.count

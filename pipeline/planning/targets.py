@@ -14,18 +14,27 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.config import RunConfig, TargetSection, cache_directory
-from pipeline.errors import TargetError, UnsupportedModel
+from pipeline.errors import TargetError
 from pipeline.records import TargetContract
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+class Experts(NamedTuple):
+    """The MLPs of a layer of experts; every layer is taken to have them."""
+
+    count: int
+    active: int  # of a token
+    shared: int  # of all tokens
+    width: int  # of one's MLP
+
+
 @dataclass(frozen=True)
 class TargetShape:
-    """A dense model of the Llama family."""
+    """A model of the Llama family, dense or of experts."""
 
     hidden: int  # H
     intermediate: int  # I
@@ -37,13 +46,22 @@ class TargetShape:
     tied: bool = False
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3
+    experts: Experts | None = None
     counted: int | None = None  # parameters, where a manifest says it
     origin: str = ""  # where the numbers are from, for people
 
     @property
     def parameters(self) -> int:
         """Of all weights, tied ones once."""
-        return self.counted if self.counted is not None else self._parameters()
+        return self.counted if self.counted is not None else self._parameters(self._widest())
+
+    @property
+    def active_parameters(self) -> int:
+        """Of those that one token passes: all, but for experts."""
+        if self.experts is None:
+            return self.parameters
+        share = self._parameters(self.experts.active) / self._parameters(self.experts.count)
+        return round(self.parameters * share)
 
     @property
     def key_value_bytes(self) -> int:
@@ -54,13 +72,23 @@ class TargetShape:
         """Of one token's queries over `context` keys and values, in all layers."""
         return 4.0 * context * self.layers * self.heads * self.head_dim
 
-    def _parameters(self) -> int:
+    def _widest(self) -> int:
+        return self.experts.count if self.experts else 0
+
+    def _parameters(self, experts: int) -> int:
+        """Of all weights, with so many experts in a layer."""
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
-        layer = 2 * self.hidden * (queries + keys) + 3 * self.hidden * self.intermediate
+        layer = 2 * self.hidden * (queries + keys) + 3 * self.hidden * self._mlp_width(experts)
         layer += 2 * self.hidden  # norms
         layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        layer += self.hidden * self._widest()  # router
         embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
         return embeddings + self.layers * layer + self.hidden
+
+    def _mlp_width(self, experts: int) -> int:
+        if self.experts is None:
+            return self.intermediate
+        return (experts + self.experts.shared) * self.experts.width
 
 
 #: From the config.json that each model's owner published on the Hugging Face hub.
@@ -85,7 +113,7 @@ _ASSUMED = "llama-3.1-8b-instruct"
 def shape_of(config: RunConfig, contract: TargetContract | None = None) -> TargetShape:
     """The target's shape; where a manifest's `contract` says something, that holds.
 
-    Raises TargetError for a config.json that cannot be read, UnsupportedModel for one of experts.
+    Raises TargetError for a config.json that cannot be read.
     """
     shape = _find(config)
     if contract is None:
@@ -112,7 +140,7 @@ def _find(config: RunConfig) -> TargetShape | None:
 
 
 def read_shape(path: Path) -> TargetShape:
-    """The shape in a config.json. Raises TargetError, UnsupportedModel."""
+    """The shape in a config.json. Raises TargetError."""
     where = str(path)
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
@@ -129,16 +157,24 @@ def read_shape(path: Path) -> TargetShape:
             vocabulary=numbers["vocab_size"],
             tied=bool(numbers.get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2",
-            qk_norm=kind == "qwen3",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            experts=_experts(numbers),
             origin=where,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fix = "pass the config.json of a causal language model"
         raise TargetError(f"cannot be read: {error}", where=where, fix=fix) from None
-    if any(numbers.get(key) for key in _EXPERTS):
-        problem = "describes a mixture of experts"
-        raise UnsupportedModel(problem, where=where, fix="plan for a dense target")
     return shape
+
+
+def _experts(numbers: dict[str, Any]) -> Experts | None:
+    count = next((numbers[key] for key in _EXPERTS if numbers.get(key)), 0)
+    if not count:
+        return None
+    width = numbers.get("moe_intermediate_size") or numbers["intermediate_size"]
+    # Llama 4 has one shared expert and no field for it.
+    shared = numbers.get("n_shared_experts") or int("interleave_moe_layer_step" in numbers)
+    return Experts(count, numbers["num_experts_per_tok"], shared, width)
 
 
 def _config_on_disk(target: TargetSection) -> Path | None:

@@ -5,7 +5,7 @@ Llama-3.3-70B: H 8,192, I 28,672, 80 layers, 64 query and 8 key/value heads of 1
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import TrainSection, parse
 from pipeline.eagle3.head import Eagle3Head, HeadShape
-from pipeline.errors import ConfigError, TargetError, UnsupportedModel
+from pipeline.errors import ConfigError, TargetError
 from pipeline.planning import devices
 from pipeline.planning.devices import CPU, GPUS, device_of
 from pipeline.planning.generation import generating_replicas, generation_seconds
@@ -88,10 +88,43 @@ def test_a_target_is_taken_from_where_its_numbers_are(tiny_target: Path, tmp_pat
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TargetError, match="num_attention_heads"):
         shape(str(tmp_path))
-    numbers = json.loads((tiny_target / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(numbers | {"num_local_experts": 8}))
-    with pytest.raises(UnsupportedModel, match="mixture of experts"):
-        shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "parameters", "active"),
+    [
+        (
+            "qwen3_moe",  # Qwen3-30B-A3B
+            {
+                "num_hidden_layers": 48,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "vocab_size": 151936,
+            },
+            30.5e9,
+            3.3e9,
+        ),
+        ("mixtral", {}, 46.7e9, 12.9e9),  # Mixtral 8x7B
+        ("gpt_oss", {}, 116.8e9, 5.7e9),  # gpt-oss-120b, its embedding counted
+    ],
+)
+def test_experts_count_where_they_are_held_and_where_they_compute(
+    kind: str, numbers: dict[str, int], parameters: float, active: float, tmp_path: Path
+) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    make: Any = CONFIG_MAPPING[kind]
+    config = make(**numbers)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        built: Any = AutoModelForCausalLM.from_config(config)
+    shape = read_shape(tmp_path / "config.json")
+    assert shape.parameters == pytest.approx(built.num_parameters(), rel=2e-3)
+    assert shape.parameters == pytest.approx(parameters, rel=2e-3)
+    assert shape.active_parameters == pytest.approx(active, rel=0.02)
+    half = replace(shape, counted=round(parameters / 2))
+    assert half.active_parameters == pytest.approx(active / 2, rel=0.02)
 
 
 def test_devices_are_known_by_name() -> None:
