@@ -25,11 +25,11 @@ from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeigh
 from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
-from pipeline.target.architecture import FAMILIES
+from pipeline.target.architecture import DECODED
 from pipeline.target.weights import TargetWeights
 
 #: model_type of the configurations that the decoder runs.
-SUPPORTED = tuple(name for name, family in FAMILIES.items() if family.decoded)
+SUPPORTED = DECODED
 
 
 class Weights(Protocol):

@@ -26,7 +26,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 class Experts(NamedTuple):
     """The MLPs of a layer of experts; every layer is taken to have them."""
 
-    count: int
+    held: int
     active: int  # of a token
     shared: int  # of all tokens
     width: int  # of one's MLP
@@ -60,7 +60,7 @@ class TargetShape:
         """Of those that one token passes: all, but for experts."""
         if self.experts is None:
             return self.parameters
-        share = self._parameters(self.experts.active) / self._parameters(self.experts.count)
+        share = self._parameters(self.experts.active) / self._parameters(self.experts.held)
         return round(self.parameters * share)
 
     @property
@@ -73,7 +73,7 @@ class TargetShape:
         return 4.0 * context * self.layers * self.heads * self.head_dim
 
     def _widest(self) -> int:
-        return self.experts.count if self.experts else 0
+        return self.experts.held if self.experts else 0
 
     def _parameters(self, experts: int) -> int:
         """Of all weights, with so many experts in a layer."""

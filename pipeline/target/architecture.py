@@ -76,6 +76,8 @@ FAMILIES = {
     "t5": Family("T5", refused=_NOT_CAUSAL),
 }
 
+#: What the bundled decoder runs.
+DECODED = tuple(name for name, family in FAMILIES.items() if family.decoded)
 #: Layers of these kinds read keys of earlier tokens and nothing else.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -102,10 +104,11 @@ def read_config(directory: Path, where: str) -> Any:
         raise TargetError(problem, where=where, fix=fix) from error
 
 
-def read_architecture(config: Any, where: str) -> Architecture:
+def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Architecture:
     """How a target with this configuration computes; no weights are read.
 
-    Raises UnsupportedModel for one whose states or logits this pipeline would get wrong.
+    Raises UnsupportedModel for one whose states or logits this pipeline would get wrong, and for
+    one that is to be `decoded` here and is not of a family that is.
     """
     if reason := _WRONG.get(config.model_type, ""):
         raise _refusal(config, reason, where)
@@ -121,6 +124,10 @@ def read_architecture(config: Any, where: str) -> Architecture:
     scale, large = (_logit(model, decoder, value) for value in (1.0, 1000.0))
     if abs(large - 1000 * scale) > abs(scale):
         raise _refusal(config, _CAPPED, where)
+    if decoded and config.model_type not in DECODED:
+        problem = f"the bundled decoder does not run model_type {config.model_type!r}"
+        fix = "let servers answer (synth.generator.backend), or choose a target of docs/targets.md"
+        raise UnsupportedModel(problem, where=where, fix=fix)
     attention = getattr(decoder.layers[-1], "self_attn", None)
     scaling, size = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)
     return Architecture(

@@ -31,7 +31,7 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        rope=json.loads(json.dumps(config.rope_parameters or {})),
+        rope=json.loads(json.dumps(getattr(config, "rope_parameters", None) or {})),
         capture_layers=capture_layers(target, config.num_hidden_layers),
         tokenizer_hash=_tokenizer_hash(directory, where),
         chat_template_hash=_template_hash(directory),

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from pipeline.config import TargetSection
+from pipeline.console import notice
 from pipeline.records import TargetContract, match_contracts
-from pipeline.target.architecture import Architecture, read_architecture, read_config
+from pipeline.target.architecture import DECODED, Architecture, read_architecture, read_config
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.contract import read_contract
 from pipeline.target.load import LoadedTarget, load_model, pick_device
@@ -82,21 +83,31 @@ class Target:
 
 
 def open_target(
-    section: TargetSection, *, expected: TargetContract | None = None, where: str = ""
+    section: TargetSection,
+    *,
+    expected: TargetContract | None = None,
+    where: str = "",
+    decoded: bool = False,
 ) -> Target:
     """Resolve a target and read what it is.
 
-    Raises TargetError, UnsupportedModel for one that cannot be trained for, and ContractMismatch
-    when it is not the target that the artefact at `where` was made for, whose contract is
-    `expected`.
+    Raises TargetError, UnsupportedModel for one that cannot be trained for, or that the bundled
+    decoder does not run where it is to be `decoded`, and ContractMismatch when it is not the target
+    that the artefact at `where` was made for, whose contract is `expected`.
     """
-    resolved = resolve(section)
+    resolved = resolve(section, decoded=decoded)
     source = f"target.source={resolved.source}"
-    architecture = read_architecture(read_config(resolved.directory, source), source)
+    config = read_config(resolved.directory, source)
+    architecture = read_architecture(config, source, decoded=decoded)
     contract = read_contract(section, resolved)
     if expected is not None:
         match_contracts(contract, expected, where=where)
-    return Target(section, resolved, contract, architecture)
+    elif config.model_type not in DECODED:
+        stages = "eval and train.evaluate_every cannot measure a head for it"
+        notice("target", f"the bundled decoder does not run {config.model_type}: {stages}")
+    target = Target(section, resolved, contract, architecture)
+    target.weights.check()
+    return target
 
 
 def open_contracted_target(

@@ -41,8 +41,11 @@ class ResolvedTarget:
     directory: Path  # config.json, tokenizer files, *.safetensors
 
 
-def resolve(target: TargetSection) -> ResolvedTarget:
-    """Find, download or convert the target. Raises TargetError with the fix."""
+def resolve(target: TargetSection, *, decoded: bool = False) -> ResolvedTarget:
+    """Find, download or convert the target.
+
+    Raises TargetError with the fix; UnsupportedModel for a hub id, before its weights are fetched.
+    """
     source, where = target.source, f"target.source={target.source}"
     if source.startswith("package:"):
         gguf, version = _gguf_in_package(source.removeprefix("package:"))
@@ -57,7 +60,7 @@ def resolve(target: TargetSection) -> ResolvedTarget:
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         fix = "pass a directory that holds config.json and *.safetensors"
         raise TargetError("no such directory", where=where, fix=fix)
-    return _from_hub(source, target.revision)
+    return _from_hub(source, target.revision, decoded)
 
 
 def content_fingerprint(path: Path) -> str:
@@ -166,7 +169,7 @@ def _require(*names: str) -> None:
             raise MissingPackage(problem, where="target.source", fix="pip install 'eagle3[gguf]'")
 
 
-def _from_hub(source: str, revision: str | None) -> ResolvedTarget:
+def _from_hub(source: str, revision: str | None, decoded: bool) -> ResolvedTarget:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -174,7 +177,7 @@ def _from_hub(source: str, revision: str | None) -> ResolvedTarget:
     try:
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=small))
         if (directory / "config.json").is_file():  # refused before its weights are fetched
-            read_architecture(read_config(directory, where), where)
+            read_architecture(read_config(directory, where), where, decoded=decoded)
         patterns = [*small, "*.safetensors"]
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

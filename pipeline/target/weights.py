@@ -72,9 +72,14 @@ class TargetWeights:
         name = counts.most_common(1)[0][0]
         return _TORCH_NAMES.get(name, name.lower())
 
+    def check(self) -> None:
+        """Raise TargetError where embedding or lm_head are missing or quantised."""
+        for name in (self._embedding_name, self._output_name or self._embedding_name):
+            self._whole(name)
+
     def embedding(self) -> Tensor:
         """Token embedding [V, H], as stored."""
-        return self._whole(f"{self._prefix}embed_tokens.weight")
+        return self._whole(self._embedding_name)
 
     def lm_head(self) -> Tensor:
         """Rows [V, H] whose products with a final state are the logits; tied or not."""
@@ -124,6 +129,10 @@ class TargetWeights:
         """`model.`, or what a wrapper of several models puts before its language model."""
         ends = [name for name in self if name.endswith("embed_tokens.weight")]
         return ends[0].removesuffix("embed_tokens.weight") if len(ends) == 1 else "model."
+
+    @property
+    def _embedding_name(self) -> str:
+        return f"{self._prefix}embed_tokens.weight"
 
     @cached_property
     def _output_name(self) -> str | None:

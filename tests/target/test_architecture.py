@@ -102,31 +102,46 @@ def test_a_family_that_no_table_names_is_taken_by_its_structure() -> None:
     assert multiplied.logit_scale == pytest.approx(0.1)  # no field says it, its forward does
 
 
+@pytest.mark.parametrize(
+    ("name", "decoded", "problem"),
+    [("gemma2", False, "soft-capped"), ("gpt_oss", True, "decoder does not run model_type")],
+)
 def test_a_refused_target_is_refused_before_its_weights_are_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, decoded: bool, problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A hub's cache that has the configuration: no weights are asked for."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    revision, model = "0" * 40, tmp_path / "models--org--capped"
+    revision, model = "0" * 40, tmp_path / "models--org--model"
     (model / "refs").mkdir(parents=True)
     (model / "refs/main").write_text(revision)
-    CONFIG_MAPPING["gemma2"]().save_pretrained(model / "snapshots" / revision)
-    with pytest.raises(UnsupportedModel, match=r"org/capped: .*'gemma2'.*soft-capped"):
-        resolve(TargetSection(source="org/capped"))
+    CONFIG_MAPPING[name]().save_pretrained(model / "snapshots" / revision)
+    with pytest.raises(UnsupportedModel, match=rf"org/model: .*{problem}"):
+        resolve(TargetSection(source="org/model"), decoded=decoded)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("gemma2", "'gemma2' cannot be trained for: its logits are soft-capped"),
+        ("gpt_oss", "decoder does not run model_type 'gpt_oss' (fix: let servers answer"),
+    ],
+)
 def test_synth_answers_nothing_for_a_target_that_cannot_be_trained_for(
-    tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    problem: str,
+    tmp_path: Path,
+    tiny_target: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = shutil.copytree(tiny_target, tmp_path / "target")
-    CONFIG_MAPPING["gemma2"]().save_pretrained(target)
+    CONFIG_MAPPING[name]().save_pretrained(target)
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["Why?"], "license": "MIT"}\n')
     sources = f"synth.sources=[{{source: {tmp_path / 'prompts.jsonl'}}}]"
     (tmp_path / "run.yaml").write_text(f"run: {{uri: {tmp_path / 'run'}}}\n")
     command = ["synth", "-c", str(tmp_path / "run.yaml"), f"target.source={target}", sources]
     assert main(command) == 2
-    assert "'gemma2' cannot be trained for: its logits are soft-capped" in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert not list((tmp_path / "run").rglob("*.parquet"))
 
 
@@ -137,11 +152,15 @@ def test_quantised_weights_are_refused_where_they_would_be_read_as_numbers(
     config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(UnsupportedModel, match="quantised weights"):
         check_supported(config, 8, where="x")
-    tensors = load_file(tiny_target / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(TargetError, match="quantised to float8_e4m3fn"):
-        TargetWeights(tmp_path).lm_head()
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    query = "self_attn.q_proj.weight"
+    for name in ("lm_head.weight", f"model.layers.7.{query}"):
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    assert query not in TargetWeights(target).layer(7) and query in TargetWeights(target).layer(6)
+    with pytest.raises(TargetError, match=r"lm_head\.weight is quantised to float8_e4m3fn"):
+        opened(target)
 
 
 def rows_of_the_table() -> str:
