@@ -168,11 +168,11 @@ def behind_norm(weight: Tensor, norm: Tensor, read: Tensor, head_dim: int) -> Te
     """A projection [heads·d, H] with the norm of its heads in it, at their typical size.
 
     It reads what a norm of weight `read` [H] lets through, of root mean square 1 before it. `norm`
-    is of one head [d], of all of them [heads·d], or one factor [1].
+    is of one head [d] or of all of them [heads·d].
     """
     heads = weight.float().view(-1, head_dim, weight.shape[1])  # [heads, d, H]
     typical = (heads * read).square().sum(-1).mean(1).sqrt()[:, None, None]  # [heads, 1, 1]
-    scale = norm.float().reshape(-1, min(head_dim, norm.numel()), 1)
+    scale = norm.float().reshape(-1, head_dim, 1)
     return (heads / typical * scale).view_as(weight)
 
 

@@ -89,7 +89,6 @@ class Architecture:
     logit_scale: float = 1.0  # logits = scale · lm_head(final)
     norm_offset: float = 0.0  # norms multiply by offset + weight
     query_scale: float = 1.0  # scores = scale · q·k / √d
-    unit_heads: bool = False  # queries and keys pass a norm without a weight
 
 
 def read_config(directory: Path, where: str) -> Any:
@@ -134,7 +133,6 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
         logit_scale=scale,
         norm_offset=_norm_offset(decoder.norm, config.get_text_config().hidden_size),
         query_scale=round(scaling * size**0.5, 9) if scaling and size else 1.0,
-        unit_heads=hasattr(attention, "qk_norm"),
     )
 
 

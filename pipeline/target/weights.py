@@ -102,8 +102,6 @@ class TargetWeights:
         prefix, architecture = f"{self._prefix}layers.{index}.", self._architecture
         stored = {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}
         layer = {name: tensor for name, tensor in stored.items() if _is_number(tensor)}
-        if architecture.unit_heads:
-            layer |= {f"self_attn.{name}_norm.weight": torch.ones(1) for name in "qk"}
         for name, tensor in layer.items():
             if name.endswith("norm.weight"):
                 layer[name] = self._norm(tensor)

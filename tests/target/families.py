@@ -103,6 +103,8 @@ def save_family(model_type: str, directory: Path, tiny_target: Path) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" in name or "sinks" in name:
                 nn.init.normal_(parameter, 0.5, 0.2)
+            if name.endswith("q_proj.weight"):  # what a norm of queries has to take out
+                parameter *= 3
     model.save_pretrained(directory)
     for path in (*tiny_target.glob("token*"), tiny_target / "chat_template.jinja"):
         (directory / path.name).write_bytes(path.read_bytes())

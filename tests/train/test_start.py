@@ -15,6 +15,7 @@ from pipeline.config import HeadSection, TargetSection
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import DraftVocabulary, random_init
+from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import ConfigError, ContractMismatch, HeadError
 from pipeline.store.states import StatesSample
 from pipeline.target.architecture import decoder_of
@@ -23,7 +24,7 @@ from pipeline.target.weights import TargetWeights
 from pipeline.train import run
 from pipeline.train.loop import rate_at, total_steps
 from pipeline.train.start.initial_head import check_share, head_shape, new_head
-from tests.target.families import save_family
+from tests.target.families import save_family, tiny_config
 from tests.train.runs import Configure, Store, head_of
 
 
@@ -124,7 +125,7 @@ def started(
 def test_a_head_takes_from_any_family_what_fits(
     started: tuple[str, Target, Eagle3Head],
 ) -> None:
-    family, _, head = started
+    family, target, head = started
     blank = Eagle3Head(head.shape)
     random_init(blank, 4)
     own, plain = (dict(model.midlayer.named_parameters()) for model in (head, blank))
@@ -132,6 +133,12 @@ def test_a_head_takes_from_any_family_what_fits(
     parts = {"gate_proj", "up_proj", "down_proj"}
     copied = COPIED[family] - {"mlp"} | (parts if "mlp" in COPIED[family] else set())
     assert changed - {"hidden_norm", "post_attention_layernorm"} == copied
+    layer = target.weights.layer(7)
+    gemma = family == "gemma3"  # which norms what attention writes, too
+    name = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    before_mlp = layer.get(f"{name}.weight")
+    if before_mlp is not None:  # Cohere's layers have one norm
+        assert torch.equal(head.midlayer.post_attention_layernorm.weight, before_mlp)
     assert "hidden_norm" in changed
 
 
@@ -148,6 +155,20 @@ def test_a_head_s_output_is_the_target_s(started: tuple[str, Target, Eagle3Head]
             state = state - state.mean(-1, keepdim=True)
         torch.testing.assert_close(head.logits(state), logits[:, 1::2], rtol=1e-3, atol=1e-3)
     hook.remove()
+
+
+@pytest.mark.parametrize(
+    ("family", "theta"), [("gemma3", 1_000_000.0), ("glm4_moe", 10_000.0), ("qwen3_vl", 500_000.0)]
+)
+def test_a_head_turns_whole_heads_by_the_rotation_of_full_attention(
+    family: str, theta: float, tmp_path: Path
+) -> None:
+    """Gemma 3 has two rotations, GLM turns half a head, Qwen3-VL has sections for images."""
+    tiny_config(family).save_pretrained(tmp_path)
+    shape = head_shape(HeadSection(draft_vocab_size=48), tmp_path, 96)
+    assert shape.rope_parameters == {"rope_type": "default", "rope_theta": theta}
+    cpu, exact = torch.device("cpu"), torch.float32
+    assert RotaryTable(shape.rope_config(), 5, device=cpu, dtype=exact).cos.shape == (5, 8)
 
 
 @torch.no_grad()
@@ -170,9 +191,9 @@ def test_scores_begin_as_large_as_the_target_s(
         return
     layer = decoder_of(target.load(attention="eager").model).layers[-1]
     attention, read = layer.self_attn, layer.input_layernorm(hidden)
-    both = getattr(attention, "qk_norm", torch.nn.Identity())
+    same = torch.nn.Identity()
     query, key = (
-        getattr(attention, f"{name}_norm", both)(
+        getattr(attention, f"{name}_norm", same)(
             getattr(attention, f"{name}_proj")(read).view(200, -1, 8)
         )
         for name in "qk"
