@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-synth bench-features bench-scale gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-synth bench-features bench-scale leaderboard gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -70,6 +70,9 @@ bench-features: $(READY) ## Size, capture and reading of states on this machine
 
 bench-scale: $(READY) ## Start, resume and plan of a run of 100,000 shards and 100 million prompts
 	@$(BIN)/python -m bench.scale $(ARGS)
+
+leaderboard: $(READY) ## Train the rows of experiments/ and compare τ; ARGS='--prompts FILE --evaluation FILE …'
+	@$(BIN)/python -m bench.leaderboard $(ARGS)
 
 gpu-check: ## Correctness of the decoder on this GPU, in minutes; ARGS='--part 1/3 --save'
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)

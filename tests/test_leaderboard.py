@@ -1,0 +1,79 @@
+"""The leaderboard's files, and what its table says of known counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.leaderboard.experiment import Experiment, configured, read_experiments
+from bench.leaderboard.runs import TREE, CellResult, PromptResult
+from bench.leaderboard.table import BEGIN, END, Row, draws_of, replace_rows, table
+from pipeline.errors import ConfigError, Eagle3Error
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = ROOT / "configs/smollm2-135m.yaml"
+
+
+def cell(row: str, seed: int, tokens: list[int]) -> CellResult:
+    """Prompts of ten rounds each."""
+    prompts = [
+        PromptResult(name=f"set/{index}", rounds=10, tokens=count)
+        for index, count in enumerate(tokens)
+    ]
+    return CellResult(
+        row=row,
+        budget=1000,
+        seed=seed,
+        data_tokens=1000,
+        trained_tokens=3000,
+        cpu_hours=0.5,
+        parameters=10,
+        commit="abc",
+        tree=TREE,
+        new_tokens=8,
+        prompts=tuple(prompts),
+    )
+
+
+def row(name: str, *tokens: list[int]) -> Row:
+    cells = tuple(cell(name, seed, counts) for seed, counts in enumerate(tokens))
+    return Row(Experiment(name=name, about=f"About {name}."), 1000, cells)
+
+
+def test_every_experiment_makes_a_configuration() -> None:
+    experiments = read_experiments(ROOT / "experiments", [])
+    assert experiments[0].name == "default" and not experiments[0].changes
+    plain = configured(BASE, experiments[0], [])
+    for experiment in experiments[1:]:
+        changed = configured(BASE, experiment, [])
+        assert experiment.about.endswith(".") and changed.train != plain.train, experiment.name
+
+
+def test_what_is_no_experiment_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no experiment lk-hibrid"):
+        read_experiments(ROOT / "experiments", ["lk-hibrid"])
+    (tmp_path / "odd.yaml").write_text("about: x\nchange: {}\n")
+    with pytest.raises(Eagle3Error, match="change"):
+        read_experiments(tmp_path, [])
+    (tmp_path / "odd.yaml").write_text("about: x\nchanges: {train: {epoch: 3}}\n")
+    with pytest.raises(ConfigError, match="epoch"):
+        configured(BASE, read_experiments(tmp_path, [])[0], [])
+
+
+def test_a_difference_of_the_same_prompts_is_surer_than_either_row() -> None:
+    """One row emits a token more on each prompt, and prompts differ by much more."""
+    tokens = [12, 18, 24, 30, 13, 17, 29, 22]
+    default, other = row("default", tokens, tokens), row("other", *[[n + 1 for n in tokens]] * 2)
+    assert default.tau() == pytest.approx(sum(tokens) / 80)
+    assert draws_of(default).std() > 0.1
+    lines = table([default, other]).splitlines()
+    assert "| 1,000 | `other` | 2.163 (1.7" in lines[2]
+    assert "+0.100 (+0.10 … +0.10)" in lines[2] and "| 2 | 3.0 | 0.50 | abc |" in lines[2]
+    assert lines[3].startswith("| 1,000 | `default` | 2.062") and "* `other`: About other." in lines
+
+
+def test_the_table_replaces_the_one_before_and_nothing_else() -> None:
+    document = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert replace_rows(document, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert BEGIN in (ROOT / "docs/leaderboard.md").read_text()
