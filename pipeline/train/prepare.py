@@ -76,7 +76,11 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadSh
         show_sample(corpus, surveyed, lambda ids: template.text(tuple(ids), special=True))
     log_survey(surveyed, section.batch_tokens)
     schedule = Schedule(
-        surveyed.pieces, budget=section.batch_tokens, seed=seed, epochs=section.epochs
+        surveyed.pieces,
+        budget=section.batch_tokens,
+        seed=seed,
+        epochs=section.epochs,
+        together=corpus.together,
     )
     return Data(corpus, surveyed, schedule, held_out)
 

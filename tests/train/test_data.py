@@ -17,8 +17,8 @@ from pipeline.errors import CorruptShard, DataError
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
 from pipeline.train.data.batches import AHEAD, ReadAhead, read_batch
-from pipeline.train.data.corpus import Piece, survey
-from pipeline.train.data.schedule import Schedule
+from pipeline.train.data.corpus import HeldOut, Piece, draw_samples, survey
+from pipeline.train.data.schedule import Schedule, shards_together
 from pipeline.train.loop import own_batches
 from tests.train.memory_corpus import MemoryCorpus
 
@@ -91,6 +91,33 @@ def test_long_sample_is_dropped_and_counted() -> None:
     with pytest.raises(DataError, match="longer_than_batch 1") as caught:
         audit_mask(nothing, where="states")
     assert "train.long_samples=split" in caught.value.fix
+
+
+def test_samples_are_drawn_until_they_have_so_many_tokens() -> None:
+    """By the seed alone; a larger draw holds a smaller one, and what is held out is in neither."""
+    corpus = MemoryCorpus(*[[sample(10, [5]), sample(10, [6])] for _ in range(5)])
+    held_out = HeldOut(2, 1, "held out", (1, 2))
+
+    def draw(tokens: int, seed: int = 0) -> set[tuple[int, int]]:
+        return draw_samples(corpus, tokens, seed=seed, held_out=[held_out])
+
+    assert len(draw(30)) == 3 and len(draw(31)) == 4 and len(draw(1000)) == 9
+    assert draw(30) < draw(60) and (2, 1) not in draw(1000)
+    assert draw(40) != draw(40, seed=1)
+    surveyed = survey(corpus, vocab_size=50, budget=20, held_out=[held_out], drawn=draw(30))
+    assert (surveyed.samples, surveyed.tokens) == (3, 30)
+    assert surveyed.rejected == {"held_out": 1, "beyond_data_tokens": 6}
+
+
+def test_large_shards_are_shuffled_in_smaller_groups() -> None:
+    """What is shuffled together has to fit a cache, and its order has to be that of any machine."""
+    assert shards_together([100 << 20] * 500) == 64 == shards_together([])
+    assert shards_together([500_000_000, 10]) == 32 and shards_together([1 << 40]) == 2
+    pieces = [Piece(shard, index, 0, 4) for shard in range(12) for index in range(5)]
+    schedule = Schedule(pieces, budget=4, seed=0, epochs=1, together=3)
+    order = [schedule.batch(number)[0].shard for number in range(len(schedule))]
+    groups = [set(order[first : first + 15]) for first in range(0, 60, 15)]
+    assert [len(group) for group in groups] == [3] * 4 and set.union(*groups) == set(range(12))
 
 
 def test_coverage_is_counted_by_source() -> None:

@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,17 +70,33 @@ class TrainBatch:
         more = " …" if len(self.sample_ids) > 8 else ""
         return f"batch of samples {', '.join(self.sample_ids[:8])}{more}"
 
+    def pinned(self) -> TrainBatch:
+        """The same batch in memory that a GPU copies from by itself, while both go on working."""
+        tensors: dict[str, Any] = {
+            name: value.pin_memory() for name, value in vars(self).items() if torch.is_tensor(value)
+        }
+        return replace(self, **tensors)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainBatch:
         """The same batch on `device`, states decoded there, in `dtype`."""
-        aux, teachers = self.aux_states.to(device), self.teacher_states.to(device)
+        aux, teachers, token_ids, labels, depths = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (
+                self.aux_states,
+                self.teacher_states,
+                self.token_ids,
+                self.labels,
+                self.depths,
+            )
+        )
         if self.codecs:
             aux, teachers = self._decode(aux, teachers)
         return replace(
             self,
-            token_ids=self.token_ids.to(device),
+            token_ids=token_ids,
             aux_states=aux.to(dtype),
-            labels=self.labels.to(device),
-            depths=self.depths.to(device),
+            labels=labels,
+            depths=depths,
             teacher_states=teachers.to(dtype),
             codecs=(),
         )
@@ -212,4 +228,5 @@ class ReadAhead:
         return pieces
 
     def _read(self, planned: Future[list[Piece]]) -> TrainBatch:
-        return read_batch(self._corpus, planned.result())
+        batch = read_batch(self._corpus, planned.result())
+        return batch.pinned() if torch.cuda.is_available() else batch

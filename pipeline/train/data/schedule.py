@@ -17,18 +17,41 @@ from itertools import accumulate
 
 from pipeline.train.data.corpus import Piece
 
-#: Shards whose pieces are shuffled together; also bounds how many are read at one time.
+#: Shards whose pieces are shuffled together, at most; also bounds how many are read at one time.
 SHUFFLED_SHARDS = 64
+#: Bytes of them, at most: less than `run.cache_bytes` by default, and the same on every machine, as
+#: the order of training depends on it.
+SHUFFLED_BYTES = 16_000_000_000
 
 #: Batches that wait for a piece that fits. More fill better and mix more.
 OPEN_BATCHES = 24
 
 
-class Schedule:
-    """Batches of all epochs, packed to at most `budget` tokens."""
+def shards_together(sizes: Sequence[int]) -> int:
+    """How many shards of a run are shuffled together, by the bytes of each: the largest must fit.
 
-    def __init__(self, pieces: Sequence[Piece], *, budget: int, seed: int, epochs: int) -> None:
+    At H = 8,192 a shard of 16,384 tokens has 0.5 GB: 32 of them.
+    """
+    return max(2, min(SHUFFLED_SHARDS, SHUFFLED_BYTES // max(sizes, default=1)))
+
+
+class Schedule:
+    """Batches of all epochs, packed to at most `budget` tokens.
+
+    The pieces of `together` shards are shuffled with each other.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        budget: int,
+        seed: int,
+        epochs: int,
+        together: int = SHUFFLED_SHARDS,
+    ) -> None:
         assert all(piece.length <= budget for piece in pieces), "pieces were cut for another budget"
+        self._together = together
         self._pieces, self._budget, self._seed = pieces, budget, seed
         self._tokens = sum(piece.length for piece in pieces)
         self._cached: tuple[int, list[list[Piece]]] | None = None
@@ -56,23 +79,24 @@ class Schedule:
 
     def _epoch(self, epoch: int) -> list[list[Piece]]:
         if self._cached is None or self._cached[0] != epoch:
-            order = shuffle(self._pieces, random.Random(f"{self._seed}/{epoch}"))
+            draw = random.Random(f"{self._seed}/{epoch}")
+            order = shuffle(self._pieces, draw, together=self._together)
             self._cached = (epoch, list(pack(order, self._budget)))
         return self._cached[1]
 
 
-def shuffle(pieces: Sequence[Piece], draw: random.Random) -> list[Piece]:
-    """Shards in random order, pieces in random order within each group of shards."""
+def shuffle(
+    pieces: Sequence[Piece], draw: random.Random, *, together: int = SHUFFLED_SHARDS
+) -> list[Piece]:
+    """Shards in random order, pieces in random order within each group of `together` shards."""
     by_shard: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_shard.setdefault(piece.shard, []).append(piece)
     shards = sorted(by_shard)
     draw.shuffle(shards)
     order: list[Piece] = []
-    for first in range(0, len(shards), SHUFFLED_SHARDS):
-        group = [
-            piece for shard in shards[first : first + SHUFFLED_SHARDS] for piece in by_shard[shard]
-        ]
+    for first in range(0, len(shards), together):
+        group = [piece for shard in shards[first : first + together] for piece in by_shard[shard]]
         draw.shuffle(group)
         order += group
     return order

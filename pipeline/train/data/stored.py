@@ -30,7 +30,7 @@ from pipeline.store.manifest import stage_location
 from pipeline.store.shards import SHARDS, verify_shard, verify_sizes, verify_stored
 from pipeline.store.states import StatesReader, StatesSample
 from pipeline.train.data.corpus import Piece, cut_into, final_rows
-from pipeline.train.data.schedule import SHUFFLED_SHARDS
+from pipeline.train.data.schedule import shards_together
 
 T = TypeVar("T")
 
@@ -43,7 +43,8 @@ _FIX = "restore the file, or run `eagle3 features --force`"
 
 
 class StoredCorpus:
-    """The committed shards of the features stage at `location`; at most `keep_open` stay open.
+    """The committed shards of the features stage at `location`; at most `keep_open` stay open, as
+    many as are shuffled together.
 
     Remote shards are fetched into `cache` when it can hold those that are shuffled together;
     otherwise, and without a cache, samples are read by byte range. `hidden_size` is that of the
@@ -55,16 +56,18 @@ class StoredCorpus:
         location: Location,
         shards: Sequence[Shard],
         *,
-        keep_open: int = SHUFFLED_SHARDS,
+        keep_open: int | None = None,
         cache: ShardCache | None = None,
         hidden_size: int | None = None,
     ) -> None:
         self._location, self._shards = location, list(shards)
-        self._keep_open, self._hidden_size = keep_open, hidden_size
+        sizes = sorted((shard.bytes for shard in self._shards), reverse=True)
+        self.together = shards_together(sizes)
+        self._keep_open, self._hidden_size = keep_open or self.together, hidden_size
         self._open: OrderedDict[int, StatesReader] = OrderedDict()
         self._lock, self._reopening = threading.Lock(), threading.Lock()
-        largest = sorted((shard.bytes for shard in self._shards), reverse=True)[:SHUFFLED_SHARDS]
-        fits = cache is not None and not location.is_local and cache.limit >= sum(largest)
+        largest = sum(sizes[: self.together])
+        fits = cache is not None and not location.is_local and cache.limit >= largest
         self._cache = cache if fits else None
 
     def __len__(self) -> int:
