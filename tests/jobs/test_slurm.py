@@ -124,7 +124,8 @@ def test_array_of_parts_with_an_interrupted_task(
         cluster.logs("parts"),
     )
     logs = cluster.logs("parts-features")
-    assert "STEP" in logs[2] and "CANCELLED" in logs[2]
+    # slurmstepd says that the step was cancelled, or srun that it was terminated, if that is first.
+    assert "CANCELLED" in logs[2] or "task 0: Terminated" in logs[2]
     assert sum("exit code 75" in log for log in logs) >= 1
     sound(config, "synth", "features")
     assert len(read_manifest(config.run.uri, "features").shards) > 4

@@ -236,10 +236,16 @@ def test_a_run_that_is_ended_leaves_no_process_and_goes_on_later(
 
     (tmp_path / "run.json").write_text(config.model_dump_json())
     command = [sys.executable, "-m", "pipeline.cli", "synth", "-c", str(tmp_path / "run.json")]
+    # A shell's background jobs ignore the signal, and so would everything that they start.
+    heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     server.fault = hold
     try:
         with subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=heeding,
         ) as started:
             deadline = time.monotonic() + 120
             while not committed():
