@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bench.leaderboard.experiment import Experiment, configured, read_experiments
-from bench.leaderboard.runs import TREE, CellResult, PromptResult
+from bench.leaderboard.runs import TREE, Bench, CellResult, PromptResult
 from bench.leaderboard.table import BEGIN, END, Row, draws_of, replace_rows, table
-from pipeline.errors import ConfigError, Eagle3Error
+from pipeline.config import RunConfig
+from pipeline.errors import ConfigError, Eagle3Error, StageConflict
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/smollm2-135m.yaml"
@@ -30,6 +33,7 @@ def cell(row: str, seed: int, tokens: list[int]) -> CellResult:
         cpu_hours=0.5,
         parameters=10,
         commit="abc",
+        inputs="def",
         tree=TREE,
         new_tokens=8,
         prompts=tuple(prompts),
@@ -71,6 +75,38 @@ def test_a_difference_of_the_same_prompts_is_surer_than_either_row() -> None:
     assert "| 1,000 | `other` | 2.163 (1.7" in lines[2]
     assert "+0.100 (+0.10 … +0.10)" in lines[2] and "| 2 | 3.0 | 0.50 | abc |" in lines[2]
     assert lines[3].startswith("| 1,000 | `default` | 2.062") and "* `other`: About other." in lines
+
+
+def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages and decoding are left out here: which of them a cell asks for, and what it keeps."""
+    asked: list[tuple[str, str]] = []
+
+    def run(bench: Bench, stage: str, overrides: Sequence[str]) -> float:
+        uri = next(one for one in overrides if one.startswith("run.uri="))
+        asked.append((stage, Path(uri).parent.name))
+        return 0.5
+
+    def measured(bench: Bench, config: RunConfig, *_: object) -> CellResult:
+        made = cell("default", config.run.seed, [10, 20])
+        return made.model_copy(update={"inputs": bench._inputs(config)})
+
+    monkeypatch.setattr(Bench, "_run", run)
+    monkeypatch.setattr(Bench, "_measured", measured)
+    [default] = read_experiments(ROOT / "experiments", ["default"])
+
+    def bench(new_tokens: int) -> Bench:
+        return Bench(BASE, tmp_path, [], common=[], prompts_per_set=2, new_tokens=new_tokens)
+
+    for seed in range(2):
+        assert bench(8).result(default, 1000, seed).seed == seed
+    assert len(list((tmp_path / "default").iterdir())) == 2
+    links = [tmp_path / "default" / f"1000-{seed}" / "synth" for seed in range(2)]
+    assert len({os.readlink(link) for link in links}) == 1
+    assert bench(8).result(default, 1000, 1).seed == 1 and asked.count(("train", "default")) == 2
+    with pytest.raises(StageConflict, match="another row, data or evaluation"):
+        bench(9).result(default, 1000, 0)
 
 
 def test_the_table_replaces_the_one_before_and_nothing_else() -> None:

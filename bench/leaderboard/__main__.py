@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from bench.leaderboard.experiment import read_experiments
@@ -27,7 +28,7 @@ def main() -> int:
     try:
         rows = _rows(options)
     except Eagle3Error as error:
-        print(error)
+        print(error, file=sys.stderr)
         return error.exit_code
     text = table(rows)
     print(text)

@@ -23,8 +23,9 @@ from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.request import Request
+from pipeline.decoder.request import Request, Statistics
 from pipeline.eagle3.checkpoint import load_head
+from pipeline.errors import StageConflict, TargetError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Record, digest
 from pipeline.serve_eval.questions import first_question
@@ -55,9 +56,10 @@ class CellResult(Record):
     seed: int
     data_tokens: int  # of them trained on
     trained_tokens: int  # over all passes
-    cpu_hours: float  # of training alone
+    cpu_hours: float  # of the last attempt at training alone
     parameters: int
     commit: str
+    inputs: str  # digest of what decides all this: configuration, prompts, tree, length
     tree: TreeSection
     new_tokens: int
     prompts: tuple[PromptResult, ...]
@@ -86,13 +88,18 @@ class Bench:
     def result(self, experiment: Experiment, budget: int, seed: int) -> CellResult:
         """Of a cell, made if it is not there."""
         cell = self._folder / experiment.name / f"{budget}-{seed}"
-        done = cell / RESULT
-        if done.is_file():
-            return CellResult.parse(done.read_bytes(), where=str(done), fix=f"delete {cell}")
+        done, fix = cell / RESULT, f"delete {cell}, or give another --out"
         fixed = [f"run.uri={cell}", f"run.seed={seed}", f"train.data_tokens={budget}"]
         overrides = [*experiment.overrides(), *self._common, *fixed]
         config = configured(self._base, experiment, [*self._common, *fixed])
-        self._link_data(config, experiment, cell)
+        if done.is_file():
+            result = CellResult.parse(done.read_bytes(), where=str(done), fix=fix)
+            if result.inputs != self._inputs(config):
+                raise StageConflict(
+                    "is of another row, data or evaluation", where=str(done), fix=fix
+                )
+            return result
+        self._link_data(experiment, cell)
         hours = self._run("train", overrides)
         result = self._measured(config, experiment, budget, seed, hours)
         partial = done.with_suffix(".partial")
@@ -100,8 +107,9 @@ class Bench:
         partial.replace(done)
         return result
 
-    def _link_data(self, config: RunConfig, experiment: Experiment, cell: Path) -> None:
-        """Make synth and features once for all rows with the same data."""
+    def _link_data(self, experiment: Experiment, cell: Path) -> None:
+        """Make synth and features once for all rows with the same data, and all their seeds."""
+        config = configured(self._base, experiment, self._common)
         hashes = [config.section_hash(stage) for stage in ("synth", "features")]
         data = self._folder / "data" / digest(hashes)[:12]
         overrides = [*experiment.overrides(), *self._common, f"run.uri={data}"]
@@ -117,9 +125,15 @@ class Bench:
         """A stage as a process of its own; → CPU-hours."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "pipeline.cli", stage, "-c", str(self._base), *overrides]
-        subprocess.run(command, check=True, cwd=ROOT)
+        if code := subprocess.run(command, cwd=ROOT).returncode:
+            raise SystemExit(code)  # it has said why
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / 3600
+
+    def _inputs(self, config: RunConfig) -> str:
+        hashes = [config.section_hash(stage) for stage in ("synth", "features", "train")]
+        names = [f"{name}/{prompt.sample_id}" for name, prompt in self._questions]
+        return digest([hashes, names, TREE.model_dump(), self._new_tokens])[:16]
 
     def _measured(
         self, config: RunConfig, experiment: Experiment, budget: int, seed: int, hours: float
@@ -147,7 +161,11 @@ class Bench:
                 max_length=max(len(request.prompt_ids) for request in requests) + self._new_tokens,
             )
         engine = Engine(self._model, drafter=Eagle3Drafter(head, self._model, TREE), slots=_SLOTS)
-        done = {each.request_id: each.statistics for each in engine.generate(requests)}
+        done: dict[str, Statistics] = {}
+        for completion in engine.generate(requests):
+            if error := completion.error:
+                raise TargetError(error.what, where=completion.request_id, fix=error.fix)
+            done[completion.request_id] = completion.statistics
         return CellResult(
             row=experiment.name,
             budget=budget,
@@ -157,6 +175,7 @@ class Bench:
             cpu_hours=round(hours, 3),
             parameters=int(manifest.details["parameters"]),
             commit=_commit(),
+            inputs=self._inputs(config),
             tree=TREE,
             new_tokens=self._new_tokens,
             prompts=tuple(

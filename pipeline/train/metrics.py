@@ -4,6 +4,8 @@ One line every `train.log_every` steps and at every evaluation:
 
     step epoch loss acc_0…acc_(K-1)    optimiser steps so far; means since the line before
     lr tokens fill                     learning rate, tokens so far, share of the budget they fill
+    gradient_norm gradient_norm_max    before clipping: mean and greatest since the line before
+    clipped_share coarse_rows_share    of steps; of aux states that int8 holds badly
     tau tau_se alpha_1…                of the head at this step, when it was evaluated
     tokens_per_second data_wait_share  since the line before, without evaluations and checkpoints
     peak_memory_gb                     of the first process, so far

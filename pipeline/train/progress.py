@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Protocol
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -61,21 +61,17 @@ class Decoded(Record):
         return [(tokens - tau * count) / rounds for tokens, count in pairs]
 
 
-class Sums(Protocol):
-    """Of one optimiser step."""
+class StepSums(NamedTuple):
+    """One optimiser step, over all processes."""
 
-    @property
-    def loss(self) -> float: ...
-    @property
-    def gradient_norm(self) -> float: ...
-    @property
-    def hits(self) -> Sequence[int]: ...
-    @property
-    def predicted(self) -> Sequence[int]: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def coarse_rows(self) -> int: ...
+    loss: float  # of all its labels
+    gradient_norm: float  # before clipping
+    hits: tuple[int, ...]  # K; labels whose token the head proposes first
+    predicted: tuple[int, ...]  # K; labels that step k predicts
+    tokens: int
+    labels: int
+    coarse_rows: int  # states of one token and layer, of which int8 kept less than half
+    asked_to_end: int  # processes
 
 
 class Window(Record):
@@ -90,7 +86,7 @@ class Window(Record):
     coarse_rows: int = 0  # states of a token and layer that int8 holds badly
     batches: int = 0  # over all processes, however many there were
 
-    def extended(self, sums: Sums, *, batches: int, clipped: bool) -> Window:
+    def extended(self, sums: StepSums, *, batches: int, clipped: bool) -> Window:
         """With one more optimiser step."""
         none = (0,) * len(sums.hits)
         return Window(

@@ -28,6 +28,7 @@ from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.group import first_decides, join_group, quiet, take_from_first
 from pipeline.train.optimizer_state import MOMENTS, OptimizerState
+from pipeline.train.progress import StepSums
 from pipeline.train.ttt.model import StepResult, TttModel
 
 
@@ -37,19 +38,6 @@ class TrainingState(NamedTuple):
     weights: Mapping[str, Tensor]  # of the head, in float32
     moments: Mapping[str, Tensor]  # "exp_avg/<name>" and "exp_avg_sq/<name>" of what is trained
     step: int  # as AdamW counts
-
-
-class StepSums(NamedTuple):
-    """One optimiser step, over all processes."""
-
-    loss: float  # of all its labels
-    gradient_norm: float  # before clipping
-    hits: tuple[int, ...]  # K; labels whose token the head proposes first
-    predicted: tuple[int, ...]  # K; labels that step k predicts
-    tokens: int
-    labels: int
-    coarse_rows: int  # states of one token and layer, of which int8 kept less than half
-    asked_to_end: int  # processes
 
 
 class Trainer:

@@ -15,7 +15,6 @@ Shapes: K steps, c labels of a chunk, Vd draft vocabulary, W the teacher's rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 from pipeline.decoder.ops.triton.language import Block, Pointer, Scalar, Table, jit
+from pipeline.decoder.ops.triton.launch import start_kernel
 from pipeline.train.ttt.divergence import HYBRID_DECAY
 
 #: Logits of one block, sixteen a thread. Not fewer for short rows: where threads are left over,
@@ -33,18 +33,6 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _NONE = tl.constexpr(-1e30)
 
 
-def _start(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: tuple[Any, ...],
-    warps: int,
-    stages: int,
-    **constants: Any,
-) -> None:
-    """Ahead-of-time compilation records the launch instead."""
-    kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
-
-
 def compare_in_place(
     logits: Tensor,
     teacher_logits: Tensor,
@@ -53,7 +41,7 @@ def compare_in_place(
     draft_ids: Tensor,
     loss: Loss,
     *,
-    start: Callable[..., None] = _start,
+    start: Callable[..., None] = start_kernel,
 ) -> tuple[Tensor, Tensor]:
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 

@@ -11,6 +11,18 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import Packed
 
 
+def start_kernel(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    warps: int,
+    stages: int,
+    **constants: Any,
+) -> None:
+    """Ahead-of-time compilation records the launch instead."""
+    kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+
+
 class Launcher(TorchOps):
     """Operations that launch kernels, in activations of type `dtype`."""
 
@@ -41,14 +53,5 @@ class Launcher(TorchOps):
                 assert known, f"{kernel.__name__} reads a view of shape {list(value.shape)}"
         self._start(kernel, grid, arguments, warps, stages, **constants)
 
-    def _start(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        arguments: tuple[Any, ...],
-        warps: int,
-        stages: int,
-        **constants: Any,
-    ) -> None:
-        """Ahead-of-time compilation records the launch instead."""
-        kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+    def _start(self, *launch: Any, **constants: Any) -> None:
+        start_kernel(*launch, **constants)
