@@ -47,7 +47,7 @@ def test_every_kernel_is_recorded() -> None:
         name
         for file in KERNELS
         for name in re.findall(
-            r"^def (\w+)_kernel\(", file.read_text(encoding="utf-8"), re.MULTILINE
+            r"^@jit\ndef (\w+)_kernel\(", file.read_text(encoding="utf-8"), re.MULTILINE
         )
     }
     assert {variant.name for variant in variants()} == defined
