@@ -64,6 +64,9 @@ class TrainSection(Section):
     """Soft cross-entropy or KL divergence on the draft vocabulary; total variation or the negative
     log of the acceptance probability, on the target's; lk_hybrid: from KL to the former as more is
     accepted."""
+    teacher_temperature: float = Field(1.0, gt=0)
+    """Temperature of the teacher's softmax. Below 1 it nears the target's greedy choice, and the
+    losses of acceptance count what is accepted when the target, not the head, samples so."""
     normalise: Literal["supervised", "all"] = "supervised"
     """The loss of an optimiser step is divided by its supervised tokens, or by all of them."""
     train_lm_head: bool = True

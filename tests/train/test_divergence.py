@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,15 +97,16 @@ def expected_acceptance(target_logits: Tensor, draft_logits: Tensor, ids: Tensor
     return (q[drafted] * (p[drafted] / q[drafted]).clamp(max=1)).sum()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
 @pytest.mark.parametrize("loss", ["tv", "lk"])
 def test_acceptance_losses_are_what_verification_accepts(
-    loss: Loss, small_head: Eagle3Head
+    loss: Loss, temperature: float, small_head: Eagle3Head
 ) -> None:
     fixed, batch = constants(), pack_samples(documents())
     model = TttModel(
         small_head,
         *fixed,
-        Objective(STEPS, DECAY, loss),
+        Objective(STEPS, DECAY, loss, temperature),
         max_length=12,
         dtype=torch.float64,
     )
@@ -119,7 +121,7 @@ def test_acceptance_losses_are_what_verification_accepts(
         ):
             if depth >= k + 2:
                 drafted = small_head.logits(output[label - k - 2])
-                target_logits = fixed.lm_head @ state
+                target_logits = fixed.lm_head @ state / temperature
                 accepted = expected_acceptance(target_logits, drafted, small_head.target_ids())
                 value = 1 - accepted if loss == "tv" else -accepted.log()
                 expected = expected + DECAY**k * value / len(batch.labels)
@@ -136,6 +138,19 @@ def test_acceptance_losses_are_what_verification_accepts(
         counts.labels.tolist(),
     )
     assert len(model.target_output_rows) == 24 and len(others.target_output_rows) == 14
+
+
+def test_a_cold_teacher_is_the_targets_choice(small_head: Eagle3Head) -> None:
+    """Near 0 its cross-entropy is that of the token that the target would choose."""
+    fixed, batch = constants(), pack_samples(documents())
+    objective = Objective(1, 1.0, "cross_entropy", 1e-3)
+    model = TttModel(small_head, *fixed, objective, max_length=12, dtype=torch.float64)
+    (output,) = dense_unroll(small_head, fixed.embedding, batch, steps=1)
+    counted = small_head.t2d[batch.token_ids[batch.labels]]
+    choices = (batch.teacher_states @ fixed.lm_head.T)[:, small_head.target_ids()].argmax(-1)
+    logits = small_head.logits(output[batch.labels - 2])
+    expected = F.cross_entropy(logits[counted], choices[counted], reduction="sum")
+    torch.testing.assert_close(model(batch).loss, expected / len(batch.labels))
 
 
 def test_a_label_outside_the_draft_vocabulary_is_never_a_hit(small_head: Eagle3Head) -> None:

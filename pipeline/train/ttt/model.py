@@ -41,6 +41,7 @@ class Objective(NamedTuple):
     steps: int  # K
     decay: float  # γ
     loss: Loss = "cross_entropy"
+    temperature: float = 1.0  # of the teacher's softmax
 
 
 class StepResult(NamedTuple):
@@ -110,8 +111,9 @@ class TttModel(nn.Module):
         self.head, self.objective = head, objective
         columns = head.target_ids() if objective.loss in ACCEPTANCE_LOSSES else None
         rows = target_lm_head[head.target_ids()] if columns is None else target_lm_head
+        rows = rows.detach() / objective.temperature
         self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
-        self.register_buffer("target_output_rows", rows.detach().to(dtype), persistent=False)
+        self.register_buffer("target_output_rows", rows.to(dtype), persistent=False)
         self.register_buffer("target_columns", columns, persistent=False)
         own = next(head.parameters()).dtype
         self._compute = None if dtype == own else ComputeHead(head, dtype)
@@ -166,7 +168,7 @@ class TttModel(nn.Module):
         divisor: float,
     ) -> StepResult:
         """Loss and accuracy; counted [S]: labels that give loss."""
-        steps, decay, loss = self.objective
+        steps, decay, loss, _ = self.objective
         k = torch.arange(steps, device=batch.labels.device)
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
         # The type of the scales, and of all sums.
