@@ -153,6 +153,9 @@ class FeaturesSection(Section):
     encoding: Literal["bf16", "fp8", "int8"] = "int8"
     """Storage type of aux and final states; docs/states-format.md has the size, the error and the
     cost in τ of each."""
+    supervise: Literal["replies", "all"] = "replies"
+    """Tokens whose teacher, the final state before them, is stored, and that training learns from:
+    those that the target generated, or prompts too (docs/leaderboard.md has what that gave)."""
     self_check_tolerance: float = Field(64, ge=0)
     """A sample of each shard is computed again alone; its states may differ by this many steps
     (eps) of the compute type. 0: no check."""

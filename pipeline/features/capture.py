@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ def capture_shard(
     *,
     name: str,
     tolerance: float,
+    supervise: Literal["replies", "all"] = "replies",
 ) -> list[StatesSample]:
     """The states of `samples`, in their order, bf16 on the target's device.
 
@@ -75,7 +77,7 @@ def capture_shard(
     while waiting:
         documents = {number: samples[number] for number in waiting[0]}
         try:
-            states |= _capture(target, documents, checked, tolerance)
+            captured = _capture(target, documents, checked, tolerance)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -83,6 +85,8 @@ def capture_shard(
             halved = True
         else:
             waiting.popleft()
+            for number, (aux, final) in captured.items():
+                states[number] = _keep(samples[number], aux, final, supervise)
             advance(sum(len(sample.token_ids) for sample in documents.values()))
             continue
         # Now that the error, and with it what the forward held, is gone.
@@ -94,18 +98,17 @@ def capture_shard(
 
 def _capture(
     target: LoadedTarget, documents: dict[int, Sample], checked: int, tolerance: float
-) -> dict[int, StatesSample]:
-    """The states of numbered samples from one forward; number `checked` is compared."""
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Aux [T, 3H] and final states [T, H] of numbered samples from one forward; number `checked` is
+    compared."""
     for sample in documents.values():
         _check_ids(sample, target.contract.vocab_size)
     captured = capture_states(target, [sample.token_ids for sample in documents.values()])
     _check_finite(list(documents.values()), captured)
-    states = {}
-    for (number, sample), (aux, final) in zip(documents.items(), captured, strict=True):
-        if number == checked and tolerance:
-            _check_alone(target, sample, aux, final, tolerance)
-        states[number] = _keep(sample, aux, final)
-    return states
+    numbered = dict(zip(documents, captured, strict=True))
+    if checked in documents and tolerance:
+        _check_alone(target, documents[checked], *numbered[checked], tolerance)
+    return numbered
 
 
 def _say_out_of_memory(error: Exception, samples: int, tokens: int, *, halved: bool) -> None:
@@ -187,10 +190,12 @@ def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Te
                 raise DataError(problem, where=_where(sample), fix=fix)
 
 
-def _keep(sample: Sample, aux: Tensor, final: Tensor) -> StatesSample:
+def _keep(
+    sample: Sample, aux: Tensor, final: Tensor, supervise: Literal["replies", "all"]
+) -> StatesSample:
     """aux [T, 3H] whole, final [T, H] where it teaches; both bf16."""
     mask = supervised_mask(sample)
-    positions = teacher_positions(mask)
+    positions = teacher_positions(mask, len(mask) - 1 if supervise == "all" else None)
     return StatesSample(
         sample_id=sample.sample_id,
         source=sample.source,

@@ -110,7 +110,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     storing = store_seconds(config, size.total)
     basis = (
         f"storage: {size.token:,.0f} bytes a token and {size.teacher:,} for each of "
-        f"{samples.supervised:,} supervised ones, as {config.features.encoding}",
+        f"{_teachers(config, samples):,} supervised ones, as {config.features.encoding}",
         f"shards: about {shards:,} of {size.total / max(1, shards) / 1e6:,.1f} MB",
         f"time: {rate.basis}, and {_LOADING_SECONDS:.0f} s to load",
         f"memory: {_SHARDS_HELD} shards of bf16 states and one packed forward beside the target",
@@ -164,9 +164,15 @@ def _size(config: RunConfig, hidden: int, vocabulary: int, samples: _Samples) ->
     row = 2 * hidden if encoding == "bf16" else hidden + 1  # of one layer
     token = 3 * row + (2 if vocabulary <= 1 << 16 else 4) + 1 / 8
     shard = _HEADER_BYTES + (8 * hidden if encoding == "int8" else 0)
-    states = samples.tokens * token + samples.supervised * row
+    states = samples.tokens * token + _teachers(config, samples) * row
     shards = expected_shards(config, samples.shards)
     return _Size(token, row, round(states + samples.rows * _SAMPLE_BYTES + shards * shard))
+
+
+def _teachers(config: RunConfig, samples: _Samples) -> int:
+    """Final states."""
+    everything = config.features.supervise == "all"
+    return samples.tokens - samples.rows if everything else samples.supervised
 
 
 def _memory(

@@ -110,7 +110,15 @@ def _capture(
     advance: Callable[[float], None],
 ) -> list[StatesSample]:
     budget, tolerance = section.batch_tokens, section.self_check_tolerance
-    return capture_shard(target, samples, budget, advance, name=name, tolerance=tolerance)
+    return capture_shard(
+        target,
+        samples,
+        budget,
+        advance,
+        name=name,
+        tolerance=tolerance,
+        supervise=section.supervise,
+    )
 
 
 class ShardWriter:

@@ -42,7 +42,9 @@ def read_all(uri: object) -> list[StatesSample]:
     return [reader.sample(index) for reader in readers for index in range(len(reader))]
 
 
+@pytest.mark.parametrize("supervise", ["replies", "all"])
 def test_states_are_those_of_hugging_face(
+    supervise: str,
     tmp_path: Path,
     make_config: Configs,
     finish_synth: Synth,
@@ -55,7 +57,7 @@ def test_states_are_those_of_hugging_face(
     """
     from transformers import LlamaForCausalLM
 
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, supervise=supervise)
     parent = finish_synth(config)
     manifest = run(config)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
@@ -69,7 +71,8 @@ def test_states_are_those_of_hugging_face(
         assert state.token_ids.tolist() == list(sample.token_ids)
         supervised = [at for span in sample.supervised for at in range(span.start, span.end)]
         assert state.supervised_mask.nonzero().flatten().tolist() == supervised
-        assert state.final_positions.tolist() == [at - 1 for at in supervised]
+        taught = supervised if supervise == "replies" else range(1, len(sample.token_ids))
+        assert state.final_positions.tolist() == [at - 1 for at in taught]
         torch.testing.assert_close(
             model.lm_head(state.final_states.float()),
             output.logits[0, state.final_positions.long()],
@@ -96,7 +99,7 @@ def test_states_are_those_of_hugging_face(
         "encoding": "bf16",
         "format": STATES_FORMAT,
         "samples": 12,
-        "supervised_tokens": sum(len(state.final_states) for state in stored),
+        "supervised_tokens": sum(int(state.supervised_mask.sum()) for state in stored),
     }
     assert len(manifest.shards) >= 3 and max(shard.tokens for shard in manifest.shards) < 150
 

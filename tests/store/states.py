@@ -15,12 +15,14 @@ from pipeline.store.states import StatesSample, teacher_positions
 H = 4
 
 
-def make_states(index: int, length: int, supervised: range) -> StatesSample:
+def make_states(
+    index: int, length: int, supervised: range, *, everything: bool = False
+) -> StatesSample:
     """Random states; channel 1 is a hundred times larger than the others, as in real targets."""
     draw = torch.Generator().manual_seed(index)
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[supervised.start : supervised.stop] = 1
-    positions = teacher_positions(mask)
+    positions = teacher_positions(mask, length - 1 if everything else None)
     aux, final = (
         torch.randn(length, 3, H, generator=draw),
         torch.randn(len(positions), H, generator=draw),

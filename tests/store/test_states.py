@@ -45,6 +45,24 @@ def test_teachers_sit_one_before_each_supervised_token() -> None:
     assert teacher_positions(mask).tolist() == [1, 2, 4]
     both = torch.tensor([1, 1], dtype=torch.uint8)
     assert teacher_positions(both).tolist() == [0], "nothing stands before the first token"
+    assert teacher_positions(mask, 3).tolist() == [1, 2, 4]
+    assert teacher_positions(mask, 5).tolist() == [0, 1, 2, 3, 4], "one before each token"
+
+
+def test_a_sample_with_the_teachers_of_its_prompt_comes_back(
+    tmp_path: Path, make_config: Configs
+) -> None:
+    """Beside one without them."""
+    states = [
+        make_states(0, 7, range(3, 7), everything=True),
+        make_states(2, 12, range(2, 6)),
+        make_states(3, 9, range(4, 9), everything=True),
+    ]
+    location, shard = commit(make_config(tmp_path), encode_states(states))
+    reader = StatesReader(location, shard)
+    assert [len(reader.final_positions(index)) for index in range(3)] == [6, 4, 8]
+    for index, expected in enumerate(states):
+        assert_equal(reader.sample(index), expected)
 
 
 @pytest.mark.parametrize("kind", ["path", "memory", "gs"])

@@ -26,6 +26,9 @@ class MemoryOutline:
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         return self.samples[index].token_ids, self.samples[index].supervised_mask
 
+    def final_positions(self, index: int) -> Tensor:
+        return self.samples[index].final_positions
+
 
 class MemoryCorpus:
     """The corpus' interface over samples in memory."""

@@ -24,12 +24,17 @@ from tests.train.memory_corpus import MemoryCorpus
 
 
 def sample(
-    length: int, supervised: Sequence[int], name: str = "s", source: str = "test"
+    length: int,
+    supervised: Sequence[int],
+    name: str = "s",
+    source: str = "test",
+    *,
+    everything: bool = False,
 ) -> StatesSample:
     """Aux and final states hold their own position, so that a row can be recognised."""
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[list(supervised)] = 1
-    positions = teacher_positions(mask)
+    positions = teacher_positions(mask, length - 1 if everything else None)
     at = torch.arange(length, dtype=torch.bfloat16)[:, None]
     return StatesSample(
         name,
@@ -76,6 +81,19 @@ def test_long_sample_is_cut_without_losing_a_token() -> None:
     # Every label's teacher stands one position before it, in the uncut sample.
     assert batch.teacher_states[:, 0].tolist() == (batch.token_ids[batch.labels] - 1).tolist()
     assert batch.depths.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 2]
+
+
+def test_prompts_teach_where_their_final_states_are_stored() -> None:
+    """Every token but the first two of a piece is a label; the vocabulary is that of replies."""
+    corpus = MemoryCorpus([sample(23, range(18, 23), everything=True), sample(8, [5, 6])])
+    surveyed = survey(corpus, vocab_size=30, budget=10)
+    assert [piece.length for piece in surveyed.pieces] == [10, 10, 3, 8]
+    assert surveyed.rejected == {} and surveyed.supervised == 7
+    assert surveyed.counts["test"].nonzero().flatten().tolist() == [5, 6, 18, 19, 20, 21, 22]
+    batch = read_batch(corpus, surveyed.pieces)
+    depths = [*range(2, 10), *range(2, 10), 2, 5, 6]
+    assert batch.depths.tolist() == depths
+    assert batch.teacher_states[:, 0].tolist() == (batch.token_ids[batch.labels] - 1).tolist()
 
 
 def test_long_sample_is_dropped_and_counted() -> None:

@@ -177,8 +177,11 @@ class StatesReader:
 
     def _find_positions(self) -> list[Tensor]:
         """Of each sample's final states. Raises CorruptShard where the mask has others."""
-        positions = [teacher_positions(self.tokens(index)[1]) for index in range(len(self))]
-        for index, stored in enumerate(np.diff(self._final_offsets)):
+        counts = np.diff(self._final_offsets).tolist()
+        positions = [
+            teacher_positions(self.tokens(index)[1], stored) for index, stored in enumerate(counts)
+        ]
+        for index, stored in enumerate(counts):
             if len(positions[index]) != stored:
                 sample_id, source = self.origin(index)
                 problem = f"{stored} final states for {len(positions[index])} supervised tokens"

@@ -1,11 +1,12 @@
 """One sample's states: what capture makes and training reads.
 
 The final state at position p is the teacher for token p+1, so a sample keeps those at j-1 for every
-supervised token j:
+supervised token j, or with `features.supervise: all` for every token:
 
     position         0  1  2  3  4  5      tokens 3, 4, 5 were generated
     supervised_mask  0  0  0  1  1  1
     final state            ●  ●  ●         positions 2, 3, 4
+    with `all`       ●  ●  ●  ●  ●         positions 0 … 4
 """
 
 from __future__ import annotations
@@ -45,8 +46,13 @@ class StatesSample:
         return replace(self, aux_states=aux_states, final_states=final_states, codec=None)
 
 
-def teacher_positions(supervised_mask: Tensor) -> Tensor:
-    """Positions whose final state teaches a token: j-1 for each supervised j. int32 [S]."""
+def teacher_positions(supervised_mask: Tensor, finals: int | None = None) -> Tensor:
+    """Positions whose final state teaches a token: j-1 for each supervised j. int32 [S].
+
+    A sample with T - 1 `finals` has those of all its tokens.
+    """
+    if finals == len(supervised_mask) - 1:
+        return torch.arange(finals, dtype=torch.int32)
     return supervised_mask[1:].nonzero().flatten().to(torch.int32)
 
 

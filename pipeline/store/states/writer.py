@@ -111,7 +111,7 @@ def _assert_sound(sample: StatesSample) -> None:
     assert sample.supervised_mask.shape == (tokens,)
     assert sample.aux_states.shape == (tokens, 3 * hidden)
     assert sample.final_positions.shape == (finals,)
-    # Positions are not stored: the mask says which they are.
-    assert torch.equal(sample.final_positions, teacher_positions(sample.supervised_mask)), (
-        "final states stand one before each supervised token"
+    # Positions are not stored: the mask and their number say which they are.
+    assert torch.equal(sample.final_positions, teacher_positions(sample.supervised_mask, finals)), (
+        "final states stand one before each supervised token, or each token"
     )

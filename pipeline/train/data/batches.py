@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pipeline.store.states import Codec, StatesSample
-from pipeline.train.data.corpus import FIRST_LABEL, Corpus, Piece
+from pipeline.train.data.corpus import Corpus, Piece
 from pipeline.train.data.schedule import Schedule
 
 #: Batches that are read, or wait, before they are needed.
@@ -121,8 +121,7 @@ def read_batch(corpus: Corpus, pieces: Sequence[Piece]) -> TrainBatch:
     tokens = finals = 0
     for piece in pieces:
         part = corpus.read(piece, aux[tokens : tokens + piece.length], final[finals:])
-        depth = part.supervised_mask.nonzero().flatten()
-        depth = depth[depth >= FIRST_LABEL]
+        depth = part.final_positions.long() + 1
         parts.append(part)
         labels.append(depth + tokens)
         depths.append(depth)

@@ -45,6 +45,7 @@ class Outline(Protocol):
     def __len__(self) -> int: ...
     def origin(self, index: int) -> tuple[str, str]: ...  # id, source
     def tokens(self, index: int) -> tuple[Tensor, Tensor]: ...  # ids, supervised mask
+    def final_positions(self, index: int) -> Tensor: ...  # of the final states, ascending
 
 
 class Corpus(Protocol):
@@ -184,7 +185,8 @@ def survey(
                 continue
             starts = range(0, length, budget)
             parts = [Piece(shard, index, at, min(at + budget, length)) for at in starts]
-            useful = [part for part in parts if _teaches(part, mask)]
+            positions = outline.final_positions(index)
+            useful = [part for part in parts if _teaches(part, positions)]
             if useful:
                 rejected["piece_without_supervised_tokens"] += len(parts) - len(useful)
                 split += len(parts) > 1
@@ -254,8 +256,9 @@ def _copy(rows: Tensor, memory: Tensor) -> Tensor:
     return copied
 
 
-def _teaches(piece: Piece, mask: Tensor) -> bool:
-    return bool(mask[piece.start + FIRST_LABEL : piece.stop].any())
+def _teaches(piece: Piece, positions: Tensor) -> bool:
+    rows = final_rows(positions, piece.start, piece.stop)
+    return int(rows.start) < int(rows.stop)
 
 
 def _count(
