@@ -79,10 +79,12 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
         self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
 
-    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [.., 2H] → query [.., Q, d], key and value [.., G, d]."""
-        split = (*x.shape[:-1], -1, self.head_dim)
-        return self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split)
+    def project_qkv(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [.., 2H] → query [.., Q, d] of all or of `rows`, key and value [.., G, d]."""
+        wanted = x if rows is None else x[rows]
+        pairs = ((self.q_proj, wanted), (self.k_proj, x), (self.v_proj, x))
+        query, key, value = (of(y).view(*y.shape[:-1], -1, self.head_dim) for of, y in pairs)
+        return query, key, value
 
     def project_output(self, attention_output: Tensor) -> Tensor:
         """[.., Q, d] → [.., H]."""
@@ -122,10 +124,15 @@ class _DraftLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = _Mlp(shape)
 
-    def project_qkv(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All before attention: [.., H] each → query [.., Q, d], key and value [.., G, d]."""
+    def project_qkv(
+        self, embedding: Tensor, hidden: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All before attention: [.., H] each → query [.., Q, d], key and value [.., G, d].
+
+        With `rows` [A] of [N, H], queries are those of the rows alone.
+        """
         normed = (self.input_layernorm(embedding), self.hidden_norm(hidden))
-        return self.self_attn.project_qkv(torch.cat(normed, dim=-1))  # [.., 2H]
+        return self.self_attn.project_qkv(torch.cat(normed, dim=-1), rows)  # [.., 2H]
 
     def after_attention(self, hidden: Tensor, attention_output: Tensor) -> Tensor:
         """All after it: hidden [.., H], attention output [.., Q, d] → un-normed output [.., H]."""

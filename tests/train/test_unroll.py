@@ -14,7 +14,7 @@ from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.attention import UnrolledAttention
 from pipeline.train.ttt.model import Objective, TttModel, gather_predictions
-from pipeline.train.ttt.unroll import Unroll, continuing_rows, step_logits, unroll
+from pipeline.train.ttt.unroll import Unroll, predicting_rows, step_logits, unroll
 from tests.train.dense import dense_loss, dense_unroll
 from tests.train.memory_corpus import pack_samples
 
@@ -69,15 +69,15 @@ def test_unroll_equals_dense_mask_with_gradients(
     head = small_head.to(dtype)
     batch = pack_samples(documents()).to(torch.device("cpu"), dtype)
     embedding = constants(dtype).embedding
-    rows = continuing_rows(batch, torch.ones(len(batch.labels), dtype=torch.bool), STEPS)
+    rows = predicting_rows(batch, torch.ones(len(batch.labels), dtype=torch.bool), STEPS)
     assert 0 < len(rows) < batch.tokens
     results = []
     for dense in (False, True):
         aux = batch.aux_states.clone().requires_grad_()
         mine = TrainBatch(**{**vars(batch), "aux_states": aux})
         if dense:
-            first, *later = dense_unroll(head, embedding, mine, steps=STEPS)
-            outputs = [first, *(output[rows] for output in later)]
+            every = dense_unroll(head, embedding, mine, steps=STEPS)
+            outputs = [output[rows] for output in every]
         else:
             rotary = rotary_of(head, dtype)
             outputs = list(unroll(head, embedding, mine, rotary, rows=rows, steps=STEPS).outputs)
@@ -250,15 +250,15 @@ def test_alignment_by_hand() -> None:
     batch = pack_samples([before, sample])
     assert batch.token_ids[batch.labels].tolist() == [13, 14, 16]
     assert batch.teacher_states.flatten().tolist() == [2.0, 3.0, 5.0]  # j-1, in the document
-    continuing = continuing_rows(batch, torch.ones(3, dtype=torch.bool), 3)
-    assert (continuing - 4).tolist() == [0, 1, 2, 3]  # step 1: 0 1 3, step 2: 0 2
+    rows = predicting_rows(batch, torch.ones(3, dtype=torch.bool), 3)
+    # step 0: 1 2 4, step 1: 0 1 3, step 2: 0 2
+    assert (rows - 4).tolist() == [0, 1, 2, 3, 4]
     row_of = torch.zeros(11, dtype=torch.int64)
-    row_of[continuing] = torch.arange(4)
+    row_of[rows] = torch.arange(5)
     outputs = tuple(
-        torch.tensor([[100.0 * k + position] for position in which])
-        for k, which in enumerate([range(-4, 7), range(4), range(4)])
+        torch.tensor([[100.0 * k + position] for position in range(5)]) for k in range(3)
     )
-    gathered = gather_predictions(Unroll(outputs, continuing, row_of), batch.labels).flatten(1)
+    gathered = gather_predictions(Unroll(outputs, rows, row_of), batch.labels).flatten(1)
     predicted = batch.depths >= torch.arange(3)[:, None] + 2
     assert [step[own].tolist() for step, own in zip(gathered, predicted, strict=True)] == [
         [1, 2, 4],

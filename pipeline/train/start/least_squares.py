@@ -186,11 +186,9 @@ def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
         hook = head.midlayer.mlp.down_proj.register_forward_pre_hook(
             lambda _module, inputs: active.append(inputs[0])
         )
-        none = batch.labels[:1]
-        unrolled = unroll(head, embedding, batch, rotary, rows=none, steps=1, layer=layer)
+        predicting = batch.labels - 2
+        unrolled = unroll(head, embedding, batch, rotary, rows=predicting, steps=1, layer=layer)
         hook.remove()
-        positions = batch.labels - 2
-        rest = batch.teacher_states * inverse - unrolled.outputs[0][positions]
-        return active[0][positions], rest
+        return active[0], batch.teacher_states * inverse - unrolled.outputs[0]
 
     return rows

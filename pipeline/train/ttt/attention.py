@@ -18,8 +18,7 @@ Documents never attend to each other.
 `blocked.py` takes the queries in blocks of rows; on CUDA torch's flash kernels replace it
 (`flash.py`).
 
-Shapes: N tokens of the batch, A rows that continue after step 0, Q query heads, G key/value heads,
-d head size.
+Shapes: N tokens of the batch, A rows that predict, Q query heads, G key/value heads, d head size.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class KeyValue(NamedTuple):
 
 
 class UnrolledAttention:
-    """Attention of one batch over one unroll: step 0 for all N positions, later steps for `rows`.
+    """Attention of one batch over one unroll: queries of `rows`, keys of step 0 of all N positions.
 
     It keeps no keys: those of the steps before come as arguments, so that a step can be computed
     again.
@@ -55,38 +54,34 @@ class UnrolledAttention:
 
     def __init__(self, lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable) -> None:
         """rows [A] ascending flat positions; rotary covers the longest document plus the steps."""
-        device, self._rotary = rows.device, rotary
+        device, self.rows, self._rotary = rows.device, rows, rotary
         # [N] position in its document
         every = torch.cat([torch.arange(length, device=device) for length in lengths])
-        self._positions = every, every[rows]
+        self._every, self._positions = every, every[rows]
         starts = [0, *accumulate(lengths)]  # of the documents, and N
         # Rows before each of them.
         bounds = torch.searchsorted(rows, torch.tensor(starts, device=device)).tolist()
-        self._kernels = (
-            _kernel(every, starts, starts, rotary.cos),
-            _kernel(every[rows], bounds, starts, rotary.cos),
-        )
+        self._kernel = _kernel(self._positions, bounds, starts, rotary.cos)
 
     def attend(
         self, k: int, query: Tensor, key: Tensor, value: Tensor, past: list[KeyValue]
     ) -> tuple[Tensor, KeyValue]:
-        """Step k: → attention output [N or A, Q, d], and its keys and values for later steps.
+        """Step k: → attention output [A, Q, d], and its keys and values for later steps.
 
-        query [N or A, Q, d], key and value [N or A, G, d] before rotary embedding; past holds steps
-        0…k-1.
+        query [A, Q, d], key and value [A, G, d], at step 0 [N, G, d], before rotary embedding; past
+        holds steps 0…k-1.
         """
         assert len(past) == k, "a step attends to every step before it"
-        cos, sin = self._rotary.at(self._positions[k > 0] + k)
-        query = rotate(query, cos, sin) * query.shape[-1] ** -0.5
-        own = KeyValue(rotate(key, cos, sin), value)
+        turns = self._rotary.at(self._positions + k)  # of queries
+        query = rotate(query, *turns) * query.shape[-1] ** -0.5
+        own = KeyValue(rotate(key, *(turns if past else self._rotary.at(self._every))), value)
         first, *chain = [*past, own]
         if chain:  # [A, G, k, d]
             chain_keys = torch.stack([step.key for step in chain], dim=2)
             chain_values = torch.stack([step.value for step in chain], dim=2)
         else:
-            chain_keys = chain_values = key.new_empty(*key.shape[:2], 0, key.shape[2])
-        kernel = self._kernels[k > 0]
-        return kernel(query, first.key, first.value, chain_keys, chain_values), own
+            chain_keys = chain_values = key.new_empty(len(query), key.shape[1], 0, key.shape[2])
+        return self._kernel(query, first.key, first.value, chain_keys, chain_values), own
 
 
 def _kernel(positions: Tensor, bounds: list[int], starts: list[int], like: Tensor) -> Kernel:

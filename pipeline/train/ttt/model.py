@@ -32,7 +32,7 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.divergence import OutputLoss, Teacher
-from pipeline.train.ttt.unroll import Layer, Unroll, continuing_rows, unroll
+from pipeline.train.ttt.unroll import Layer, Unroll, predicting_rows, unroll
 
 
 class Objective(NamedTuple):
@@ -142,7 +142,7 @@ class TttModel(nn.Module):
             head = self._compute.head
         steps = self.objective.steps
         counted = self._counted(batch)
-        rows = continuing_rows(batch, counted, steps)
+        rows = predicting_rows(batch, counted, steps)
         unrolled = unroll(
             head,
             self.embedding,
@@ -202,8 +202,9 @@ def count_coarse_rows(aux_states: Tensor) -> Tensor:
 
 def gather_predictions(unrolled: Unroll, labels: Tensor) -> Tensor:
     """Outputs [K, L, H] that predict each label: step k at flat position j-k-2, clamped at 0."""
-    gathered = []
-    for k, output in enumerate(unrolled.outputs):
-        positions = (labels - k - 2).clamp(min=0)
-        gathered.append(output[positions if k == 0 else unrolled.row_of[positions]])
-    return torch.stack(gathered)
+    return torch.stack(
+        [
+            output[unrolled.row_of[(labels - k - 2).clamp(min=0)]]
+            for k, output in enumerate(unrolled.outputs)
+        ]
+    )

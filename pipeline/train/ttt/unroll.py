@@ -10,10 +10,16 @@ Read from a label, the supervised token at position j of its document: step k pr
 position i = j-k-2 (absent when that is before the document), and its teacher is the target's
 distribution at position j-1, whatever the step.
 
-Keys and values of later steps are attended to by their own position only. So after step 0 the head
-is computed for the rows that still have a label ahead, and for no others.
+Keys and values of step 0 are attended to by all later positions, and need no more than that
+position's inputs; those of later steps are attended to by their own position only. So the head is
+computed for the rows that have a label ahead, and of all others step 0's keys and values alone:
 
-Shapes: N tokens, S labels, A continuing rows, H hidden size, V target and Vd draft vocabulary.
+    position     0  1  2  3  4  5  6        tokens 5 and 6 are labels, K = 2
+    key, value   ●  ●  ●  ●  ●  ●  ●
+    step 0             ○  ●  ●              3 and 4 predict them; 2 is what step 1 begins with
+    step 1             ●  ●
+
+Shapes: N tokens, S labels, A rows, H hidden size, V target and Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -32,15 +38,15 @@ from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
 
 #: `Eagle3Head.step` before and behind attention
-ProjectQkv = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+ProjectQkv = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 AfterAttention = Callable[[Tensor, Tensor], Tensor]
 
 
 class Unroll(NamedTuple):
     """Outputs of every step, as `Eagle3Head.step` returns them."""
 
-    outputs: tuple[Tensor, ...]  # step 0 [N, H], later steps [A, H]
-    rows: Tensor  # int64 [A], flat positions that later steps were computed for
+    outputs: tuple[Tensor, ...]  # of each step [A, H]
+    rows: Tensor  # int64 [A], flat positions that they were computed for
     row_of: Tensor  # int64 [N], index of a flat position in `rows`; 0 when it is not in there
 
 
@@ -72,11 +78,17 @@ class Layer(NamedTuple):
         attention: UnrolledAttention,
         past: list[KeyValue],
     ) -> tuple[Tensor, KeyValue]:
-        """Output [.., H] of step k, and its keys and values for later steps."""
+        """Output [A, H] of step k, and its keys and values for later steps.
+
+        embedding and hidden [N, H] at step 0, [A, H] later.
+        """
+        rows = None if past else attention.rows
 
         def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            attention_output, own = attention.attend(k, *self.project_qkv(embedding, hidden), past)
-            return self.after_attention(hidden, attention_output), *own
+            projected = self.project_qkv(embedding, hidden, rows)
+            attention_output, own = attention.attend(k, *projected, past)
+            carried = hidden if rows is None else hidden[rows]
+            return self.after_attention(carried, attention_output), *own
 
         if self.checkpointing:  # a step draws no random numbers, so there is no state to put back
             output, key, value = checkpoint(
@@ -106,7 +118,6 @@ def unroll(
     inputs = _embed(embedding, batch, _all_positions(batch) + 1)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [])
     outputs, past = [hidden], [own]
-    hidden = hidden[rows]
     for k in range(1, steps):
         inputs = _embed(embedding, batch, rows + k + 1)
         hidden, own = layer.step(k, inputs, hidden, attention, list(past))
@@ -128,13 +139,13 @@ def step_logits(
     return [head.logits(output) for output in unrolled.outputs]
 
 
-def continuing_rows(batch: TrainBatch, counted: Tensor, steps: int) -> Tensor:
-    """Flat positions that predict at least one counted label after step 0, ascending [A].
+def predicting_rows(batch: TrainBatch, counted: Tensor, steps: int) -> Tensor:
+    """Flat positions that predict at least one counted label, ascending [A].
 
     counted [S] bool marks the labels that give a loss.
     """
     needed = torch.zeros(batch.tokens, dtype=torch.bool, device=batch.token_ids.device)
-    for k in range(1, steps):
+    for k in range(steps):
         needed[(batch.labels - k - 2)[counted & (batch.depths >= k + 2)]] = True
     return needed.nonzero().flatten()
 
