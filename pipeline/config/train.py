@@ -80,7 +80,8 @@ class TrainSection(Section):
     batch_tokens: int = Field(1024, gt=0)
     """Token budget of one packed micro-batch."""
     long_samples: Literal["split", "drop"] = "split"
-    """Samples above batch_tokens: cut with their context kept, or dropped and counted."""
+    """Samples above batch_tokens: cut into parts that keep their positions and attend to all that
+    came before, or dropped and counted."""
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
     learning_rate: float = Field(1e-3, gt=0)

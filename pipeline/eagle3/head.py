@@ -82,9 +82,15 @@ class _Attention(nn.Module):
     def project_qkv(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [.., 2H] → query [.., Q, d] of all or of `rows`, key and value [.., G, d]."""
         wanted = x if rows is None else x[rows]
-        pairs = ((self.q_proj, wanted), (self.k_proj, x), (self.v_proj, x))
-        query, key, value = (of(y).view(*y.shape[:-1], -1, self.head_dim) for of, y in pairs)
-        return query, key, value
+        return (
+            self._by_head(self.q_proj(wanted)),
+            self._by_head(self.k_proj(x)),
+            self._by_head(self.v_proj(x)),
+        )
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[.., heads·d] → [.., heads, d]; there may be no rows."""
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
     def project_output(self, attention_output: Tensor) -> Tensor:
         """[.., Q, d] → [.., H]."""

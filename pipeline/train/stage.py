@@ -212,7 +212,7 @@ def _trainer(config: RunConfig, head: Eagle3Head, target: Target, data: Data) ->
         target.weights.embedding(),
         target.weights.lm_head(),
         Objective(section.ttt_steps, section.step_decay, section.loss, section.teacher_temperature),
-        max_length=max(piece.length for piece in data.survey.pieces),
+        max_length=max(piece.stop for piece in data.survey.pieces),
         dtype=getattr(torch, section.dtype),
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,

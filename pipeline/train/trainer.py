@@ -103,7 +103,7 @@ class Trainer:
         of the mean over all its labels: DeepSpeed takes the mean over processes and micro-batches.
         """
         counted = [
-            len(batch.labels) if self._section.normalise == "supervised" else batch.tokens
+            len(batch.labels) if self._section.normalise == "supervised" else batch.trained_tokens
             for batch in batches
         ]
         everywhere = int(self._all_reduce(torch.tensor([sum(counted)])))
@@ -136,7 +136,7 @@ class Trainer:
     ) -> StepSums:
         hits = torch.stack([result.hits for result in results]).sum(0).cpu()
         predicted = torch.stack([result.labels for result in results]).sum(0).cpu()
-        tokens = sum(batch.tokens for batch in batches)
+        tokens = sum(batch.trained_tokens for batch in batches)
         labels = sum(len(batch.labels) for batch in batches)
         coarse = int(torch.stack([result.coarse_rows for result in results]).sum())
         own = torch.tensor([tokens, labels, coarse, int(asked_to_end)])

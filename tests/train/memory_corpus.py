@@ -50,10 +50,10 @@ class MemoryCorpus:
     def outlines(self, shards: Sequence[int]) -> Iterator[MemoryOutline]:
         return map(self.outline, shards)
 
-    def new_rows(self, piece: Piece, tokens: int) -> tuple[Tensor, Tensor]:
+    def new_rows(self, piece: Piece, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
         sample = self._shards[piece.shard].samples[piece.sample]
         aux, final = sample.aux_states, sample.final_states
-        return aux.new_empty(tokens, aux.shape[1]), final.new_empty(tokens, final.shape[1])
+        return aux.new_empty(tokens, aux.shape[1]), final.new_empty(finals, final.shape[1])
 
     def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
         return cut_into(self._shards[piece.shard].samples[piece.sample], piece, aux, final)

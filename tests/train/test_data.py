@@ -56,7 +56,7 @@ def test_survey_counts_tokens_and_reasons() -> None:
     # A token that no position can predict teaches nothing; the long sample's first two pieces hold
     # only prompt.
     assert surveyed.rejected == {"no_supervised_tokens": 2, "piece_without_supervised_tokens": 2}
-    assert surveyed.pieces == (Piece(0, 0, 0, 8), Piece(1, 1, 20, 25))
+    assert surveyed.pieces == (Piece(0, 0, 0, 8), Piece(1, 1, 16, 25))
     assert surveyed.counts["test"].nonzero().flatten().tolist() == [1, 3, 4, 5, 20, 21, 22, 23, 24]
 
 
@@ -72,27 +72,30 @@ def test_long_sample_is_cut_without_losing_a_token() -> None:
     corpus = MemoryCorpus([long])
     surveyed = survey(corpus, vocab_size=30, budget=10)
     assert surveyed.split == 1 and sum(piece.length for piece in surveyed.pieces) == 23
-    parts = [corpus.read(piece, *corpus.new_rows(piece, piece.length)) for piece in surveyed.pieces]
-    assert torch.cat([part.token_ids for part in parts]).tolist() == list(range(23))
-    for piece, part in zip(surveyed.pieces, parts, strict=True):
-        assert (part.final_states[:, 0] - piece.start).tolist() == part.final_positions.tolist()
-    batch = read_batch(corpus, [surveyed.pieces[1], surveyed.pieces[2]])
-    assert batch.lengths == (10, 3)
-    # Every label's teacher stands one position before it, in the uncut sample.
-    assert batch.teacher_states[:, 0].tolist() == (batch.token_ids[batch.labels] - 1).tolist()
-    assert batch.depths.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 2]
+    assert surveyed.pieces == (Piece(0, 0, 0, 7), Piece(0, 0, 7, 15), Piece(0, 0, 15, 23))
+    for piece in surveyed.pieces:
+        part = corpus.read(piece, *corpus.new_rows(piece, piece.stop, piece.length))
+        assert part.token_ids.tolist() == list(range(piece.stop)), "with its past"
+        assert part.final_states[:, 0].tolist() == part.final_positions.tolist()
+    batch = read_batch(corpus, surveyed.pieces)
+    assert (batch.lengths, batch.pasts) == ((7, 15, 23), (0, 7, 15))
+    assert (batch.tokens, batch.trained_tokens) == (45, 23)
+    # Each label once; its teacher stands one position before it.
+    assert batch.depths.tolist() == list(range(5, 23))
+    assert batch.token_ids[batch.labels].tolist() == batch.depths.tolist()
+    assert batch.teacher_states[:, 0].tolist() == (batch.depths - 1).tolist()
+    assert batch.trained(batch.aux_states)[:, 0].tolist() == list(range(23))
 
 
 def test_prompts_teach_where_their_final_states_are_stored() -> None:
     """Every token but the first two of a piece is a label; the vocabulary is that of replies."""
     corpus = MemoryCorpus([sample(23, range(18, 23), everything=True), sample(8, [5, 6])])
     surveyed = survey(corpus, vocab_size=30, budget=10)
-    assert [piece.length for piece in surveyed.pieces] == [10, 10, 3, 8]
+    assert [piece.length for piece in surveyed.pieces] == [7, 8, 8, 8]
     assert surveyed.rejected == {} and surveyed.supervised == 7
     assert surveyed.counts["test"].nonzero().flatten().tolist() == [5, 6, 18, 19, 20, 21, 22]
     batch = read_batch(corpus, surveyed.pieces)
-    depths = [*range(2, 10), *range(2, 10), 2, 5, 6]
-    assert batch.depths.tolist() == depths
+    assert batch.depths.tolist() == [*range(2, 23), 5, 6]
     assert batch.teacher_states[:, 0].tolist() == (batch.token_ids[batch.labels] - 1).tolist()
 
 
@@ -198,6 +201,17 @@ def test_every_epoch_holds_every_piece_once(lengths: list[int], seed: int) -> No
         assert 0 < sum(piece.length for piece in batch) <= 50
         seen[schedule.locate(number)[0]].update(batch)
     assert seen[0] == seen[1] == Counter(pieces)
+
+
+def test_a_piece_with_a_past_goes_alone() -> None:
+    """Behind several long samples' last few tokens there may be all that they say."""
+    long = [Piece(0, 0, 30 * part, 30 * part + 30) for part in range(5)]
+    short = [Piece(0, number, 0, 10) for number in range(1, 8)]
+    schedule = Schedule([*long, *short], budget=50, seed=1, epochs=1)
+    batches = [schedule.batch(number) for number in range(len(schedule))]
+    assert [[piece] for piece in long[1:]] == sorted(batch for batch in batches if batch[0].start)
+    assert all(piece.start == 0 for batch in batches if len(batch) > 1 for piece in batch)
+    assert sorted(piece for batch in batches for piece in batch) == sorted([*long, *short])
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:

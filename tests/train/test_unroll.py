@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -11,12 +12,13 @@ from torch import Tensor
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train.data.batches import TrainBatch
+from pipeline.train.data.batches import TrainBatch, read_batch
+from pipeline.train.data.corpus import Piece
 from pipeline.train.ttt.attention import UnrolledAttention
 from pipeline.train.ttt.model import Objective, TttModel, gather_predictions
 from pipeline.train.ttt.unroll import Unroll, predicting_rows, step_logits, unroll
 from tests.train.dense import dense_loss, dense_unroll
-from tests.train.memory_corpus import pack_samples
+from tests.train.memory_corpus import MemoryCorpus, pack_samples
 
 STEPS, DECAY = 4, 0.7
 LENGTHS = (9, 12, 5)
@@ -209,6 +211,33 @@ def test_loss_accuracy_and_gradients_follow_the_definition(small_head: Eagle3Hea
     rows = fixed.lm_head[small_head.target_ids()]
     dense = dense_loss(small_head, fixed.embedding, rows, batch, steps=STEPS, decay=DECAY)
     torch.testing.assert_close(dense, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 6, 12), (0, 1, 2, 5, 9, 12)], ids=str)
+def test_parts_of_a_long_sample_have_the_gradient_of_the_whole(
+    small_head: Eagle3Head, cuts: tuple[int, ...]
+) -> None:
+    """Each with its past, in a batch of its own, and all of them in one."""
+    fixed, samples = constants(), documents()
+    corpus, model = MemoryCorpus(samples), model_of(small_head, fixed)
+    parts = [Piece(0, 1, start, stop) for start, stop in pairwise(cuts)]
+    whole = read_batch(corpus, [Piece(0, 1, 0, 12)])
+    parameters = list(small_head.parameters())
+
+    def results(batches: list[TrainBatch]) -> list[Tensor]:
+        done = [model(batch, divisor=len(whole.labels)) for batch in batches if len(batch.labels)]
+        loss = torch.stack([result.loss for result in done]).sum()
+        counts = [sum(result.hits for result in done), sum(result.labels for result in done)]
+        return [
+            loss.detach(),
+            *torch.autograd.grad(loss, parameters),
+            *map(torch.as_tensor, counts),
+        ]
+
+    expected = results([whole])
+    assert expected[-1].tolist() == [6, 5, 4, 4][:STEPS], "of labels 2 3 8 9 10 11"
+    for batches in ([read_batch(corpus, [part]) for part in parts], [read_batch(corpus, parts)]):
+        torch.testing.assert_close(results(batches), expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@
 A label's depth is its position in its document. Labels whose depth is below 2 are never predicted
 (position 0 at step 0 predicts token 2) and are left out.
 
+A document that is a part of a longer sample stands behind its past, whose tokens carry no label
+(`Piece`); only the others are counted as trained on.
+
 States stay as they are stored until the batch is on the training device, which decodes them there.
 
 Shapes: N tokens of a batch, S labels, H hidden size.
@@ -52,17 +55,31 @@ class TrainBatch:
     """One micro-batch on the training device. States are rows as stored while there are codecs."""
 
     sample_ids: tuple[str, ...]
-    lengths: tuple[int, ...]  # of the documents, adding up to N
+    lengths: tuple[int, ...]  # of the documents with their pasts, adding up to N
     token_ids: Tensor  # int64 [N]
     aux_states: Tensor  # [N, 3H]
     labels: Tensor  # int64 [S], flat position j of each predicted token
     depths: Tensor  # int64 [S], position of the same token inside its document
     teacher_states: Tensor  # [S, H], the target's final state at j-1
     codecs: tuple[CodecSpan, ...] = ()  # empty: states are plain numbers
+    pasts: tuple[int, ...] = ()  # tokens of each document before those trained on; empty: none
 
     @property
     def tokens(self) -> int:
+        """N."""
         return len(self.token_ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Those that are not a document's past."""
+        return self.tokens - sum(self.pasts)
+
+    def trained(self, rows: Tensor) -> Tensor:
+        """Of rows [N, ..] those of the tokens that are trained on."""
+        if not any(self.pasts):
+            return rows
+        documents = zip(rows.split_with_sizes(list(self.lengths)), self.pasts, strict=True)
+        return torch.cat([document[past:] for document, past in documents])
 
     @property
     def where(self) -> str:
@@ -115,26 +132,28 @@ def read_batch(corpus: Corpus, pieces: Sequence[Piece]) -> TrainBatch:
     aux    ▓▓▓▓▓▓▓▓▓▓░░░░░········  N rows       ▓ read    ░ being read, into the rows it is given
     final  ▓▓▓▓▓▓░░░··············  S of N rows
     """
-    aux, final = corpus.new_rows(pieces[0], sum(piece.length for piece in pieces))
+    rows = sum(piece.stop for piece in pieces), sum(piece.length for piece in pieces)
+    aux, final = corpus.new_rows(pieces[0], *rows)
     parts: list[StatesSample] = []
     labels, depths = list[Tensor](), list[Tensor]()
     tokens = finals = 0
     for piece in pieces:
-        part = corpus.read(piece, aux[tokens : tokens + piece.length], final[finals:])
+        part = corpus.read(piece, aux[tokens : tokens + piece.stop], final[finals:])
         depth = part.final_positions.long() + 1
         parts.append(part)
         labels.append(depth + tokens)
         depths.append(depth)
-        tokens, finals = tokens + piece.length, finals + len(part.final_states)
+        tokens, finals = tokens + piece.stop, finals + len(part.final_states)
     return TrainBatch(
         sample_ids=tuple(part.sample_id for part in parts),
-        lengths=tuple(piece.length for piece in pieces),
+        lengths=tuple(piece.stop for piece in pieces),
         token_ids=torch.cat([part.token_ids for part in parts]).long(),
         aux_states=aux,
         labels=torch.cat(labels),
         depths=torch.cat(depths),
         teacher_states=final[:finals],
         codecs=_codec_spans(parts),
+        pasts=tuple(piece.start for piece in pieces),
     )
 
 

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -27,7 +27,15 @@ _FIX = "run `eagle3 features --force`"
 
 
 class Piece(NamedTuple):
-    """A sample, or the part [start, stop) of one that is longer than a batch."""
+    """A sample, or the part [start, stop) of one that is longer than a batch.
+
+        sample      0 ────────── start ────────── stop ─────── T
+        read        ●●●●●●●●●●●●●●●●●●●●●●●●●●●●●●
+        trained on               ●●●●●●●●●●●●●●●●●
+
+    A part is read with its past, the tokens before it, whose keys and values its own attend to at
+    their own positions. So the parts of a sample have the loss of the whole, and its gradient.
+    """
 
     shard: int
     sample: int
@@ -36,6 +44,7 @@ class Piece(NamedTuple):
 
     @property
     def length(self) -> int:
+        """Tokens that are trained on."""
         return self.stop - self.start
 
 
@@ -61,12 +70,12 @@ class Corpus(Protocol):
     def prefetch(self, shard: int) -> None: ...  # it will be asked for soon
     def announce(self, piece: Piece) -> None: ...  # likewise; returns at once
 
-    def new_rows(self, piece: Piece, tokens: int) -> tuple[Tensor, Tensor]:
-        """Memory for aux and final states of `tokens` tokens, in rows like those of `piece`."""
+    def new_rows(self, piece: Piece, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
+        """Memory for aux states of `tokens` tokens and for final states, in rows like `piece`'s."""
         ...
 
     def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
-        """The piece as a sample of its own (see `cut_into`), in the first of the given rows.
+        """The piece with its past (see `cut_into`), in the first of the given rows.
 
         Raises CorruptShard for bytes that are not those that were written.
         """
@@ -156,11 +165,7 @@ def survey(
     drawn: Collection[tuple[int, int]] | None = None,
 ) -> Survey:
     """Read all ids and masks, or those of `shards`, once; samples longer than `budget` tokens are
-    cut, or dropped. Of (shard, sample) only the drawn ones, if not None.
-
-    A cut sample loses no token, and its states were computed with all of their context. Only
-    predictions that would look across a cut are lost: the first two tokens of a later piece at
-    step 0, one more at each further step.
+    cut into equal parts, or dropped. Of (shard, sample) only the drawn ones, if not None.
 
     Raises CorruptShard for a token id outside the target's vocabulary.
     """
@@ -183,8 +188,9 @@ def survey(
             if length > budget and long_samples == "drop":
                 rejected["longer_than_batch"] += 1
                 continue
-            starts = range(0, length, budget)
-            parts = [Piece(shard, index, at, min(at + budget, length)) for at in starts]
+            count = max(1, -(-length // budget))
+            cuts = [length * number // count for number in range(count + 1)]
+            parts = [Piece(shard, index, start, stop) for start, stop in pairwise(cuts)]
             positions = outline.final_positions(index)
             useful = [part for part in parts if _teaches(part, positions)]
             if useful:
@@ -221,19 +227,19 @@ def join_surveys(parts: Sequence[Survey]) -> Survey:
 def final_rows(positions: Tensor, start: int, stop: int) -> slice:
     """Of a sample's final states, those that teach a label of its tokens [start, stop):
 
-    position      start  start+1  …  stop-2  stop-1
-    its label       –    start+2  …  stop-1    –       FIRST_LABEL tokens into the piece, or later
+    position      start-1  start  …  stop-2  stop-1
+    its label      start  start+1 …  stop-1    –       FIRST_LABEL tokens into the sample, or later
     """
-    first, last = positions.numpy().searchsorted((start + FIRST_LABEL - 1, stop - 1))
+    first, last = positions.numpy().searchsorted((max(start, FIRST_LABEL) - 1, stop - 1))
     return slice(int(first), int(last))
 
 
 def cut_into(whole: StatesSample, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
-    """A piece of `whole` as a sample of its own, its states copied to the first of the given rows.
+    """A piece of `whole` with its past, its states copied to the first of the given rows.
 
-    Of its final states only those that teach a label are kept (see `final_rows`).
+    Of the final states only those that teach a label of the piece are kept (see `final_rows`).
     """
-    tokens = slice(piece.start, piece.stop)
+    tokens = slice(0, piece.stop)
     finals = final_rows(whole.final_positions, piece.start, piece.stop)
     return replace(
         whole,
@@ -241,7 +247,7 @@ def cut_into(whole: StatesSample, piece: Piece, aux: Tensor, final: Tensor) -> S
         supervised_mask=whole.supervised_mask[tokens],
         aux_states=_copy(whole.aux_states[tokens], aux),
         final_states=_copy(whole.final_states[finals], final),
-        final_positions=whole.final_positions[finals] - piece.start,
+        final_positions=whole.final_positions[finals],
     )
 
 

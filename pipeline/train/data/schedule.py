@@ -106,9 +106,13 @@ def pack(order: Iterable[Piece], budget: int) -> Iterator[list[Piece]]:
     """Each piece goes into the fullest open batch that it fits into, else into a new one.
 
     A batch is emitted when it is full, or when there are too many open ones and it is the fullest.
+    A piece with a past has more to read than a whole batch, and goes alone.
     """
     batches: list[tuple[int, list[Piece]]] = []  # open ones: (tokens, pieces)
     for piece in order:
+        if piece.start:
+            yield [piece]
+            continue
         tokens, pieces = _pop_fullest(batches, budget - piece.length)
         if not pieces and len(batches) == OPEN_BATCHES:
             yield _pop_fullest(batches, budget)[1]

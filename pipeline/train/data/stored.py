@@ -136,12 +136,12 @@ class StoredCorpus:
                 self._open.popitem(last=False)
         return opened
 
-    def new_rows(self, piece: Piece, tokens: int) -> tuple[Tensor, Tensor]:
-        """Memory for aux and final states of `tokens` tokens, in rows like those of `piece`."""
-        return self._retried(piece, lambda reader: reader.new_rows(tokens, tokens))
+    def new_rows(self, piece: Piece, tokens: int, finals: int) -> tuple[Tensor, Tensor]:
+        """Memory for aux states of `tokens` tokens and for final states, in rows like `piece`'s."""
+        return self._retried(piece, lambda reader: reader.new_rows(tokens, finals))
 
     def read(self, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
-        """The piece as a sample of its own (see `cut_into`), in the first of the given rows."""
+        """The piece with its past (see `cut_into`), in the first of the given rows."""
         return self._retried(piece, lambda reader: read_piece(reader, piece, aux, final))
 
     def prefetch(self, shard: int) -> None:
@@ -222,16 +222,16 @@ class StoredCorpus:
 
 
 def read_piece(reader: StatesReader, piece: Piece, aux: Tensor, final: Tensor) -> StatesSample:
-    """A piece of one of the reader's samples, in the first of the given rows.
+    """A piece of one of the reader's samples with its past, in the first of the given rows.
 
     A sample that is kept with all of its states is read there. Others must be read whole, for their
     checksum; of those, what is kept is copied.
     """
     positions = reader.final_positions(piece.sample)
     stored = (reader.lengths[piece.sample], slice(0, len(positions)))
-    kept = (piece.length, final_rows(positions, piece.start, piece.stop))
+    kept = (piece.stop, final_rows(positions, piece.start, piece.stop))
     if kept == stored:
-        return reader.read_into(piece.sample, aux[: piece.length], final[: len(positions)])
+        return reader.read_into(piece.sample, aux[: piece.stop], final[: len(positions)])
     return cut_into(reader.sample(piece.sample, decode=False), piece, aux, final)
 
 

@@ -112,7 +112,7 @@ class FirstBatches:
             if enough or self._schedule.locate(number)[0] > 0:
                 break
             batch = read_batch(self._corpus, self._schedule.batch(number))
-            tokens, labels = tokens + batch.tokens, labels + len(batch.labels)
+            tokens, labels = tokens + batch.trained_tokens, labels + len(batch.labels)
             yield batch
 
 

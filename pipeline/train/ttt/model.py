@@ -188,7 +188,8 @@ class TttModel(nn.Module):
             draft_ids,
             loss,
         )
-        return StepResult(value, hits, predicted.sum(1), count_coarse_rows(batch.aux_states))
+        coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
+        return StepResult(value, hits, predicted.sum(1), coarse_rows)
 
 
 def count_coarse_rows(aux_states: Tensor) -> Tensor:
