@@ -44,6 +44,8 @@ SUPERVISED = 0.72
 #: Each as (tokens of a row, documents in it)
 ROW, DENSE_ROW = (512, 2), (2048, 4)
 CURVE = (2048, 4096, 8192, 16384, 32768)
+#: Tokens of a long sample's last part, behind its past.
+PART = 2048
 TYPES = ("bfloat16", "float32")
 GROUPS = ("speed", "dense", "memory")
 CPU = torch.device("cpu")
@@ -156,9 +158,12 @@ def against_dense(runs: int) -> dict[str, float]:
 
 
 def memory(longest: int) -> dict[str, Any]:
-    """Peak memory of one sequence of each length."""
+    """Peak memory of one sequence of each length: whole, and its last part behind its past."""
     lengths = [tokens for tokens in CURVE if tokens <= longest]
-    return {"peak_gb_by_tokens": {str(n): round(_peak("ours", n, 1), 3) for n in lengths}}
+    return {
+        name: {str(tokens): round(_peak(kind, tokens, 1), 3) for tokens in lengths}
+        for name, kind in (("peak_gb_by_tokens", "ours"), ("peak_gb_in_parts", "part"))
+    }
 
 
 def optimiser_step(
@@ -179,10 +184,13 @@ def optimiser_step(
 
 
 def forward_backward(kind: str, tokens: int, documents: int) -> Callable[[], None]:
-    """Loss and gradients of the same head, by the trainer ("ours") or by the dense reference."""
+    """Loss and gradients of the same head, by the trainer ("ours", "part") or by the dense
+    reference.
+    """
     dtype = resolve_dtype("auto", CPU)
     model = random_model(tokens // documents, "auto").to(dtype)
-    batch = random_batch(tokens, documents).to(CPU, dtype)
+    past = max(0, tokens - PART) if kind == "part" else 0
+    batch = random_batch(tokens, documents, past).to(CPU, dtype)
 
     def by_dense_mask() -> Tensor:
         rows = model.target_output_rows
@@ -190,7 +198,7 @@ def forward_backward(kind: str, tokens: int, documents: int) -> Callable[[], Non
 
     def run() -> None:
         model.zero_grad()
-        torch.autograd.backward(model(batch).loss if kind == "ours" else by_dense_mask())
+        torch.autograd.backward(by_dense_mask() if kind == "dense" else model(batch).loss)
 
     return run
 
@@ -219,10 +227,10 @@ def random_model(longest: int, dtype: str) -> TttModel:
     return TttModel(head, embedding, embedding, objective, max_length=longest, dtype=compute)
 
 
-def random_batch(tokens: int, documents: int) -> TrainBatch:
-    """Documents of equal length, each with a prompt in front."""
+def random_batch(tokens: int, documents: int, past: int = 0) -> TrainBatch:
+    """Documents of equal length, each with a past and a prompt in front."""
     length = tokens // documents
-    supervised = torch.arange(length) >= round((1 - SUPERVISED) * length)
+    supervised = torch.arange(length) >= past + round((1 - SUPERVISED) * (length - past))
     depths = supervised.nonzero().flatten().repeat(documents)
     labels = supervised.repeat(documents).nonzero().flatten()
     generator = torch.Generator().manual_seed(2)
@@ -239,6 +247,7 @@ def random_batch(tokens: int, documents: int) -> TrainBatch:
         labels,
         depths,
         states(len(labels), 576) / 10,
+        pasts=(past,) * documents,
     )
 
 
