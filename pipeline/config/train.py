@@ -82,6 +82,9 @@ class TrainSection(Section):
     long_samples: Literal["split", "drop"] = "split"
     """Samples above batch_tokens: cut into parts that keep their positions and attend to all that
     came before, or dropped and counted."""
+    position_reach: int | None = Field(None, gt=0)
+    """Let positions jump ahead once inside each document that is shorter, by up to what makes it
+    reach this position, so that the head sees distances beyond its training length."""
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
     learning_rate: float = Field(1e-3, gt=0)

@@ -214,6 +214,7 @@ def _trainer(config: RunConfig, head: Eagle3Head, target: Target, data: Data) ->
         Objective(section.ttt_steps, section.step_decay, section.loss, section.teacher_temperature),
         max_length=max(piece.stop for piece in data.survey.pieces),
         dtype=getattr(torch, section.dtype),
+        reach=section.position_reach or 0,
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,
     )

@@ -16,7 +16,7 @@ from pipeline.train.data.batches import TrainBatch, read_batch
 from pipeline.train.data.corpus import Piece
 from pipeline.train.ttt.attention import UnrolledAttention
 from pipeline.train.ttt.model import Objective, TttModel, gather_predictions
-from pipeline.train.ttt.unroll import Unroll, predicting_rows, step_logits, unroll
+from pipeline.train.ttt.unroll import Unroll, position_skips, predicting_rows, step_logits, unroll
 from tests.train.dense import dense_loss, dense_unroll
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 
@@ -294,6 +294,29 @@ def test_alignment_by_hand() -> None:
         [100, 101, 103],
         [200, 202],
     ]
+
+
+def test_positions_jump_once_inside_of_short_documents(small_head: Eagle3Head) -> None:
+    """Up to the reach; the loss is then another one, and the same each time."""
+    fixed, batch = constants(), pack_samples(documents())
+    offsets = position_skips(batch, 11).split_with_sizes(list(LENGTHS))
+    assert [len(set(part.tolist())) for part in offsets] == [2, 1, 2] and int(offsets[1].sum()) == 0
+    for length, part in zip(LENGTHS, offsets, strict=True):
+        seen = torch.arange(length) + part
+        assert bool((seen.diff() >= 1).all()) and seen[0] == 0 and seen[-1] < max(11, length)
+
+    def loss(reach: int) -> float:
+        model = TttModel(
+            small_head,
+            *fixed,
+            Objective(STEPS, DECAY),
+            max_length=12,
+            dtype=torch.float64,
+            reach=reach,
+        )
+        return float(model(batch).loss.detach())
+
+    assert loss(5) == loss(0) != loss(100) == loss(100)
 
 
 def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:

@@ -52,16 +52,26 @@ class UnrolledAttention:
     again.
     """
 
-    def __init__(self, lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable) -> None:
-        """rows [A] ascending flat positions; rotary covers the longest document plus the steps."""
+    def __init__(
+        self,
+        lengths: tuple[int, ...],
+        rows: Tensor,
+        rotary: RotaryTable,
+        offsets: Tensor | None = None,
+    ) -> None:
+        """rows [A] ascending flat positions; rotary covers the longest document plus the steps.
+
+        offsets [N] are added to the positions that rotary embedding sees.
+        """
         device, self.rows, self._rotary = rows.device, rows, rotary
         # [N] position in its document
         every = torch.cat([torch.arange(length, device=device) for length in lengths])
-        self._every, self._positions = every, every[rows]
+        turned = every if offsets is None else every + offsets
+        self._turned = turned, turned[rows]  # of keys, and of queries
         starts = [0, *accumulate(lengths)]  # of the documents, and N
         # Rows before each of them.
         bounds = torch.searchsorted(rows, torch.tensor(starts, device=device)).tolist()
-        self._kernel = _kernel(self._positions, bounds, starts, rotary.cos)
+        self._kernel = _kernel(every[rows], bounds, starts, rotary.cos)
 
     def attend(
         self, k: int, query: Tensor, key: Tensor, value: Tensor, past: list[KeyValue]
@@ -72,9 +82,9 @@ class UnrolledAttention:
         holds steps 0…k-1.
         """
         assert len(past) == k, "a step attends to every step before it"
-        turns = self._rotary.at(self._positions + k)  # of queries
-        query = rotate(query, *turns) * query.shape[-1] ** -0.5
-        own = KeyValue(rotate(key, *(turns if past else self._rotary.at(self._every))), value)
+        of_keys, of_queries = (self._rotary.at(turned + k) for turned in self._turned)
+        query = rotate(query, *of_queries) * query.shape[-1] ** -0.5
+        own = KeyValue(rotate(key, *(of_queries if past else of_keys)), value)
         first, *chain = [*past, own]
         if chain:  # [A, G, k, d]
             chain_keys = torch.stack([step.key for step in chain], dim=2)

@@ -32,7 +32,7 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.divergence import OutputLoss, Teacher
-from pipeline.train.ttt.unroll import Layer, Unroll, predicting_rows, unroll
+from pipeline.train.ttt.unroll import Layer, Unroll, position_skips, predicting_rows, unroll
 
 
 class Objective(NamedTuple):
@@ -100,10 +100,12 @@ class TttModel(nn.Module):
         *,
         max_length: int,
         dtype: torch.dtype,
+        reach: int = 0,
         checkpointing: bool = False,
         compiled: bool = False,
     ) -> None:
-        """target_lm_head [V, H]; max_length is the longest document; dtype is the compute type.
+        """target_lm_head [V, H]; max_length is the longest document, reach as in `position_skips`;
+        dtype is the compute type.
 
         The head itself stays as it is, in float32.
         """
@@ -119,7 +121,8 @@ class TttModel(nn.Module):
         self._compute = None if dtype == own else ComputeHead(head, dtype)
         computing = self._compute.head if self._compute else head
         self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
-        self._length = max_length + objective.steps
+        self._reach = reach
+        self._length = max(max_length, reach) + objective.steps
         self._rotary: Any = None
 
     def forward(self, batch: TrainBatch, divisor: float | None = None) -> StepResult:
@@ -151,6 +154,7 @@ class TttModel(nn.Module):
             rows=rows,
             steps=steps,
             layer=self._layer,
+            offsets=position_skips(batch, self._reach) if self._reach else None,
         )
         return self._compare(head, unrolled, batch, counted, divisor)
 

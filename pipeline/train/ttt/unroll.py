@@ -24,6 +24,7 @@ Shapes: N tokens, S labels, A rows, H hidden size, V target and Vd draft vocabul
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -108,13 +109,14 @@ def unroll(
     rows: Tensor,
     steps: int,
     layer: Layer | None = None,
+    offsets: Tensor | None = None,
 ) -> Unroll:
     """Run the head for `steps` steps. embedding [V, H] is the target's.
 
-    rows [A] ascending; layer is the head's own when None.
+    rows [A] ascending; layer is the head's own when None; offsets [N] as in `position_skips`.
     """
     layer = layer or Layer.of(head)
-    attention = UnrolledAttention(batch.lengths, rows, rotary)
+    attention = UnrolledAttention(batch.lengths, rows, rotary, offsets)
     inputs = _embed(embedding, batch, _all_positions(batch) + 1)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [])
     outputs, past = [hidden], [own]
@@ -148,6 +150,24 @@ def predicting_rows(batch: TrainBatch, counted: Tensor, steps: int) -> Tensor:
     for k in range(steps):
         needed[(batch.labels - k - 2)[counted & (batch.depths >= k + 2)]] = True
     return needed.nonzero().flatten()
+
+
+def position_skips(batch: TrainBatch, reach: int) -> Tensor:
+    """What is added to each position [N], so that documents reach up to position `reach`.
+
+        position in the document    0  1  2  3  4  5          cut 2, jump 40, reach at least 46
+        rotary embedding sees       0  1 42 43 44 45
+
+    Its scores depend on differences alone, so a whole document that is moved stays what it was; one
+    jump inside shows distances of a longer one (PoSE, Zhu et al. 2023, arXiv:2309.10400, §3, with
+    two chunks). Cut and jump are drawn by sample and length, and are the same in every epoch.
+    """
+    offsets = []
+    for sample_id, length in zip(batch.sample_ids, batch.lengths, strict=True):
+        draw = random.Random(f"{sample_id}/{length}")
+        cut, jump = draw.randint(1, length), draw.randint(0, max(0, reach - length))
+        offsets.append(torch.arange(length).ge(cut) * jump)
+    return torch.cat(offsets).to(batch.token_ids.device)
 
 
 def _all_positions(batch: TrainBatch) -> Tensor:
