@@ -36,6 +36,9 @@ class HeadSection(Section):
     """RMS norm of each aux state before fc (EAGLE-3.1)."""
     norm_output: bool = False
     """The next step reads the normed output instead of the un-normed one (EAGLE-3.1)."""
+    draft_window: int | None = Field(None, gt=0)
+    """Recent positions that the head attends to, in training and in our decoder, in whole pages of
+    64 beside the first page; None: all. Servers know no window."""
     max_share_of_target: float = Field(0.05, gt=0)
     """Refuse heads with more than this share of the target's parameters."""
 

@@ -16,6 +16,8 @@ EAGLE-3.1 (arXiv:2605.09992) adds two switches, each off by default:
                    layer ─► norm ─┬─► next step's hidden
                                   └─► lm_head ─► logits
 
+`draft_window`, a third switch, hides positions that are far back (see `hidden_positions`).
+
 Training and decoding differ only in which keys a query sees, so attention is passed in.
 
 Shapes: H hidden size, V target vocabulary, Vd draft vocabulary, Q query heads, G key/value heads,
@@ -37,6 +39,23 @@ from pipeline.eagle3.layers import rms_norm, swiglu
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+#: A window moves in steps of so many positions, and so many in front are always seen: pages of the
+#: decoder's cache, which hides whole ones.
+WINDOW_STEP = 64
+
+
+def hidden_positions(lengths: Tensor, window: int) -> Tensor:
+    """How many positions from WINDOW_STEP on a draft window hides, of each of `lengths` [..].
+
+        position   0 … 63 │ 64 … 64+h-1 │ 64+h … L-1          h: a multiple of 64
+                   sinks  │   hidden    │ `window` to window + 63 of them
+
+    A query at position L-1, and all that is drafted behind it, sees the rest. Sinks keep softmax
+    from moving its mass onto recent tokens (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453).
+    """
+    return ((lengths - window) // WINDOW_STEP - 1).clamp(min=0) * WINDOW_STEP
+
+
 class HeadShape(BaseModel):
     """What decides the tensors' shapes and the positions."""
 
@@ -54,6 +73,7 @@ class HeadShape(BaseModel):
     max_position_embeddings: int
     fc_norm: bool = False  # a norm of each aux state before fc
     norm_output: bool = False  # the next step reads the normed output
+    draft_window: int = 0  # recent positions that a query sees; 0: all
 
     def rope_config(self) -> Any:
         """A transformers configuration that carries the rotary parameters."""

@@ -30,6 +30,7 @@ def shape_for(
     num_key_value_heads: int | None,
     fc_norm: bool = False,
     norm_output: bool = False,
+    draft_window: int = 0,
 ) -> HeadShape:
     """A head for a transformers target configuration; None takes the target's own value."""
     hidden = int(target_config.hidden_size)
@@ -48,6 +49,7 @@ def shape_for(
         max_position_embeddings=int(target_config.max_position_embeddings),
         fc_norm=fc_norm,
         norm_output=norm_output,
+        draft_window=draft_window,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from pipeline.config import TreeSection
 from pipeline.decoder.batch import TokenRows
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.tree import Tree
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.unroll import step_logits
-from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens, states_of
+from tests.decoder.conftest import CAPTURE, open_rows, poisoned_planes, random_tokens, states_of
 
 STEPS = 5
 PREFIX = 17
@@ -37,10 +39,12 @@ def _states(model: DecoderModel, tokens: Tensor) -> Tensor:
 class _Drafting:
     """A drafter over its own pages, and a batch of empty rows."""
 
-    def __init__(self, head: Eagle3Head, model: DecoderModel, tree: TreeSection, rows: int) -> None:
+    def __init__(
+        self, head: Eagle3Head, model: DecoderModel, tree: TreeSection, rows: int, pages: int = 2
+    ) -> None:
         self.drafter = Eagle3Drafter(head, model, tree)
-        self.planes = poisoned_planes(model, 2 * rows + 1, self.drafter)
-        self.batch = open_rows(model, rows, pages=2, drafter=self.drafter)
+        self.planes = poisoned_planes(model, pages * rows + 1, self.drafter)
+        self.batch = open_rows(model, rows, pages=pages, drafter=self.drafter)
 
     def read(self, row: int, tokens: Tensor, aux: Tensor, count: int) -> None:
         """Give a row tokens [E] and states [E, 3H], `count` of them valid, and commit them."""
@@ -72,16 +76,19 @@ def _worst(
     *,
     extended: int,
     shift: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+    prefix: int = PREFIX,
+    trained: Eagle3Head | None = None,
 ) -> float:
     """Largest difference over steps 0…4 between draft and training logits.
 
     The drafter reads PREFIX - extended tokens as a prompt and the rest as a round's emission, then
-    drafts a chain; the trainer sees the prefix followed by that chain.
+    drafts a chain; the trainer, with `head` or another one, sees the prefix followed by that chain.
     """
-    tokens = random_tokens(PREFIX + 1, seed=5)  # the last one is the root
+    tokens = random_tokens(prefix + 1, seed=5)  # the last one is the root
     aux = _states(model, tokens[:-1])
     shape = TreeSection(top_k=1, steps=STEPS, nodes=STEPS + 1)
-    drafting, read = _Drafting(head, model, shape, 1), PREFIX - extended
+    pages = -(-(prefix + STEPS) // PAGE) + 1
+    drafting, read = _Drafting(head, model, shape, 1, pages), prefix - extended
     drafting.read(0, shift(tokens[: read + 1])[1:], aux[:read], read)
     if extended:
         padding = torch.zeros(2, dtype=torch.int64)
@@ -89,10 +96,10 @@ def _worst(
         drafting.read(0, torch.cat((tokens[read + 1 :], padding)), wide, extended)
     tree, drafted = drafting.draft(int(tokens[-1]), shape)
     chain = tree.tokens[0, 1:]
-    expected = _trained_on(head, model, torch.cat((tokens, chain)), aux)
+    expected = _trained_on(trained or head, model, torch.cat((tokens, chain)), aux)
     assert len(drafted) == STEPS
     return max(
-        float((ours[0, 0] - theirs[PREFIX - 1]).abs().max())
+        float((ours[0, 0] - theirs[prefix - 1]).abs().max())
         for ours, theirs in zip(drafted, expected, strict=True)
     )
 
@@ -123,6 +130,30 @@ def test_a_head_with_the_norms_of_eagle_31_drafts_as_it_was_trained(
             parameter.copy_(head.get_parameter(name))
     changed.set_vocabulary(head.target_ids())
     assert _worst(model, changed, extended=4) <= 1e-4
+
+
+@pytest.mark.parametrize("extended", [0, 1, 4])
+@torch.no_grad()
+def test_a_head_with_a_window_drafts_as_it_was_trained(
+    make_target: Callable[[str], Path], head: Eagle3Head, extended: int
+) -> None:
+    """On both sides of the lengths at which a page leaves the window; another window is noticed."""
+    model = DecoderModel.load(
+        make_target("llama"),
+        CAPTURE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=250,
+    )
+    windowed, other = (
+        Eagle3Head(head.shape.model_copy(update={"draft_window": window})) for window in (70, 150)
+    )
+    for each in (windowed, other):
+        each.load_state_dict(head.state_dict())
+    for prefix in (100, 197, 198, 199, 240):
+        assert _worst(model, windowed, extended=extended, prefix=prefix) <= 1e-4
+        wrong = _worst(model, windowed, extended=extended, prefix=prefix, trained=other)
+        assert (wrong > 1e-3) == (prefix >= 198), "70 of 198 are the first that hide a page"
 
 
 @torch.no_grad()

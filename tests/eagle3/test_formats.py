@@ -43,12 +43,12 @@ def same_tensors(back: Eagle3Head, head: Eagle3Head) -> bool:
 @pytest.mark.parametrize("format", ["sglang", "speculators"])
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"fc_norm": True}, {"norm_output": True}],
-    ids=["eagle-3", "fc_norm", "norm_output"],
+    [{}, {"fc_norm": True}, {"norm_output": True}, {"draft_window": 128}],
+    ids=["eagle-3", "fc_norm", "norm_output", "draft_window"],
 )
 def test_a_head_comes_back_as_it_went(
     format: Format,
-    switches: dict[str, bool],
+    switches: dict[str, int],
     shape: HeadShape,
     contract: TargetContract,
     embedding: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,7 @@ def dense(
     rotary: RotaryTable,
     steps: list[list[Tensor]],
     offsets: Tensor | int = 0,
+    hides: Callable[[int, int], bool] = lambda query, key: False,
 ) -> list[Tensor]:
     """Every key of every step under one mask, rotated by hand: no function of the trainer."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -63,6 +65,9 @@ def dense(
         values.append(value.repeat_interleave(QUERY_HEADS // KEY_HEADS, 1))
         masks.append(torch.eye(len(rows), dtype=torch.bool))
         causal = (document[rows, None] == document) & (position[rows, None] >= position)
+        for number, query_at in enumerate(position[rows].tolist()):
+            hidden = [hides(query_at, key_at) for key_at in position.tolist()]
+            causal[number] &= ~torch.tensor(hidden)
         mask = torch.cat([causal, *masks[1:]], 1)
         scores = torch.einsum("aqd,tqd->qat", turned(query, at + k), torch.cat(keys)) / SIZE**0.5
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
@@ -76,8 +81,9 @@ def unrolled(
     rotary: RotaryTable,
     steps: list[list[Tensor]],
     offsets: Tensor | None = None,
+    window: int = 0,
 ) -> list[Tensor]:
-    attention = UnrolledAttention(lengths, rows, rotary, offsets)
+    attention = UnrolledAttention(lengths, rows, rotary, offsets, window)
     past, outputs = list[KeyValue](), []
     for k, (query, key, value) in enumerate(steps):
         output, own = attention.attend(k, query, key, value, list(past))
@@ -135,6 +141,29 @@ def test_positions_that_jump_turn_keys_and_queries_and_hide_nothing(
     torch.testing.assert_close(unrolled(lengths, rows, rotary, steps, offsets), expected)
     moved = zip(expected, dense(lengths, rows, rotary, steps), strict=True)
     assert all((one - other).abs().max() > 0.01 for one, other in moved)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_window_hides_whole_pages_behind_the_first(
+    small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Window 5, pages of 3: of 11 positions those from 3 to 5 are hidden, of 14 those to 8."""
+    for module in ("eagle3.head", "train.ttt.blocked"):
+        monkeypatch.setattr(f"pipeline.{module}.WINDOW_STEP", 3)
+    lengths, rotary = (9, 19, 10), rotary_of(small_head)
+    steps = inputs(38, rows, STEPS)
+    leaves = [leaf for step in steps for leaf in step]
+    firsts = {10: 6, 11: 6, 12: 6, 13: 9, 14: 9, 15: 9, 16: 12, 17: 12, 18: 12}  # by position
+
+    def hides(query: int, key: int) -> bool:
+        return 3 <= key < firsts.get(query, 0)
+
+    actual = unrolled(lengths, rows, rotary, steps, window=5)
+    expected = dense(lengths, rows, rotary, steps, hides=hides)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    upper = [torch.ones_like(output) for output in expected]
+    gradients = [torch.autograd.grad(outs, leaves, upper) for outs in (actual, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)

@@ -22,9 +22,9 @@ from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead, draft_step
-from pipeline.decoder.ops.layer import LayerStack
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack
 from pipeline.decoder.tree import HEADROOM, Tree
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.head import WINDOW_STEP, Eagle3Head, hidden_positions
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import HeadError
 
@@ -76,8 +76,15 @@ class Eagle3Drafter:
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
         metadata, plane = batch.metadata(self.ops, self._head.rotary, rows), planes.drafter[0]
         hidden, tokens = self.project(aux), tokens.clamp(min=0)
-        _, hidden = draft_step(self.ops, self._head, tokens, hidden, metadata, plane)  # [T, H]
-        batch.drafter_state.copy_(hidden[rows.starts[:-1] + counts - 1])
+        last = rows.starts[:-1] + counts - 1  # [B] valid tokens of the rows
+        _, output = draft_step(self.ops, self._head, tokens, hidden, metadata, plane)  # [T, H]
+        output = output[last]
+        if self.shape.draft_window:
+            # Those keys and values are everyone's; what the last token sees is its window.
+            metadata = self._last_of(batch, metadata.slots[last], counts)
+            inputs = tokens[last], hidden[last]
+            _, output = draft_step(self.ops, self._head, *inputs, metadata, plane)  # [B, H]
+        batch.drafter_state.copy_(output)
 
     def draft(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Tree:
         candidates = self.candidates(batch, planes, shape)
@@ -85,9 +92,41 @@ class Eagle3Drafter:
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         """All that such a draft proposes."""
-        row = batch.drafter_state, batch.block_table, batch.seq_lens
+        entries = self._seen(batch.block_table, batch.seq_lens)
+        row = batch.drafter_state, *entries, batch.seq_lens
         steps, k = shape.steps, self._beams(shape)
         return self.ops.unroll(self._head, *row, planes.drafter[0], steps, k, self.trace)
+
+    def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """The pages [B, P] that hold what a window leaves of `lengths` [B] entries, and how many.
+
+        block_table    p0 p1 p2 p3 p4 p5       window 128, length 300: h = 128
+        seen           p0 ·  ·  p3 p4 p5       of 172 entries
+        """
+        window = self.shape.draft_window
+        if not window:
+            return block_table, lengths
+        assert PAGE == WINDOW_STEP, "a window hides whole pages"
+        hidden = hidden_positions(lengths, window)
+        most = -(-(window + 2 * PAGE + self.lookahead) // PAGE)
+        page = torch.arange(min(most, block_table.shape[1]), device=block_table.device)
+        behind = page + (page > 0) * (hidden // PAGE)[:, None]
+        return block_table.gather(1, behind.clamp(max=block_table.shape[1] - 1)), lengths - hidden
+
+    def _last_of(self, batch: DecodeBatch, slots: Tensor, counts: Tensor) -> AttentionMetadata:
+        """Of each row's last token [B], which stands at `slots` already."""
+        lengths = batch.seq_lens + counts
+        block_table, seen = self._seen(batch.block_table, lengths)
+        return AttentionMetadata(
+            rotary=self._head.rotary,
+            positions=lengths - 1,
+            slots=slots,
+            block_table=block_table,
+            seq_lens=seen - 1,
+            query_starts=torch.arange(len(slots) + 1, device=slots.device),
+            longest=1,
+            mask=None,
+        )
 
     def project(self, aux: Tensor) -> Tensor:
         """Aux states [T, 3H] → the hidden input of step 0 [T, H]."""

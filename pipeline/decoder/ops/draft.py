@@ -69,6 +69,7 @@ def unroll(
     state: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    positions: Tensor,
     plane: Tensor,
     steps: int,
     k: int,
@@ -76,7 +77,8 @@ def unroll(
 ) -> Candidates:
     """What a draft of `steps` steps of k beams a row proposes: an operation of every backend.
 
-    state [B, H] is the head's output at the last committed entry. Drafted keys and values go behind
+    state [B, H] is the head's output at the last committed entry; positions [B] are those of the
+    first drafted tokens, seq_lens where no entries are hidden. Drafted keys and values go behind
     the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. `trace` is given every step's
     logits [B, beams, Vd], the root's first.
     """
@@ -95,7 +97,7 @@ def unroll(
         normed, _ = ops.add_rms_norm(state, None, head.stack.norms[0], head.stack.eps)
     score, token = (each[:, 0] for each in propose(normed))  # [B, k] of each beam
     tokens, cumulative, kept = [token], [score], []
-    places, bits = _places(head, block_table, seq_lens, steps - 1, k)
+    places, bits = _places(head, block_table, seq_lens, positions, steps - 1, k)
     hidden, lineage = state.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
     for step, place in enumerate(places, 1):
         metadata = replace(place, mask=lineage.flatten())
@@ -113,7 +115,7 @@ def unroll(
 
 
 def _places(
-    head: DraftHead, block_table: Tensor, seq_lens: Tensor, steps: int, k: int
+    head: DraftHead, block_table: Tensor, seq_lens: Tensor, first: Tensor, steps: int, k: int
 ) -> tuple[list[AttentionMetadata], Tensor]:
     """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
     rows = len(seq_lens)
@@ -122,7 +124,7 @@ def _places(
         return [], bits
     slots = entry_slots(block_table, seq_lens[:, None] + drafted)  # [B, W]
     slots = slots.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
-    positions = (seq_lens[:, None] + depths).expand(-1, -1, k).flatten(1)
+    positions = (first[:, None] + depths).expand(-1, -1, k).flatten(1)
     places = [
         AttentionMetadata(
             rotary=head.rotary,

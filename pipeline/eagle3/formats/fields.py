@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from pipeline.eagle3.head import HeadShape
 from pipeline.errors import HeadError
 
-#: EAGLE-3.1's switches, written only when on: a reader that does not know them then still reads a
-#: plain head right.
-SWITCHES = ("fc_norm", "norm_output")
+#: EAGLE-3.1's switches and the draft window, written only when on: a reader that does not know them
+#: then still reads a plain head right. Servers know no window: there such a head sees everything.
+SWITCHES = ("fc_norm", "norm_output", "draft_window")
 
 #: Without a base, transformers' Llama configuration means this, and so do the loaders built on it.
 _ROPE_THETA = 10000.0

@@ -33,7 +33,7 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         **layer_config(shape),
         "draft_vocab_size": shape.draft_vocab_size,
-        **{name: True for name in SWITCHES if getattr(shape, name)},
+        **{name: value for name in SWITCHES if (value := getattr(shape, name))},
         _LAYERS: [layer + 1 for layer in contract.capture_layers],
         "eagle_config": {
             _LAYERS: list(contract.capture_layers),

@@ -49,7 +49,7 @@ def speculators_config(
         # vLLM takes its absence for true, speculators for false.
         "norm_before_residual": False,
         "norm_before_fc": False,
-        **{name: True for name in SWITCHES if getattr(shape, name)},
+        **{name: value for name in SWITCHES if (value := getattr(shape, name))},
         "embed_requires_grad": False,
         _LAYERS: [layer + 1 for layer in contract.capture_layers],
         "aux_layer_convention": _CONVENTION,

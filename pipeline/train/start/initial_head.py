@@ -66,6 +66,9 @@ def choose_start(section: TrainSection, target_directory: Path, contract: Target
         earlier, origin = _load_earlier(section.start_from, contract)
         _check_shape_kept(section.head_config, earlier.shape, where=section.start_from)
         shape = earlier.shape
+        if window := section.head_config.draft_window:  # decides no tensor
+            shape = shape.model_copy(update={"draft_window": window})
+            earlier.shape = shape
     else:
         shape = head_shape(section.head_config, target_directory, contract.vocab_size)
     parameters, share = check_share(
@@ -134,7 +137,8 @@ def head_shape(section: HeadSection, target_directory: Path, vocabulary_size: in
         problem = f"{size} is more than the target's {vocabulary_size} tokens"
         fix = f"choose at most {vocabulary_size}"
         raise ConfigError(problem, where="train.head_config.draft_vocab_size", fix=fix)
-    shape = shape_for(target, **{name: getattr(section, name) for name in _FIXED})
+    fixed = {name: getattr(section, name) for name in _FIXED}
+    shape = shape_for(target, **fixed, draft_window=section.draft_window or 0)
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     if heads % groups:
         problem = f"{heads} query heads do not divide over {groups} key/value heads"

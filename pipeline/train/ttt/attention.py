@@ -16,7 +16,8 @@ so the scores are those against step 0 and k single columns beside them, under o
 Documents never attend to each other.
 
 `blocked.py` takes the queries in blocks of rows; on CUDA torch's flash kernels replace it
-(`flash.py`).
+(`flash.py`). With a draft window a row and its chain see the sinks and the window of the row's own
+position alone (`hidden_positions`).
 
 Shapes: N tokens of the batch, A rows that predict, Q query heads, G key/value heads, d head size.
 """
@@ -31,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.eagle3.head import hidden_positions
 from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.train.ttt import blocked, flash
 
@@ -58,10 +60,12 @@ class UnrolledAttention:
         rows: Tensor,
         rotary: RotaryTable,
         offsets: Tensor | None = None,
+        window: int = 0,
     ) -> None:
         """rows [A] ascending flat positions; rotary covers the longest document plus the steps.
 
-        offsets [N] are added to the positions that rotary embedding sees.
+        offsets [N] are added to the positions that rotary embedding sees; window is the head's
+        `draft_window`.
         """
         device, self.rows, self._rotary = rows.device, rows, rotary
         # [N] position in its document
@@ -71,7 +75,7 @@ class UnrolledAttention:
         starts = [0, *accumulate(lengths)]  # of the documents, and N
         # Rows before each of them.
         bounds = torch.searchsorted(rows, torch.tensor(starts, device=device)).tolist()
-        self._kernel = _kernel(every[rows], bounds, starts, rotary.cos)
+        self._kernel = _kernel(every[rows], bounds, starts, rotary.cos, window)
 
     def attend(
         self, k: int, query: Tensor, key: Tensor, value: Tensor, past: list[KeyValue]
@@ -94,11 +98,17 @@ class UnrolledAttention:
         return self._kernel(query, first.key, first.value, chain_keys, chain_values), own
 
 
-def _kernel(positions: Tensor, bounds: list[int], starts: list[int], like: Tensor) -> Kernel:
+def _kernel(
+    positions: Tensor, bounds: list[int], starts: list[int], like: Tensor, window: int
+) -> Kernel:
     """The fastest way to attend for rows at `positions`.
 
-    `like` [.., d] has their type and device.
+    `like` [.., d] has their type and device. A window is taken in blocks on every device.
     """
+    if window:
+        hidden = hidden_positions(positions + 1, window).tolist()
+        blocks = blocked.cut_blocks(positions, bounds, starts, like.dtype, hidden)
+        return partial(blocked.attend, blocks=blocks)
     runs = flash.query_runs(positions.tolist(), bounds, starts)
     long_enough = len(positions) >= flash.MIN_ROWS_PER_RUN * len(runs)
     if flash.has_kernel(like.device, like.dtype, like.shape[-1]) and long_enough:

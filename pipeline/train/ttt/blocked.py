@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.eagle3.head import WINDOW_STEP
+
 #: Rows of a block: few enough for its scores to stay in a core's cache, enough for a fast matrix
 #: product.
 _MOST_ROWS, _FEWEST_ROWS = 128, 32
@@ -44,36 +46,49 @@ class Block(NamedTuple):
     """Consecutive rows of one document and the step-0 keys that they attend to."""
 
     rows: slice
-    keys: slice
+    keys: slice | Tensor  # or int64 [T], distinct
+    width: int  # T
     mask: Tensor  # [B, m], added to the scores of the last m keys
-
-    @property
-    def width(self) -> int:
-        return int(self.keys.stop - self.keys.start)
 
 
 def cut_blocks(
-    positions: Tensor, bounds: list[int], starts: list[int], dtype: torch.dtype
+    positions: Tensor,
+    bounds: list[int],
+    starts: list[int],
+    dtype: torch.dtype,
+    hidden: list[int] | None = None,
 ) -> list[Block]:
     """Blocks of rows at `positions`.
 
-    Document i has rows bounds[i]…bounds[i+1] and keys from starts[i].
+    Document i has rows bounds[i]…bounds[i+1] and keys from starts[i]. Behind its sinks `hidden`
+    keys are not seen by a row; a block's rows have the same number of them.
     """
     at = positions.tolist()
+    hidden = hidden or [0] * len(at)
     blocks = []
     for document, offset in enumerate(starts[:-1]):
         row, end = bounds[document], bounds[document + 1]
         while row < end:
             size = min(_MOST_ROWS, max(_FEWEST_ROWS, _PAIRS // (at[row] + 1)))
             stop = min(row + size, end)
+            stop = next((other for other in range(row, stop) if hidden[other] != hidden[row]), stop)
             first, last = at[row], at[stop - 1]
             columns = torch.arange(first + 1, last + 1, device=positions.device)
             masked = columns > positions[row:stop, None]  # [B, columns behind the first row]
             mask = torch.zeros(masked.shape, dtype=dtype, device=masked.device)
             mask.masked_fill_(masked, torch.finfo(dtype).min)
-            blocks.append(Block(slice(row, stop), slice(offset, offset + last + 1), mask))
+            keys = _seen_keys(offset, last + 1, hidden[row], positions.device)
+            blocks.append(Block(slice(row, stop), keys, last + 1 - hidden[row], mask))
             row = stop
     return blocks
+
+
+def _seen_keys(offset: int, length: int, hidden: int, device: torch.device) -> slice | Tensor:
+    """Of the `length` keys from `offset` on, all but `hidden` ones behind the sinks."""
+    if not hidden:
+        return slice(offset, offset + length)
+    index = torch.arange(offset, offset + length, device=device)
+    return torch.cat((index[:WINDOW_STEP], index[WINDOW_STEP + hidden :]))
 
 
 def attend(

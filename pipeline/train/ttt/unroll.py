@@ -116,7 +116,7 @@ def unroll(
     rows [A] ascending; layer is the head's own when None; offsets [N] as in `position_skips`.
     """
     layer = layer or Layer.of(head)
-    attention = UnrolledAttention(batch.lengths, rows, rotary, offsets)
+    attention = UnrolledAttention(batch.lengths, rows, rotary, offsets, head.shape.draft_window)
     inputs = _embed(embedding, batch, _all_positions(batch) + 1)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [])
     outputs, past = [hidden], [own]

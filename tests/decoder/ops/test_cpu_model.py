@@ -104,7 +104,7 @@ def test_a_draft_in_one_call_is_the_draft_step_by_step(
     planes = poisoned_planes(model, 10, drafter)
     for row, length in enumerate((5, 61, 90)):  # the second's beams reach over a page's end
         read_prompt(model, planes, drafter, batch.rows(row, row + 1), random_tokens(length, seed=k))
-    state = batch.drafter_state, batch.block_table, batch.seq_lens
+    state = batch.drafter_state, batch.block_table, batch.seq_lens, batch.seq_lens + 7
     traces: tuple[list[Tensor], list[Tensor]] = [], []
     copies = planes.drafter[0].clone(), planes.drafter[0].clone()
     ours = ops.unroll(drafter._head, *state, copies[0], steps, k, traces[0])

@@ -291,6 +291,7 @@ class CpuOps(TorchOps):
         state: Tensor,
         block_table: Tensor,
         seq_lens: Tensor,
+        positions: Tensor,
         plane: Tensor,
         steps: int,
         k: int,
@@ -298,10 +299,12 @@ class CpuOps(TorchOps):
     ) -> Candidates:
         vocabulary = len(head.target_ids)
         if k > min(vocabulary, self._most_proposed):
-            return super().unroll(head, state, block_table, seq_lens, plane, steps, k, trace)
+            places = block_table, seq_lens, positions
+            return super().unroll(head, state, *places, plane, steps, k, trace)
         tensors = head.embedding, head.embed_norm, head.hidden_norm, *head.rotary, state, plane
         assert all(each.dtype is self.dtype and each.is_contiguous() for each in tensors)
         block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
+        positions = positions.contiguous()
         struct = self._heads.get(head)
         if struct is None:
             layer = ctypes.addressof(self._structs_of(head.stack, plane))
@@ -309,7 +312,7 @@ class CpuOps(TorchOps):
             struct = DraftHeadStruct(layer, head.lm_head.address, *weights, head.norm_output)
             self._heads[head] = struct
         rows, count = len(state), k + (steps - 1) * k * k
-        cache = *head.rotary, None, None, block_table, seq_lens, None, None
+        cache = *head.rotary, positions, None, block_table, seq_lens, None, None
         metadata = MetadataStruct(*addresses(*cache), rows, 0, block_table.shape[1])
         tokens, parents = torch.empty(2, rows, count, dtype=torch.int64).unbind()
         scores = torch.empty(rows, count)

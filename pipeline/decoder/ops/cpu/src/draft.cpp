@@ -46,7 +46,8 @@ extern "C" {
 
 // state [rows, hidden] → tokens, parents, scores [rows, candidates], candidates being
 // k + (steps - 1) k². Keys and values of drafted entries go to `plane`, of two sides of `side`
-// numbers. `metadata` says which rows there are; its tokens are none. `logits` has room for a step's,
+// numbers. `metadata` says which rows there are, and the position of each one's first drafted token;
+// its tokens are none. `logits` has room for a step's,
 // or with `keep` for all of them, one behind the other.
 void eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* state, Act* plane,
                    int64_t side, int64_t* tokens, int64_t* parents, float* scores, Act* logits,
@@ -82,7 +83,7 @@ void eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* s
             const int64_t row = beam / k, length = metadata->seq_lens[row];
             const int64_t entry = length + (step - 1) * k + beam % k;
             const int64_t page = metadata->block_table[row * metadata->pages + entry / kPage];
-            positions[beam] = length + step - 1;
+            positions[beam] = metadata->positions[row] + step - 1;
             slots[beam] = page * kPage + entry % kPage;
             // Entries of the last step are never written.
             bits[beam] = step + 1 < steps ? int64_t{1} << (step * k + beam % k) : 0;
