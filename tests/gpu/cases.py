@@ -30,7 +30,7 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
-from tests.gpu.losses import losses_agree
+from tests.gpu.training import attention_agrees, losses_agree
 
 VOCABULARY, LENGTH = 512, 1024
 KERNEL_TESTS = [
@@ -354,6 +354,7 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     yield "ragged batch", partial(ragged_batch, device)
     yield "vocabulary of 128k", partial(wide_vocabulary, device)
     yield "training losses", partial(losses_agree, *WIDE, device)
+    yield "training attention", partial(attention_agrees, device)
 
 
 def _draws(

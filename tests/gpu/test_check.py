@@ -36,6 +36,7 @@ NAMES = [
     "ragged batch",
     "vocabulary of 128k",
     "training losses",
+    "training attention",
 ]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.head import Eagle3Head, hidden_positions
 from pipeline.eagle3.layers import RotaryTable
-from pipeline.train.ttt import flash
+from pipeline.train.ttt import flex
 from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
 
 QUERY_HEADS, KEY_HEADS, SIZE = 4, 2, 4
@@ -166,47 +166,69 @@ def test_a_window_hides_whole_pages_behind_the_first(
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
+@pytest.fixture
+def use_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of CUDA, uncompiled. It differentiates on a CPU; what refuses that is a check."""
+    monkeypatch.setattr("pipeline.train.ttt.flex.has_kernel", lambda device, size: True)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.usefixtures("use_flex")
+@pytest.mark.parametrize("window", [0, 5], ids=["all", "window"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_flash_kernels_merged_by_log_sum_exp_equal_a_dense_mask(
-    small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch
+def test_flex_attention_joined_by_log_sum_exp_equals_blocks(
+    small_head: Eagle3Head, rows: Tensor, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path of CUDA, with torch's flash kernel for the CPU."""
-    monkeypatch.setattr("pipeline.train.ttt.flash.has_kernel", lambda device, dtype, size: True)
-    monkeypatch.setattr("pipeline.train.ttt.flash.MIN_ROWS_PER_RUN", 0)
+    """With gradients; the blocks are compared with a dense mask above."""
+    for module in ("eagle3.head", "train.ttt.blocked", "train.ttt.flex"):
+        monkeypatch.setattr(f"pipeline.{module}.WINDOW_STEP", 3)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     kernel: Any = UnrolledAttention(lengths, rows, rotary)._kernel
-    assert "runs" in kernel.keywords
-    steps = inputs(sum(lengths), rows, STEPS)
-    compare_with_dense(lengths, rows, rotary, steps)
-
-
-def test_flash_calls_fit_the_cuda_kernels() -> None:
-    """Arguments and results against the operators' own signatures, on tensors without data."""
-    runs = flash.query_runs([0, 1, 2, 5, 6], [0, 5], [0, 8])
-    assert runs == [
-        flash.QueryRun(slice(0, 3), slice(0, 0), slice(0, 3)),
-        flash.QueryRun(slice(3, 5), slice(0, 5), slice(5, 7)),
+    assert ("mask" in kernel.keywords) == (len(rows) > 0)
+    steps = inputs(38, rows, STEPS)
+    leaves = [leaf for step in steps for leaf in step]
+    by_flex = unrolled(lengths, rows, rotary, steps, window=window)
+    monkeypatch.setattr("pipeline.train.ttt.flex.has_kernel", lambda device, size: False)
+    in_blocks = unrolled(lengths, rows, rotary, steps, window=window)
+    upper = [
+        torch.randn(out.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        for k, out in enumerate(in_blocks)
     ]
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
-
-    query, keys, values, chain_keys, chain_values = leaves = [
-        empty(5, 6, 64),
-        *(empty(8, 2, 64) for _ in range(2)),
-        *(empty(5, 2, 3, 64) for _ in range(2)),
-    ]
-    out = flash.attend(query, keys, values, chain_keys, chain_values, runs)
-    gradients = torch.autograd.grad(out, leaves, torch.empty_like(out))
-    assert [(one.shape, one.dtype) for one in (out, *gradients)] == [
-        (one.shape, one.dtype) for one in (leaves[0], *leaves)
-    ]
+    torch.testing.assert_close(by_flex, in_blocks, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(outs, leaves, upper) for outs in (by_flex, in_blocks)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
 
-def test_flash_needs_a_kernel() -> None:
-    assert not flash.has_kernel(torch.device("cpu"), torch.bfloat16, 64)
-    assert not flash.has_kernel(torch.device("cuda"), torch.float32, 64)
-    assert not flash.has_kernel(torch.device("cuda"), torch.bfloat16, 100)
+@pytest.mark.parametrize("window", [0, 100], ids=["all", "window"])
+def test_no_block_of_the_mask_hides_a_key_or_shows_one(window: int) -> None:
+    """Blocks without a mask are seen whole, others that are not listed not at all."""
+    lengths = (300, 7, 650, 129)
+    every = torch.cat([torch.arange(length) for length in lengths])
+    rows = torch.arange(len(every))[torch.arange(len(every)) % 5 > 1]
+    positions = every[rows]
+    hidden = hidden_positions(positions + 1, window) if window else None
+    mask = flex.block_mask(rows, positions, len(every), hidden)
+    seen = mask.mask_mod(
+        *(torch.zeros(()).long(),) * 2, torch.arange(len(rows))[:, None], torch.arange(len(every))
+    )
+    kinds = torch.zeros(-(-len(rows) // 128), -(-len(every) // 128), dtype=torch.int64)
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    listed = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
+    for kind, (counts, order) in enumerate(listed, 1):
+        for block, count in enumerate(counts[0, 0].tolist()):
+            kinds[block, order[0, 0, block, :count].long()] += kind
+    assert set(kinds.flatten().tolist()) == ({0, 1} if window else {0, 1, 2})
+    for block, of_block in enumerate(torch.split(seen, 128)):
+        for number, kind in enumerate(kinds[block].tolist()):
+            part = of_block[:, 128 * number : 128 * number + 128]
+            assert kind == 1 or bool(part.all() if kind else not part.any())
+
+
+def test_flex_needs_a_kernel() -> None:
+    assert not flex.has_kernel(torch.device("cpu"), 64)
+    assert not flex.has_kernel(torch.device("cuda"), 100)
 
 
 def test_blocks_cover_every_row_once(small_head: Eagle3Head) -> None:

@@ -15,8 +15,8 @@ drafted by the head itself. A mask over all steps would have (1+k)·T columns of
 so the scores are those against step 0 and k single columns beside them, under one softmax.
 Documents never attend to each other.
 
-`blocked.py` takes the queries in blocks of rows; on CUDA torch's flash kernels replace it
-(`flash.py`). With a draft window a row and its chain see the sinks and the window of the row's own
+`blocked.py` takes the queries in blocks of rows; on CUDA torch's FlexAttention replaces it
+(`flex.py`). With a draft window a row and its chain see the sinks and the window of the row's own
 position alone (`hidden_positions`).
 
 Shapes: N tokens of the batch, A rows that predict, Q query heads, G key/value heads, d head size.
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from pipeline.eagle3.head import hidden_positions
 from pipeline.eagle3.layers import RotaryTable, rotate
-from pipeline.train.ttt import blocked, flash
+from pipeline.train.ttt import blocked, flex
 
 #: (query, keys, values, chain keys, chain values) → attention output, as in `blocked.attend`
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -72,10 +72,7 @@ class UnrolledAttention:
         every = torch.cat([torch.arange(length, device=device) for length in lengths])
         turned = every if offsets is None else every + offsets
         self._turned = turned, turned[rows]  # of keys, and of queries
-        starts = [0, *accumulate(lengths)]  # of the documents, and N
-        # Rows before each of them.
-        bounds = torch.searchsorted(rows, torch.tensor(starts, device=device)).tolist()
-        self._kernel = _kernel(every[rows], bounds, starts, rotary.cos, window)
+        self._kernel = _kernel(lengths, rows, every[rows], window, rotary.cos)
 
     def attend(
         self, k: int, query: Tensor, key: Tensor, value: Tensor, past: list[KeyValue]
@@ -99,18 +96,18 @@ class UnrolledAttention:
 
 
 def _kernel(
-    positions: Tensor, bounds: list[int], starts: list[int], like: Tensor, window: int
+    lengths: tuple[int, ...], rows: Tensor, positions: Tensor, window: int, like: Tensor
 ) -> Kernel:
-    """The fastest way to attend for rows at `positions`.
+    """The fastest way to attend for rows [A] at `positions` [A] of their documents.
 
-    `like` [.., d] has their type and device. A window is taken in blocks on every device.
+    `like` [.., d] has their type and device.
     """
-    if window:
-        hidden = hidden_positions(positions + 1, window).tolist()
-        blocks = blocked.cut_blocks(positions, bounds, starts, like.dtype, hidden)
-        return partial(blocked.attend, blocks=blocks)
-    runs = flash.query_runs(positions.tolist(), bounds, starts)
-    long_enough = len(positions) >= flash.MIN_ROWS_PER_RUN * len(runs)
-    if flash.has_kernel(like.device, like.dtype, like.shape[-1]) and long_enough:
-        return partial(flash.attend, runs=runs)
-    return partial(blocked.attend, blocks=blocked.cut_blocks(positions, bounds, starts, like.dtype))
+    hidden = hidden_positions(positions + 1, window) if window else None
+    if flex.has_kernel(like.device, like.shape[-1]) and len(rows):
+        mask = flex.block_mask(rows, positions, sum(lengths), hidden)
+        return partial(flex.attend, mask=mask)
+    starts = [0, *accumulate(lengths)]  # of the documents, and N
+    # Rows before each of them.
+    bounds = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
+    blocks = blocked.cut_blocks(positions, bounds, starts, like.dtype, hidden)
+    return partial(blocked.attend, blocks=blocks)

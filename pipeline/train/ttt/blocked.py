@@ -56,29 +56,29 @@ def cut_blocks(
     bounds: list[int],
     starts: list[int],
     dtype: torch.dtype,
-    hidden: list[int] | None = None,
+    hidden: Tensor | None = None,
 ) -> list[Block]:
     """Blocks of rows at `positions`.
 
-    Document i has rows bounds[i]…bounds[i+1] and keys from starts[i]. Behind its sinks `hidden`
-    keys are not seen by a row; a block's rows have the same number of them.
+    Document i has rows bounds[i]…bounds[i+1] and keys from starts[i]. Behind its sinks a
+    row does not see its `hidden` keys; a block's rows have the same number of them.
     """
     at = positions.tolist()
-    hidden = hidden or [0] * len(at)
+    unseen = [0] * len(at) if hidden is None else hidden.tolist()
     blocks = []
     for document, offset in enumerate(starts[:-1]):
         row, end = bounds[document], bounds[document + 1]
         while row < end:
             size = min(_MOST_ROWS, max(_FEWEST_ROWS, _PAIRS // (at[row] + 1)))
             stop = min(row + size, end)
-            stop = next((other for other in range(row, stop) if hidden[other] != hidden[row]), stop)
+            stop = next((other for other in range(row, stop) if unseen[other] != unseen[row]), stop)
             first, last = at[row], at[stop - 1]
             columns = torch.arange(first + 1, last + 1, device=positions.device)
             masked = columns > positions[row:stop, None]  # [B, columns behind the first row]
             mask = torch.zeros(masked.shape, dtype=dtype, device=masked.device)
             mask.masked_fill_(masked, torch.finfo(dtype).min)
-            keys = _seen_keys(offset, last + 1, hidden[row], positions.device)
-            blocks.append(Block(slice(row, stop), keys, last + 1 - hidden[row], mask))
+            keys = _seen_keys(offset, last + 1, unseen[row], positions.device)
+            blocks.append(Block(slice(row, stop), keys, last + 1 - unseen[row], mask))
             row = stop
     return blocks
 

@@ -1,0 +1,120 @@
+"""Losses and attention of training on a GPU, where kernels compute them, against the CPU's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.eagle3.layers import RotaryTable
+from pipeline.train.ttt import flex
+from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
+from pipeline.train.ttt.divergence import OutputLoss, Teacher
+
+STEPS, LABELS, HIDDEN = 3, 32, 64
+#: A result's largest difference may be this much of its largest number, in fp32: where q is all but
+#: p, rounding decides which is the smaller.
+DIFFERENCE = 1e-3
+
+
+#: The same for attention, by type; the reference is in float64, of the same rounded numbers.
+ATTENTION_DIFFERENCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}  # tf32 products, and bf16's
+QUERY_HEADS, KEY_HEADS, SIZE = 8, 2, 64
+
+
+class Inputs(NamedTuple):
+    """Random ones, for a draft vocabulary of Vd out of V tokens."""
+
+    states: Tensor  # [K, L, H]
+    weight: Tensor  # [Vd, H]
+    teacher_states: Tensor  # [L, H]
+    lm_head: Tensor  # [V, H], the target's
+    scales: Tensor  # [K, L]
+
+    def results(self, columns: Tensor, draft_ids: Tensor, loss: Loss) -> list[Tensor]:
+        """The loss and its two gradients; columns [Vd] is the draft vocabulary."""
+        full = loss in ACCEPTANCE_LOSSES
+        rows = self.lm_head if full else self.lm_head[columns]
+        teacher = Teacher(self.teacher_states, rows, columns if full else None)
+        learned = self.states.requires_grad_(), self.weight.requires_grad_()
+        value, _ = OutputLoss.apply(*learned, teacher, self.scales, draft_ids, loss)  # type: ignore[no-untyped-call]
+        return [value.detach(), *torch.autograd.grad(value, learned)]
+
+
+def losses_agree(proposed: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
+    """fp32: each loss and its gradients for such vocabularies."""
+    torch.manual_seed(0)
+    exact = Inputs(
+        torch.randn(STEPS, LABELS, HIDDEN, dtype=torch.float64),
+        torch.randn(proposed, HIDDEN, dtype=torch.float64) / 4,
+        torch.randn(LABELS, HIDDEN, dtype=torch.float64),
+        torch.randn(vocabulary, HIDDEN, dtype=torch.float64) / 4,
+        torch.rand(STEPS, LABELS, dtype=torch.float64),
+    )
+    ours = Inputs(*(tensor.to(device, torch.float32) for tensor in exact))
+    columns = torch.randperm(vocabulary)[:proposed].sort().values
+    draft_ids = torch.randint(-1, proposed, (LABELS,))
+    differences: dict[str, float] = {}
+    for loss in get_args(Loss):
+        pairs = zip(
+            ours.results(columns.to(device), draft_ids.to(device), loss),
+            exact.results(columns, draft_ids, loss),
+            strict=True,
+        )
+        differences[loss] = max(
+            float((got.cpu() - wanted).abs().max() / wanted.abs().max()) for got, wanted in pairs
+        )
+        assert differences[loss] < DIFFERENCE, f"{loss} differs by {differences[loss]}"
+    return {"largest_differences": differences}
+
+
+def attention_agrees(device: torch.device) -> dict[str, Any]:
+    """Documents of several blocks, rows with gaps, all keys and a window; two numbers of rows."""
+    differences: dict[str, float] = {}
+    for dtype, allowed in ATTENTION_DIFFERENCE.items():
+        for lengths, window in (((300, 40, 500), 0), ((300, 40, 500), 100), ((90, 200), 0)):
+            case = f"{str(dtype).removeprefix('torch.')}, {sum(lengths)} tokens, window {window}"
+            pairs = zip(
+                _attended(lengths, window, device, dtype, dtype),
+                _attended(lengths, window, torch.device("cpu"), dtype, torch.float64),
+                strict=True,
+            )
+            differences[case] = max(
+                float((got.double().cpu() - wanted).abs().max() / wanted.abs().max())
+                for got, wanted in pairs
+            )
+            assert differences[case] < allowed, f"{case}: differs by {differences[case]}"
+    return {"largest_differences": differences, "flex": flex.has_kernel(device, SIZE)}
+
+
+def _attended(
+    lengths: tuple[int, ...],
+    window: int,
+    device: torch.device,
+    rounded: torch.dtype,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Outputs of STEPS steps and the gradients of all inputs, numbers of type `rounded`."""
+    generator, tokens = torch.Generator().manual_seed(1), sum(lengths)
+    rows = torch.arange(tokens)[torch.arange(tokens) % 11 > 2]
+    shape: Any = LlamaConfig(head_dim=SIZE, max_position_embeddings=4096)
+    rotary = RotaryTable(shape, max(lengths) + STEPS, device=device, dtype=dtype)
+    attention = UnrolledAttention(lengths, rows.to(device), rotary, window=window)
+
+    def draw(count: int, heads: int) -> Tensor:
+        drawn = torch.randn(count, heads, SIZE, generator=generator).to(rounded)
+        return drawn.to(device, dtype).requires_grad_()
+
+    past, outputs, leaves = list[KeyValue](), list[Tensor](), list[Tensor]()
+    for k in range(STEPS):
+        count = tokens if k == 0 else len(rows)
+        step = draw(len(rows), QUERY_HEADS), draw(count, KEY_HEADS), draw(count, KEY_HEADS)
+        output, own = attention.attend(k, *step, list(past))
+        past.append(own)
+        outputs.append(output)
+        leaves += step
+    upper = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+    return [out.detach() for out in outputs] + list(torch.autograd.grad(outputs, leaves, upper))
