@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bench.leaderboard.experiment import Experiment, configured, read_experiments
-from bench.leaderboard.runs import TREE, Bench, CellResult, PromptResult
+from bench.leaderboard.runs import TREE, Bench, CellResult, PromptResult, _changes
 from bench.leaderboard.table import BEGIN, END, Row, draws_of, replace_rows, table
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, Eagle3Error, StageConflict
+from pipeline.records import Stage
+from pipeline.store.begin import Begin
+from pipeline.store.manifest import stage_location
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/smollm2-135m.yaml"
@@ -33,7 +35,7 @@ def cell(row: str, seed: int, tokens: list[int]) -> CellResult:
         cpu_hours=0.5,
         parameters=10,
         commit="abc",
-        inputs="def",
+        questions="def",
         tree=TREE,
         new_tokens=8,
         prompts=tuple(prompts),
@@ -83,30 +85,57 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
     """Stages and decoding are left out here: which of them a cell asks for, and what it keeps."""
     asked: list[tuple[str, str]] = []
 
-    def run(bench: Bench, stage: str, overrides: Sequence[str]) -> float:
-        uri = next(one for one in overrides if one.startswith("run.uri="))
-        asked.append((stage, Path(uri).parent.name))
+    def run(bench: Bench, stage: Stage, overrides: Sequence[str]) -> float:
+        config = configured(BASE, default, overrides)
+        uri = Path(config.run.uri)
+        asked.append((stage, f"{uri.parent.name}/{uri.name}"))
+        Begin.of(config, stage, None, {}).create(stage_location(str(uri), stage))
         return 0.5
 
     def measured(bench: Bench, config: RunConfig, *_: object) -> CellResult:
         made = cell("default", config.run.seed, [10, 20])
-        return made.model_copy(update={"inputs": bench._inputs(config)})
+        return made.model_copy(update={"questions": bench._questions_digest()})
 
     monkeypatch.setattr(Bench, "_run", run)
     monkeypatch.setattr(Bench, "_measured", measured)
     [default] = read_experiments(ROOT / "experiments", ["default"])
 
-    def bench(new_tokens: int) -> Bench:
-        return Bench(BASE, tmp_path, [], common=[], prompts_per_set=2, new_tokens=new_tokens)
+    def bench(new_tokens: int = 8, *common: str) -> Bench:
+        return Bench(BASE, tmp_path, [], common=common, prompts_per_set=2, new_tokens=new_tokens)
 
-    for seed in range(2):
-        assert bench(8).result(default, 1000, seed).seed == seed
-    assert len(list((tmp_path / "default").iterdir())) == 2
+    for seed in (0, 1, 1):
+        assert bench().result(default, 1000, seed).seed == seed
+    trained = [("train", f"default/1000-{seed}") for seed in range(2)]
+    assert set(asked) == {("features", "data/0"), ("synth", "data/0"), *trained}
+    assert [asked.count(one) for one in trained] == [1, 1]
     links = [tmp_path / "default" / f"1000-{seed}" / "synth" for seed in range(2)]
-    assert len({os.readlink(link) for link in links}) == 1
-    assert bench(8).result(default, 1000, 1).seed == 1 and asked.count(("train", "default")) == 2
-    with pytest.raises(StageConflict, match="another row, data or evaluation"):
-        bench(9).result(default, 1000, 0)
+    assert {link.resolve() for link in links} == {tmp_path / "data/0/synth"}
+    for other in (bench(9), bench(8, "train.epochs=7")):
+        with pytest.raises(StageConflict, match="another row, data or evaluation"):
+            other.result(default, 1000, 0)
+    # States of another kind are of the same samples; other samples have states of their own.
+    asked.clear()
+    bench(8, "features.encoding=bf16").result(default, 2000, 0)
+    bench(8, "synth.max_new_tokens=7").result(default, 3000, 0)
+    assert {("features", "data/1"), ("features", "data/2")} < set(asked)
+    assert (tmp_path / "data/1/synth").resolve() == tmp_path / "data/0/synth"
+    assert not (tmp_path / "data/2/synth").is_symlink()
+
+
+def test_a_key_that_is_younger_than_a_result_changes_nothing(tmp_path: Path) -> None:
+    """At its default; results take hours."""
+    [default] = read_experiments(ROOT / "experiments", ["default"])
+    config = configured(BASE, default, [f"run.uri={tmp_path}"])
+    begun = Begin.of(config, "train", None, {})
+    assert begun.shaping is not None
+    older = {name: value for name, value in begun.shaping["train"].items() if name != "clip_norm"}
+    shaping = {**begun.shaping, "train": older}
+    begun.model_copy(update={"shaping": shaping, "config_hash": "another"}).create(
+        stage_location(str(tmp_path), "train")
+    )
+    assert _changes(config, tmp_path, "train") == {}
+    clipped = configured(BASE, default, [f"run.uri={tmp_path}", "train.clip_norm=9"])
+    assert _changes(clipped, tmp_path, "train") == {"train.clip_norm": ("0.5", "9.0")}
 
 
 def test_the_table_replaces_the_one_before_and_nothing_else() -> None:

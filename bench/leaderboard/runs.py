@@ -1,6 +1,6 @@
 """One cell of the leaderboard: a head of a row, a budget and a seed, and what it accepts.
 
-    runs/leaderboard/data/<hash>/{synth,features}      what rows with the same data share
+    runs/leaderboard/data/<number>/{synth,features}    what rows with the same data share
                      <row>/<budget>-<seed>/{synth,features} ─► those
                                            train/      a run like any other
                                            result.json rounds and tokens of each prompt
@@ -27,9 +27,10 @@ from pipeline.decoder.request import Request, Statistics
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.errors import StageConflict, TargetError
 from pipeline.prompts import balanced, load_prompts
-from pipeline.records import Prompt, Record, digest
+from pipeline.records import Prompt, Record, Stage, digest
 from pipeline.serve_eval.questions import first_question
-from pipeline.store.manifest import find_manifest, read_manifest
+from pipeline.store.begin import Begin, read_begin
+from pipeline.store.manifest import find_manifest, read_manifest, stage_location
 from pipeline.target.load import pick_device
 from pipeline.target.open import open_target
 
@@ -59,7 +60,7 @@ class CellResult(Record):
     cpu_hours: float  # of the last attempt at training alone
     parameters: int
     commit: str
-    inputs: str  # digest of what decides all this: configuration, prompts, tree, length
+    questions: str  # digest of the prompts' names
     tree: TreeSection
     new_tokens: int
     prompts: tuple[PromptResult, ...]
@@ -94,10 +95,14 @@ class Bench:
         config = configured(self._base, experiment, [*self._common, *fixed])
         if done.is_file():
             result = CellResult.parse(done.read_bytes(), where=str(done), fix=fix)
-            if result.inputs != self._inputs(config):
-                raise StageConflict(
-                    "is of another row, data or evaluation", where=str(done), fix=fix
-                )
+            asked = self._questions_digest(), TREE, self._new_tokens
+            if _changes(config, cell, "train") or asked != (
+                result.questions,
+                result.tree,
+                result.new_tokens,
+            ):
+                problem = "is of another row, data or evaluation"
+                raise StageConflict(problem, where=str(done), fix=fix)
             return result
         self._link_data(experiment, cell)
         hours = self._run("train", overrides)
@@ -110,10 +115,10 @@ class Bench:
     def _link_data(self, experiment: Experiment, cell: Path) -> None:
         """Make synth and features once for all rows with the same data, and all their seeds."""
         config = configured(self._base, experiment, self._common)
-        hashes = [config.section_hash(stage) for stage in ("synth", "features")]
-        data = self._folder / "data" / digest(hashes)[:12]
+        data = self._data(config)
         overrides = [*experiment.overrides(), *self._common, f"run.uri={data}"]
-        for stage in ("synth", "features"):
+        stages: tuple[Stage, ...] = ("synth", "features")
+        for stage in stages:
             if find_manifest(str(data), stage) is None:
                 self._run(stage, overrides)
             cell.mkdir(parents=True, exist_ok=True)
@@ -121,7 +126,21 @@ class Bench:
             if not link.is_symlink():
                 link.symlink_to(os.path.relpath(data / stage, cell))
 
-    def _run(self, stage: str, overrides: Sequence[str]) -> float:
+    def _data(self, config: RunConfig) -> Path:
+        """The folder that has the stages of this configuration, or will have them."""
+        above = self._folder / "data"
+        above.mkdir(parents=True, exist_ok=True)
+        same = [each for each in sorted(above.iterdir()) if _changes(config, each, "synth") == {}]
+        for folder in same:
+            if not _changes(config, folder, "features"):
+                return folder
+        fresh = above / str(len(list(above.iterdir())))
+        fresh.mkdir()
+        if same:  # states of another kind, of the same samples
+            (fresh / "synth").symlink_to(os.path.relpath(same[0] / "synth", fresh))
+        return fresh
+
+    def _run(self, stage: Stage, overrides: Sequence[str]) -> float:
         """A stage as a process of its own; → CPU-hours."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "pipeline.cli", stage, "-c", str(self._base), *overrides]
@@ -130,10 +149,8 @@ class Bench:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / 3600
 
-    def _inputs(self, config: RunConfig) -> str:
-        hashes = [config.section_hash(stage) for stage in ("synth", "features", "train")]
-        names = [f"{name}/{prompt.sample_id}" for name, prompt in self._questions]
-        return digest([hashes, names, TREE.model_dump(), self._new_tokens])[:16]
+    def _questions_digest(self) -> str:
+        return digest([f"{name}/{prompt.sample_id}" for name, prompt in self._questions])[:16]
 
     def _measured(
         self, config: RunConfig, experiment: Experiment, budget: int, seed: int, hours: float
@@ -175,7 +192,7 @@ class Bench:
             cpu_hours=round(hours, 3),
             parameters=int(manifest.details["parameters"]),
             commit=_commit(),
-            inputs=self._inputs(config),
+            questions=self._questions_digest(),
             tree=TREE,
             new_tokens=self._new_tokens,
             prompts=tuple(
@@ -183,6 +200,19 @@ class Bench:
                 for name, each in sorted(done.items())
             ),
         )
+
+
+def _changes(config: RunConfig, folder: Path, stage: Stage) -> dict[str, tuple[str, str]] | None:
+    """What differs between `config` and what a stage in `folder` was begun with; None if none was.
+
+    A key that is younger than the stage counts as the default that it has.
+    """
+    begun = read_begin(stage_location(str(folder), stage))
+    if begun is None:
+        return None
+    above: dict[Stage, Stage] = {"features": "synth", "train": "features"}
+    parent = find_manifest(str(folder), above[stage]) if stage in above else None
+    return begun.changes(Begin.of(config, stage, parent, {}), config)
 
 
 def _drawn(path: Path, count: int) -> list[Prompt]:
