@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-synth bench-features bench-scale leaderboard gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-peers bench-synth bench-features bench-scale leaderboard gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -61,6 +61,9 @@ bench-decode: ## Speed of the decoder at every level of this CPU, or on this GPU
 
 bench-train: ## Speed and memory of the trainer on this CPU; ARGS='--level avx2' as on a lesser one
 	@$(ANY_PYTHON) -m bench.train $(ARGS)
+
+bench-peers: $(READY) ## Training steps beside SpecForge's and speculators'; ARGS='--python PYTHON', see bench/peers
+	@$(BIN)/python -m bench.peers $(ARGS)
 
 bench-synth: $(READY) ## Speed of synth on this CPU: generation and filters; ARGS='--head DIR' drafts
 	@$(BIN)/python -m bench.synth $(ARGS)
