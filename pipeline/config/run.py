@@ -155,7 +155,7 @@ class FeaturesSection(Section):
     cost in τ of each."""
     supervise: Literal["replies", "all"] = "replies"
     """Tokens whose teacher, the final state before them, is stored, and that training learns from:
-    those that the target generated, or prompts too (docs/leaderboard.md has what that gave)."""
+    those that the target generated, or prompts too."""
     self_check_tolerance: float = Field(64, ge=0)
     """A sample of each shard is computed again alone; its states may differ by this many steps
     (eps) of the compute type. 0: no check."""

@@ -100,8 +100,8 @@ class Eagle3Drafter:
     def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """The pages [B, P] that hold what a window leaves of `lengths` [B] entries, and how many.
 
-        block_table    p0 p1 p2 p3 p4 p5       window 128, length 300: h = 128
-        seen           p0 ·  ·  p3 p4 p5       of 172 entries
+        block_table    p0 p1 p2 p3 p4       window 128, length 300: 64 are hidden
+        seen           p0 ·  p2 p3 p4       of 236 entries
         """
         window = self.shape.draft_window
         if not window:
