@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from bench.levels import measure_at
+from bench.peers.turns import DECAY, DRAFT, HIDDEN, LAYER, STEPS, VOCABULARY
 from bench.report import ROOT, contested, interleaved, matmul_rate, peak_gigabytes, publish, rounded
 from pipeline.config.isa import machine_levels
 from pipeline.eagle3.head import Eagle3Head, HeadShape
@@ -39,7 +40,6 @@ from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.model import Objective, TttModel
 from tests.train.dense import dense_loss
 
-VOCABULARY, DRAFT, STEPS, DECAY = 49152, 8192, 7, 0.8
 SUPERVISED = 0.72
 #: Each as (tokens of a row, documents in it)
 ROW, DENSE_ROW = (512, 2), (2048, 4)
@@ -207,22 +207,15 @@ def random_model(longest: int, dtype: str) -> TttModel:
     """The head with random weights, and a random target."""
     compute = resolve_dtype(dtype, CPU)
     shape = HeadShape(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        vocab_size=VOCABULARY,
+        **LAYER,
         draft_vocab_size=DRAFT,
-        rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        max_position_embeddings=8192,
     )
     head = Eagle3Head(shape)
     random_init(head, 0)
     head.set_vocabulary(torch.arange(DRAFT))
     generator = torch.Generator().manual_seed(1)
-    embedding = torch.randn(VOCABULARY, 576, generator=generator, dtype=torch.bfloat16)
+    embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.bfloat16)
     objective = Objective(STEPS, DECAY)
     return TttModel(head, embedding, embedding, objective, max_length=longest, dtype=compute)
 
@@ -243,10 +236,10 @@ def random_batch(tokens: int, documents: int, past: int = 0) -> TrainBatch:
         tuple(map(str, range(documents))),
         (length,) * documents,
         token_ids,
-        states(tokens, 3 * 576),
+        states(tokens, 3 * HIDDEN),
         labels,
         depths,
-        states(len(labels), 576) / 10,
+        states(len(labels), HIDDEN) / 10,
         pasts=(past,) * documents,
     )
 

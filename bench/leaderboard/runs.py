@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from bench.leaderboard.experiment import Experiment, configured
@@ -134,7 +135,7 @@ class Bench:
         for folder in same:
             if not _changes(config, folder, "features"):
                 return folder
-        fresh = above / str(len(list(above.iterdir())))
+        fresh = next(each for n in count() if not (each := above / str(n)).exists())
         fresh.mkdir()
         if same:  # states of another kind, of the same samples
             (fresh / "synth").symlink_to(os.path.relpath(same[0] / "synth", fresh))

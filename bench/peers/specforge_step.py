@@ -23,12 +23,8 @@ from bench.peers.turns import (
     DECAY,
     DOCUMENTS,
     DRAFT,
-    GROUPS,
-    HEADS,
-    HIDDEN,
-    INTERMEDIATE,
+    LAYER,
     LENGTH,
-    SIZE,
     STEPS,
     VOCABULARY,
     inputs,
@@ -40,18 +36,7 @@ from bench.peers.turns import (
 
 def make(dtype: torch.dtype) -> Callable[[], None]:
     """The step."""
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=SIZE,
-        vocab_size=VOCABULARY,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=8192,
-        pad_token_id=0,
-    )
+    config = LlamaConfig(**LAYER, num_hidden_layers=1, pad_token_id=0)
     config.draft_vocab_size = DRAFT
     given = inputs(dtype)
     head = LlamaForCausalLMEagle3(config, attention_backend="sdpa").to(dtype)

@@ -21,12 +21,8 @@ from bench.peers.turns import (
     DECAY,
     DOCUMENTS,
     DRAFT,
-    GROUPS,
-    HEADS,
-    HIDDEN,
-    INTERMEDIATE,
+    LAYER,
     LENGTH,
-    SIZE,
     STEPS,
     VOCABULARY,
     inputs,
@@ -38,17 +34,7 @@ from bench.peers.turns import (
 
 def make(dtype: torch.dtype) -> Callable[[], None]:
     """The step: documents joined to one row, position i with token i + 1 and its teacher."""
-    layer = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=SIZE,
-        vocab_size=VOCABULARY,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=8192,
-    )
+    layer = LlamaConfig(**LAYER, num_hidden_layers=1)
     layer._attn_implementation = "sdpa"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,

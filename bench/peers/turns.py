@@ -14,13 +14,24 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-#: A head of a 135M target, as `bench.train` has it.
-HIDDEN, INTERMEDIATE, HEADS, GROUPS, SIZE = 576, 1536, 9, 3, 64
-VOCABULARY, DRAFT, STEPS, DECAY = 49152, 8192, 7, 0.8
+#: A head of a 135M target, in the names of transformers' Llama and of our `HeadShape`.
+HIDDEN, VOCABULARY = 576, 49152
+LAYER: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+DRAFT, STEPS, DECAY = 8192, 7, 0.8
 #: Two documents of 256 tokens, each with a prompt in front.
 DOCUMENTS, LENGTH, PROMPT = 2, 256, 72
 CLIP, RATE = 0.5, 1e-4

@@ -143,6 +143,9 @@ class TargetSection(Section):
     contract of data and head."""
 
 
+Supervise = Literal["replies", "all"]
+
+
 class FeaturesSection(Section):
     """Target states, computed once and stored."""
 
@@ -153,7 +156,7 @@ class FeaturesSection(Section):
     encoding: Literal["bf16", "fp8", "int8"] = "int8"
     """Storage type of aux and final states; docs/states-format.md has the size, the error and the
     cost in τ of each."""
-    supervise: Literal["replies", "all"] = "replies"
+    supervise: Supervise = "replies"
     """Tokens whose teacher, the final state before them, is stored, and that training learns from:
     those that the target generated, or prompts too."""
     self_check_tolerance: float = Field(64, ge=0)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pipeline.config import RunConfig, prepare_process
+from pipeline.config.run import Supervise
 from pipeline.console import notice
 from pipeline.errors import ConfigError, DataError, OutOfMemory, brief, is_out_of_memory
 from pipeline.features.packing import into_forwards
@@ -57,7 +57,7 @@ def capture_shard(
     *,
     name: str,
     tolerance: float,
-    supervise: Literal["replies", "all"] = "replies",
+    supervise: Supervise = "replies",
 ) -> list[StatesSample]:
     """The states of `samples`, in their order, bf16 on the target's device.
 
@@ -190,9 +190,7 @@ def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Te
                 raise DataError(problem, where=_where(sample), fix=fix)
 
 
-def _keep(
-    sample: Sample, aux: Tensor, final: Tensor, supervise: Literal["replies", "all"]
-) -> StatesSample:
+def _keep(sample: Sample, aux: Tensor, final: Tensor, supervise: Supervise) -> StatesSample:
     """aux [T, 3H] whole, final [T, H] where it teaches; both bf16."""
     mask = supervised_mask(sample)
     positions = teacher_positions(mask, len(mask) - 1 if supervise == "all" else None)

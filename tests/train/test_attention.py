@@ -103,8 +103,13 @@ ROWS = {
 def compare_with_dense(
     lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, steps: list[list[Tensor]]
 ) -> None:
-    leaves = [leaf for step in steps for leaf in step]
     actual, expected = (kind(lengths, rows, rotary, steps) for kind in (unrolled, dense))
+    assert_equal(actual, expected, steps)
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor], steps: list[list[Tensor]]) -> None:
+    """Outputs, and the gradients of all inputs."""
+    leaves = [leaf for step in steps for leaf in step]
     upper = [
         torch.randn(out.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
         for k, out in enumerate(expected)
@@ -152,7 +157,6 @@ def test_a_window_hides_whole_pages_behind_the_first(
         monkeypatch.setattr(f"pipeline.{module}.WINDOW_STEP", 3)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     steps = inputs(38, rows, STEPS)
-    leaves = [leaf for step in steps for leaf in step]
     firsts = {10: 6, 11: 6, 12: 6, 13: 9, 14: 9, 15: 9, 16: 12, 17: 12, 18: 12}  # by position
 
     def hides(query: int, key: int) -> bool:
@@ -160,10 +164,7 @@ def test_a_window_hides_whole_pages_behind_the_first(
 
     actual = unrolled(lengths, rows, rotary, steps, window=5)
     expected = dense(lengths, rows, rotary, steps, hides=hides)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    upper = [torch.ones_like(output) for output in expected]
-    gradients = [torch.autograd.grad(outs, leaves, upper) for outs in (actual, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    assert_equal(actual, expected, steps)
 
 
 @pytest.fixture
@@ -188,17 +189,10 @@ def test_flex_attention_joined_by_log_sum_exp_equals_blocks(
     kernel: Any = UnrolledAttention(lengths, rows, rotary)._kernel
     assert ("mask" in kernel.keywords) == (len(rows) > 0)
     steps = inputs(38, rows, STEPS)
-    leaves = [leaf for step in steps for leaf in step]
     by_flex = unrolled(lengths, rows, rotary, steps, window=window)
     monkeypatch.setattr("pipeline.train.ttt.flex.has_kernel", lambda device, size: False)
     in_blocks = unrolled(lengths, rows, rotary, steps, window=window)
-    upper = [
-        torch.randn(out.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
-        for k, out in enumerate(in_blocks)
-    ]
-    torch.testing.assert_close(by_flex, in_blocks, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(outs, leaves, upper) for outs in (by_flex, in_blocks)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    assert_equal(by_flex, in_blocks, steps)
 
 
 @pytest.mark.parametrize("window", [0, 100], ids=["all", "window"])

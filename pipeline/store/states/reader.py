@@ -177,14 +177,13 @@ class StatesReader:
 
     def _find_positions(self) -> list[Tensor]:
         """Of each sample's final states. Raises CorruptShard where the mask has others."""
-        counts = np.diff(self._final_offsets).tolist()
-        positions = [
-            teacher_positions(self.tokens(index)[1], stored) for index, stored in enumerate(counts)
-        ]
-        for index, stored in enumerate(counts):
-            if len(positions[index]) != stored:
+        positions = []
+        for index, stored in enumerate(np.diff(self._final_offsets).tolist()):
+            own = teacher_positions(self.tokens(index)[1], stored)
+            positions.append(own)
+            if len(own) != stored:
                 sample_id, source = self.origin(index)
-                problem = f"{stored} final states for {len(positions[index])} supervised tokens"
+                problem = f"{stored} final states for {len(own)} supervised tokens"
                 raise self._corrupt(f"sample {sample_id} of {source} has {problem}")
         return positions
 

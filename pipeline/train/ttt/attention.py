@@ -71,7 +71,7 @@ class UnrolledAttention:
         # [N] position in its document
         every = torch.cat([torch.arange(length, device=device) for length in lengths])
         turned = every if offsets is None else every + offsets
-        self._turned = turned, turned[rows]  # of keys, and of queries
+        self._turned = turned, turned[rows]  # of step 0's keys, and of all else
         self._kernel = _kernel(lengths, rows, every[rows], window, rotary.cos)
 
     def attend(
@@ -83,9 +83,10 @@ class UnrolledAttention:
         holds steps 0…k-1.
         """
         assert len(past) == k, "a step attends to every step before it"
-        of_keys, of_queries = (self._rotary.at(turned + k) for turned in self._turned)
-        query = rotate(query, *of_queries) * query.shape[-1] ** -0.5
-        own = KeyValue(rotate(key, *(of_queries if past else of_keys)), value)
+        every, of_rows = self._turned
+        turns = self._rotary.at(of_rows + k)
+        query = rotate(query, *turns) * query.shape[-1] ** -0.5
+        own = KeyValue(rotate(key, *(turns if past else self._rotary.at(every))), value)
         first, *chain = [*past, own]
         if chain:  # [A, G, k, d]
             chain_keys = torch.stack([step.key for step in chain], dim=2)
