@@ -34,7 +34,7 @@ from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
-from pipeline.decoder.kv import PageAllocator, pages_for
+from pipeline.decoder.kv import Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, pool_acceptance
 from pipeline.decoder.tree import HEADROOM
@@ -266,13 +266,13 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
     """Plain and speculative rounds, back to back, of rows that hold so many entries each."""
     model, device, rows = gpu.model, gpu.model.device, len(lengths)
     drafter, held = gpu.drafter(), [pages_for(length + _room(gpu)) for length in lengths]
-    allocator = PageAllocator(sum(held) + 1, device=device)
-    planes = allocator.planes(model.plane_shape, drafter.planes)
+    pools = Pools(model, drafter, pages=sum(held) + 1, rows=rows)
+    planes = pools.planes
     for plane in (planes.target, *planes.drafter):
         plane.normal_()  # zeros would cost less power, and so less time
     table = torch.zeros(rows, max(held), dtype=torch.int64)
     for row, pages in enumerate(held):
-        table[row, :pages] = torch.tensor(allocator.allocate(pages))
+        table[row, :pages] = torch.tensor(pools.shared.allocate(pages))
     wanted = torch.tensor(lengths, device=device)
     whole, real = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
     cases: dict[str, Callable[[], float]] = {}

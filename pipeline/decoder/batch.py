@@ -60,6 +60,7 @@ class DecodeBatch:
     seq_lens: Tensor  # [S] committed cache entries, which is also the root's position
     active: Tensor  # [S] 1 where a request holds the row, else 0
     block_table: Tensor  # [S, P] page ids
+    own_table: Tensor  # [S, O] page ids of the drafter's own pool
     temperature: Tensor  # [S] float32; 0 is greedy
     top_p: Tensor  # [S] float32
     top_k: Tensor  # [S]
@@ -77,8 +78,10 @@ class DecodeBatch:
         emitted: int,
         state: RowState | None,
         device: torch.device,
+        own_pages: int = 0,
     ) -> DecodeBatch:
-        """Inert rows of `pages` pages, what a drafter keeps of each, `emitted` tokens a round."""
+        """Inert rows of `pages` pages, `own_pages` of them the drafter's own pool's; what a drafter
+        keeps of each row, `emitted` tokens a round."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
@@ -89,6 +92,7 @@ class DecodeBatch:
             seq_lens=zeros(),
             active=zeros(),
             block_table=zeros(pages),
+            own_table=zeros(own_pages),
             temperature=zeros(dtype=torch.float32),
             top_p=zeros(dtype=torch.float32),
             top_k=zeros(),
@@ -117,9 +121,16 @@ class DecodeBatch:
             getattr(self, field.name)[first : first + len(other)] = getattr(other, field.name)
 
     def open(
-        self, block_table: Tensor, top_k: Tensor, seeds: Tensor, temperature: Tensor, top_p: Tensor
+        self,
+        block_table: Tensor,
+        top_k: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        top_p: Tensor,
+        own_table: Tensor | None = None,
     ) -> None:
-        """Give all rows to requests that have nothing cached yet: block_table [S, P], others [S].
+        """Give all rows to requests that have nothing cached yet: block_table [S, P], own_table
+        [S, O], others [S].
 
         The tensors are on the batch's device, and nothing is read back.
         """
@@ -127,6 +138,8 @@ class DecodeBatch:
         self.seq_lens.zero_()
         self.active.fill_(1)
         self.block_table.copy_(block_table)
+        if own_table is not None:
+            self.own_table.copy_(own_table)
         self.top_k.copy_(top_k)
         self.seeds.copy_(seeds)
         self.temperature.copy_(temperature)
@@ -134,7 +147,8 @@ class DecodeBatch:
 
     def clear_row(self, row: int) -> None:
         """Make a row inert; nothing is waited for."""
-        self.block_table[row], self.seq_lens[row], self.active[row] = 0, 0, 0
+        self.block_table[row], self.own_table[row] = 0, 0
+        self.seq_lens[row], self.active[row] = 0, 0
 
     def metadata(
         self,

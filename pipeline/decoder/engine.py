@@ -28,7 +28,7 @@ import torch
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.graphs import PendingTokens, RoundRunner, copy_to_host, default_buckets
-from pipeline.decoder.kv import PageAllocator, pages_for, pages_that_fit
+from pipeline.decoder.kv import Pools, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.prefill import Prefill
 from pipeline.decoder.request import (
@@ -92,8 +92,9 @@ class Engine:
         if pages is None:
             least, most = row_pages + 1, slots * row_pages + 1
             pages = pages_that_fit(shapes, device, least=least, most=most)
-        self.allocator = PageAllocator(pages, device=device)
-        planes = self.allocator.planes(shapes[0], shapes[1:])
+        self.pools = Pools(model, drafter, pages=pages, rows=slots)
+        planes = self.pools.planes
+        self._own_pages = drafter.own_pages if drafter else 0  # of a request
         self._batch, prefill_batch = (
             DecodeBatch.empty(
                 slots,
@@ -101,6 +102,7 @@ class Engine:
                 emitted=emitted,
                 state=drafter.state if drafter else None,
                 device=device,
+                own_pages=self._own_pages,
             )
             for _ in range(2)
         )
@@ -177,19 +179,21 @@ class Engine:
                 failed = Completion(request.request_id, (), "error", Statistics(), problem)
                 self._ready.append(Emission(request.request_id, (), failed))
                 continue
-            pages = self.allocator.allocate(need)
+            pages = self.pools.shared.allocate(need)
             if pages is None:
                 return None
+            own = self.pools.own.allocate(self._own_pages)
+            assert own is not None, "the drafter's pool has room for every slot"
             waiting.pop()
             now = time.perf_counter()
             queued = now - waiting.opened
             statistics = Statistics(simulated=self._simulated, queued_seconds=queued)
-            return RunningRequest(request, pages, now, statistics=statistics)
+            return RunningRequest(request, pages, now, own, statistics=statistics)
         return None
 
     def _problem(self, request: Request, need: int) -> Problem | None:
         """Why a request that needs so many pages can never be run here."""
-        model, capacity = self.model, self.allocator.capacity
+        model, capacity = self.model, self.pools.shared.capacity
         problem = request.problem(vocabulary=model.vocabulary, max_length=model.max_length)
         if problem is None and need > capacity:
             what = f"needs {need} pages of key/value memory, the pool has {capacity}"
@@ -215,14 +219,18 @@ class Engine:
             self._running[row] = last
             self._batch.copy_rows(row, self._batch.rows(count, count + 1))
         self._batch.clear_row(count)
-        self.allocator.free(running.pages)
+        self._free(running)
+
+    def _free(self, running: RunningRequest) -> None:
+        self.pools.shared.free(running.pages)
+        self.pools.own.free(running.own_pages)
 
     def _abandon(self) -> None:
         """Drop everything, for a caller that stopped listening."""
         for running in list(self._running):
             self._retire(running)
         for reading in self._prefill.requests:
-            self.allocator.free(reading.pages)
+            self._free(reading)
         self._prefill.drop(len(self._prefill.requests))
         self._ready.clear()
 

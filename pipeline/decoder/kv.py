@@ -6,7 +6,8 @@
     p: committed   n: nodes of the tree being verified (or beams being drafted)   .: never read
 
 A page id names the same page in every plane: all layers of the target and those of the drafter.
-Nodes that were not accepted need no freeing: the next tree is written over them.
+Nodes that were not accepted need no freeing: the next tree is written over them. What a drafter
+keeps beside, of a size that does not grow with the text, lies in a second pool of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE
 from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.decoder.drafters.base import Drafter
+    from pipeline.decoder.model import DecoderModel
 
 #: Of the memory that is free, how much a pool may take: a device is ours alone, a host is not.
 _DEVICE_SHARE, _HOST_SHARE = 0.8, 0.5
@@ -43,10 +49,11 @@ class PlaneShape:
 
 @dataclass(frozen=True)
 class Planes:
-    """The key/value memory of one pool. Each plane is [layers, 2, pages, G, PAGE, d]."""
+    """The key/value memory of an engine. Each plane is [layers, 2, pages, G, PAGE, d]."""
 
     target: Tensor
     drafter: tuple[Tensor, ...] = ()
+    own: tuple[Tensor, ...] = ()  # the drafter's, on the pages of its own pool
 
 
 class PageAllocator:
@@ -57,9 +64,9 @@ class PageAllocator:
         # Popped from the end, lowest first, so that memory in use stays together.
         self._free = list(range(pages - 1, 0, -1))
 
-    def planes(self, target: PlaneShape, drafter: Sequence[PlaneShape] = ()) -> Planes:
-        """Zeroed memory on all pages, for a target and what a drafter asks for."""
-        return Planes(self._plane(target), tuple(map(self._plane, drafter)))
+    def planes(self, shapes: Sequence[PlaneShape]) -> tuple[Tensor, ...]:
+        """Zeroed memory on all pages."""
+        return tuple(map(self._plane, shapes))
 
     @property
     def free_pages(self) -> int:
@@ -83,6 +90,21 @@ class PageAllocator:
     def _plane(self, shape: PlaneShape) -> Tensor:
         size = shape.layers, 2, self.pages, shape.kv_heads, PAGE, shape.head_dim
         return torch.zeros(size, dtype=shape.dtype, device=self.device)
+
+
+class Pools:
+    """The pages of an engine: those of all planes, and the drafter's own; and their memory."""
+
+    def __init__(self, model: DecoderModel, drafter: Drafter | None, *, pages: int, rows: int):
+        """`pages` in the pool, and room for `rows` requests in the drafter's own."""
+        self.shared = PageAllocator(pages, device=model.device)
+        own = drafter.own_pages if drafter else 0
+        self.own = PageAllocator(1 + rows * own, device=model.device)
+        (target,) = self.shared.planes((model.plane_shape,))
+        self.planes = Planes(target)
+        if drafter is not None:
+            drafted = self.shared.planes(drafter.planes), self.own.planes(drafter.own_planes)
+            self.planes = Planes(target, *drafted)
 
 
 def pages_for(entries: int) -> int:

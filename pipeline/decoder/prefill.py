@@ -97,10 +97,11 @@ class Prefill:
     ) -> None:
         """Everything that the forward needs goes to the device in two copies."""
         first, last = self._opened, len(counts)
-        pages = self.batch.block_table.shape[1]
+        pages, own = self.batch.block_table.shape[1], self.batch.own_table.shape[1]
         opened = self.requests[first:last]
         starts = [0, *accumulate(counts)]
         tables = [[*each.pages, *[0] * (pages - len(each.pages))] for each in opened]
+        tables += [each.own_pages for each in opened]
         requests = [each.request for each in opened]
         drawing = [value for each in requests for value in (each.top_k, each.seed)]
         parts = [tokens, following, starts, drawing, *tables]
@@ -108,11 +109,14 @@ class Prefill:
         floats = self._floats.send(
             [value for each in requests for value in (each.temperature, each.top_p)]
         )
-        sizes = [len(tokens), len(tokens), len(starts), 2 * len(opened), pages * len(opened)]
-        ids, behind, where, integers, table = torch.split(ints, sizes)
+        by_request = [size * len(opened) for size in (2, pages, own)]
+        sizes = [len(tokens), len(tokens), len(starts), *by_request]
+        ids, behind, where, integers, table, own_table = torch.split(ints, sizes)
         if opened:
-            parameters = integers.view(-1, 2).unbind(1), floats.view(-1, 2).unbind(1)
-            self.batch.rows(first, last).open(table.view(-1, pages), *parameters[0], *parameters[1])
+            top_k, seeds = integers.view(-1, 2).unbind(1)
+            temperature, top_p = floats.view(-1, 2).unbind(1)
+            by_row = table.view(-1, pages), top_k, seeds, temperature, top_p
+            self.batch.rows(first, last).open(*by_row, own_table.view(len(opened), own))
             self._opened = last
         read_prompts(
             self._model,

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafters.base import Drafter, ReadTokens
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.tree import Tree, VerifyOutput, root_only
 
 #: (tree, the target's choices [B, N], deepest draft) → what is accepted.
@@ -42,8 +45,22 @@ def decode_round(
     if drafter is None or shape is None:
         tree, depth = root_only(batch.roots), 0
     else:
-        tree, depth = drafter.draft(batch, planes, shape), shape.steps
+        tree, depth = draft_tree(model.ops, drafter, batch, planes, shape), shape.steps
     advance(model, planes, drafter, batch, tree, depth, sampling=sampling, verify=verify)
+
+
+def draft_tree(
+    ops: TorchOps, drafter: Drafter, batch: DecodeBatch, planes: Planes, shape: TreeSection
+) -> Tree:
+    """The best of what the drafter proposes, below the roots.
+
+    Where it proposes nothing for any row (a first score of -inf), a host that can look decodes
+    plainly.
+    """
+    tokens, parents, scores, _ = drafter.candidates(batch, planes, shape)
+    if scores.device.type == "cpu" and bool((scores[:, 0] == -torch.inf).all()):
+        return root_only(batch.roots)
+    return ops.grow_tree(batch.roots, tokens, parents, scores, shape.nodes)
 
 
 def advance(
@@ -65,9 +82,14 @@ def advance(
     if drafter is not None:
         rows, count = accepted.path.shape
         nodes = accepted.path[:, :, None].expand(-1, -1, aux.shape[-1])
-        kept = aux.gather(1, nodes).flatten(0, 1)  # [B · (D + 1), 3H]
-        each = TokenRows.even(rows, count, kept.device)
-        drafter.extend(batch, planes, each, accepted.tokens.flatten(), kept, accepted.counts)
+        read = ReadTokens(
+            rows=TokenRows.even(rows, count, aux.device),
+            tokens=tree.tokens.gather(1, accepted.path).flatten(),
+            following=accepted.tokens.flatten(),
+            aux=aux.gather(1, nodes).flatten(0, 1),  # [B · (D + 1), 3H]
+            counts=accepted.counts,
+        )
+        drafter.extend(batch, planes, read)
     batch.advance(accepted)
 
 
@@ -124,7 +146,8 @@ def read_prompts(
         following = following.index_copy(0, ends, drawn)
     counts = rows.starts.diff()
     if drafter is not None:
-        drafter.extend(batch, planes, rows, following, output.aux, counts)
+        read = ReadTokens(rows, tokens, following, output.aux, counts)
+        drafter.prefill(batch, planes, read, last)
     batch.seq_lens.add_(counts)
     if last:
         ended.roots.copy_(drawn.clamp(min=0))

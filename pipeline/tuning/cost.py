@@ -26,9 +26,9 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.base import Drafter, ReadTokens
 from pipeline.decoder.graphs import capture_stream, captured
-from pipeline.decoder.kv import PageAllocator, Planes, pages_for
+from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import read_tree
 from pipeline.decoder.tree import WINDOW, Tree, root_only
@@ -91,7 +91,7 @@ class Costs:
 
 def measure_costs(
     model: DecoderModel,
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     rows: int,
     context: int,
     node_counts: Sequence[int] = NODE_COUNTS,
@@ -120,7 +120,7 @@ class CostMeter:
     def __init__(
         self,
         model: DecoderModel,
-        drafter: Eagle3Drafter,
+        drafter: Drafter,
         rows: int,
         context: int,
         node_counts: Sequence[int] = NODE_COUNTS,
@@ -193,19 +193,25 @@ def trimmed_mean(seconds: Sequence[float]) -> float:
 
 
 def open_batch(
-    model: DecoderModel, drafter: Eagle3Drafter, rows: int, entries: int, *, emitted: int
+    model: DecoderModel, drafter: Drafter, rows: int, entries: int, *, emitted: int
 ) -> tuple[DecodeBatch, Planes]:
     """Greedy rows of `entries` cache entries, `emitted` tokens a round, and their pages' planes."""
     pages, device = pages_for(entries), model.device
-    allocator = PageAllocator(rows * pages + 1, device=device)
-    planes = allocator.planes(model.plane_shape, drafter.planes)
+    pools = Pools(model, drafter, pages=rows * pages + 1, rows=rows)
+    own = drafter.own_pages
     batch = DecodeBatch.empty(
-        rows, pages=pages, emitted=emitted, state=drafter.state, device=device
+        rows,
+        pages=pages,
+        emitted=emitted,
+        state=drafter.state,
+        device=device,
+        own_pages=own,
     )
-    block_table = torch.arange(1, allocator.pages, device=device).view(rows, pages)
+    block_table = torch.arange(1, pools.shared.pages, device=device).view(rows, pages)
+    own_table = torch.arange(1, pools.own.pages, device=device).view(rows, own)
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-    batch.open(block_table, zeros, zeros, zeros, zeros + 1)
-    return batch, planes
+    batch.open(block_table, zeros, zeros, zeros, zeros + 1, own_table)
+    return batch, pools.planes
 
 
 class _Pieces:
@@ -214,7 +220,7 @@ class _Pieces:
     def __init__(
         self,
         model: DecoderModel,
-        drafter: Eagle3Drafter,
+        drafter: Drafter,
         rows: int,
         context: int,
         steps: int,
@@ -227,7 +233,11 @@ class _Pieces:
         self._batch, self._planes = open_batch(model, drafter, rows, entries, emitted=_ACCEPTED + 1)
         self._batch.seq_lens.fill_(context)
         self._batch.roots.random_(model.vocabulary)
-        self._batch.drafter_state.normal_()
+        state = self._batch.drafter_state
+        if state.is_floating_point():
+            state.normal_()
+        else:
+            state.random_(model.vocabulary)
         self._candidates = _candidates(self._batch, model.vocabulary)
         aux = rows, steps + 1, 3 * model.config.hidden_size
         self._aux = torch.randn(aux, dtype=model.dtype, device=model.device)
@@ -257,10 +267,14 @@ class _Pieces:
         """Read what the deepest branch would emit, and make the first proposal behind it."""
         batch, planes, emitted = self._batch, self._planes, steps + 1
         tokens = self._candidates[0][:, :emitted].flatten()
-        aux = self._aux[:, :emitted].flatten(0, 1)
-        rows = TokenRows.even(len(batch), emitted, tokens.device)
-        counts = torch.full_like(batch.seq_lens, emitted)
-        self._drafter.extend(batch, planes, rows, tokens, aux, counts)
+        read = ReadTokens(
+            rows=TokenRows.even(len(batch), emitted, tokens.device),
+            tokens=tokens,
+            following=tokens,
+            aux=self._aux[:, :emitted].flatten(0, 1),
+            counts=torch.full_like(batch.seq_lens, emitted),
+        )
+        self._drafter.extend(batch, planes, read)
         self._drafter.candidates(batch, planes, _FIRST_PROPOSAL)
 
     def other(self, nodes: int) -> None:

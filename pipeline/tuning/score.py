@@ -23,7 +23,7 @@ def log_probabilities(
     """The target's float32 log-probabilities [reply, V] before each reply token; one forward."""
     tokens = torch.tensor([*prompt_ids, *reply_ids[:-1]], device=model.device)  # [T]
     allocator = PageAllocator(pages_for(len(tokens)) + 1, device=model.device)
-    plane = allocator.planes(model.plane_shape).target
+    (plane,) = allocator.planes((model.plane_shape,))
     batch = DecodeBatch.empty(
         1, pages=allocator.capacity, emitted=0, state=None, device=model.device
     )

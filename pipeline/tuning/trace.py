@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import advance, read_prompt
 from pipeline.decoder.tree import WINDOW, root_only
@@ -31,8 +32,8 @@ from pipeline.tuning.cost import open_batch
 #: Rank of what was not drafted.
 _NEVER = 1 << 30
 
-#: Of each position: tokens, parents and scores [B, C], as `Eagle3Drafter.candidates` gives them.
-_Drafts = list[tuple[Tensor, Tensor, Tensor]]
+#: Of each position.
+_Drafts = list[Candidates]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Traces:
 @torch.inference_mode()
 def trace(
     model: DecoderModel,
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     shape: TreeSection,
@@ -86,8 +87,7 @@ def trace(
             continue
         following = _continuations(replies, shape.steps).to(model.device)  # [B, P, D]
         for width, drafted in drafts.items():
-            beams = min(width, drafter.shape.draft_vocab_size)
-            by_row = continuation_ranks(drafted, following, beams)  # [B, P, D, D]
+            by_row = continuation_ranks(drafted, following)  # [B, P, D, D]
             ranks[width] += [by_row[row, :count] for row, count in enumerate(positions)]
     if not any(lengths):
         raise DataError(
@@ -138,7 +138,7 @@ def _check(model: DecoderModel, prompts: Sequence[Sequence[int]], new_tokens: in
 
 def _decode(
     model: DecoderModel,
-    drafter: Eagle3Drafter,
+    drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     shapes: Mapping[int, TreeSection],
@@ -182,7 +182,7 @@ def _continuations(replies: Sequence[Sequence[int]], depth: int) -> Tensor:
     return torch.tensor(padded).unfold(1, depth, 1)  # of [B, P + D - 1]
 
 
-def continuation_ranks(drafts: _Drafts, following: Tensor, beams: int) -> Tensor:
+def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
     """Ranks [B, P, D, D] of the continuations `following` [B, P, D] in drafts of D steps.
 
     Entry [.., d, s] is the rank of the token d + 1 behind the position among the candidates of the
@@ -192,22 +192,22 @@ def continuation_ranks(drafts: _Drafts, following: Tensor, beams: int) -> Tensor
     rows, positions, depth = following.shape
     wanted = following.flatten(0, 1)  # [T, D], T = B·P
     ranks = wanted.new_full((len(wanted), depth, depth), _NEVER, dtype=torch.int32)
-    stacked = [torch.stack(parts, dim=1) for parts in zip(*drafts, strict=True)]
+    stacked = [torch.stack(parts, dim=1) for parts in list(zip(*drafts, strict=True))[:3]]
     tokens, parents, scores = (part.flatten(0, 1) for part in stacked)  # each [T, C]
     index = torch.arange(tokens.shape[1], device=tokens.device)  # [C]
     steps = torch.arange(depth, device=tokens.device)  # [D]
-    ends = beams + beams**2 * steps  # [D] candidates of the first s + 1 steps
+    depths = drafts[0].depths  # [C]
+    drafted_by = (depths[:, None] <= steps + 1).float()  # [C, D] candidates of s + 1 steps
     # The last candidate of the continuation, -1 the root, and whether it was drafted so far: [T,
     # 1].
     node = torch.full_like(wanted[:, :1], -1)
     alive = torch.ones_like(node, dtype=torch.bool)
     for step in range(depth):
-        inside = (index < ends[step]) & (index >= (ends[step - 1] if step else 0))
         follows = (parents == node) & (tokens == wanted[:, step : step + 1])
-        agrees = inside & follows & alive  # [T, C], at most one a row
+        agrees = (depths == step + 1) & follows & alive  # [T, C]; of equal siblings the first
         alive, node = agrees.any(1, keepdim=True), agrees.int().argmax(1, keepdim=True)
         own = scores.gather(1, node)
         better = (scores > own) | ((scores == own) & (index < node))  # [T, C]
-        counted = better.cumsum(1)[:, ends - 1].int()  # [T, D]
+        counted = (better.float() @ drafted_by).int()  # [T, D]
         ranks[:, step] = torch.where(alive & (steps >= step), counted, _NEVER)
     return ranks.view(rows, positions, depth, depth)

@@ -14,12 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from bench.random_target import random_head
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafters.base import Drafter
-from pipeline.decoder.kv import PageAllocator, Planes, pages_for
+from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel, Forward
 from pipeline.eagle3.head import Eagle3Head
 
 CAPTURE = (1, 3, 4)
 VOCABULARY = 101
+#: Rows that the drafter's own pool has pages for.
+OWN_ROWS = 8
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -72,9 +74,8 @@ def one_thread() -> None:
 
 def poisoned_planes(model: DecoderModel, pages: int, drafter: Drafter | None = None) -> Planes:
     """Key/value memory in which whatever is read before it was written shows."""
-    allocator = PageAllocator(pages, device=model.device)
-    planes = allocator.planes(model.plane_shape, drafter.planes if drafter else ())
-    for plane in (planes.target, *planes.drafter):
+    planes = Pools(model, drafter, pages=pages, rows=OWN_ROWS).planes
+    for plane in (planes.target, *planes.drafter, *planes.own):
         plane.fill_(float("nan"))
     return planes
 
@@ -92,13 +93,20 @@ def open_rows(
 
     `spare` inert rows stand behind them.
     """
-    state = drafter.state if drafter else None
+    state, own = (drafter.state, drafter.own_pages) if drafter else (None, 0)
+    assert rows <= OWN_ROWS
     batch = DecodeBatch.empty(
-        rows + spare, pages=pages, emitted=emitted, state=state, device=model.device
+        rows + spare,
+        pages=pages,
+        emitted=emitted,
+        state=state,
+        device=model.device,
+        own_pages=own,
     )
     order = 1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))
     zeros = torch.zeros(rows, dtype=torch.int64)
-    batch.rows(0, rows).open(order.view(rows, pages), zeros, zeros, zeros, zeros + 1)
+    own_order = torch.arange(rows * own, 0, -1).view(rows, own)
+    batch.rows(0, rows).open(order.view(rows, pages), zeros, zeros, zeros, zeros + 1, own_order)
     return batch
 
 

@@ -18,7 +18,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.round import decode_round, draft_tree, read_prompt
 from pipeline.eagle3.head import Eagle3Head
 from tests.decoder.conftest import CAPTURE, open_rows, poisoned_planes, random_tokens
 
@@ -106,7 +106,8 @@ def test_plain_rounds_leave_the_drafter_ready(model: DecoderModel, head: Eagle3H
     torch.testing.assert_close(batch.drafter_state, whole.drafter_state, atol=1e-4, rtol=1e-4)
     drafting = Eagle3Drafter(head, model, TREE)
     ours, theirs = (
-        drafting.draft(rows, plane, TREE) for rows, plane in ((batch, planes), (whole, others))
+        draft_tree(model.ops, drafting, rows, plane, TREE)
+        for rows, plane in ((batch, planes), (whole, others))
     )
     assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.parents, theirs.parents)
 

@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
+from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.drafters.base import ReadTokens, TreeDrafter
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.kv import Planes, PlaneShape
+from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.tree import Tree
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.tuning.score import draw_gap
 from tests.decoder.conftest import VOCABULARY
@@ -46,38 +45,26 @@ def _replies(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ..
     return {name: done.token_ids for name, done in _run(engine, requests).items()}
 
 
-class OracleDrafter:
+class OracleDrafter(TreeDrafter):
     """Knows the replies: proposes the true tokens, down to depth `right`, among distractors."""
 
-    depth, nodes, lookahead = 4, 13, 0
-    state: RowState | None = None
-    planes: tuple[PlaneShape, ...] = ()
-    _shape = TreeSection(top_k=3, steps=4, nodes=13)
-
     def __init__(self, replies: dict[tuple[int, ...], tuple[int, ...]], right: int) -> None:
+        super().__init__(TreeSection(top_k=3, steps=4, nodes=13), VOCABULARY)
         self._whole = [(*prompt, *reply)[1:] for prompt, reply in replies.items()]
         self._right = right
         self._seen: dict[int, list[int]] = {}  # by the request's first page: rows may move
 
-    def shape_for(self, rows: int) -> TreeSection:
-        return self._shape
+    def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
+        self.extend(batch, planes, read)
 
-    def extend(
-        self,
-        batch: DecodeBatch,
-        planes: Planes,
-        rows: TokenRows,
-        tokens: Tensor,
-        aux: Tensor,
-        counts: Tensor,
-    ) -> None:
-        firsts = rows.starts[:-1].tolist()
-        for row, (first, count) in enumerate(zip(firsts, counts.tolist(), strict=True)):
+    def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
+        firsts = read.rows.starts[:-1].tolist()
+        for row, (first, count) in enumerate(zip(firsts, read.counts.tolist(), strict=True)):
             seen = self._seen.setdefault(int(batch.block_table[row, 0]), [])
             del seen[int(batch.seq_lens[row]) :]  # whoever held the page before
-            seen += tokens[first : first + count].tolist()
+            seen += read.following[first : first + count].tolist()
 
-    def draft(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Tree:
+    def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         tokens = []
         for row, root in enumerate(batch.roots.tolist()):
             seen = self._seen[int(batch.block_table[row, 0])]
@@ -89,7 +76,7 @@ class OracleDrafter:
         depths = torch.arange(4).repeat_interleave(3)  # three candidates each
         parents = (3 * depths - 2).clamp(min=-1).expand(len(batch), -1)
         scores = -(depths + 1.0).expand(len(batch), -1)
-        return TorchOps().grow_tree(batch.roots, torch.tensor(tokens), parents, scores, self.nodes)
+        return Candidates(torch.tensor(tokens), parents, scores, depths + 1)
 
     def _future(self, seen: list[int]) -> list[int]:
         (whole,) = [whole for whole in self._whole if whole[: len(seen)] == tuple(seen)]

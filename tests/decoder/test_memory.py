@@ -100,13 +100,13 @@ def test_the_pool_takes_what_slots_need_and_never_more_than_its_share_of_free_me
     for pages in (100, 20, 9):
         _with_free_memory(monkeypatch, 2 * pages * page + 1)
         engine = Engine(model, drafter=drafter, slots=10)
-        sizes[pages] = engine.allocator.pages
+        sizes[pages] = engine.pools.shared.pages
     # Requests wait for pages where there are not enough for all of them.
     assert {done.request_id: done.token_ids for done in engine.generate(_requests(6))} == plain
     full = pages_for(model.max_length + 5 + 10)
     assert sizes == {100: 10 * full + 1, 20: 20, 9: 9}
     _with_free_memory(monkeypatch, None)  # nobody says what is free
-    assert Engine(model, drafter=drafter, slots=10).allocator.pages == 10 * full + 1
+    assert Engine(model, drafter=drafter, slots=10).pools.shared.pages == 10 * full + 1
 
 
 def test_memory_that_holds_no_request_is_named(

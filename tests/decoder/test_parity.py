@@ -16,9 +16,11 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import TokenRows
+from pipeline.decoder.drafters.base import ReadTokens
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.round import draft_tree
 from pipeline.decoder.tree import Tree
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
@@ -49,14 +51,15 @@ class _Drafting:
     def read(self, row: int, tokens: Tensor, aux: Tensor, count: int) -> None:
         """Give a row tokens [E] and states [E, 3H], `count` of them valid, and commit them."""
         batch, each = self.batch.rows(row, row + 1), TokenRows.even(1, len(tokens), tokens.device)
-        self.drafter.extend(batch, self.planes, each, tokens, aux, torch.tensor([count]))
+        read = ReadTokens(each, tokens.roll(1), tokens, aux, torch.tensor([count]))
+        self.drafter.extend(batch, self.planes, read)
         batch.seq_lens.add_(count)
 
     def draft(self, root: int, shape: TreeSection) -> tuple[Tree, list[Tensor]]:
         """Trees below a root, and every step's logits [B, beams, Vd]."""
         self.batch.roots.fill_(root)
         self.drafter.trace = []
-        tree = self.drafter.draft(self.batch, self.planes, shape)
+        tree = draft_tree(self.drafter.ops, self.drafter, self.batch, self.planes, shape)
         return tree, self.drafter.trace
 
 

@@ -97,7 +97,7 @@ def test_requests_wait_for_pages_and_none_is_lost(
     for _ in range(3):
         done = _run(engine, GOOD)
         assert {name: each.token_ids for name, each in done.items()} == expected
-        assert engine.allocator.free_pages == engine.allocator.capacity == 3
+        assert engine.pools.shared.free_pages == engine.pools.shared.capacity == 3
         assert max(each.statistics.queued_seconds for each in done.values()) > 0
 
 
@@ -148,7 +148,7 @@ def test_a_caller_that_stops_listening_leaves_a_clean_engine(
         for _ in range(stop_after):
             next(stream)
         stream.close()  # type: ignore[attr-defined]
-        assert engine.allocator.free_pages == engine.allocator.capacity
+        assert engine.pools.shared.free_pages == engine.pools.shared.capacity
     assert {done.request_id: done.token_ids for done in engine.generate(GOOD)} == expected
 
 

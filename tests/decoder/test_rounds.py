@@ -80,6 +80,6 @@ def test_buckets_and_overlap_change_no_token(
     for _ in range(2):
         done = {each.request_id: each for each in engine.generate(requests)}
         assert {name: each.token_ids for name, each in done.items()} == plain
-        assert engine.allocator.free_pages == engine.allocator.capacity
+        assert engine.pools.shared.free_pages == engine.pools.shared.capacity
     for each in done.values():
         assert each.statistics.round_tokens == len(each.token_ids) - 1

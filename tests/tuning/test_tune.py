@@ -15,6 +15,7 @@ from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import DataError, TargetError
@@ -157,14 +158,16 @@ def test_ranks_are_the_places_in_the_tree() -> None:
         scores.append((total[:, :, None] + gains).flatten(1))
         total, best = scores[-1].topk(beams)
         above, first = first + best, first + scores[-1].shape[1]
-    drafts = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
+    deeper = [torch.full((part.shape[1],), depth) for depth, part in enumerate(tokens, 1)]
+    proposed_all = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
+    drafts = Candidates(*proposed_all, torch.cat(deeper))
     wanted = torch.randint(0, vocabulary, (rows, depth), generator=generator)
-    ranks = continuation_ranks([drafts], wanted[:, None], beams)[:, 0]  # [B, D, D]
+    ranks = continuation_ranks([drafts], wanted[:, None])[:, 0]  # [B, D, D]
     roots, deepest = torch.zeros(rows, dtype=torch.int64), 0
     for steps in range(1, depth + 1):
         proposed = beams + (steps - 1) * beams**2
         for nodes in range(2, proposed + 2):
-            cut = [part[:, :proposed] for part in drafts]
+            cut = [part[:, :proposed] for part in proposed_all]
             tree = TorchOps().grow_tree(roots, cut[0], cut[1], cut[2], nodes)
             predicted = torch.cat((wanted, wanted[:, -1:]), 1).gather(1, tree.depth)
             accepted = TorchOps().verify(tree, predicted, steps).counts - 1

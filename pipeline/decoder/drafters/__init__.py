@@ -1,5 +1,6 @@
 """What proposes draft trees.
 
-base.py    the protocol that the engine talks to
-eagle3.py  the EAGLE-3 head
+base.py      the protocol that the engine talks to
+registry.py  drafters by name
+eagle3.py    the EAGLE-3 head
 """

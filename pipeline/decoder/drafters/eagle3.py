@@ -12,89 +12,64 @@ The head is loaded into the same form as a layer of the target, and drafts with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
+from pipeline.decoder.batch import DecodeBatch, RowState
+from pipeline.decoder.drafters.base import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead, draft_step
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack
-from pipeline.decoder.tree import HEADROOM, Tree
+from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.head import WINDOW_STEP, Eagle3Head, hidden_positions
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import HeadError
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(TreeDrafter):
     """One head, and the dynamic tree."""
 
-    def __init__(
-        self,
-        head: Eagle3Head,
-        model: DecoderModel,
-        tree: TreeSection | Mapping[int, TreeSection | None],
-    ) -> None:
-        """`tree` is one shape for all batches, or the shape from each batch size upward.
-
-        Batches whose shape is None are decoded plainly. The head's weights are copied; the target's
-        embedding, type, device and operations are used. Raises HeadError when head and target do
-        not fit.
+    def __init__(self, head: Eagle3Head, model: DecoderModel, trees: Trees) -> None:
+        """The head's weights are copied; the target's embedding, type, device and operations are
+        used. Raises HeadError when head and target do not fit.
         """
         check_fits(head, model)
+        super().__init__(trees, head.shape.draft_vocab_size)
         self.ops, self.dtype = model.ops, model.dtype
         self.shape = head.shape
-        self._trees = {0: tree} if isinstance(tree, TreeSection) else dict(tree)
-        shapes = [shape for shape in self._trees.values() if shape is not None]
-        self.depth = max((shape.steps for shape in shapes), default=0)
-        self.nodes = max((self._nodes(shape) for shape in shapes), default=1)
-        # A draft writes all its beams; an extension one entry more than a draft has steps.
-        written = (max((each.steps - 1) * each.top_k, each.steps + 1) for each in shapes)
-        self.lookahead = max(written, default=1)
-        self.state: RowState | None = RowState(head.shape.hidden_size, model.dtype)
+        # An extension writes an entry more than a draft has steps.
+        self.lookahead = max(self.lookahead, self.depth + 1)
+        self.state = RowState(head.shape.hidden_size, model.dtype)
         key = head.shape.num_key_value_heads, head.shape.head_dim
-        self.planes: tuple[PlaneShape, ...] = (PlaneShape(1, *key, model.dtype),)
+        self.planes = (PlaneShape(1, *key, model.dtype),)
         self._load(head, model)
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
 
-    def shape_for(self, rows: int) -> TreeSection | None:
-        return self._trees[max(size for size in self._trees if size <= rows)]
+    def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
+        del ended
+        self.extend(batch, planes, read)
 
-    def extend(
-        self,
-        batch: DecodeBatch,
-        planes: Planes,
-        rows: TokenRows,
-        tokens: Tensor,
-        aux: Tensor,
-        counts: Tensor,
-    ) -> None:
+    def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
-        metadata, plane = batch.metadata(self.ops, self._head.rotary, rows), planes.drafter[0]
-        hidden, tokens = self.project(aux), tokens.clamp(min=0)
-        last = rows.starts[:-1] + counts - 1  # [B] valid tokens of the rows
+        metadata, plane = batch.metadata(self.ops, self._head.rotary, read.rows), planes.drafter[0]
+        hidden, tokens = self.project(read.aux), read.following.clamp(min=0)
+        last = read.rows.starts[:-1] + read.counts - 1  # [B] valid tokens of the rows
         _, output = draft_step(self.ops, self._head, tokens, hidden, metadata, plane)  # [T, H]
         output = output[last]
         if self.shape.draft_window:
             # Those keys and values are everyone's; what the last token sees is its window.
-            metadata = self._last_of(batch, metadata.slots[last], counts)
+            metadata = self._last_of(batch, metadata.slots[last], read.counts)
             inputs = tokens[last], hidden[last]
             _, output = draft_step(self.ops, self._head, *inputs, metadata, plane)  # [B, H]
         batch.drafter_state.copy_(output)
 
-    def draft(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Tree:
-        candidates = self.candidates(batch, planes, shape)
-        return self.ops.grow_tree(batch.roots, *candidates, self._nodes(shape))
-
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
-        """All that such a draft proposes."""
         entries = self._seen(batch.block_table, batch.seq_lens)
         row = batch.drafter_state, *entries, batch.seq_lens
-        steps, k = shape.steps, self._beams(shape)
+        steps, k = shape.steps, self.shapes.beams(shape)
         return self.ops.unroll(self._head, *row, planes.drafter[0], steps, k, self.trace)
 
     def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,14 +141,6 @@ class Eagle3Drafter:
         )
         self._fc_norms = [norm(f"fc_norm.{part}") for part in range(3 * self.shape.fc_norm)]
         self._fc = ops.pack(stored(weights["fc.weight"], device))
-
-    def _nodes(self, shape: TreeSection) -> int:
-        """Nodes of a tree; a small draft may have fewer candidates than the budget."""
-        beams = self._beams(shape)
-        return min(shape.nodes, 1 + beams + (shape.steps - 1) * beams**2)
-
-    def _beams(self, shape: TreeSection) -> int:
-        return min(shape.top_k, self.shape.draft_vocab_size)
 
 
 def check_fits(head: Eagle3Head, model: DecoderModel) -> None:

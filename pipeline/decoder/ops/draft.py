@@ -1,7 +1,7 @@
-"""A draft of an EAGLE-3 head, step by step: the definition of `ops.unroll`.
+"""Drafts, step by step: the beams of any model, and `ops.unroll`, those of an EAGLE-3 head.
 
-Draft step s = 1…steps-1 reads one token of depth s with the output that proposed it, at position
-L-1+s; it sees all L committed entries, then its own ancestors among the drafted ones:
+Draft step s = 1…steps-1 reads k tokens of depth s; each sees all L committed entries, then its own
+ancestors among the drafted ones:
 
     entries   0 … L-1 | depth 1: k | depth 2: k | …      k beams a step, written anew every round
     bits                0 … k-1      k … 2k-1            of the mask
@@ -9,8 +9,9 @@ L-1+s; it sees all L committed entries, then its own ancestors among the drafted
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,14 +38,36 @@ class DraftHead:
 
 
 class Candidates(NamedTuple):
-    """All that a draft of k beams proposes, C = k + (steps - 1) · k · k a row.
+    """All that a draft proposes, C candidates a row, parents before children.
 
-    The first k have depth 1; after them every depth has k · k, k for each of its beams, best first.
+    Where candidates of a depth have a number of beams k of their own, the first k have depth 1, and
+    after them every depth has k · k, k for each of its beams, best first.
     """
 
     tokens: Tensor  # [B, C] target token ids
     parents: Tensor  # [B, C] the candidate that each continues, -1 for the root
-    scores: Tensor  # [B, C] cumulative log-probabilities, float32
+    scores: Tensor  # [B, C] cumulative log-probabilities, float32; never above the parent's
+    depths: Tensor  # [C] from 1 on
+
+
+class DraftedRows(NamedTuple):
+    """Where the beams of B rows stand: behind `seq_lens` entries of `block_table`."""
+
+    rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
+    block_table: Tensor  # [B, P]
+    seq_lens: Tensor  # [B] entries that all beams see
+    positions: Tensor  # [B] of the drafted tokens of depth 1
+
+
+class ProposalHead(NamedTuple):
+    """What turns normed outputs into proposed tokens."""
+
+    lm_head: Packed  # [Vd, H]
+    target_ids: Tensor | None  # [Vd]; None: rows of lm_head are target ids
+
+
+#: Tokens [B · k], hidden [B · k, H], metadata → what lm_head reads, and the next step's hidden.
+BeamStep = Callable[[Tensor, Tensor, AttentionMetadata], tuple[Tensor, Tensor]]
 
 
 def draft_step(
@@ -82,42 +105,83 @@ def unroll(
     the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. `trace` is given every step's
     logits [B, beams, Vd], the root's first.
     """
-    rows = len(state)
-
-    def propose(normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed outputs [B · n, H] → log-probabilities, target ids of the best k [B, n, k]."""
-        logits = ops.linear(normed, head.lm_head)  # [B · n, Vd]
-        if trace is not None:
-            trace.append(logits.view(rows, -1, logits.shape[-1]))
-        scores, draft_ids = ops.propose(logits, k)
-        return scores.view(rows, -1, k), head.target_ids[draft_ids].view(rows, -1, k)
-
     normed = state
     if not head.norm_output:
         normed, _ = ops.add_rms_norm(state, None, head.stack.norms[0], head.stack.eps)
+    place = DraftedRows(head.rotary, block_table, seq_lens, positions)
+    vocabulary = ProposalHead(head.lm_head, head.target_ids)
+    step = partial(_head_step, ops, head, plane)
+    return search_beams(ops, step, vocabulary, normed, state, place, steps, k, trace)
+
+
+def _head_step(
+    ops: TorchOps,
+    head: DraftHead,
+    plane: Tensor,
+    tokens: Tensor,
+    hidden: Tensor,
+    metadata: AttentionMetadata,
+) -> tuple[Tensor, Tensor]:
+    return draft_step(ops, head, tokens, hidden, metadata, plane)
+
+
+def search_beams(
+    ops: TorchOps,
+    step: BeamStep,
+    vocabulary: ProposalHead,
+    normed: Tensor,
+    hidden: Tensor,
+    place: DraftedRows,
+    steps: int,
+    k: int,
+    trace: list[Tensor] | None = None,
+) -> Candidates:
+    """Draft `steps` deep with k beams a row (EAGLE-2, arXiv:2406.16858, §4.1).
+
+    `normed` [B, H] is what lm_head reads at the root, `hidden` [B, H] what the first step is given.
+    """
+    rows = len(normed)
+
+    def propose(normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed outputs [B · n, H] → log-probabilities, target ids of the best k [B, n, k]."""
+        logits = ops.linear(normed, vocabulary.lm_head)  # [B · n, Vd]
+        if trace is not None:
+            trace.append(logits.view(rows, -1, logits.shape[-1]))
+        scores, ids = ops.propose(logits, k)
+        if vocabulary.target_ids is not None:
+            ids = vocabulary.target_ids[ids]
+        return scores.view(rows, -1, k), ids.view(rows, -1, k)
+
     score, token = (each[:, 0] for each in propose(normed))  # [B, k] of each beam
     tokens, cumulative, kept = [token], [score], []
-    places, bits = _places(head, block_table, seq_lens, positions, steps - 1, k)
-    hidden, lineage = state.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
-    for step, place in enumerate(places, 1):
-        metadata = replace(place, mask=lineage.flatten())
-        normed, hidden = draft_step(ops, head, token.flatten(), hidden, metadata, plane)
+    places, bits = _places(place, steps - 1, k)
+    hidden, lineage = hidden.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
+    for depth, metadata in enumerate(places, 1):
+        metadata = replace(metadata, mask=lineage.flatten())
+        normed, hidden = step(token.flatten(), hidden, metadata)
         gained, proposed = propose(normed)  # each [B, k, k]
         tokens.append(proposed.flatten(1))
-        if step == len(places):
+        if depth == len(places):
             cumulative.append((score[:, :, None] + gained).flatten(1))
             break
-        beams = ops.select_beams(score, gained, proposed, lineage, hidden, bits[step])
+        beams = ops.select_beams(score, gained, proposed, lineage, hidden, bits[depth])
         cumulative.append(beams.total)
         kept.append(beams.best)
         score, token, lineage, hidden = beams.score, beams.token, beams.lineage, beams.hidden
-    return Candidates(torch.cat(tokens, 1), _parents(kept, tokens, k), torch.cat(cumulative, 1))
+    parents, depths = _parents(kept, tokens, k), beam_depths(steps, k, normed.device)
+    return Candidates(torch.cat(tokens, 1), parents, torch.cat(cumulative, 1), depths)
 
 
-def _places(
-    head: DraftHead, block_table: Tensor, seq_lens: Tensor, first: Tensor, steps: int, k: int
-) -> tuple[list[AttentionMetadata], Tensor]:
+@cache
+def beam_depths(steps: int, k: int, device: torch.device) -> Tensor:
+    """Depths [C] of the candidates of `steps` steps of k beams."""
+    deeper = torch.arange(2, steps + 1, device=device).repeat_interleave(k * k)
+    return torch.cat((torch.ones(k, dtype=torch.int64, device=device), deeper))
+
+
+def _places(place: DraftedRows, steps: int, k: int) -> tuple[list[AttentionMetadata], Tensor]:
     """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
+    rotary, block_table, seq_lens, first = place
     rows = len(seq_lens)
     drafted, depths, bits, starts = _beam_constants(rows, steps, k, seq_lens.device)
     if steps == 0:
@@ -127,7 +191,7 @@ def _places(
     positions = (first[:, None] + depths).expand(-1, -1, k).flatten(1)
     places = [
         AttentionMetadata(
-            rotary=head.rotary,
+            rotary=rotary,
             positions=positions[step],
             slots=slots[step],
             block_table=block_table,

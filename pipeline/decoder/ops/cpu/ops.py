@@ -36,7 +36,7 @@ from pipeline.decoder.ops.cpu.structs import (
     layer_structs,
     metadata_struct,
 )
-from pipeline.decoder.ops.draft import Candidates, DraftHead
+from pipeline.decoder.ops.draft import Candidates, DraftHead, beam_depths
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.tree import Beams, SamplingTensors, Tree, VerifyOutput
 
@@ -333,7 +333,7 @@ class CpuOps(TorchOps):
         if trace is not None:
             sizes = [rows, *[rows * k] * (steps - 1)]
             trace += [each.view(rows, -1, vocabulary) for each in torch.split(logits, sizes)]
-        return Candidates(tokens, parents, scores)
+        return Candidates(tokens, parents, scores, beam_depths(steps, k, state.device))
 
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int

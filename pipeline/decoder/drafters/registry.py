@@ -1,0 +1,42 @@
+"""Drafters by name: `load_drafter` reads what one needs, once, and makes it for any trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.config.drafter import DrafterSection
+from pipeline.decoder.drafters.base import Drafter, Trees
+from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.errors import ConfigError
+from pipeline.target.open import Target
+
+#: A drafter that draws trees of these shapes; all that it makes share their weights.
+MakeDrafter = Callable[[Trees], Drafter]
+
+
+def load_drafter(
+    section: DrafterSection, model: DecoderModel, target: Target, head: Eagle3Head | None
+) -> MakeDrafter | None:
+    """How to make the drafter of a name; None for plain decoding.
+
+    `head` is the head to draft with, where there is one. Raises ConfigError where something is
+    missing, HeadError or TargetError where it does not fit the target.
+    """
+    del target
+    if section.name == "none":
+        return None
+    from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+
+    given = _head(section, head)
+    return lambda trees: Eagle3Drafter(given, model, trees)
+
+
+def _head(section: DrafterSection, head: Eagle3Head | None) -> Eagle3Head:
+    if head is None:
+        raise ConfigError(
+            f"drafter {section.name} needs a trained head",
+            where="drafter.name",
+            fix="name one, or choose a drafter without (`eagle3 drafters`)",
+        )
+    return head
