@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import runtime
-from pipeline.config import RunConfig, TargetSection, TreeSection
+from pipeline.config import DrafterSection, RunConfig, TargetSection, TreeSection
 from pipeline.config import load as load_config
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
@@ -31,6 +31,7 @@ from pipeline.target.template import ChatTemplate
 __all__ = [
     "ChatTemplate",
     "Completion",
+    "DrafterSection",
     "Eagle3Error",
     "Engine",
     "Manifest",
@@ -59,13 +60,15 @@ def open_engine(
     source: str,
     *,
     head: str | None = None,
+    drafter: DrafterSection | None = None,
     tree: TreeSection | None = None,
     slots: int = 1,
     max_length: int = 2048,
     device: str = "auto",
     dtype: str = "auto",
 ) -> tuple[Engine, ChatTemplate]:
-    """The decoder on a target (as `target.source`), with the head at a directory or URI if given.
+    """The decoder on a target (as `target.source`), with the head at a directory or URI if given,
+    or another `drafter`.
 
     `tree` is the draft tree's shape, `slots` the requests decoded side by side, `max_length` the
     most tokens of one, prompt and reply; `device` and `dtype` are as in the configuration's
@@ -87,8 +90,10 @@ def open_engine(
         dtype=resolve_dtype(dtype, where),
         max_length=max_length,
     )
-    drafter = Eagle3Drafter(weights, model, tree or TreeSection()) if weights else None
-    return Engine(model, drafter=drafter, slots=slots), target.template()
+    named = drafter or DrafterSection(name="none" if weights is None else "eagle3")
+    make = load_drafter(named, model, target, weights)
+    drafting = make and make(tree or TreeSection())
+    return Engine(model, drafter=drafting, slots=slots), target.template()
 
 
 def read_samples(run_uri: str) -> Iterator[Sample]:

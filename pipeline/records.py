@@ -311,7 +311,8 @@ class EvalReport(Record):
     tokens_per_second: dict[str, float]  # speculative, plain, hf: medians over prompts
     speedup: dict[str, float]  # over plain, over hf
     lossless: dict[str, Any]  # greedy_fp32: bool, prompts_checked: int
-    head: dict[str, Any]  # parameters, share_of_target, draft_vocab_size, coverage
+    head: dict[str, Any]  # parameters, share_of_target, draft_vocab_size, coverage; {}: no head
+    drafter: dict[str, Any] = {"name": "eagle3"}  # its name, and what was set of it
     by_category: dict[str, dict[str, float]]
     contract: TargetContract
     provenance: dict[str, Any]  # manifests' hashes, licences, sources, rejected counts

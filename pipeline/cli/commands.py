@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from pipeline.cli.plans import print_plans
-from pipeline.config import PiiSection, RunConfig, load
+from pipeline.config import DRAFTERS, DrafterSection, PiiSection, RunConfig, Section, load
 from pipeline.console import fail, readable_bytes
 from pipeline.records import STAGES, Plan, Stage
 from pipeline.runtime import ROOMS, run
@@ -77,6 +77,18 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _schema(arguments: argparse.Namespace) -> int:
     print(json.dumps(RunConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def _drafters(arguments: argparse.Namespace) -> int:
+    for name, info in DRAFTERS.items():
+        print(f"{name:<12}{info.about}\n{'':<12}needs {info.needs}")
+        section = DrafterSection.model_fields.get(name)
+        settings = section.get_default(call_default_factory=True) if section else None
+        if isinstance(settings, Section):
+            for key, field in type(settings).model_fields.items():
+                about = " ".join((field.description or "").split())
+                print(f"{'':<14}{name}.{key} = {field.get_default()}: {about}")
     return 0
 
 
@@ -171,6 +183,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     **dict.fromkeys((*STAGES, "run"), run_stages),
     "show": _show,
     "schema": _schema,
+    "drafters": _drafters,
     "inspect": _inspect,
     "export": _export,
     "import": _import,

@@ -120,6 +120,7 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     _command(commands, "run", in_order, configured, staged)
     _command(commands, "show", "print the resolved configuration as YAML", configured)
     _command(commands, "schema", "print the JSON schema of the configuration")
+    _command(commands, "drafters", "list what can draft, what it needs, and its settings")
 
 
 def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -10,6 +10,7 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 
 from __future__ import annotations
 
+from pipeline.config.drafter import DRAFTERS, DrafterSection
 from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
@@ -39,7 +40,9 @@ from pipeline.config.synth import (
 from pipeline.config.train import HeadSection, TrainSection
 
 __all__ = [
+    "DRAFTERS",
     "DlpSection",
+    "DrafterSection",
     "EvalSection",
     "FeaturesSection",
     "GeneratorSection",

@@ -14,12 +14,13 @@ class DrafterInfo(NamedTuple):
 
     about: str
     needs: str
+    trained: bool = False  # drafts with a head of this pipeline
 
 
 DRAFTERS: dict[DrafterName, DrafterInfo] = {
     "none": DrafterInfo("plain decoding, one token a round", "nothing"),
     "eagle3": DrafterInfo(
-        "an EAGLE-3 head of 2-5 % of the target's size, a dynamic tree", "a trained head"
+        "an EAGLE-3 head of 2-5 % of the target's size, a dynamic tree", "a trained head", True
     ),
 }
 
@@ -29,3 +30,8 @@ class DrafterSection(Section):
 
     name: DrafterName = "eagle3"
     """One of those that `eagle3 drafters` lists."""
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether it drafts with a head of this pipeline."""
+        return DRAFTERS[self.name].trained

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
+from pipeline.config.drafter import DrafterSection
 from pipeline.config.jobs import JobsSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.section import Section, TreeSection
@@ -23,6 +24,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "batch_size": True,
         "head": True,  # drafted replies are the target's own
         "tree": True,
+        "drafter": True,
         "generator": TRANSPORT_KEYS,
         "max_rejected": True,
         "screening_processes": True,
@@ -186,11 +188,13 @@ class EvalSection(Section):
     """Acceptance and speed of a head."""
 
     head: str | None = None
-    """Head directory; None takes the run's own."""
+    """Head directory; None takes the run's own, where the drafter needs one."""
     prompts: str | None = None
     """JSONL file with `turns`; replaces `sources` when set."""
     sources: tuple[SourceSpec, ...] = ()
     """Evaluation prompts."""
+    drafter: DrafterSection = DrafterSection()
+    """What drafts; plain decoding is measured beside it."""
     max_prompts: int | None = Field(None, gt=0)
     """At most this many prompts, drawn evenly over categories."""
     max_turns: int = Field(1, gt=0)
@@ -205,6 +209,17 @@ class EvalSection(Section):
     """System message; None keeps the template's own default, as in synth."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field({})
     """Variables of the chat template over the target's, such as a mode of synth.mix."""
+
+    @model_validator(mode="after")
+    def _has_something_to_measure(self) -> EvalSection:
+        if self.drafter.name == "none":
+            raise ValueError(
+                "drafter none is what every drafter is compared with; choose another "
+                "(`eagle3 drafters`)"
+            )
+        if self.head is not None and not self.drafter.needs_head:
+            raise ValueError(f"head belongs to a trained drafter, not to {self.drafter.name}")
+        return self
 
 
 class RunConfig(Section):

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.credentials import VariableName, check_endpoint
+from pipeline.config.drafter import DrafterSection
 from pipeline.config.section import Section, TreeSection
 from pipeline.records import SamplingOverride
 
@@ -317,8 +318,10 @@ class SynthSection(Section):
     head: str | None = None
     """Directory of an earlier head of this target to draft with; the replies stay the target's
     own."""
+    drafter: DrafterSection | None = None
+    """What drafts the replies. None: `eagle3` where there is a head, else nothing."""
     tree: TreeSection = TreeSection(top_k=1, steps=2, nodes=3)
-    """Draft tree, when there is a head; a shape, not auto."""
+    """Draft tree, when there is a drafter; a shape, not auto."""
 
     @model_validator(mode="after")
     def _names_a_shape(self) -> SynthSection:
@@ -337,11 +340,15 @@ class SynthSection(Section):
                 "the OpenAI API has no top_k; "
                 "set it to 0, or set generator.backend to vllm or sglang"
             )
-        if self.head is not None and self.generator.backend != "local":
+        drafts = self.head is not None or self.drafter is not None
+        if drafts and self.generator.backend != "local":
             raise ValueError(
-                "synth.head drafts for the bundled decoder only; "
-                "leave it out, or set generator.backend to local"
+                "synth.head and synth.drafter draft for the bundled decoder only; "
+                "leave them out, or set generator.backend to local"
             )
+        if self.drafter is not None and self.drafter.needs_head != (self.head is not None):
+            needs = "needs synth.head" if self.drafter.needs_head else "does not use synth.head"
+            raise ValueError(f"synth.drafter {self.drafter.name} {needs}")
         return self
 
     shard_prompts: int = Field(256, gt=0)

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.config import RunConfig, TreeSection
 from pipeline.console import long_step, notice
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
@@ -30,7 +30,7 @@ from pipeline.tuning.tune import Choice, tune
 
 #: Requests that the losslessness check decodes together.
 _LOSSLESS_SLOTS = 8
-#: Prompts that `tree: auto` tries the head on.
+#: Prompts that `tree: auto` tries the drafter on.
 _TUNING_PROMPTS = 8
 
 
@@ -49,19 +49,20 @@ class Measured:
 
 
 class Comparison:
-    """The target with and without a head, at batch 1, ready to decode."""
+    """The target with and without a drafter, at batch 1, ready to decode."""
 
     def __init__(
         self,
         config: RunConfig,
         target: Target,
-        head: Eagle3Head,
+        head: Eagle3Head | None,
         template: ChatTemplate,
         *,
         dtype: torch.dtype,
         max_length: int,
     ) -> None:
-        self._section, self._template, self._head = config.eval, template, head
+        """`head` is what a trained drafter drafts with."""
+        self._section, self._template = config.eval, template
         self.model = DecoderModel.load(
             target.directory,
             target.contract.capture_layers,
@@ -69,22 +70,24 @@ class Comparison:
             dtype=dtype,
             max_length=max_length,
         )
-        self.tree = config.eval.tree
+        make = load_drafter(config.eval.drafter, self.model, target, head)
+        assert make is not None, "the configuration refuses drafter none"
+        self._make, self.tree = make, config.eval.tree
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
-        """Pick the tree for batch 1 by trying the head on some of the prompts.
+        """Pick the tree for batch 1 by trying the drafter on some of the prompts.
 
         `tree` is that one from then on; the default one where plain decoding is predicted to be
-        faster than any, so that the head can still be judged.
+        faster than any, so that the drafter can still be judged.
         """
         chosen = sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
         questions = [first_question(prompts[index], self._template) for index in chosen]
         contexts = [question.context for question in questions if self._fits(question)]
-        notice("eval", f"tree: auto, trying the head on {len(contexts)} prompts")
+        notice("eval", f"tree: auto, trying the drafter on {len(contexts)} prompts")
         with long_step("eval", "tree: auto"):
             choice = tune(
                 self.model,
-                self._head,
+                self._make,
                 contexts,
                 rows=(1,),
                 stop_ids=self._template.stop_ids,
@@ -96,12 +99,12 @@ class Comparison:
         notice("eval", f"tree: {shape}; predicted: {gain}")
         if not choice.drafts:
             plainly = "tree: one node, plain decoding: no tree is predicted to be faster"
-            notice("eval", f"{plainly}; the head is measured on the default tree")
+            notice("eval", f"{plainly}; the drafter is measured on the default tree")
         return choice
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
         """A fresh engine over the shared weights."""
-        drafter = Eagle3Drafter(self._head, self.model, self.tree) if speculative else None
+        drafter = self._make(self.tree) if speculative else None
         return Engine(self.model, drafter=drafter, slots=slots)
 
     def measure(

@@ -4,9 +4,10 @@
     print_table(report)
 
 Both take everything from the `EvalReport`. Of its open mappings they rely on these keys:
-`by_category[name]["acceptance_length"]`, `head["parameters"]`, `head["share_of_target"]`,
-`head["draft_vocab_size"]`, `head["coverage"]`, `lossless["greedy_fp32"]` and
-`lossless["prompts_checked"]`; any other key is shown as it comes.
+`by_category[name]["acceptance_length"]`, `drafter["name"]`, `lossless["greedy_fp32"]` and
+`lossless["prompts_checked"]`, and where there is a head, `head["parameters"]`,
+`head["share_of_target"]`, `head["draft_vocab_size"]` and `head["coverage"]`; any other key is shown
+as it comes.
 """
 
 from __future__ import annotations
@@ -87,9 +88,6 @@ def print_table(report: EvalReport) -> None:
     rate = "  ".join(f"{_mode(mode)} {_rate(rate)}" for mode, rate in rates.items())
     ratio = "  ".join(f"{_fixed(ratio)}× over {_mode(mode)}" for mode, ratio in speedups.items())
     colour = {"good": "green", "bad": "bold red"}.get(badge.tone, "")
-    size = f"{_plain(head['parameters'])} parameters"
-    share, coverage = _percent(head["share_of_target"]), _percent(head["coverage"])
-    vocabulary = f"{_plain(head['draft_vocab_size'])} tokens"
     facts.add_row("acceptance length τ", tau)
     if plainly := _plain_decoding(report):
         facts.add_row("draft tree", plainly)
@@ -97,8 +95,14 @@ def print_table(report: EvalReport) -> None:
     facts.add_row("tokens/s", rate)
     facts.add_row("speedup", ratio)
     facts.add_row("lossless", Text(badge.text, style=colour))
-    facts.add_row("head", f"{size}, {share} of the target")
-    facts.add_row("draft vocabulary", f"{vocabulary}, covering {coverage} of the supervised ones")
+    facts.add_row("drafter", str(report.drafter["name"]))
+    if head:
+        size = f"{_plain(head['parameters'])} parameters"
+        share, coverage = _percent(head["share_of_target"]), _percent(head["coverage"])
+        vocabulary = f"{_plain(head['draft_vocab_size'])} tokens"
+        facts.add_row("head", f"{size}, {share} of the target")
+        words = f"{vocabulary}, covering {coverage} of the supervised ones"
+        facts.add_row("draft vocabulary", words)
     console.print(facts)
     if report.by_category:
         console.print(_category_table(report))
@@ -117,10 +121,15 @@ def _log_figures(report: EvalReport) -> None:
         tokens_per_second=_timed(report.tokens_per_second),
         speedup=speedups,
         lossless=report.lossless,
-        head={key: head[key] for key in ("parameters", "share_of_target", "draft_vocab_size")},
-        coverage=head["coverage"],
+        drafter=report.drafter,
+        **(_logged_head(head) if head else {}),
         by_category=report.by_category,
     )
+
+
+def _logged_head(head: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {key: head[key] for key in ("parameters", "share_of_target", "draft_vocab_size")}
+    return {"head": sizes, "coverage": head["coverage"]}
 
 
 def _category_table(report: EvalReport) -> Any:
@@ -152,15 +161,15 @@ def _charts(report: EvalReport) -> list[Chart]:
     rates = _timed(report.tokens_per_second)
     if rates:
         caption = (
-            "Plain is the same decoder without a head; HF generate is the transformers library's "
-            "own, so that a slow baseline cannot flatter."
+            "Plain is the same decoder without a drafter; HF generate is the transformers "
+            "library's own, so that a slow baseline cannot flatter."
         )
         drawn.append(Chart("Speed by way of decoding", charts.tokens_per_second(rates), caption))
     points = _speedup_points(report)
     if points:
         faster = f"{sum(speedup > 1 for _, speedup in points)} of {len(points)}"
         caption = (
-            f"Each dot is a prompt; {faster} are decoded faster with the head than without it."
+            f"Each dot is a prompt; {faster} are decoded faster with the drafter than without it."
         )
         drawn.append(Chart("What acceptance buys", charts.speedup_by_tau(points), caption))
     return drawn
@@ -228,13 +237,13 @@ def _badge(report: EvalReport) -> Badge:
 
 
 def _plain_decoding(report: EvalReport) -> str | None:
-    """Said where `tree: auto` chose one node; the head's own figures then stand in `head`."""
-    head = report.head
-    if "acceptance_length" not in head:
+    """Said where `tree: auto` chose one node; its own figures then stand in `drafter`."""
+    apart = report.drafter
+    if "acceptance_length" not in apart:
         return None
-    tau, ratio = _fixed(head["acceptance_length"]), _fixed(head["speedup_plain"])
-    shape = ", ".join(f"{key} {value}" for key, value in head["tree"].items())
-    judged = f"with the tree of {shape} the head reaches τ {tau} and {ratio}× plain decoding"
+    tau, ratio = _fixed(apart["acceptance_length"]), _fixed(apart["speedup_plain"])
+    shape = ", ".join(f"{key} {value}" for key, value in apart["tree"].items())
+    judged = f"with the tree of {shape} the drafter reaches τ {tau} and {ratio}× plain decoding"
     return f"one node, plain decoding: no tree was predicted to be faster here; {judged}"
 
 

@@ -1,4 +1,4 @@
-"""Load a head for this target, decode prompts with it, check losslessness, write the report."""
+"""Load a drafter for this target, decode prompts with it, check losslessness, write the report."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ NOT_LOSSLESS = "not-lossless"
 
 
 def run(config: RunConfig) -> Manifest:
-    """Evaluate the run's head, or `eval.head`.
+    """Evaluate `eval.drafter`: the run's head, `eval.head`, or what needs none.
 
     Raises NotLossless when speculation changes the output.
     """
     prepare_process(config.run)
-    parent = None if config.eval.head else read_manifest(config.run.uri, "train")
+    drafts = config.eval.drafter.needs_head
+    parent = read_manifest(config.run.uri, "train") if drafts and not config.eval.head else None
     stage_run = open_stage(config, "eval", parent)
     if stage_run.manifest:
         tau = stage_run.manifest.details["acceptance_length"]
@@ -46,10 +47,12 @@ def run(config: RunConfig) -> Manifest:
     where = manifest_where(config.run.uri, "train")
     target = open_target(config.target, expected=parent.contract if parent else None, where=where)
     contract = target.contract
-    with as_directory(_head_location(config), HEAD_FILES) as directory:
-        head, card = load_head(directory, expected=contract)
+    loaded: tuple[Eagle3Head, HeadCard] | None = None
+    if drafts:
+        with as_directory(_head_location(config), HEAD_FILES) as directory:
+            loaded = load_head(directory, expected=contract)
     # The one that is there is a faster process's, or of an attempt that was killed after it.
-    report = _committed(stage_run) or _evaluate(config, stage_run, target, head, card)
+    report = _committed(stage_run) or _evaluate(config, stage_run, target, loaded)
     if not report.lossless["greedy_fp32"]:
         raise _not_lossless(stage_run, report)
     data = stage_run.location.create(REPORT, _as_json(report))
@@ -59,8 +62,8 @@ def run(config: RunConfig) -> Manifest:
     notice("eval", f"report: {stage_run.location.where(PAGE)}")
     return stage_run.finish(
         contract=contract,
-        licenses=parent.licenses if parent else card.provenance.get("licenses", {}),
-        sources=parent.sources if parent else card.provenance.get("sources", {}),
+        licenses=parent.licenses if parent else report.provenance.get("licenses", {}),
+        sources=parent.sources if parent else report.provenance.get("sources", {}),
         details={
             "acceptance_length": report.acceptance_length,
             "speedup": report.speedup,
@@ -70,7 +73,10 @@ def run(config: RunConfig) -> Manifest:
 
 
 def _evaluate(
-    config: RunConfig, stage_run: StageRun, target: Target, head: Eagle3Head, card: HeadCard
+    config: RunConfig,
+    stage_run: StageRun,
+    target: Target,
+    loaded: tuple[Eagle3Head, HeadCard] | None,
 ) -> EvalReport:
     """Speed and acceptance in this machine's type, then losslessness in fp32."""
     section = config.eval
@@ -79,7 +85,9 @@ def _evaluate(
     if section.chat_template_kwargs:
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
     longest = max(_tokens(prompt, config, template) for prompt in prompts)
-    max_length = min(head.shape.max_position_embeddings, longest)
+    head = loaded[0] if loaded else None
+    positions = head.shape.max_position_embeddings if head else target.positions
+    max_length = min(positions, longest)
 
     def comparison(dtype: torch.dtype) -> Comparison:
         return Comparison(config, target, head, template, dtype=dtype, max_length=max_length)
@@ -117,7 +125,7 @@ def _evaluate(
     measurements = Measurements(
         measured, identical, left_out, tree, choice, arithmetic, tuned_apart=bool(others)
     )
-    return summarise(config, target.contract, head, card, measurements)
+    return summarise(config, target.contract, loaded, measurements)
 
 
 def _check_lossless(comparison: Comparison, questions: list[Question]) -> list[bool]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.config import RunConfig, TreeSection
+from pipeline.config import DrafterSection, RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
@@ -26,10 +26,10 @@ class Measurements(NamedTuple):
     measured: Sequence[Measured]
     identical: Sequence[bool]  # the losslessness verdict of each question
     left_out: Sequence[str]  # questions without room for a reply
-    tree: TreeSection  # that the head was measured on
+    tree: TreeSection  # that the drafter was measured on
     choice: Choice | None  # of `tree: auto`
     arithmetic: Arithmetic  # of speed and acceptance; losslessness is checked in fp32
-    tuned_apart: bool = False  # `tree: auto` tried the head on other prompts than these
+    tuned_apart: bool = False  # `tree: auto` tried the drafter on other prompts than these
 
     @property
     def drafts(self) -> bool:
@@ -40,21 +40,19 @@ class Measurements(NamedTuple):
 def summarise(
     config: RunConfig,
     contract: TargetContract,
-    head: Eagle3Head,
-    card: HeadCard,
+    loaded: tuple[Eagle3Head, HeadCard] | None,
     measurements: Measurements,
 ) -> EvalReport:
-    """All figures of `report.json`."""
+    """All figures of `report.json`; `loaded` is the head, of a drafter that has one."""
     measured, identical, tree = measurements.measured, measurements.identical, measurements.tree
     drafts, arithmetic = measurements.drafts, measurements.arithmetic
-    with_head = measured
+    drafted = measured
     if not drafts:
         measured = [_plainly(item) for item in measured]
     results = tuple(_result(item, same) for item, same in zip(measured, identical, strict=True))
-    parameters, pooled = head.count_parameters(), _acceptance(with_head)
     return EvalReport(
         acceptance_length=_acceptance(measured).tau,
-        alpha=pooled.alpha,
+        alpha=_acceptance(drafted).alpha,
         tokens_per_second={
             mode: _median(item.rates[mode] for item in measured if mode in item.rates)
             for mode in ("speculative", "plain", "hf")
@@ -65,23 +63,18 @@ def summarise(
             "prompts_checked": len(identical),
             "different": sorted(each.id for each in results if not each.identical_fp32),
             "identical_in_run_dtype": sum(
-                item.plain.token_ids == item.speculative.token_ids for item in with_head
+                item.plain.token_ids == item.speculative.token_ids for item in drafted
             ),
             # Of the speculative replies in the run's own type, scored by the plain model.
             "tokens_scored": sum(item.gaps.tokens for item in measured),
             "near_ties": sum(item.gaps.near_ties for item in measured),
             "worst_log_probability_gap": max(item.gaps.worst for item in measured),
         },
-        head={
-            "parameters": parameters,
-            "share_of_target": parameters / contract.parameters,
-            "draft_vocab_size": head.shape.draft_vocab_size,
-            "coverage": card.metrics.get("coverage", 0.0),
-        }
-        | ({} if drafts else _judged_apart(with_head, tree)),
+        drafter=_drafter(config.eval.drafter) | ({} if drafts else _judged_apart(drafted, tree)),
+        head=_head(*loaded, contract) if loaded else {},
         by_category=_by_category(measured),
         contract=contract,
-        provenance=card.provenance,
+        provenance=loaded[1].provenance if loaded else {},
         settings={
             "tree": tree.model_dump() if drafts else {"nodes": 1},
             "tree_auto": _predicted(measurements),
@@ -102,6 +95,22 @@ def summarise(
     )
 
 
+def _drafter(section: DrafterSection) -> dict[str, Any]:
+    """Its name, and what was set of it."""
+    own = getattr(section, section.name, None)
+    return {"name": section.name, **(own.model_dump(mode="json") if own else {})}
+
+
+def _head(head: Eagle3Head, card: HeadCard, contract: TargetContract) -> dict[str, Any]:
+    parameters = head.count_parameters()
+    return {
+        "parameters": parameters,
+        "share_of_target": parameters / contract.parameters,
+        "draft_vocab_size": head.shape.draft_vocab_size,
+        "coverage": card.metrics.get("coverage", 0.0),
+    }
+
+
 def _plainly(item: Measured) -> Measured:
     """The question as if nobody drafted."""
     return replace(
@@ -110,7 +119,7 @@ def _plainly(item: Measured) -> Measured:
 
 
 def _judged_apart(measured: Sequence[Measured], tree: TreeSection) -> dict[str, Any]:
-    """What the head does on a tree that is not used, because plain decoding is faster."""
+    """What the drafter does on a tree that is not used, because plain decoding is faster."""
     return {
         "tree": tree.model_dump(exclude={"auto"}),
         "acceptance_length": _acceptance(measured).tau,

@@ -48,6 +48,12 @@ class Target:
         """What this machine computes with, whatever the weights are stored in."""
         return resolve_dtype(self.section.dtype, self.device)
 
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest sequence that it was made for."""
+        config = read_config(self.directory, f"target.source={self.section.source}")
+        return int(getattr(config, "max_position_embeddings", 0))
+
     def template(self, *, system_prompt: str | None = None) -> ChatTemplate:
         """Tokenizer, chat template and stop ids. Raises TargetError, TemplateError."""
         return load_template(

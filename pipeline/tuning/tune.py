@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.registry import MakeDrafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.tuning.cost import Costs, measure_costs
 from pipeline.tuning.trace import Traces, acceptance, trace
 
@@ -46,7 +45,7 @@ class Choice:
 
 def tune(
     model: DecoderModel,
-    head: Eagle3Head,
+    make: MakeDrafter,
     prompts: Sequence[Sequence[int]],
     *,
     rows: Sequence[int],
@@ -58,7 +57,7 @@ def tune(
 
     `sampling` times rounds of requests that sample; what is accepted is traced greedily.
     """
-    drafter = Eagle3Drafter(head, model, WIDEST)
+    drafter = make(WIDEST)
     slots = min(len(prompts), max(rows))
     traces = trace(
         model,
@@ -108,7 +107,7 @@ def best_shapes(
 ) -> dict[int, Choice]:
     """For each batch size, the covered shape with the largest predicted speedup.
 
-    Each choice holds from its batch size upward, which is how `Eagle3Drafter` reads {rows: shape};
+    Each choice holds from its batch size upward, which is how drafters read {rows: shape};
     let the smallest size be 1. A speedup of at most 1 is returned like any other: no shape is then
     worth it (`Choice.drafts`).
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.config.drafter import DrafterSection
+from pipeline.config import DrafterSection
 from pipeline.decoder.drafters.base import Drafter, Trees
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.head import Eagle3Head

@@ -9,9 +9,10 @@ from itertools import chain
 
 import torch
 
-from pipeline.config import SynthSection
+from pipeline.config import DrafterSection, SynthSection
 from pipeline.console import notice
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
@@ -95,7 +96,7 @@ class LocalBackend:
 
 
 def open_local(section: SynthSection, target: Target) -> LocalBackend:
-    """The target over the section's slots, drafting with `synth.head` when there is one."""
+    """The target over the section's slots, drafting as `synth.drafter` and `synth.head` say."""
     model = DecoderModel.load(
         target.directory,
         target.contract.capture_layers,
@@ -103,12 +104,19 @@ def open_local(section: SynthSection, target: Target) -> LocalBackend:
         dtype=target.dtype,
         max_length=section.max_prompt_tokens + section.max_new_tokens,
     )
-    if section.head is None:
-        return LocalBackend(Engine(model, slots=section.batch_size))
-    with as_directory(Location(section.head), HEAD_FILES) as folder:
-        head, _ = load_head(folder, expected=target.contract)
-    drafter = Eagle3Drafter(head, model, section.tree)
-    return LocalBackend(Engine(model, drafter=drafter, slots=section.batch_size))
+    return LocalBackend(
+        Engine(model, drafter=_drafter(section, model, target), slots=section.batch_size)
+    )
+
+
+def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Drafter | None:
+    head = None
+    if section.head is not None:
+        with as_directory(Location(section.head), HEAD_FILES) as folder:
+            head, _ = load_head(folder, expected=target.contract)
+    named = section.drafter or DrafterSection(name="none" if head is None else "eagle3")
+    make = load_drafter(named, model, target, head)
+    return make and make(section.tree)
 
 
 def _reply(completion: Completion) -> Reply:
