@@ -91,8 +91,8 @@ def open_engine(
         max_length=max_length,
     )
     named = drafter or DrafterSection(name="none" if weights is None else "eagle3")
-    make = load_drafter(named, model, target, weights)
-    drafting = make and make(tree or TreeSection())
+    factory = load_drafter(named, model, target, weights)
+    drafting = factory(tree or TreeSection()) if factory else None
     return Engine(model, drafter=drafting, slots=slots), target.template()
 
 

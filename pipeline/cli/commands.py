@@ -92,6 +92,31 @@ def _drafters(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_decode(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from pipeline.serve_eval.decode_page import print_plan, write_page
+    from pipeline.serve_eval.decode_plan import plan_decode
+
+    config = load(arguments.config, arguments.overrides)
+    plan = plan_decode(
+        config,
+        drafters=arguments.drafters,
+        batches=arguments.batches,
+        contexts=arguments.contexts,
+        prompts=arguments.prompts,
+        new_tokens=arguments.new_tokens,
+        most_tokens=arguments.most_tokens,
+        check=arguments.check,
+    )
+    print_plan(plan)
+    if arguments.json:
+        Path(arguments.json).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if arguments.page:
+        Path(arguments.page).write_text(write_page(plan), encoding="utf-8")
+    return 0
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     from pipeline.exchange.inspect import inspect_head, print_inspection
 
@@ -184,6 +209,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": _show,
     "schema": _schema,
     "drafters": _drafters,
+    "plan-decode": _plan_decode,
     "inspect": _inspect,
     "export": _export,
     "import": _import,

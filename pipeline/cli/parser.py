@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import pipeline
+from pipeline.config import DRAFTERS
 from pipeline.console import fail
 from pipeline.records import STAGES, Stage
 
@@ -121,6 +122,47 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     _command(commands, "show", "print the resolved configuration as YAML", configured)
     _command(commands, "schema", "print the JSON schema of the configuration")
     _command(commands, "drafters", "list what can draft, what it needs, and its settings")
+    _add_plan_decode(commands, configured)
+
+
+def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: Parser) -> None:
+    measured = "measure which drafter pays at which batch size and context, and with which shape"
+    planned = _command(commands, "plan-decode", measured, configured)
+    option = planned.add_argument
+    names = [name for name in DRAFTERS if name != "none"]
+    option("--drafters", type=_words, default=["eagle3"], metavar="NAMES", help=", ".join(names))
+    option("--batches", type=_counts, default=[1, 4, 16], metavar="B,…", help="batch sizes")
+    option("--contexts", type=_counts, default=[512, 2048], metavar="S,…", help="tokens of context")
+    option("--prompts", type=int, default=4, metavar="N", help="prompts traced at each context")
+    option("--new-tokens", type=int, default=48, metavar="N", help="tokens of each reply")
+    option(
+        "--most-tokens",
+        type=int,
+        default=32768,
+        metavar="N",
+        help="leave out cells of a larger batch x context; default 32768",
+    )
+    option("--check", action="store_true", help="run each cell's best shape beside plain decoding")
+    option("--json", metavar="FILE", help="write the plan as JSON")
+    option("--page", metavar="FILE", help="write the plan as an HTML page with pictures")
+
+
+def _words(text: str) -> list[str]:
+    words = [word for word in text.split(",") if word]
+    for word in words:
+        if word not in DRAFTERS or word == "none":
+            raise argparse.ArgumentTypeError(f"no drafter {word!r}; see `eagle3 drafters`")
+    return words
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of counts such as 1,4,16") from None
+    if counts[0] < 1:
+        raise argparse.ArgumentTypeError(f"{counts[0]} is not positive")
+    return counts
 
 
 def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:

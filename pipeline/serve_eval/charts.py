@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from operator import mul
 from typing import Any
 
@@ -133,6 +133,26 @@ def speedup_by_tau(points: Sequence[tuple[float, float]]) -> str:
         axes.set_ylabel("speedup over plain")
         axes.legend(frameon=False, loc="lower right", borderaxespad=0, fontsize=10)
         return _svg(figure, "prompts")
+
+
+def speedup_by_context(curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Speedup over plain decoding, a line a drafter, over the tokens of context."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(HEIGHT)
+        axes.axhline(1, color=SECOND, linewidth=1.6)
+        marks = cycle("os^Dv<>")
+        for (name, points), mark in zip(curves.items(), marks, strict=False):
+            contexts, speedups = zip(*points, strict=True)
+            axes.plot(contexts, speedups, color=ACCENT, marker=mark, label=name, linewidth=1.4)
+        ticks = sorted({context for points in curves.values() for context, _ in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{context:,}" for context in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens of context")
+        axes.set_ylabel("speedup over plain")
+        axes.legend(frameon=False, fontsize=10)
+        return _svg(figure, "contexts")
 
 
 #: What a reader calls the keys of `tokens_per_second`.

@@ -70,9 +70,9 @@ class Comparison:
             dtype=dtype,
             max_length=max_length,
         )
-        make = load_drafter(config.eval.drafter, self.model, target, head)
-        assert make is not None, "the configuration refuses drafter none"
-        self._make, self.tree = make, config.eval.tree
+        factory = load_drafter(config.eval.drafter, self.model, target, head)
+        assert factory is not None, "the configuration refuses drafter none"
+        self._factory, self.tree = factory, config.eval.tree
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
         """Pick the tree for batch 1 by trying the drafter on some of the prompts.
@@ -87,7 +87,7 @@ class Comparison:
         with long_step("eval", "tree: auto"):
             choice = tune(
                 self.model,
-                self._make,
+                self._factory,
                 contexts,
                 rows=(1,),
                 stop_ids=self._template.stop_ids,
@@ -104,7 +104,7 @@ class Comparison:
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
         """A fresh engine over the shared weights."""
-        drafter = self._make(self.tree) if speculative else None
+        drafter = self._factory(self.tree) if speculative else None
         return Engine(self.model, drafter=drafter, slots=slots)
 
     def measure(

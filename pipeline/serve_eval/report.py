@@ -56,9 +56,8 @@ def write_html(report: EvalReport) -> str:
         "is_hash": _is_hash,
         "every_scalar": _every_scalar,
     }
-    template = resources.files("pipeline.serve_eval").joinpath("report.html.j2")
-    source = template.read_text(encoding="utf-8")
-    return environment.from_string(source).render(
+    return environment.from_string(page_source("report.html.j2")).render(
+        style=page_style(),
         report=report,
         contract=report.contract.model_dump(mode="json"),
         badge=_badge(report),
@@ -69,6 +68,19 @@ def write_html(report: EvalReport) -> str:
         rates=_timed(report.tokens_per_second),
         speedup=_timed(report.speedup),
     )
+
+
+def page_source(name: str) -> str:
+    """A template or style of this package, as it is stored."""
+    file = resources.files("pipeline.serve_eval").joinpath(name)
+    return file.read_text(encoding="utf-8")
+
+
+def page_style() -> Any:
+    """The style of every page, which is no data and needs no escape."""
+    from markupsafe import Markup
+
+    return Markup(page_source("page.css"))
 
 
 def print_table(report: EvalReport) -> None:

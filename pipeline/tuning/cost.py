@@ -193,17 +193,17 @@ def trimmed_mean(seconds: Sequence[float]) -> float:
 
 
 def open_batch(
-    model: DecoderModel, drafter: Drafter, rows: int, entries: int, *, emitted: int
+    model: DecoderModel, drafter: Drafter | None, rows: int, entries: int, *, emitted: int
 ) -> tuple[DecodeBatch, Planes]:
     """Greedy rows of `entries` cache entries, `emitted` tokens a round, and their pages' planes."""
     pages, device = pages_for(entries), model.device
     pools = Pools(model, drafter, pages=rows * pages + 1, rows=rows)
-    own = drafter.own_pages
+    state, own = (drafter.state, drafter.own_pages) if drafter else (None, 0)
     batch = DecodeBatch.empty(
         rows,
         pages=pages,
         emitted=emitted,
-        state=drafter.state,
+        state=state,
         device=device,
         own_pages=own,
     )

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.registry import MakeDrafter
+from pipeline.decoder.drafters.registry import DrafterFactory
 from pipeline.decoder.model import DecoderModel
-from pipeline.tuning.cost import Costs, measure_costs
+from pipeline.tuning.cost import STEP_COUNTS, Costs, measure_costs
 from pipeline.tuning.trace import Traces, acceptance, trace
 
 #: Beams of the candidate shapes; 1 is a chain.
@@ -45,7 +45,7 @@ class Choice:
 
 def tune(
     model: DecoderModel,
-    make: MakeDrafter,
+    factory: DrafterFactory,
     prompts: Sequence[Sequence[int]],
     *,
     rows: Sequence[int],
@@ -57,25 +57,39 @@ def tune(
 
     `sampling` times rounds of requests that sample; what is accepted is traced greedily.
     """
-    drafter = make(WIDEST)
+    widest = widest_for(factory)
+    drafter = factory(widest)
     slots = min(len(prompts), max(rows))
     traces = trace(
         model,
         drafter,
         prompts,
         new_tokens,
-        WIDEST,
+        widest,
         widths=BEAM_WIDTHS,
         slots=slots,
         stop_ids=stop_ids,
     )
     middle = sum(map(len, prompts)) // len(prompts) + new_tokens // 2  # of an average reply
     context = min(middle, model.max_length - MAX_STEPS - 2)
+    deep = {"step_counts": [step for step in STEP_COUNTS if step <= widest.steps]}
     costs = {
-        size: measure_costs(model, drafter, size, context, repeats=_REPEATS, sampling=sampling)
+        size: measure_costs(
+            model, drafter, size, context, repeats=_REPEATS, sampling=sampling, **deep
+        )
         for size in rows
     }
-    return best_shapes(costs, traces)
+    return best_shapes(costs, traces, shapes_for(factory))
+
+
+def widest_for(factory: DrafterFactory) -> TreeSection:
+    """The widest and deepest tree that such a drafter can draft, and that is worth a try."""
+    return WIDEST.model_copy(update={"steps": min(MAX_STEPS, factory.max_steps)})
+
+
+def shapes_for(factory: DrafterFactory) -> list[TreeSection]:
+    """Those of `CANDIDATE_SHAPES` that such a drafter can draft."""
+    return [shape for shape in CANDIDATE_SHAPES if shape.steps <= factory.max_steps]
 
 
 def candidate_shapes() -> tuple[TreeSection, ...]:

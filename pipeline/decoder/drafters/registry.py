@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pipeline.config import DrafterSection
 from pipeline.decoder.drafters.base import Drafter, Trees
@@ -11,13 +12,21 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError
 from pipeline.target.open import Target
 
-#: A drafter that draws trees of these shapes; all that it makes share their weights.
-MakeDrafter = Callable[[Trees], Drafter]
+
+@dataclass(frozen=True)
+class DrafterFactory:
+    """Makes a drafter for any trees; all that it makes share their weights."""
+
+    make: Callable[[Trees], Drafter]
+    max_steps: int = 64  # deepest draft
+
+    def __call__(self, trees: Trees) -> Drafter:
+        return self.make(trees)
 
 
 def load_drafter(
     section: DrafterSection, model: DecoderModel, target: Target, head: Eagle3Head | None
-) -> MakeDrafter | None:
+) -> DrafterFactory | None:
     """How to make the drafter of a name; None for plain decoding.
 
     `head` is the head to draft with, where there is one. Raises ConfigError where something is
@@ -29,7 +38,7 @@ def load_drafter(
     from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 
     given = _head(section, head)
-    return lambda trees: Eagle3Drafter(given, model, trees)
+    return DrafterFactory(lambda trees: Eagle3Drafter(given, model, trees))
 
 
 def _head(section: DrafterSection, head: Eagle3Head | None) -> Eagle3Head:

@@ -115,8 +115,8 @@ def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Draf
         with as_directory(Location(section.head), HEAD_FILES) as folder:
             head, _ = load_head(folder, expected=target.contract)
     named = section.drafter or DrafterSection(name="none" if head is None else "eagle3")
-    make = load_drafter(named, model, target, head)
-    return make and make(section.tree)
+    factory = load_drafter(named, model, target, head)
+    return factory(section.tree) if factory else None
 
 
 def _reply(completion: Completion) -> Reply:

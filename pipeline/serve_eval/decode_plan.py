@@ -1,0 +1,205 @@
+"""`eagle3 plan-decode`: expected speedup of each drafter over batch size and context, and the best
+shape of each, from what this machine measures and from the acceptance of the evaluation prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.config import DrafterSection, RunConfig, prepare_process
+from pipeline.console import progress_bar
+from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
+from pipeline.eagle3.head import Eagle3Head
+from pipeline.errors import ConfigError
+from pipeline.records import Record
+from pipeline.serve_eval.questions import first_question, read_prompts
+from pipeline.store.location import Location, as_directory
+from pipeline.store.manifest import stage_location
+from pipeline.target.arithmetic import decoder_arithmetic
+from pipeline.target.open import Target, open_target
+from pipeline.tuning.decode_plan import (
+    PlannedCell,
+    crossing,
+    plan_cell,
+    run_rounds,
+    trace_drafter,
+)
+
+
+class PlannedDecoding(Record):
+    """One drafter at one batch size and context."""
+
+    drafter: str
+    batch: int  # B, requests side by side
+    context: int  # S, tokens of each
+    tree: dict[str, int]  # the fastest shape
+    acceptance_length: float  # τ, replayed on the evaluation prompts
+    speedup: float  # predicted, over plain decoding
+    milliseconds: dict[str, float]  # t_ar, t_verify, t_draft (a step), t_extend, t_other
+    measured_speedup: float | None = None
+    measured_acceptance_length: float | None = None
+    error: float | None = None  # of the predicted speedup, as a share of the measured one
+
+
+class Crossing(Record):
+    """Where a drafter begins to pay, or ceases to."""
+
+    drafter: str
+    batch: int
+    context: float  # tokens at which the speedup passes 1
+    pays_above: bool
+
+
+class DecodePlan(Record):
+    """What `eagle3 plan-decode --json` writes. Later versions add keys and rename none."""
+
+    basis: str  # measured here, or on paper
+    machine: str
+    target: str
+    prompts: int  # whose acceptance was traced, at each context
+    new_tokens: int
+    cells: tuple[PlannedDecoding, ...]
+    crossings: tuple[Crossing, ...]  # inflection lengths
+
+
+def plan_decode(
+    config: RunConfig,
+    *,
+    drafters: Sequence[str],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    prompts: int,
+    new_tokens: int,
+    most_tokens: int,
+    check: bool,
+) -> DecodePlan:
+    """Measure this machine. Cells of more than `most_tokens` = B · S are left out.
+
+    With `check` the best shape of each cell is run beside plain decoding. Raises ConfigError for
+    contexts that the target's positions do not hold.
+    """
+    prepare_process(config.run)
+    target = open_target(config.target, decoded=True)
+    room = 2 * new_tokens * 8  # a row that accepts all runs ahead of one that accepts nothing
+    longest = max(contexts) + room
+    if longest > target.positions:
+        problem = f"{max(contexts)} tokens of context and {room} more do not fit into the"
+        raise ConfigError(
+            f"{problem} {target.positions} positions of the target",
+            where="--contexts",
+            fix="plan for shorter contexts",
+        )
+    model = DecoderModel.load(
+        target.directory,
+        target.contract.capture_layers,
+        device=target.device,
+        dtype=target.dtype,
+        max_length=longest,
+    )
+    head = _head(config, target, drafters)
+    questions = _contexts(config, target, contexts, prompts)
+    cells: list[PlannedCell] = []
+    asked = [
+        (name, context, batch)
+        for name in drafters
+        for context in contexts
+        for batch in batches
+        if batch * context <= most_tokens
+    ]
+    with progress_bar("plan-decode", unit="cells", total=len(asked)) as bar:
+        for name in drafters:
+            section = config.eval.drafter.model_copy(update={"name": name})
+            factory = load_drafter(section, model, target, head)
+            assert factory is not None
+            for context in contexts:
+                traces = trace_drafter(model, factory, questions[context], new_tokens)
+                for _, _, batch in (each for each in asked if each[:2] == (name, context)):
+                    cell = plan_cell(model, name, factory, traces, batch, context)
+                    if check:
+                        drafter, asked_for = factory(cell.tree), questions[context]
+                        cell = cell.checked(
+                            run_rounds(model, drafter, asked_for, batch, new_tokens)
+                        )
+                    cells.append(cell)
+                    bar.advance(1)
+    arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
+    return DecodePlan(
+        basis="measured",
+        machine=f"{arithmetic}, {arithmetic.threads} threads",
+        target=target.contract.source,
+        prompts=prompts,
+        new_tokens=new_tokens,
+        cells=tuple(map(_record, cells)),
+        crossings=tuple(_crossings(cells, drafters, batches)),
+    )
+
+
+def _head(config: RunConfig, target: Target, drafters: Sequence[str]) -> Eagle3Head | None:
+    if not any(DrafterSection.model_validate({"name": name}).needs_head for name in drafters):
+        return None
+    own = stage_location(config.run.uri, "train").child("head")
+    location = Location(config.eval.head) if config.eval.head else own
+    with as_directory(location, HEAD_FILES) as directory:
+        return load_head(directory, expected=target.contract)[0]
+
+
+def _contexts(
+    config: RunConfig, target: Target, contexts: Sequence[int], count: int
+) -> dict[int, list[tuple[int, ...]]]:
+    """Of each context length, `count` evaluation questions behind others that fill it."""
+    measured, _ = read_prompts(config)
+    template = target.template(system_prompt=config.eval.system_prompt)
+    questions = [first_question(prompt, template).context for prompt in measured]
+    if len(questions) < 2:
+        fix = "name more of them; others stand before each to fill the context"
+        raise ConfigError("one evaluation prompt is not enough", where="eval.sources", fix=fix)
+    chosen = [index * len(questions) // count % len(questions) for index in range(count)]
+    return {
+        context: [_filled(questions, index, context) for index in chosen] for context in contexts
+    }
+
+
+def _filled(questions: Sequence[tuple[int, ...]], index: int, context: int) -> tuple[int, ...]:
+    """Question number `index` behind as much of the others as makes `context` tokens."""
+    tokens = list(questions[index])[-context:]
+    others = (questions[(index + step) % len(questions)] for step in range(1, 10**6))
+    while len(tokens) < context:
+        tokens = [*next(others), *tokens][-context:]
+    return tuple(tokens)
+
+
+def _record(cell: PlannedCell) -> PlannedDecoding:
+    costs, tree, ran = cell.costs, cell.tree, cell.measured
+    pieces = {
+        "t_ar": costs.plain_seconds,
+        "t_verify": costs.verify_seconds(tree.nodes),
+        "t_draft": costs.draft_seconds(tree.top_k),
+        "t_extend": costs.extend_seconds(tree.steps),
+        "t_other": costs.other_seconds(tree.nodes),
+    }
+    return PlannedDecoding(
+        drafter=cell.drafter,
+        batch=cell.rows,
+        context=cell.context,
+        tree=tree.model_dump(exclude={"auto"}),
+        acceptance_length=cell.acceptance_length,
+        speedup=cell.speedup,
+        milliseconds={name: round(1e3 * seconds, 4) for name, seconds in pieces.items()},
+        measured_speedup=ran and ran.speedup,
+        measured_acceptance_length=ran and ran.acceptance_length,
+        error=cell.error,
+    )
+
+
+def _crossings(
+    cells: Sequence[PlannedCell], drafters: Sequence[str], batches: Sequence[int]
+) -> list[Crossing]:
+    passed = []
+    for name in drafters:
+        for batch in batches:
+            own = [cell for cell in cells if (cell.drafter, cell.rows) == (name, batch)]
+            if (at := crossing(own)) is not None:
+                passed.append(Crossing(drafter=name, batch=batch, context=at[0], pays_above=at[1]))
+    return passed

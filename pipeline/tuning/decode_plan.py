@@ -1,0 +1,209 @@
+"""Which drafter pays at which batch size and context, and with which shape.
+
+    traces of prompts of a context   ─┐
+    costs of a round at (B, S)       ─┴► for each drafter the best shape, τ, speedup   `plan_cell`
+    rounds of that shape, by turns with plain ones ─► what was measured                `run_rounds`
+
+MagicDec (arXiv:2408.11049, §3) reasons about the same quantities: at a large B · S a round's time
+is that of reading keys and values, which verification shares and a full draft does not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, pairwise
+from statistics import fmean
+
+import torch
+
+from pipeline.config import TreeSection
+from pipeline.decoder.batch import DecodeBatch
+from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafters.registry import DrafterFactory
+from pipeline.decoder.kv import Planes
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.tree import WINDOW
+from pipeline.tuning.cost import Costs, measure_costs, open_batch, trimmed_mean
+from pipeline.tuning.trace import Traces, trace
+from pipeline.tuning.tune import BEAM_WIDTHS, best_shapes, shapes_for, widest_for
+
+#: Points of a cell's cost curves, and turns of its pieces.
+_NODES, _BEAMS, _STEPS, _REPEATS = (1, 2, 4, 8, 16, 32), (1, 2, 4), (1, 3, 6), 5
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What rounds of a shape gave, beside plain ones in the same turns."""
+
+    plain_seconds: float
+    round_seconds: float
+    acceptance_length: float  # τ
+    rounds: int
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding."""
+        return self.acceptance_length * self.plain_seconds / self.round_seconds
+
+
+@dataclass(frozen=True)
+class PlannedCell:
+    """The best that a drafter is expected to do for `rows` rows of about `context` tokens."""
+
+    drafter: str
+    rows: int  # B
+    context: int  # S
+    tree: TreeSection
+    acceptance_length: float  # τ, replayed
+    speedup: float  # over plain decoding; at most 1: it does not pay
+    costs: Costs
+    measured: Measurement | None = None
+
+    def checked(self, measured: Measurement) -> PlannedCell:
+        """With what its shape gave when it was run."""
+        return replace(self, measured=measured)
+
+    @property
+    def error(self) -> float | None:
+        """Of the predicted speedup, as a share of the measured one."""
+        return self.speedup / self.measured.speedup - 1 if self.measured else None
+
+
+def trace_drafter(
+    model: DecoderModel,
+    factory: DrafterFactory,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> Traces:
+    """Every shape's acceptance on prompts of one context length, over replies of `new_tokens`.
+
+    Stop tokens do not end them. Raises as `trace`.
+    """
+    widest = widest_for(factory)
+    drafter = factory(widest)
+    return trace(model, drafter, prompts, new_tokens, widest, widths=BEAM_WIDTHS)
+
+
+def plan_cell(
+    model: DecoderModel,
+    name: str,
+    factory: DrafterFactory,
+    traces: Traces,
+    rows: int,
+    context: int,
+) -> PlannedCell:
+    """Time a round's pieces for `rows` rows of `context` entries, and choose the shape."""
+    drafter = factory(widest_for(factory))
+    steps = tuple(step for step in _STEPS if step <= drafter.depth)
+    costs = measure_costs(
+        model,
+        drafter,
+        rows,
+        context,
+        _NODES,
+        beam_counts=_BEAMS,
+        step_counts=steps,
+        repeats=_REPEATS,
+    )
+    shapes = [shape for shape in shapes_for(factory) if shape.nodes <= max(_NODES)]
+    choice = best_shapes({rows: costs}, traces, shapes)[rows]
+    figures = choice.shape, choice.acceptance_length, choice.speedup
+    return PlannedCell(name, rows, context, *figures, costs)
+
+
+@torch.inference_mode()
+def run_rounds(
+    model: DecoderModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    rows: int,
+    new_tokens: int,
+) -> Measurement:
+    """Decode prompts `rows` at a time, each at least once: a plain and a drafted round in turns.
+
+    No row ends before the others: rounds are of the whole batch until every row has `new_tokens`.
+    """
+    plain: list[float] = []
+    drafted: list[float] = []
+    emitted: list[int] = []
+    for first in range(0, len(prompts), rows):
+        some = list(islice(cycle(prompts), first, first + rows))
+        ran = _decode_in_turns(model, drafter, some, new_tokens)
+        plain += ran[0].seconds[1:]
+        drafted += ran[1].seconds[1:]
+        emitted += ran[1].tokens
+    tau = fmean(emitted) / rows
+    return Measurement(trimmed_mean(plain), trimmed_mean(drafted), tau, len(emitted))
+
+
+def _decode_in_turns(
+    model: DecoderModel, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[_Running, _Running]:
+    """Plain and speculative rounds of the same rows."""
+    longest = max(map(len, prompts))
+    plain = _Running(model, None, prompts, longest + new_tokens + WINDOW)
+    # A row that accepts all is `depth` rounds' tokens ahead of one that accepts nothing.
+    reach = longest + new_tokens * (drafter.depth + 1) + 2 * WINDOW
+    drafted = _Running(model, drafter, prompts, min(reach, model.max_length + 2 * WINDOW))
+    while min(drafted.emitted) < new_tokens and drafted.fits(model.max_length):
+        if min(plain.emitted) < new_tokens:
+            plain.round()
+        drafted.round()
+    while min(plain.emitted) < new_tokens:
+        plain.round()
+    return plain, drafted
+
+
+class _Running:
+    """Rows in the middle of their replies."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        drafter: Drafter | None,
+        prompts: Sequence[Sequence[int]],
+        entries: int,
+    ) -> None:
+        self._model, self._drafter = model, drafter
+        emitted = drafter.depth + 1 if drafter else 1
+        self._batch: DecodeBatch
+        self._planes: Planes
+        self._batch, self._planes = open_batch(
+            model, drafter, len(prompts), entries, emitted=emitted
+        )
+        for row, prompt in enumerate(prompts):
+            tokens = torch.tensor(prompt, device=model.device)
+            read_prompt(model, self._planes, drafter, self._batch.rows(row, row + 1), tokens)
+        self.emitted = [0] * len(prompts)
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+
+    def fits(self, max_length: int) -> bool:
+        """Whether every row has room for another round."""
+        most = self._drafter.depth + 1 if self._drafter else 1
+        return int(self._batch.seq_lens.max()) + most <= max_length
+
+    def round(self) -> None:
+        started = time.perf_counter()
+        decode_round(self._model, self._planes, self._drafter, self._batch, sampling=False)
+        counts = self._batch.counts.tolist()  # waits for a GPU
+        self.seconds.append(time.perf_counter() - started)
+        self.tokens.append(sum(counts))
+        self.emitted = [before + count for before, count in zip(self.emitted, counts, strict=True)]
+
+
+def crossing(cells: Sequence[PlannedCell]) -> tuple[float, bool] | None:
+    """The context at which a drafter's speedup passes 1, and whether it pays above it.
+
+    Of cells of one drafter and batch size; straight lines between them. None: it never passes.
+    """
+    ordered = sorted(cells, key=lambda cell: cell.context)
+    for left, right in pairwise(ordered):
+        below, above = left.speedup - 1, right.speedup - 1
+        if below * above < 0:
+            share = below / (below - above)
+            return left.context + share * (right.context - left.context), above > 0
+    return None
