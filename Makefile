@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-train bench-peers bench-synth bench-features bench-scale leaderboard gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale leaderboard gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -58,6 +58,9 @@ check: $(READY) ## Lint, format, types and import directions; seconds, no model
 
 bench-decode: ## Speed of the decoder at every level of this CPU, or on this GPU; ARGS='--levels avx2 --quick'
 	@$(ANY_PYTHON) -m bench.decode $(ARGS)
+
+bench-drafters: $(READY) ## Every drafter beside plain decoding on chat, code and long contexts; ARGS='--head DIR'
+	@$(BIN)/python -m bench.drafters $(ARGS)
 
 bench-train: ## Speed and memory of the trainer on this CPU; ARGS='--level avx2' as on a lesser one
 	@$(ANY_PYTHON) -m bench.train $(ARGS)
