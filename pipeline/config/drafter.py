@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from pydantic import Field
+
 from pipeline.config.section import Section
 
 DrafterName = Literal["none", "eagle3"]
@@ -25,11 +27,22 @@ DRAFTERS: dict[DrafterName, DrafterInfo] = {
 }
 
 
+class Eagle3DrafterSection(Section):
+    """Drafting with an EAGLE-3 head."""
+
+    draft_window: int | None = Field(None, gt=0)
+    """Recent positions that the head attends to, in whole pages of 64 beside the first page: beyond
+    its training length a head keeps its acceptance so. None: as it was trained."""
+
+
 class DrafterSection(Section):
     """What proposes draft trees. A drafter changes the speed, never the text."""
 
     name: DrafterName = "eagle3"
     """One of those that `eagle3 drafters` lists."""
+
+    eagle3: Eagle3DrafterSection = Eagle3DrafterSection()
+    """Drafting with an EAGLE-3 head."""
 
     @property
     def needs_head(self) -> bool:

@@ -153,3 +153,29 @@ def test_a_head_in_training_stays_as_it_is(
     after = drafter.candidates(batch, planes, TREE)
     for ours, theirs in zip(before, after, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@torch.inference_mode()
+def test_a_window_at_decode_time_is_that_of_a_head_which_was_trained_with_it(
+    make_target: Callable[[str], Path], head: Eagle3Head
+) -> None:
+    model = DecoderModel.load(
+        make_target("llama"),
+        CAPTURE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=250,
+    )
+    windowed = Eagle3Head(head.shape.model_copy(update={"draft_window": 70}))
+    windowed.load_state_dict(head.state_dict())
+    prompt, scores = random_tokens(240, seed=3), []
+    for drafter in (
+        Eagle3Drafter(head, model, TREE, draft_window=70),
+        Eagle3Drafter(windowed, model, TREE),
+        Eagle3Drafter(head, model, TREE),
+    ):
+        planes = poisoned_planes(model, 6, drafter)
+        batch = open_rows(model, 1, pages=5, drafter=drafter)
+        read_prompt(model, planes, drafter, batch, prompt)
+        scores.append(drafter.candidates(batch, planes, TREE).scores)
+    assert torch.equal(scores[0], scores[1]) and not torch.allclose(scores[0], scores[2])

@@ -31,14 +31,24 @@ from pipeline.errors import HeadError
 class Eagle3Drafter(TreeDrafter):
     """One head, and the dynamic tree."""
 
-    def __init__(self, head: Eagle3Head, model: DecoderModel, trees: Trees) -> None:
+    def __init__(
+        self,
+        head: Eagle3Head,
+        model: DecoderModel,
+        trees: Trees,
+        *,
+        draft_window: int | None = None,
+    ) -> None:
         """The head's weights are copied; the target's embedding, type, device and operations are
-        used. Raises HeadError when head and target do not fit.
+        used. `draft_window` takes the place of the head's own. Raises HeadError when head and
+        target do not fit.
         """
         check_fits(head, model)
         super().__init__(trees, head.shape.draft_vocab_size)
         self.ops, self.dtype = model.ops, model.dtype
         self.shape = head.shape
+        if draft_window is not None:
+            self.shape = head.shape.model_copy(update={"draft_window": draft_window})
         # An extension writes an entry more than a draft has steps.
         self.lookahead = max(self.lookahead, self.depth + 1)
         self.state = RowState(head.shape.hidden_size, model.dtype)

@@ -38,7 +38,8 @@ def load_drafter(
     from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 
     given = _head(section, head)
-    return DrafterFactory(lambda trees: Eagle3Drafter(given, model, trees))
+    window = section.eagle3.draft_window
+    return DrafterFactory(lambda trees: Eagle3Drafter(given, model, trees, draft_window=window))
 
 
 def _head(section: DrafterSection, head: Eagle3Head | None) -> Eagle3Head:
