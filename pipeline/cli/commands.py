@@ -15,6 +15,8 @@ from typing import cast
 from pipeline.cli.plans import print_plans
 from pipeline.config import DRAFTERS, DrafterSection, PiiSection, RunConfig, Section, load
 from pipeline.console import fail, readable_bytes
+from pipeline.errors import ConfigError
+from pipeline.planning.decode import DecodePlan
 from pipeline.records import STAGES, Plan, Stage
 from pipeline.runtime import ROOMS, run
 from pipeline.store.manifest import find_manifest
@@ -96,25 +98,54 @@ def _plan_decode(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from pipeline.serve_eval.decode_page import print_plan, write_page
-    from pipeline.serve_eval.decode_plan import plan_decode
 
     config = load(arguments.config, arguments.overrides)
-    plan = plan_decode(
-        config,
-        drafters=arguments.drafters,
-        batches=arguments.batches,
-        contexts=arguments.contexts,
-        prompts=arguments.prompts,
-        new_tokens=arguments.new_tokens,
-        most_tokens=arguments.most_tokens,
-        check=arguments.check,
-    )
+    plan = _decode_plan_on_paper(config, arguments) if arguments.paper else None
+    if plan is None:
+        from pipeline.serve_eval.decode_plan import plan_decode
+
+        plan = plan_decode(
+            config,
+            drafters=arguments.drafters,
+            batches=arguments.batches,
+            contexts=arguments.contexts,
+            prompts=arguments.prompts,
+            new_tokens=arguments.new_tokens,
+            most_tokens=arguments.most_tokens,
+            check=arguments.check,
+        )
     print_plan(plan)
     if arguments.json:
         Path(arguments.json).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if arguments.page:
         Path(arguments.page).write_text(write_page(plan), encoding="utf-8")
     return 0
+
+
+def _decode_plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> DecodePlan:
+    from pipeline.planning.decode import plan_on_paper
+    from pipeline.planning.devices import device_of
+    from pipeline.planning.targets import KNOWN, shape_of
+
+    plan = config.plan.model_copy(update={"device": arguments.paper})
+    device = device_of(config.model_copy(update={"plan": plan}))
+    if not device.is_cuda:
+        problem = "a plan on paper needs a GPU with a data sheet"
+        raise ConfigError(problem, where="--paper", fix="name one, such as h100, or leave it out")
+    draft = KNOWN.get(arguments.draft.lower()) if arguments.draft else None
+    if "standalone" in arguments.alpha and draft is None:
+        fix = f"name one with --draft: {', '.join(KNOWN)}"
+        raise ConfigError("standalone needs a known draft model", where="--draft", fix=fix)
+    return plan_on_paper(
+        shape_of(config),
+        device,
+        config.target.source,
+        acceptance=arguments.alpha,
+        batches=arguments.batches,
+        contexts=arguments.contexts,
+        budget=arguments.budget,
+        draft_shape=draft,
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import NoReturn
 import pipeline
 from pipeline.config import DRAFTERS
 from pipeline.console import fail
+from pipeline.planning.decode import parse_acceptance
 from pipeline.records import STAGES, Stage
 
 _STAGES: dict[Stage, str] = {
@@ -145,6 +146,19 @@ def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: P
     option("--check", action="store_true", help="run each cell's best shape beside plain decoding")
     option("--json", metavar="FILE", help="write the plan as JSON")
     option("--page", metavar="FILE", help="write the plan as an HTML page with pictures")
+    on_paper = planned.add_argument_group("on paper, for a GPU that is not here")
+    option = on_paper.add_argument
+    option("--paper", metavar="GPU", help="a data sheet's name, as in plan.device: h100, b200, …")
+    option(
+        "--alpha",
+        type=_alpha,
+        default={"eagle3": 0.75},
+        metavar="NAME=α,…",
+        help="drafters and how likely a drafted token is accepted after those before it; default "
+        "eagle3=0.75",
+    )
+    option("--budget", type=int, default=512, metavar="N", help="self_spec's compressed cache")
+    option("--draft", metavar="NAME", help="the standalone drafter: a well-known target's name")
 
 
 def _words(text: str) -> list[str]:
@@ -153,6 +167,13 @@ def _words(text: str) -> list[str]:
         if word not in DRAFTERS or word == "none":
             raise argparse.ArgumentTypeError(f"no drafter {word!r}; see `eagle3 drafters`")
     return words
+
+
+def _alpha(text: str) -> dict[str, float]:
+    try:
+        return parse_acceptance(text, [name for name in DRAFTERS if name != "none"])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _counts(text: str) -> list[int]:

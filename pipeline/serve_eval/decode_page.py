@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.console import console, notice
+from pipeline.planning.decode import DecodePlan, PlannedDecoding
 from pipeline.serve_eval import charts
-from pipeline.serve_eval.decode_plan import DecodePlan, PlannedDecoding
 from pipeline.serve_eval.report import page_source, page_style
 
 

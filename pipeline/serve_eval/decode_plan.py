@@ -13,7 +13,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError
-from pipeline.records import Record
+from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
 from pipeline.serve_eval.questions import first_question, read_prompts
 from pipeline.store.location import Location, as_directory
 from pipeline.store.manifest import stage_location
@@ -21,47 +21,10 @@ from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.decode_plan import (
     PlannedCell,
-    crossing,
     plan_cell,
     run_rounds,
     trace_drafter,
 )
-
-
-class PlannedDecoding(Record):
-    """One drafter at one batch size and context."""
-
-    drafter: str
-    batch: int  # B, requests side by side
-    context: int  # S, tokens of each
-    tree: dict[str, int]  # the fastest shape
-    acceptance_length: float  # τ, replayed on the evaluation prompts
-    speedup: float  # predicted, over plain decoding
-    milliseconds: dict[str, float]  # t_ar, t_verify, t_draft (a step), t_extend, t_other
-    measured_speedup: float | None = None
-    measured_acceptance_length: float | None = None
-    error: float | None = None  # of the predicted speedup, as a share of the measured one
-
-
-class Crossing(Record):
-    """Where a drafter begins to pay, or ceases to."""
-
-    drafter: str
-    batch: int
-    context: float  # tokens at which the speedup passes 1
-    pays_above: bool
-
-
-class DecodePlan(Record):
-    """What `eagle3 plan-decode --json` writes. Later versions add keys and rename none."""
-
-    basis: str  # measured here, or on paper
-    machine: str
-    target: str
-    prompts: int  # whose acceptance was traced, at each context
-    new_tokens: int
-    cells: tuple[PlannedDecoding, ...]
-    crossings: tuple[Crossing, ...]  # inflection lengths
 
 
 def plan_decode(
@@ -124,6 +87,7 @@ def plan_decode(
                         )
                     cells.append(cell)
                     bar.advance(1)
+    planned = tuple(map(_record, cells))
     arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
     return DecodePlan(
         basis="measured",
@@ -131,8 +95,8 @@ def plan_decode(
         target=target.contract.source,
         prompts=prompts,
         new_tokens=new_tokens,
-        cells=tuple(map(_record, cells)),
-        crossings=tuple(_crossings(cells, drafters, batches)),
+        cells=planned,
+        crossings=crossings(planned),
     )
 
 
@@ -191,15 +155,3 @@ def _record(cell: PlannedCell) -> PlannedDecoding:
         measured_acceptance_length=ran and ran.acceptance_length,
         error=cell.error,
     )
-
-
-def _crossings(
-    cells: Sequence[PlannedCell], drafters: Sequence[str], batches: Sequence[int]
-) -> list[Crossing]:
-    passed = []
-    for name in drafters:
-        for batch in batches:
-            own = [cell for cell in cells if (cell.drafter, cell.rows) == (name, batch)]
-            if (at := crossing(own)) is not None:
-                passed.append(Crossing(drafter=name, batch=batch, context=at[0], pays_above=at[1]))
-    return passed

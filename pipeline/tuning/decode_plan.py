@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from statistics import fmean
 
 import torch
@@ -193,17 +193,3 @@ class _Running:
         self.seconds.append(time.perf_counter() - started)
         self.tokens.append(sum(counts))
         self.emitted = [before + count for before, count in zip(self.emitted, counts, strict=True)]
-
-
-def crossing(cells: Sequence[PlannedCell]) -> tuple[float, bool] | None:
-    """The context at which a drafter's speedup passes 1, and whether it pays above it.
-
-    Of cells of one drafter and batch size; straight lines between them. None: it never passes.
-    """
-    ordered = sorted(cells, key=lambda cell: cell.context)
-    for left, right in pairwise(ordered):
-        below, above = left.speedup - 1, right.speedup - 1
-        if below * above < 0:
-            share = below / (below - above)
-            return left.context + share * (right.context - left.context), above > 0
-    return None

@@ -13,13 +13,12 @@ from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.drafters.registry import DrafterFactory
 from pipeline.decoder.model import DecoderModel
+from pipeline.planning.decode import Crossing, DecodePlan, PlannedDecoding
 from pipeline.serve_eval.decode_page import write_page
-from pipeline.serve_eval.decode_plan import Crossing, DecodePlan, PlannedDecoding
 from pipeline.tuning.cost import Costs
 from pipeline.tuning.decode_plan import (
     Measurement,
     PlannedCell,
-    crossing,
     plan_cell,
     run_rounds,
     trace_drafter,
@@ -59,14 +58,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def _cell(context: int, speedup: float) -> PlannedCell:
     costs = Costs({1: 1.0}, {1: 0.1}, {1: 0.1}, {2: 0.0})
     return PlannedCell("eagle3", 1, context, SHAPE, 2.0, speedup, costs)
-
-
-def test_where_a_drafter_begins_to_pay_and_where_it_ceases_to() -> None:
-    rising = [_cell(4096, 1.5), _cell(512, 0.8), _cell(1024, 0.9)]
-    begins, ceases = crossing(rising), crossing([_cell(512, 1.2), _cell(1024, 0.8)])
-    assert begins is not None and begins[0] == pytest.approx(1024 + 3072 / 6) and begins[1]
-    assert ceases is not None and ceases[0] == pytest.approx(768) and not ceases[1]
-    assert crossing([_cell(512, 1.2), _cell(1024, 1.1)]) is None
 
 
 def test_the_error_is_a_share_of_what_was_measured() -> None:

@@ -1,0 +1,229 @@
+"""Decode plans: which drafter pays at which batch size B and context S; here on paper.
+
+A forward of n tokens a row takes the longer of what it reads and what it multiplies (the roofline
+of Williams et al. 2009), by a data sheet and a config.json:
+
+    bytes   weights (of experts, those that B · n tokens reach) + keys and values of B · (S + n)
+    FLOPs   2 · active parameters · B · n + attention over S
+
+    S(γ) = τ · T_AR / (T_verify(γ + 1) + drafting(γ)),   τ = 1 + α + … + α^γ
+
+for chains of γ tokens whose every position is accepted with the probability α that is given.
+`pipeline.serve_eval.decode_plan` measures instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pipeline.planning.devices import Device
+from pipeline.planning.targets import TargetShape
+from pipeline.records import Record
+
+#: Of weights, keys and values: 16 bits.
+_WIDTH = 2
+#: Drafts that are tried.
+_LONGEST_CHAIN = 8
+#: On paper: a head's draft vocabulary, and its MLP as a share of the target's.
+_DRAFT_VOCABULARY = 32_000
+_BLOCK, _BLOCK_LAYERS = 8, 2
+
+
+class PlannedDecoding(Record):
+    """One drafter at one batch size and context."""
+
+    drafter: str
+    batch: int  # B, requests side by side
+    context: int  # S, tokens of each
+    tree: dict[str, int]  # the fastest shape
+    acceptance_length: float  # τ
+    speedup: float  # predicted, over plain decoding
+    milliseconds: dict[str, float]  # t_ar, t_verify, t_draft (a step), t_extend, t_other
+    measured_speedup: float | None = None
+    measured_acceptance_length: float | None = None
+    error: float | None = None  # of the predicted speedup, as a share of the measured one
+
+
+class Crossing(Record):
+    """Where a drafter begins to pay, or ceases to."""
+
+    drafter: str
+    batch: int
+    context: float  # tokens at which the speedup passes 1
+    pays_above: bool
+
+
+class DecodePlan(Record):
+    """What `eagle3 plan-decode --json` writes. Later versions add keys and rename none."""
+
+    basis: str  # measured, or on paper
+    machine: str
+    target: str
+    prompts: int  # whose acceptance was traced, at each context; 0 on paper
+    new_tokens: int
+    cells: tuple[PlannedDecoding, ...]
+    crossings: tuple[Crossing, ...]  # inflection lengths
+
+
+def crossings(cells: Sequence[PlannedDecoding]) -> tuple[Crossing, ...]:
+    """Where the speedup of a drafter passes 1 at a batch size; straight lines between contexts."""
+    passed = []
+    for drafter, batch in dict.fromkeys((cell.drafter, cell.batch) for cell in cells):
+        own = [cell for cell in cells if (cell.drafter, cell.batch) == (drafter, batch)]
+        for left, right in pairwise(sorted(own, key=lambda cell: cell.context)):
+            below, above = left.speedup - 1, right.speedup - 1
+            if below * above < 0:
+                share = below / (below - above)
+                context = left.context + share * (right.context - left.context)
+                passed.append(
+                    Crossing(drafter=drafter, batch=batch, context=context, pays_above=above > 0)
+                )
+    return tuple(passed)
+
+
+@dataclass(frozen=True)
+class _Paper:
+    """A model on a device."""
+
+    shape: TargetShape
+    device: Device
+
+    def seconds(self, rows: int, context: int, tokens: int) -> float:
+        """The floor of a forward of `tokens` tokens a row behind `context` entries."""
+        shape, count = self.shape, rows * tokens
+        cache = rows * (context + tokens) * shape.key_value_bytes
+        operations = 2.0 * self._multiplied() * count + count * shape.attention_flops(context)
+        return self._floor(_WIDTH * self._reached(count) + cache, operations)
+
+    def layer_seconds(self, layers: int, vocabulary: int, rows: int, tokens: int) -> float:
+        """Of so many dense layers like the target's, and logits over a vocabulary."""
+        shape = self.shape
+        queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+        layer = 2 * shape.hidden * (queries + keys) + 3 * shape.hidden * shape.intermediate
+        parameters = layers * layer + vocabulary * shape.hidden
+        return self._floor(_WIDTH * parameters, 2.0 * parameters * rows * tokens)
+
+    def _multiplied(self) -> int:
+        """Parameters that a token passes: not the embedding, of which it takes a row."""
+        embedding = 0 if self.shape.tied else self.shape.vocabulary * self.shape.hidden
+        return self.shape.active_parameters - embedding
+
+    def _reached(self, tokens: int) -> float:
+        """Parameters that are read: of experts those that some token is sent to, evenly drawn."""
+        shape = self.shape
+        if shape.experts is None:
+            return self._multiplied()
+        experts = shape.experts
+        width = 3 * shape.hidden * experts.width * shape.layers  # of one expert, all layers
+        held = experts.held * (1 - (1 - experts.active / experts.held) ** tokens)
+        return self._multiplied() + (held - experts.active) * width
+
+    def _floor(self, read: float, operations: float) -> float:
+        return max(read / self.device.bandwidth, operations / self.device.flops("bfloat16"))
+
+
+def plan_on_paper(
+    shape: TargetShape,
+    device: Device,
+    target: str,
+    *,
+    acceptance: Mapping[str, float],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    budget: int,
+    draft_shape: TargetShape | None = None,
+) -> DecodePlan:
+    """The fastest chain of each drafter named in `acceptance`, at its α.
+
+    `budget` is self_spec's compressed cache in tokens, `draft_shape` the standalone drafter's.
+    """
+    paper = _Paper(shape, device)
+    draft = _Paper(draft_shape, device) if draft_shape else None
+    cells = tuple(
+        _best(paper, draft, name, alpha, batch, context, budget)
+        for name, alpha in acceptance.items()
+        for context in contexts
+        for batch in batches
+    )
+    given = ", ".join(f"{name} {alpha:g}" for name, alpha in acceptance.items())
+    return DecodePlan(
+        basis=f"on paper: rooflines of data sheets, α as given ({given}); nothing was measured",
+        machine=device.label,
+        target=target,
+        prompts=0,
+        new_tokens=0,
+        cells=cells,
+        crossings=crossings(cells),
+    )
+
+
+def _best(
+    paper: _Paper,
+    draft: _Paper | None,
+    name: str,
+    alpha: float,
+    batch: int,
+    context: int,
+    budget: int,
+) -> PlannedDecoding:
+    plain = paper.seconds(batch, context, 1)
+
+    def cell(steps: int) -> PlannedDecoding:
+        first, step, extend = _drafting(paper, draft, name, batch, context, budget, steps)
+        verify = paper.seconds(batch, context, steps + 1)
+        tau = sum(alpha**position for position in range(steps + 1))
+        seconds = verify + first + (steps - 1) * step + extend
+        times = {"t_ar": plain, "t_verify": verify, "t_draft": step, "t_extend": first + extend}
+        return PlannedDecoding(
+            drafter=name,
+            batch=batch,
+            context=context,
+            tree={"top_k": 1, "steps": steps, "nodes": steps + 1},
+            acceptance_length=tau,
+            speedup=tau * plain / seconds,
+            milliseconds={key: round(1e3 * each, 4) for key, each in times.items()},
+        )
+
+    longest = _BLOCK - 1 if name == "dflash" else _LONGEST_CHAIN
+    return max(map(cell, range(1, longest + 1)), key=lambda each: each.speedup)
+
+
+def _drafting(
+    paper: _Paper,
+    draft: _Paper | None,
+    name: str,
+    batch: int,
+    context: int,
+    budget: int,
+    steps: int,
+) -> tuple[float, float, float]:
+    """Seconds of the first proposal, of each further step, and of taking in what was accepted."""
+    if name == "ngram":
+        return 0.0, 0.0, 0.0
+    if name == "self_spec":
+        step = paper.seconds(batch, min(budget, context), 1)
+        return step, step, 0.0
+    if name == "standalone":
+        assert draft is not None
+        step = draft.seconds(batch, context, 1)
+        return 0.0, step, draft.seconds(batch, context, steps + 1)
+    if name == "dflash":
+        block = paper.layer_seconds(_BLOCK_LAYERS, paper.shape.vocabulary, batch, _BLOCK)
+        return block, 0.0, paper.layer_seconds(_BLOCK_LAYERS, 0, batch, steps + 1)
+    step = paper.layer_seconds(1, _DRAFT_VOCABULARY, batch, 1)
+    return 0.0, step, paper.layer_seconds(1, _DRAFT_VOCABULARY, batch, steps + 1)
+
+
+def parse_acceptance(text: str, known: Iterable[str]) -> dict[str, float]:
+    """`eagle3=0.8,self_spec=0.9` → α by drafter. Raises ValueError."""
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in known:
+            raise ValueError(f"there is no drafter {name!r}")
+        given[name] = float(value)
+        if not 0 <= given[name] < 1:
+            raise ValueError(f"α of {name} is {value}, it has to be in [0, 1)")
+    return given
