@@ -121,11 +121,12 @@ def _contexts(
         raise ConfigError("one evaluation prompt is not enough", where="eval.sources", fix=fix)
     chosen = [index * len(questions) // count % len(questions) for index in range(count)]
     return {
-        context: [_filled(questions, index, context) for index in chosen] for context in contexts
+        context: [fill_context(questions, index, context) for index in chosen]
+        for context in contexts
     }
 
 
-def _filled(questions: Sequence[tuple[int, ...]], index: int, context: int) -> tuple[int, ...]:
+def fill_context(questions: Sequence[tuple[int, ...]], index: int, context: int) -> tuple[int, ...]:
     """Question number `index` behind as much of the others as makes `context` tokens."""
     tokens = list(questions[index])[-context:]
     others = (questions[(index + step) % len(questions)] for step in range(1, 10**6))
