@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +205,27 @@ def test_every_zero_stage_continues_bit_for_bit(
     capsys.readouterr()
     again = run(config)
     assert "continuing from checkpoint step-000002" in capsys.readouterr().out
+    assert without_speed(lines_of(config)) == without_speed(lines)
+    assert checksums(again) == checksums(manifest)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_tokens": 16},  # every sample comes in parts with a past
+        {"head": {"draft_window": 8}, "position_reach": 200},
+        {"loss": "lk_hybrid", "teacher_temperature": 0.7, "head": {"fc_norm": True}},
+    ],
+    ids=["parts", "window", "loss"],
+)
+def test_every_kind_of_training_continues_bit_for_bit(
+    tiny_config: Configure, store_states: Store, settings: dict[str, Any]
+) -> None:
+    config = tiny_config(max_steps=7, checkpoint_every=3, keep_checkpoints=9, **settings)
+    store_states(config)
+    manifest, lines = run(config), lines_of(config)
+    stop_at(config, 3)
+    again = run(config)
     assert without_speed(lines_of(config)) == without_speed(lines)
     assert checksums(again) == checksums(manifest)
 
