@@ -116,11 +116,11 @@ def speed(runs: int) -> dict[str, Any]:
     rivals: dict[str, Callable[[], float]] = {
         dtype: partial(_rate, step, tokens, time.perf_counter) for dtype, (step, _) in steps.items()
     }
-    step, parameters = steps[auto]
+    step, operations = steps[auto]
     rates = contested(rivals, {}, runs=runs)
     busy = interleaved({auto: partial(_rate, step, tokens, time.process_time)}, runs=runs)[auto]
     rate = matmul_rate(CPU, size=2048, dtype=resolve_dtype("auto", CPU))
-    floor = rate / (6 * parameters * STEPS)  # tokens per second
+    floor = tokens * rate / operations  # tokens per second
     figures = {
         "tokens_per_second": rates[auto],
         "tokens_per_second_bf16": rates["bfloat16"],
@@ -168,8 +168,8 @@ def memory(longest: int) -> dict[str, Any]:
 
 def optimiser_step(
     tokens: int, documents: int, *, dtype: str = "auto"
-) -> tuple[Callable[[], None], int]:
-    """One step of the trainer, and the head's parameters."""
+) -> tuple[Callable[[], None], float]:
+    """One step of the trainer, and the FLOPs of its products with weights."""
     from pipeline.config import TrainSection
     from pipeline.train.trainer import Trainer
 
@@ -180,7 +180,17 @@ def optimiser_step(
     def step() -> None:
         trainer.step([batch], 1e-4)
 
-    return step, model.head.count_parameters()
+    return step, _operations(model.head, tokens, len(batch.labels))
+
+
+def _operations(head: Eagle3Head, tokens: int, labels: int) -> float:
+    """6 a parameter and token that passes it, forward and backward: all tokens pass `fc` and the
+    keys and values of the first step, those that predict a label pass everything else."""
+    attention = head.midlayer.self_attn
+    everyone = sum(each.weight.numel() for each in (head.fc, attention.k_proj, attention.v_proj))
+    whole = head.count_parameters()
+    first = everyone * tokens + (whole - everyone) * labels
+    return 6.0 * (first + (STEPS - 1) * (whole - head.fc.weight.numel()) * labels)
 
 
 def forward_backward(kind: str, tokens: int, documents: int) -> Callable[[], None]:
