@@ -17,8 +17,8 @@ from pipeline.eagle3.checkpoint import (
     BLOCK_DRAFTER,
     CONFIG,
     HeadCard,
-    load_head,
     open_files,
+    read_shape,
     read_weights,
     save_head,
     write_files,
@@ -91,12 +91,16 @@ def load_any_head(
     Raises HeadError, or ContractMismatch when it is for another target than `expected`.
     """
     card = open_files(directory, expected)
-    body = read_json(directory / CONFIG)
-    if BLOCK_DRAFTER not in (body.get("architectures") or ()):
-        return load_head(directory, expected=expected)
-    head = DflashHead(read_dflash_shape(directory))
+    head = empty_head(read_any_shape(directory))
     read_weights(directory, head)
     return head.float(), card
+
+
+def read_any_shape(directory: Path) -> DraftShape:
+    """The shape in a head directory's config.json, as its architecture says. Raises HeadError."""
+    if BLOCK_DRAFTER in (read_json(directory / CONFIG).get("architectures") or ()):
+        return read_dflash_shape(directory)
+    return read_shape(directory)
 
 
 def save_any_head(directory: Path, head: DraftingHead, card: HeadCard) -> None:
