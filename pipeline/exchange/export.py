@@ -44,6 +44,7 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
         if format == "sglang":
             save_any_head(folder, head, published(card))
         else:
+            assert isinstance(head, Eagle3Head), "load_head reads no other"
             opened = open_contracted_target(card.contract, target, where=f"head {head_uri}")
             _export_speculators(folder, head, card, opened)
     notice("export", f"{format}: {out}")

@@ -38,7 +38,7 @@ def load_drafter(
         return None
     given = _head(section, head)
     window = section.eagle3.draft_window
-    return DrafterFactory(lambda trees: draft_with(given, model, trees, window))
+    return DrafterFactory(lambda trees: draft_with(given, model, trees, window), _deepest(given))
 
 
 def draft_with(
@@ -56,6 +56,13 @@ def draft_with(
 
     assert isinstance(head, Eagle3Head)
     return Eagle3Drafter(head, model, trees, draft_window=window)
+
+
+def _deepest(head: DraftingHead) -> int:
+    """Steps that a head can draft."""
+    if isinstance(head, DflashHead):
+        return head.shape.block_size - 1
+    return DrafterFactory.max_steps
 
 
 def name_of(head: DraftingHead | None) -> DrafterName:
