@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pipeline import runtime
 from pipeline.config import DrafterSection, RunConfig, TargetSection, TreeSection
 from pipeline.config import load as load_config
-from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.drafters.registry import load_drafter, name_of
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
-from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
+from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.errors import Eagle3Error
 from pipeline.records import STAGES, Manifest, Sample, Stage
 from pipeline.store.location import Location, as_directory
@@ -80,7 +81,7 @@ def open_engine(
         target = open_target(TargetSection(source=source))
     else:
         with as_directory(Location(head), HEAD_FILES) as directory:
-            weights, card = load_head(directory)
+            weights, card = load_any_head(directory)
         target = open_contracted_target(card.contract, source, where=f"head {head}")
     where = pick_device(device)
     model = DecoderModel.load(
@@ -90,7 +91,7 @@ def open_engine(
         dtype=resolve_dtype(dtype, where),
         max_length=max_length,
     )
-    named = drafter or DrafterSection(name="none" if weights is None else "eagle3")
+    named = drafter or DrafterSection(name=name_of(weights))
     factory = load_drafter(named, model, target, weights)
     drafting = factory(tree or TreeSection()) if factory else None
     return Engine(model, drafter=drafting, slots=slots), target.template()

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself
 WINGS: dict[str, dict[str, set[str]]] = {
     "store": {".": {"states", "backends"}, "states": {"."}, "backends": set()},
-    "eagle3": {".": {"formats"}, "formats": {"."}},
+    "eagle3": {".": {"formats"}, "formats": {"."}, "dflash": {".", "formats"}},
     "decoder": {
         ".": {"ops", "drafters"},
         "drafters": {".", "ops"},
@@ -51,9 +51,10 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "selection": set(),
     },
     "train": {
-        ".": {"data", "ttt", "start"},
+        ".": {"data", "ttt", "dflash", "start"},
         "data": set(),
         "ttt": {"data"},
+        "dflash": {"data", "ttt"},
         "start": {"data", "ttt"},
     },
 }

@@ -10,7 +10,7 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 
 from __future__ import annotations
 
-from pipeline.config.drafter import DRAFTERS, DrafterSection
+from pipeline.config.drafter import DRAFTERS, DrafterName, DrafterSection
 from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
@@ -37,11 +37,13 @@ from pipeline.config.synth import (
     SourceSpec,
     SynthSection,
 )
-from pipeline.config.train import HeadSection, TrainSection
+from pipeline.config.train import DflashSection, HeadSection, TrainSection
 
 __all__ = [
     "DRAFTERS",
+    "DflashSection",
     "DlpSection",
+    "DrafterName",
     "DrafterSection",
     "EvalSection",
     "FeaturesSection",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from pipeline.config.section import Section
 
-DrafterName = Literal["none", "eagle3"]
+DrafterName = Literal["none", "eagle3", "dflash"]
 
 
 class DrafterInfo(NamedTuple):
@@ -23,6 +23,11 @@ DRAFTERS: dict[DrafterName, DrafterInfo] = {
     "none": DrafterInfo("plain decoding, one token a round", "nothing"),
     "eagle3": DrafterInfo(
         "an EAGLE-3 head of 2-5 % of the target's size, a dynamic tree", "a trained head", True
+    ),
+    "dflash": DrafterInfo(
+        "a block drafter: one forward for all depths, a tree of their marginals",
+        "a head trained with train.algorithm=dflash",
+        True,
     ),
 }
 

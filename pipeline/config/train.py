@@ -52,8 +52,43 @@ class HeadSection(Section):
         return self
 
 
+class DflashSection(Section):
+    """Shape and training of a block drafter (DFlash, arXiv:2602.06036)."""
+
+    layers: int = Field(1, gt=0)
+    """Layers, each with keys and values of its own for every token of the context."""
+    block_size: int = Field(8, gt=1, le=16)
+    """Tokens of a block, the last accepted one included: one forward predicts all others."""
+    draft_vocab_size: int = Field(4096, gt=0)
+    """Target tokens that can be proposed, the most frequent supervised ones."""
+    intermediate_size: int | None = Field(None, gt=0)
+    """Width of a layer's MLP; None takes the target's."""
+    num_attention_heads: int | None = Field(None, gt=0)
+    """Query heads; None takes the target's."""
+    num_key_value_heads: int | None = Field(None, gt=0)
+    """Key/value heads; None takes the target's."""
+    mask_token_id: int | None = Field(None, ge=0)
+    """Target token whose embedding stands for a token to predict; None: the one that pads a text,
+    or begins it."""
+    init_layers: Literal["target_last", "random"] = "target_last"
+    """Start from as many of the target's last layers where shapes fit."""
+    anchors: int = Field(256, gt=0)
+    """Supervised tokens of a micro-batch that a block is trained behind, drawn anew every time;
+    all where there are fewer."""
+    position_decay: float = Field(4.0, gt=0)
+    """The loss at position k of a block weighs exp(-(k - 1) / position_decay)."""
+    max_share_of_target: float = Field(0.05, gt=0)
+    """Refuse heads with more than this share of the target's parameters."""
+
+
 class TrainSection(Section):
     """Training of the head."""
+
+    algorithm: Literal["eagle3", "dflash"] = "eagle3"
+    """What is trained: an EAGLE-3 head (head_config, ttt_steps, step_decay), or a block drafter
+    (dflash)."""
+    dflash: DflashSection = DflashSection()
+    """The block drafter."""
 
     head_config: HeadSection = HeadSection()
     """Shape and initialisation of the head; `head` elsewhere names a head's directory."""
@@ -138,3 +173,18 @@ class TrainSection(Section):
     """Weights & Biases mode."""
     wandb_project: str = "eagle3"
     """Weights & Biases project."""
+
+    @model_validator(mode="after")
+    def _asks_nothing_of_the_other_algorithm(self) -> TrainSection:
+        if self.algorithm == "eagle3":
+            return self
+        for name in ("position_reach", "activation_checkpointing", "compile"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is of algorithm eagle3; leave it out for dflash")
+        most = self.dflash.block_size - 1
+        if self.evaluate_every and self.evaluate_tree.steps > most:
+            raise ValueError(
+                f"evaluate_tree.steps is {self.evaluate_tree.steps}, a block of "
+                f"{self.dflash.block_size} predicts {most} tokens; lower it"
+            )
+        return self

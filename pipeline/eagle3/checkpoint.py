@@ -28,11 +28,13 @@ from pipeline.eagle3.formats.fields import shape_of
 from pipeline.eagle3.formats.foreign import read_json
 from pipeline.eagle3.formats.sglang import sglang_config
 from pipeline.eagle3.formats.speculators import MODEL_TYPE, speculators_config, speculators_tensors
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.head import DraftingHead, Eagle3Head, HeadShape
 from pipeline.errors import HeadError, StoreError
 from pipeline.records import TargetContract, match_contracts
 
 HEAD_FILES = CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "eagle3.json"
+#: The architecture of the other kind of head (`eagle3/dflash/`).
+BLOCK_DRAFTER = "DFlashDraftModel"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class HeadCard:
 
 def save_head(directory: Path, head: Eagle3Head, card: HeadCard) -> None:
     """Write a head directory atomically, weights in bfloat16; an existing one is replaced."""
-    _write(directory, sglang_config(head.shape, card.contract), head.state_dict(), card)
+    write_files(directory, sglang_config(head.shape, card.contract), head.state_dict(), card)
 
 
 def export_speculators(
@@ -70,13 +72,24 @@ def export_speculators(
         architectures=architectures,
         speculative_tokens=speculative_tokens,
     )
-    _write(directory, config, speculators_tensors(head.state_dict(), embedding), card)
+    write_files(directory, config, speculators_tensors(head.state_dict(), embedding), card)
 
 
 def load_head(
     directory: Path, *, expected: TargetContract | None = None
 ) -> tuple[Eagle3Head, HeadCard]:
     """Read a head directory in float32.
+
+    Raises HeadError, or ContractMismatch when it is for another target than `expected`.
+    """
+    card = open_files(directory, expected)
+    head = Eagle3Head(read_shape(directory))
+    read_weights(directory, head)
+    return head.float(), card
+
+
+def open_files(directory: Path, expected: TargetContract | None) -> HeadCard:
+    """The card of a head directory of either kind, all of whose files are there.
 
     Raises HeadError, or ContractMismatch when it is for another target than `expected`.
     """
@@ -88,20 +101,30 @@ def load_head(
     card = read_card(directory / CARD)
     if expected is not None:
         match_contracts(expected, card.contract, where=where)
-    head = Eagle3Head(read_shape(directory))
+    return card
+
+
+def read_weights(directory: Path, head: DraftingHead) -> None:
+    """Read the tensors into a head of their shapes. Raises HeadError."""
     try:
         head.load_state_dict(load_file(directory / WEIGHTS))
     except (SafetensorError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
         problem = f"{WEIGHTS} does not fit {CONFIG}: {reason}"
+        where = f"head {directory}"
         raise HeadError(problem, where=where, fix="export the head again") from error
-    return head.float(), card
 
 
 def read_shape(directory: Path) -> HeadShape:
-    """The shape in a head directory's config.json. Raises HeadError, also for the other dialect."""
+    """The shape in a head directory's config.json.
+
+    Raises HeadError, also for the other dialect and for a block drafter.
+    """
     body = read_json(directory / CONFIG)
     where = f"head {directory}: {CONFIG}"
+    if BLOCK_DRAFTER in (body.get("architectures") or ()):
+        fix = "name the head of an EAGLE-3 training, or draft with drafter.name=dflash"
+        raise HeadError(f"is of a block drafter ({BLOCK_DRAFTER})", where=where, fix=fix)
     if MODEL_TYPE in body:
         fix = f"eagle3 import {directory} --target SOURCE --out HEAD"
         raise HeadError("is in the dialect of speculators", where=where, fix=fix)
@@ -120,9 +143,10 @@ def read_card(path: Path) -> HeadCard:
         raise HeadError(problem, where=where, fix="export the head again") from error
 
 
-def _write(
+def write_files(
     directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], card: HeadCard
 ) -> None:
+    """Write a head directory atomically, weights in bfloat16; an existing one is replaced."""
     partial = directory.with_name(f".{directory.name}.partial")
     stored = {name: _stored(tensor) for name, tensor in tensors.items()}
     body = {

@@ -56,8 +56,8 @@ def hidden_positions(lengths: Tensor, window: int) -> Tensor:
     return ((lengths - window) // WINDOW_STEP - 1).clamp(min=0) * WINDOW_STEP
 
 
-class HeadShape(BaseModel):
-    """What decides the tensors' shapes and the positions."""
+class DraftShape(BaseModel):
+    """What decides the tensors' shapes and the positions in a head of any kind."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,9 +71,6 @@ class HeadShape(BaseModel):
     rms_norm_eps: float
     rope_parameters: dict[str, Any]  # as transformers writes them; the target's
     max_position_embeddings: int
-    fc_norm: bool = False  # a norm of each aux state before fc
-    norm_output: bool = False  # the next step reads the normed output
-    draft_window: int = 0  # recent positions that a query sees; 0: all
 
     def rope_config(self) -> Any:
         """A transformers configuration that carries the rotary parameters."""
@@ -86,6 +83,14 @@ class HeadShape(BaseModel):
             rope_parameters=dict(self.rope_parameters) or None,
             max_position_embeddings=self.max_position_embeddings,
         )
+
+
+class HeadShape(DraftShape):
+    """Of an EAGLE-3 head."""
+
+    fc_norm: bool = False  # a norm of each aux state before fc
+    norm_output: bool = False  # the next step reads the normed output
+    draft_window: int = 0  # recent positions that a query sees; 0: all
 
 
 class _Attention(nn.Module):
@@ -117,8 +122,10 @@ class _Attention(nn.Module):
         return torch.as_tensor(self.o_proj(attention_output.flatten(-2)))
 
 
-class _Mlp(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
+class SwiGluMlp(nn.Module):
+    """A layer's MLP."""
+
+    def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -148,7 +155,7 @@ class _DraftLayer(nn.Module):
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = _Attention(shape)
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = _Mlp(shape)
+        self.mlp = SwiGluMlp(shape)
 
     def project_qkv(
         self, embedding: Tensor, hidden: Tensor, rows: Tensor | None = None
@@ -166,15 +173,50 @@ class _DraftLayer(nn.Module):
         return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
-class Eagle3Head(nn.Module):
-    """Parameters and maths of the head. It has no embedding: the target's is used.
+class DraftingHead(nn.Module):
+    """What heads of every kind have. None has an embedding: the target's is used.
 
     Buffers map the draft vocabulary: row i of `lm_head` proposes target token `i + d2t[i]`
     (d2t [Vd] int64, an offset), and `t2d` [V] bool marks the tokens that can be proposed.
     """
 
+    shape: DraftShape
+    fc: nn.Linear  # 3H → H
+    norm: RmsNorm  # of what lm_head reads
+    lm_head: nn.Linear  # H → Vd
     d2t: Tensor
     t2d: Tensor
+
+    def _add_vocabulary(self, shape: DraftShape) -> None:
+        """The tensors of the draft vocabulary, which stand behind all others."""
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+
+    def normed_aux(self, aux_states: Tensor) -> Tensor:
+        """What `fc` reads [.., 3H], of aux states [.., 3H]."""
+        return aux_states
+
+    def target_ids(self) -> Tensor:
+        """Target token of each draft row [Vd], ascending."""
+        return torch.arange(self.shape.draft_vocab_size, device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Install the draft vocabulary: target ids [Vd], ascending and distinct."""
+        assert bool((target_ids[1:] > target_ids[:-1]).all()), "draft vocabulary must be ascending"
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+    def count_parameters(self) -> int:
+        """Trained parameters; the target's embedding is not one of them."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class Eagle3Head(DraftingHead):
+    """Parameters and maths of the EAGLE-3 head."""
+
+    shape: HeadShape
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -186,9 +228,7 @@ class Eagle3Head(nn.Module):
         self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = _DraftLayer(shape)
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
-        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
+        self._add_vocabulary(shape)
 
     def normed_aux(self, aux_states: Tensor) -> Tensor:
         """What `fc` reads [.., 3H]: the aux states, each behind its norm if the head has them."""
@@ -219,18 +259,3 @@ class Eagle3Head(nn.Module):
     def logits(self, output: Tensor) -> Tensor:
         """Output of `step` [.., H] → logits over the draft vocabulary [.., Vd]."""
         return torch.as_tensor(self.lm_head(self.normed_output(output)))
-
-    def target_ids(self) -> Tensor:
-        """Target token of each draft row [Vd], ascending."""
-        return torch.arange(self.shape.draft_vocab_size, device=self.d2t.device) + self.d2t
-
-    def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Install the draft vocabulary: target ids [Vd], ascending and distinct."""
-        assert bool((target_ids[1:] > target_ids[:-1]).all()), "draft vocabulary must be ascending"
-        self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
-        self.t2d.zero_()
-        self.t2d[target_ids] = True
-
-    def count_parameters(self) -> int:
-        """Trained parameters; the target's embedding is not one of them."""
-        return sum(parameter.numel() for parameter in self.parameters())

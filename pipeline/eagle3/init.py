@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.head import DraftingHead, Eagle3Head, HeadShape, SwiGluMlp
 
 #: Standard deviation of randomly started matrices, as in the Llama family.
 _INIT_STD = 0.02
@@ -91,7 +91,7 @@ def choose_vocabulary(counts: Tensor, size: int) -> DraftVocabulary:
     return DraftVocabulary(chosen, float(counts[chosen].sum()) / total if total else 0.0)
 
 
-def random_init(head: Eagle3Head, seed: int) -> None:
+def random_init(head: DraftingHead, seed: int) -> None:
     """Normal(0, 0.02) matrices, unit norms; the same weights for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def random_init(head: Eagle3Head, seed: int) -> None:
                 parameter.fill_(1.0)
 
 
-def start_fc_from_high_layer(head: Eagle3Head) -> None:
+def start_fc_from_high_layer(head: DraftingHead) -> None:
     """fc starts near the identity on the high aux state, the closest to the target's output."""
     size = head.shape.hidden_size
     with torch.no_grad():
@@ -111,7 +111,7 @@ def start_fc_from_high_layer(head: Eagle3Head) -> None:
         head.fc.weight[:, 2 * size :] += torch.eye(size)
 
 
-def start_lm_head(head: Eagle3Head, target_lm_head: Tensor, target_final_norm: Tensor) -> None:
+def start_lm_head(head: DraftingHead, target_lm_head: Tensor, target_final_norm: Tensor) -> None:
     """lm_head rows and final norm are the target's own, for the tokens of the draft vocabulary.
 
     target_lm_head [V, H], target_final_norm [H].
@@ -132,7 +132,7 @@ def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
     with torch.no_grad():
         # First the norms: the projections are scaled for what they let through.
         norms = _copy_norms(head, layer)
-        return [*_copy_attention(head, layer), *_copy_mlp(head, layer), *norms]
+        return [*_copy_attention(head, layer), *copy_mlp(head.midlayer.mlp, layer), *norms]
 
 
 def _copy_norms(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
@@ -178,10 +178,11 @@ def behind_norm(weight: Tensor, norm: Tensor, read: Tensor, head_dim: int) -> Te
     return (heads / typical * scale).view_as(weight)
 
 
-def _copy_mlp(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
-    own, width = head.midlayer.mlp, head.shape.intermediate_size
+def copy_mlp(own: SwiGluMlp, layer: Mapping[str, Tensor]) -> list[str]:
+    """Copy a target layer's MLP into a head's, of a wider one the neurons that write the most."""
     parts = [layer.get(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")]
     gate, up, down = parts  # [I, H], [I, H] and [H, I]
+    width = own.down_proj.in_features
     if gate is None or up is None or down is None or down.shape[1] < width:
         return []
     output_norm = down.float().norm(dim=0) * up.float().norm(dim=1)  # [I]

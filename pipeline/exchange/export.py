@@ -16,8 +16,8 @@ from pipeline.eagle3.checkpoint import (
     HeadCard,
     export_speculators,
     load_head,
-    save_head,
 )
+from pipeline.eagle3.dflash.checkpoint import load_any_head, save_any_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.published import published
 from pipeline.errors import StoreError
@@ -37,12 +37,14 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
     exported head names without its path. SGLang's dialect does not need it. Raises HeadError,
     TargetError or ContractMismatch.
     """
+    read = load_any_head if format == "sglang" else load_head
     with as_directory(Location(head_uri), HEAD_FILES) as directory:
-        head, card = load_head(directory)
+        head, card = read(directory)
     with output_directory(out) as folder:
         if format == "sglang":
-            save_head(folder, head, published(card))
+            save_any_head(folder, head, published(card))
         else:
+            assert isinstance(head, Eagle3Head), "load_head reads no other"
             opened = open_contracted_target(card.contract, target, where=f"head {head_uri}")
             _export_speculators(folder, head, card, opened)
     notice("export", f"{format}: {out}")

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from pipeline.console import console, printable
-from pipeline.eagle3.checkpoint import CARD, CONFIG, HEAD_FILES, WEIGHTS, read_card, read_shape
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.checkpoint import CARD, CONFIG, HEAD_FILES, WEIGHTS, read_card
+from pipeline.eagle3.dflash.checkpoint import empty_head, read_any_shape
+from pipeline.eagle3.head import DraftShape
 from pipeline.errors import HeadError
 from pipeline.store.location import Location, as_directory
 
@@ -63,7 +64,7 @@ def inspect_head(uri: str) -> Inspection:
             fix = f"eagle3 import {uri} --target SOURCE --out HEAD"
         raise HeadError(f"has no {', '.join(missing)}", where=f"head {uri}", fix=fix)
     with as_directory(location, [CONFIG, CARD]) as directory:
-        shape, card = read_shape(directory), read_card(directory / CARD)
+        shape, card = read_any_shape(directory), read_card(directory / CARD)
     tensors = _read_header(location, sizes[WEIGHTS])
     _check(tensors, shape, where=f"head {uri}: {WEIGHTS}")
     parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.name not in _MAPS)
@@ -114,9 +115,9 @@ def _read_header(location: Location, size: int) -> tuple[TensorEntry, ...]:
     return tuple(sorted(entries, key=lambda entry: entry.name))
 
 
-def _check(tensors: tuple[TensorEntry, ...], shape: HeadShape, *, where: str) -> None:
+def _check(tensors: tuple[TensorEntry, ...], shape: DraftShape, *, where: str) -> None:
     with torch.device("meta"):
-        parts = Eagle3Head(shape).state_dict()
+        parts = empty_head(shape).state_dict()
     expected = {name: tuple(tensor.shape) for name, tensor in parts.items()}
     stored = {tensor.name: tensor.shape for tensor in tensors}
     for name in sorted(expected.keys() | stored.keys()):

@@ -22,6 +22,8 @@ class HeadSize:
     @classmethod
     def of(cls, section: TrainSection, target: TargetShape) -> HeadSize:
         """As training would build it for `target`."""
+        if section.algorithm == "dflash":
+            return BlockHeadSize.of_blocks(section, target)
         asked = section.head_config
         return cls(
             hidden=target.hidden,
@@ -60,3 +62,49 @@ class HeadSize:
         """
         step = (8 if checkpointing else 6) * self.layer + 6 * self.lm_head
         return steps * step + 6 * self.fc + 2 * self.lm_head
+
+
+@dataclass(frozen=True)
+class BlockHeadSize(HeadSize):
+    """A block drafter's matrices; anchors are those of a micro-batch."""
+
+    layers: int = 1
+    head_dim: int = 64
+    block: int = 8
+    anchors_per_token: float = 1.0
+
+    @classmethod
+    def of_blocks(cls, section: TrainSection, target: TargetShape) -> BlockHeadSize:
+        """As training would build it for `target`."""
+        asked = section.dflash
+        return cls(
+            hidden=target.hidden,
+            intermediate=asked.intermediate_size or target.intermediate,
+            queries=(asked.num_attention_heads or target.heads) * target.head_dim,
+            keys=(asked.num_key_value_heads or target.groups) * target.head_dim,
+            draft_vocabulary=asked.draft_vocab_size,
+            layers=asked.layers,
+            head_dim=target.head_dim,
+            block=asked.block_size,
+            anchors_per_token=min(1.0, asked.anchors / section.batch_tokens),
+        )
+
+    @property
+    def layer(self) -> int:
+        """All of them: q, k and v read H, o writes H; gate, up and down."""
+        attention = self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def parameters(self) -> int:
+        """The matrices; two norms and those of queries and keys a layer, of context and output."""
+        norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + 2 * self.hidden
+        return self.fc + self.layer + self.lm_head + norms
+
+    def training_flops(self, steps: int, *, checkpointing: bool = False) -> int:
+        """Of one supervised token: `fc` and the context's keys and values, and its share of the
+        blocks, each position of which has a teacher of its own."""
+        del steps, checkpointing
+        context = 6 * (self.fc + self.layers * 2 * self.keys * self.hidden)
+        block = 6 * self.layer * self.block + (6 + 2) * self.lm_head * (self.block - 1)
+        return context + round(self.anchors_per_token * block)

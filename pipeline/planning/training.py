@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config import TrainSection
 from pipeline.config.train import ACCEPTANCE_LOSSES
-from pipeline.planning.heads import HeadSize
+from pipeline.planning.heads import BlockHeadSize, HeadSize
 from pipeline.planning.targets import TargetShape
 from pipeline.records import ZeroMemory, ZeroStage
 
@@ -56,6 +56,8 @@ def activation_bytes(section: TrainSection, head: HeadSize, *, width: int) -> in
     values. The loss keeps three of H a token and step, a chunk of logits, and lm_head's gradient in
     float32. The backward pass holds a step's gradients, again in float32.
     """
+    if isinstance(head, BlockHeadSize):
+        return _block_activation_bytes(section.batch_tokens, head, width=width)
     hidden, steps, tokens = head.hidden, section.ttt_steps, section.batch_tokens
     step = 7 * hidden + 2 * head.queries + 2 * head.keys + 3 * head.intermediate
     every = steps * step + 2 * head.keys * steps * (steps - 1) // 2
@@ -68,6 +70,22 @@ def activation_bytes(section: TrainSection, head: HeadSize, *, width: int) -> in
     return kept * width + tokens * step * 4 + 4 * head.lm_head
 
 
+def _block_activation_bytes(tokens: int, head: BlockHeadSize, *, width: int) -> int:
+    """Likewise of blocks, as if the micro-batch were one document.
+
+    Each block token and layer keeps its input and norms, queries, keys, values and what attention
+    gives, gate, up and their product, and its scores and weights over the context; each token the
+    context's state, keys and values. Every position of the loss keeps lm_head's gradient.
+    """
+    rows = round(tokens * head.anchors_per_token) * head.block
+    scores = 2 * head.queries // head.head_dim * (tokens + head.block)
+    layer = 6 * head.hidden + 3 * head.queries + 2 * head.keys + 3 * head.intermediate + scores
+    context = 5 * head.hidden + 4 * head.keys * head.layers
+    logits = min(CHUNK_LOGITS, rows * head.draft_vocabulary // head.block)
+    kept = rows * (layer * head.layers + 3 * head.hidden) + tokens * context + logits
+    return kept * width + 4 * head.lm_head * (head.block - 1)
+
+
 def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> int:
     """Of a start by least squares; 0 without.
 
@@ -75,7 +93,7 @@ def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> i
     of the MLP: sums of P by P in float64, scaled and factored, P by H three times, and a solution
     in float32 for each of five strengths.
     """
-    if section.start_from or section.head_config.init_layer != "least_squares":
+    if not _solves(section):
         return 0
     hidden, wide = head.hidden, head.intermediate
     most = max(4 * hidden, wide)
@@ -89,12 +107,18 @@ def start_flops(section: TrainSection, head: HeadSize) -> float:
     Sums over P = 4H regressors and over the I of the MLP, each with six Cholesky factors, and one
     forward pass of the head.
     """
-    if section.start_from or section.head_config.init_layer != "least_squares":
+    if not _solves(section):
         return 0.0
     regressors = 4 * head.hidden
     rows = 30 * regressors
     solved = sum(2 * rows * size**2 + 6 * size**3 / 3 for size in (regressors, head.intermediate))
     return solved + rows * 2 * head.parameters
+
+
+def _solves(section: TrainSection) -> bool:
+    """Whether training begins with a start by least squares."""
+    asked = section.algorithm == "eagle3" and section.head_config.init_layer == "least_squares"
+    return asked and not section.start_from
 
 
 def step_traffic(head: HeadSize, *, ranks: int) -> float:

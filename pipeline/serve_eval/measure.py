@@ -18,7 +18,7 @@ from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import TargetError
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import Question, first_question, next_question
@@ -55,7 +55,7 @@ class Comparison:
         self,
         config: RunConfig,
         target: Target,
-        head: Eagle3Head | None,
+        head: DraftingHead | None,
         template: ChatTemplate,
         *,
         dtype: torch.dtype,

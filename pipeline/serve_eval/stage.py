@@ -8,8 +8,9 @@ import torch
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard, load_head
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard
+from pipeline.eagle3.dflash.checkpoint import load_any_head
+from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import EvalReport, Manifest, Prompt
 from pipeline.serve_eval.measure import Comparison, Measured
@@ -47,10 +48,10 @@ def run(config: RunConfig) -> Manifest:
     where = manifest_where(config.run.uri, "train")
     target = open_target(config.target, expected=parent.contract if parent else None, where=where)
     contract = target.contract
-    loaded: tuple[Eagle3Head, HeadCard] | None = None
+    loaded: tuple[DraftingHead, HeadCard] | None = None
     if drafts:
         with as_directory(_head_location(config), HEAD_FILES) as directory:
-            loaded = load_head(directory, expected=contract)
+            loaded = load_any_head(directory, expected=contract)
     # The one that is there is a faster process's, or of an attempt that was killed after it.
     report = _committed(stage_run) or _evaluate(config, stage_run, target, loaded)
     if not report.lossless["greedy_fp32"]:
@@ -76,7 +77,7 @@ def _evaluate(
     config: RunConfig,
     stage_run: StageRun,
     target: Target,
-    loaded: tuple[Eagle3Head, HeadCard] | None,
+    loaded: tuple[DraftingHead, HeadCard] | None,
 ) -> EvalReport:
     """Speed and acceptance in this machine's type, then losslessness in fp32."""
     section = config.eval

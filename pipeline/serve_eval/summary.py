@@ -14,7 +14,7 @@ import torch
 from pipeline.config import DrafterSection, RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.head import DraftingHead
 from pipeline.records import Arithmetic, EvalReport, PromptResult, TargetContract
 from pipeline.serve_eval.measure import Measured
 from pipeline.tuning.tune import Choice
@@ -40,7 +40,7 @@ class Measurements(NamedTuple):
 def summarise(
     config: RunConfig,
     contract: TargetContract,
-    loaded: tuple[Eagle3Head, HeadCard] | None,
+    loaded: tuple[DraftingHead, HeadCard] | None,
     measurements: Measurements,
 ) -> EvalReport:
     """All figures of `report.json`; `loaded` is the head, of a drafter that has one."""
@@ -101,7 +101,7 @@ def _drafter(section: DrafterSection) -> dict[str, Any]:
     return {"name": section.name, **(own.model_dump(mode="json") if own else {})}
 
 
-def _head(head: Eagle3Head, card: HeadCard, contract: TargetContract) -> dict[str, Any]:
+def _head(head: DraftingHead, card: HeadCard, contract: TargetContract) -> dict[str, Any]:
     parameters = head.count_parameters()
     return {
         "parameters": parameters,

@@ -29,11 +29,12 @@ from torch import Tensor
 
 from pipeline.config import TrainSection
 from pipeline.console import notice
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.dflash.checkpoint import empty_head
+from pipeline.eagle3.head import DraftShape
 from pipeline.errors import ConfigError, TargetError
 from pipeline.target.open import Target
 from pipeline.train.data.corpus import HeldOut
@@ -51,7 +52,7 @@ class Evaluator:
     def __init__(
         self,
         target: Target,
-        shape: HeadShape,
+        shape: DraftShape,
         section: TrainSection,
         held_out: Sequence[HeldOut],
         device: torch.device,
@@ -76,10 +77,10 @@ class Evaluator:
             dtype=target.dtype,
             max_length=max(len(item.prompt_ids) for item in held_out) + most,
         )
-        self._head = Eagle3Head(shape)
+        self._head = empty_head(shape)
 
     def select(self, weights: Mapping[str, Tensor]) -> Decoded:
-        """Decode the selecting half with a head of these weights (names as in `Eagle3Head`)."""
+        """Decode the selecting half with a head of these weights (names as in its directory)."""
         return self._decode(self._selecting, weights)
 
     def report(self, weights: Mapping[str, Tensor]) -> Decoded:
@@ -89,7 +90,7 @@ class Evaluator:
 
     def _decode(self, requests: Sequence[Request], weights: Mapping[str, Tensor]) -> Decoded:
         self._head.load_state_dict(weights)
-        drafter = Eagle3Drafter(self._head, self._model, self._tree)
+        drafter = draft_with(self._head, self._model, self._tree)
         engine = Engine(self._model, drafter=drafter, slots=min(_SLOTS, len(requests)))
         done: dict[str, Statistics] = {}
         for completion in engine.generate(requests):

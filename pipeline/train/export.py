@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pipeline.config import RunConfig, world_size
 from pipeline.console import notice
-from pipeline.eagle3.checkpoint import HeadCard, save_head
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.checkpoint import HeadCard
+from pipeline.eagle3.dflash.checkpoint import empty_head, save_any_head
+from pipeline.eagle3.head import DraftingHead, DraftShape
 from pipeline.eagle3.init import DraftVocabulary
 from pipeline.eagle3.published import without_places
 from pipeline.errors import StageConflict
@@ -30,8 +31,8 @@ HEAD = "head"
 
 
 def chosen_head(
-    shape: HeadShape, last: Mapping[str, Tensor], checkpoints: Checkpoints, progress: Progress
-) -> Eagle3Head:
+    shape: DraftShape, last: Mapping[str, Tensor], checkpoints: Checkpoints, progress: Progress
+) -> DraftingHead:
     """The head to export: that of the evaluation that was chosen, or the `last` one without any."""
     weights, best, reported = dict(last), progress.best, progress.reported
     if best and reported:
@@ -40,15 +41,15 @@ def chosen_head(
         tau = f"τ {reported.tau:.3f} ± {reported.tau_error:.3f} (standard error)"
         notice("train", f"{tau} on {len(reported.rounds)} samples that did not choose it")
         weights = checkpoints.read_best(best)
-    head = Eagle3Head(shape).to(weights["fc.weight"].dtype)
+    head = empty_head(shape).to(weights["fc.weight"].dtype)
     head.load_state_dict(weights)
     return head
 
 
-def export(stage_run: StageRun, head: Eagle3Head, card: HeadCard, *, tokens: int) -> None:
+def export(stage_run: StageRun, head: DraftingHead, card: HeadCard, *, tokens: int) -> None:
     """Write the head's directory and commit its files; `tokens` are those it was trained on."""
     directory = workspace(stage_run.location) / HEAD
-    save_head(directory, head, card)
+    save_any_head(directory, head, card)
     for file in sorted(directory.iterdir()):
         own, data = tokens if file.suffix == ".safetensors" else 0, file.read_bytes()
         shard = stage_run.commit(file.name, data, rows=0, tokens=own)

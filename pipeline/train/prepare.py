@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig, rank
 from pipeline.console import long_step, notice
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import Target
@@ -44,7 +44,7 @@ class Data(NamedTuple):
     held_out: tuple[HeldOut, ...]  # selecting half, reporting half; none without evaluate_every
 
 
-def open_data(config: RunConfig, parent: Manifest, target: Target, shape: HeadShape) -> Data:
+def open_data(config: RunConfig, parent: Manifest, target: Target, shape: DraftShape) -> Data:
     """Verify the states, hold some out, survey, audit and schedule the rest."""
     section, seed = config.train, config.run.seed
     corpus = open_corpus(config, parent)
@@ -93,7 +93,7 @@ def solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> No
         take_from_first(parameter, target.device)
 
 
-def measure_scale(config: RunConfig, head: Eagle3Head, data: Data) -> float:
+def measure_scale(config: RunConfig, head: DraftingHead, data: Data) -> float:
     """Factor of the learning rate of `fc`, measured on the first process."""
     tokens = config.train.batch_tokens * SCALE_BATCHES
     batches = FirstBatches(data.corpus, data.schedule, tokens=tokens)

@@ -22,7 +22,8 @@ from torch import Tensor
 from pipeline.config import RunConfig, prepare_process, rank, world_size
 from pipeline.console import console, long_step, notice
 from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.dflash.head import DflashHead
+from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head
 from pipeline.eagle3.init import DraftVocabulary
 from pipeline.records import Manifest, digest
 from pipeline.store.begin import read_begin
@@ -37,6 +38,7 @@ from pipeline.train.audit import log_coverage
 from pipeline.train.checkpoints import Checkpoint, Checkpoints, workspace
 from pipeline.train.data.corpus import HeldOut
 from pipeline.train.data.schedule import Schedule
+from pipeline.train.dflash.model import BlockObjective, DflashModel
 from pipeline.train.export import (
     HEAD,
     chosen_head,
@@ -54,6 +56,7 @@ from pipeline.train.progress import Progress
 from pipeline.train.start.initial_head import Start, choose_start, draft_vocabulary, initial_head
 from pipeline.train.trainer import Trainer
 from pipeline.train.ttt.model import Objective, TttModel
+from pipeline.train.ttt.trained import TrainedModel
 
 
 class Trained(NamedTuple):
@@ -90,7 +93,7 @@ def run(config: RunConfig) -> Manifest:
         data = open_data(config, parent, target, start.shape)
     vocabulary = draft_vocabulary(start, data.survey.counts)
     log_coverage(data.survey, vocabulary)
-    head = initial_head(start, config.train.head_config, vocabulary, target, seed=config.run.seed)
+    head = initial_head(start, config.train, vocabulary, target, seed=config.run.seed)
     trained = fit(config, stage_run, head, target, data)
     with long_step("train", "writing the head"):
         first_decides(
@@ -101,7 +104,7 @@ def run(config: RunConfig) -> Manifest:
 
 
 def fit(
-    config: RunConfig, stage_run: StageRun, head: Eagle3Head, target: Target, data: Data
+    config: RunConfig, stage_run: StageRun, head: DraftingHead, target: Target, data: Data
 ) -> Trained:
     """Train `head`, from the newest checkpoint if there is one."""
     section, identity = config.train, _identity(stage_run, data.held_out)
@@ -109,7 +112,7 @@ def fit(
     checkpoints = Checkpoints(location, identity=identity, keep=keep)
     resumed = first_decides(checkpoints.newest)
     least_squares = section.head_config.init_layer == "least_squares" and not section.start_from
-    if least_squares and resumed is None:
+    if isinstance(head, Eagle3Head) and least_squares and resumed is None:
         solve(config, head, target, data)
     config, why = _choose_dtype(config, resumed, target.device)
     section = config.train
@@ -202,23 +205,35 @@ def _choose_dtype(
     return config.model_copy(update={"train": section}), why
 
 
-def _trainer(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> Trainer:
-    """The unrolled head, ready for its first step."""
+def _trainer(config: RunConfig, head: DraftingHead, target: Target, data: Data) -> Trainer:
+    """The head with its loss, ready for its first step."""
     section = config.train
     scale = measure_scale(config, head, data)
     head.lm_head.weight.requires_grad_(section.train_lm_head)
-    model = TttModel(
+    model = _model(config, head, target, max(piece.stop for piece in data.survey.pieces))
+    return Trainer(model, section, target.device, fc_scale=scale)
+
+
+def _model(config: RunConfig, head: DraftingHead, target: Target, longest: int) -> TrainedModel:
+    """The head with what `train.algorithm` trains it against; the longest document's tokens."""
+    section, dtype = config.train, getattr(torch, config.train.dtype)
+    embedding, lm_head = target.weights.embedding(), target.weights.lm_head()
+    if isinstance(head, DflashHead):
+        asked, teacher = section.dflash, (section.loss, section.teacher_temperature)
+        blocks = BlockObjective(asked.anchors, asked.position_decay, config.run.seed, *teacher)
+        return DflashModel(head, embedding, lm_head, blocks, max_length=longest, dtype=dtype)
+    assert isinstance(head, Eagle3Head)
+    return TttModel(
         head,
-        target.weights.embedding(),
-        target.weights.lm_head(),
+        embedding,
+        lm_head,
         Objective(section.ttt_steps, section.step_decay, section.loss, section.teacher_temperature),
-        max_length=max(piece.stop for piece in data.survey.pieces),
-        dtype=getattr(torch, section.dtype),
+        max_length=longest,
+        dtype=dtype,
         reach=section.position_reach or 0,
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,
     )
-    return Trainer(model, section, target.device, fc_scale=scale)
 
 
 def _resume(trainer: Trainer, resumed: Checkpoint | None) -> Progress:
@@ -236,7 +251,7 @@ def _resume(trainer: Trainer, resumed: Checkpoint | None) -> Progress:
 def _evaluator(
     config: RunConfig,
     target: Target,
-    shape: HeadShape,
+    shape: DraftShape,
     held_out: tuple[HeldOut, ...],
     trainer: Trainer,
 ) -> Evaluator | None:

@@ -29,7 +29,7 @@ from pipeline.train.data.batches import TrainBatch
 from pipeline.train.group import first_decides, join_group, quiet, take_from_first
 from pipeline.train.optimizer_state import MOMENTS, OptimizerState
 from pipeline.train.progress import StepSums
-from pipeline.train.ttt.model import StepResult, TttModel
+from pipeline.train.ttt.trained import StepResult, TrainedModel
 
 
 class TrainingState(NamedTuple):
@@ -44,7 +44,12 @@ class Trainer:
     """A model in training: forward, backward and optimiser step through DeepSpeed."""
 
     def __init__(
-        self, model: TttModel, section: TrainSection, device: torch.device, *, fc_scale: float = 1.0
+        self,
+        model: TrainedModel,
+        section: TrainSection,
+        device: torch.device,
+        *,
+        fc_scale: float = 1.0,
     ) -> None:
         """Join or make the process group and hand the model over.
 
@@ -103,7 +108,9 @@ class Trainer:
         of the mean over all its labels: DeepSpeed takes the mean over processes and micro-batches.
         """
         counted = [
-            len(batch.labels) if self._section.normalise == "supervised" else batch.trained_tokens
+            self.model.counted(batch)
+            if self._section.normalise == "supervised"
+            else batch.trained_tokens
             for batch in batches
         ]
         everywhere = int(self._all_reduce(torch.tensor([sum(counted)])))
@@ -234,7 +241,7 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def _groups(model: TttModel, fc_scale: float) -> list[dict[str, Any]]:
+def _groups(model: TrainedModel, fc_scale: float) -> list[dict[str, Any]]:
     """What is trained, in groups of one learning rate each."""
     fc = model.head.fc.weight
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)

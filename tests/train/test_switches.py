@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init
-from pipeline.train.ttt.model import Objective, StepResult, TttModel
+from pipeline.train.ttt.model import Objective, TttModel
+from pipeline.train.ttt.trained import StepResult
 from tests.train.dense import dense_loss
 from tests.train.memory_corpus import pack_samples
 from tests.train.test_unroll import DECAY, STEPS, constants, documents

@@ -14,7 +14,8 @@ from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.trainer import Trainer
-from pipeline.train.ttt.model import Objective, TttModel, count_coarse_rows
+from pipeline.train.ttt.model import Objective, TttModel
+from pipeline.train.ttt.trained import count_coarse_rows
 from tests.train.memory_corpus import pack_samples
 from tests.train.test_least_squares import fresh, weights
 

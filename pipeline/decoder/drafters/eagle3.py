@@ -23,7 +23,7 @@ from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead, draft_step
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack
 from pipeline.decoder.tree import HEADROOM
-from pipeline.eagle3.head import WINDOW_STEP, Eagle3Head, hidden_positions
+from pipeline.eagle3.head import WINDOW_STEP, DraftingHead, Eagle3Head, hidden_positions
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import HeadError
 
@@ -153,7 +153,7 @@ class Eagle3Drafter(TreeDrafter):
         self._fc = ops.pack(stored(weights["fc.weight"], device))
 
 
-def check_fits(head: Eagle3Head, model: DecoderModel) -> None:
+def check_fits(head: DraftingHead, model: DecoderModel) -> None:
     """Raise HeadError where the head's shape contradicts the target's."""
     hidden = model.config.hidden_size
     for field, value, wanted in (

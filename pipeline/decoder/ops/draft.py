@@ -172,6 +172,32 @@ def search_beams(
     return Candidates(torch.cat(tokens, 1), parents, torch.cat(cumulative, 1), depths)
 
 
+def join_marginals(scores: Tensor, tokens: Tensor) -> Candidates:
+    """What the marginals of D depths propose: a branch is as likely as the product of its tokens.
+
+    scores, tokens [B, D, k] are the best k of each depth, best first. Beams are the k likeliest
+    branches of their depth, and all of one depth are continued by the same k tokens:
+
+        depth 1   a -0.1   b -2.5        depth 2   a c -0.4   a d -1.6   b c -2.8   b d -4.0
+        depth 2   c -0.3   d -1.5
+
+    So the best of the candidates are the best branches of all, as DDTree (arXiv:2604.12989) takes
+    them from a heap, as long as no depth has more than k tokens, or continued branches, among them.
+    """
+    steps, k = scores.shape[1:]
+    score, kept = scores[:, 0], list[Tensor]()  # of the beams [B, k]
+    cumulative, every = [score], [tokens[:, 0]]
+    for depth in range(1, steps):
+        if depth > 1:
+            best = torch.sort(cumulative[-1], dim=-1, descending=True, stable=True).indices[:, :k]
+            kept.append(best)
+            score = cumulative[-1].gather(1, best)
+        cumulative.append((score[:, :, None] + scores[:, depth, None]).flatten(1))  # [B, k · k]
+        every.append(tokens[:, depth, None].expand(-1, k, -1).flatten(1))
+    parents, depths = _parents(kept, every, k), beam_depths(steps, k, scores.device)
+    return Candidates(torch.cat(every, 1), parents, torch.cat(cumulative, 1), depths)
+
+
 @cache
 def beam_depths(steps: int, k: int, device: torch.device) -> Tensor:
     """Depths [C] of the candidates of `steps` steps of k beams."""

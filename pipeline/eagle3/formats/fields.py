@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from pipeline.eagle3.head import HeadShape
+from pipeline.eagle3.head import DraftShape, HeadShape
 from pipeline.errors import HeadError
+
+Shape = TypeVar("Shape", bound=DraftShape)
 
 #: EAGLE-3.1's switches and the draft window, written only when on: a reader that does not know them
 #: then still reads a plain head right. Servers know no window: there such a head sees everything.
@@ -35,7 +37,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
 }
 
 
-def layer_config(shape: HeadShape) -> dict[str, Any]:
+def layer_config(shape: DraftShape) -> dict[str, Any]:
     """The head's decoder layer as a Llama configuration."""
     return {
         "model_type": "llama",
@@ -95,8 +97,13 @@ def shape_fields(body: dict[str, Any], where: str) -> HeadShape:
 
 def shape_of(fields: dict[str, Any], where: str) -> HeadShape:
     """A HeadShape; raises HeadError that names the first missing or unreadable field."""
+    return validated(HeadShape, fields, where)
+
+
+def validated(kind: type[Shape], fields: dict[str, Any], where: str) -> Shape:
+    """A shape of a kind; raises HeadError that names the first missing or unreadable field."""
     try:
-        return HeadShape.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

@@ -12,12 +12,13 @@ import torch
 from pipeline.config import DrafterSection, SynthSection
 from pipeline.console import notice
 from pipeline.decoder.drafters.base import Drafter
-from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.drafters.registry import load_drafter, name_of
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
+from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.errors import OutOfMemory, brief, is_out_of_memory
 from pipeline.records import Arithmetic
 from pipeline.store.location import Location, as_directory
@@ -113,8 +114,8 @@ def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Draf
     head = None
     if section.head is not None:
         with as_directory(Location(section.head), HEAD_FILES) as folder:
-            head, _ = load_head(folder, expected=target.contract)
-    named = section.drafter or DrafterSection(name="none" if head is None else "eagle3")
+            head, _ = load_any_head(folder, expected=target.contract)
+    named = section.drafter or DrafterSection(name=name_of(head))
     factory = load_drafter(named, model, target, head)
     return factory(section.tree) if factory else None
 

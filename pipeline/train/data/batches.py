@@ -63,6 +63,7 @@ class TrainBatch:
     teacher_states: Tensor  # [S, H], the target's final state at j-1
     codecs: tuple[CodecSpan, ...] = ()  # empty: states are plain numbers
     pasts: tuple[int, ...] = ()  # tokens of each document before those trained on; empty: none
+    number: int = 0  # in the schedule, over all epochs: what is drawn for the batch is drawn by it
 
     @property
     def tokens(self) -> int:
@@ -195,7 +196,7 @@ class ReadAhead:
         self._readers = ThreadPoolExecutor(
             min(corpus.reading_threads, AHEAD), thread_name_prefix="read-ahead"
         )
-        self._planned: deque[Future[list[Piece]]] = deque()
+        self._planned: deque[tuple[int, Future[list[Piece]]]] = deque()
         self._waiting: deque[Future[TrainBatch]] = deque()
         #: Shards of the batches planned last.
         self._recent: deque[set[int]] = deque(maxlen=LOOK_AHEAD)
@@ -229,9 +230,9 @@ class ReadAhead:
 
     def _fill(self) -> None:
         for number in islice(self._numbers, LOOK_AHEAD - len(self._planned)):
-            self._planned.append(self._planner.submit(self._plan, number))
+            self._planned.append((number, self._planner.submit(self._plan, number)))
         while self._planned and len(self._waiting) < AHEAD:
-            self._waiting.append(self._readers.submit(self._read, self._planned.popleft()))
+            self._waiting.append(self._readers.submit(self._read, *self._planned.popleft()))
 
     def _plan(self, number: int) -> list[Piece]:
         """The pieces of a batch; those of its shards that no recent batch has are prefetched."""
@@ -245,6 +246,6 @@ class ReadAhead:
             self._corpus.announce(piece)
         return pieces
 
-    def _read(self, planned: Future[list[Piece]]) -> TrainBatch:
-        batch = read_batch(self._corpus, planned.result())
+    def _read(self, number: int, planned: Future[list[Piece]]) -> TrainBatch:
+        batch = replace(read_batch(self._corpus, planned.result()), number=number)
         return batch.pinned() if torch.cuda.is_available() else batch

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import HeadSection, TrainSection
+from pipeline.config import DflashSection, HeadSection, TrainSection
 from pipeline.console import notice
-from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS, load_head
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS
+from pipeline.eagle3.dflash.checkpoint import empty_head, load_any_head
+from pipeline.eagle3.dflash.head import DflashHead, DflashShape
+from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head, HeadShape
 from pipeline.eagle3.init import (
     DraftVocabulary,
     choose_vocabulary,
@@ -31,6 +33,12 @@ from pipeline.records import TargetContract
 from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target
 from pipeline.target.weights import TargetWeights
+from pipeline.train.start.block_drafter import (
+    DFLASH_FIXED,
+    check_sizes,
+    dflash_shape,
+    new_dflash_head,
+)
 
 #: Fields of `train.head_config` that decide tensors. A fine-tuned head keeps its own.
 _FIXED = (
@@ -47,10 +55,10 @@ _FIXED = (
 class Start:
     """What is known of the head before any data is read."""
 
-    shape: HeadShape
+    shape: DraftShape
     parameters: int
     share: float  # of the target's parameters
-    earlier: Eagle3Head | None = None  # train.start_from, in float32
+    earlier: DraftingHead | None = None  # train.start_from, in float32
     origin: Mapping[str, Any] | None = None  # where `earlier` comes from, for the card
 
 
@@ -62,21 +70,30 @@ def choose_start(section: TrainSection, target_directory: Path, contract: Target
     target.
     """
     earlier, origin = None, None
+    shape: DraftShape
     if section.start_from:
         earlier, origin = _load_earlier(section.start_from, contract)
-        _check_shape_kept(section.head_config, earlier.shape, where=section.start_from)
+        _check_kept(section, earlier, where=section.start_from)
         shape = earlier.shape
-        if window := section.head_config.draft_window:  # decides no tensor
-            shape = shape.model_copy(update={"draft_window": window})
-            earlier.shape = shape
+        window = section.head_config.draft_window  # decides no tensor
+        if window and isinstance(earlier, Eagle3Head):
+            shape = earlier.shape = earlier.shape.model_copy(update={"draft_window": window})
+    elif section.algorithm == "dflash":
+        shape = dflash_shape(section.dflash, target_directory, contract)
     else:
         shape = head_shape(section.head_config, target_directory, contract.vocab_size)
-    parameters, share = check_share(
-        shape, contract.parameters, section.head_config.max_share_of_target
-    )
+    own, name = asked_for(section)
+    parameters, share = check_share(shape, contract.parameters, own.max_share_of_target, name)
     of_target = f"{share:.2%} of the target's {contract.parameters:,}"
     notice("train", f"head: {parameters:,} parameters, {of_target}")
     return Start(shape, parameters, share, earlier, origin)
+
+
+def asked_for(section: TrainSection) -> tuple[HeadSection | DflashSection, str]:
+    """The section of the head that is trained, and its name."""
+    if section.algorithm == "dflash":
+        return section.dflash, "train.dflash"
+    return section.head_config, "train.head_config"
 
 
 def draft_vocabulary(start: Start, counts: Mapping[str, Tensor]) -> DraftVocabulary:
@@ -89,15 +106,19 @@ def draft_vocabulary(start: Start, counts: Mapping[str, Tensor]) -> DraftVocabul
 
 
 def initial_head(
-    start: Start, section: HeadSection, vocabulary: DraftVocabulary, target: Target, *, seed: int
-) -> Eagle3Head:
+    start: Start, section: TrainSection, vocabulary: DraftVocabulary, target: Target, *, seed: int
+) -> DraftingHead:
     """The head that training begins with: the earlier one, or a new one."""
     if start.earlier and start.origin:
         kept = "its draft vocabulary and shape are kept"
         notice("train", f"head starts from {start.origin['head']}, {kept}")
         return start.earlier
-    last = target.contract.num_layers - 1
-    return new_head(section, start.shape, vocabulary, target.weights, last_layer=last, seed=seed)
+    layers, given = target.contract.num_layers, (vocabulary, target.weights)
+    if isinstance(start.shape, DflashShape):
+        return new_dflash_head(section.dflash, start.shape, *given, layers=layers, seed=seed)
+    assert isinstance(start.shape, HeadShape)
+    last = layers - 1
+    return new_head(section.head_config, start.shape, *given, last_layer=last, seed=seed)
 
 
 def new_head(
@@ -132,57 +153,62 @@ def head_shape(section: HeadSection, target_directory: Path, vocabulary_size: in
     from transformers import AutoConfig
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
-    size = section.draft_vocab_size
-    if size > vocabulary_size:
-        problem = f"{size} is more than the target's {vocabulary_size} tokens"
-        fix = f"choose at most {vocabulary_size}"
-        raise ConfigError(problem, where="train.head_config.draft_vocab_size", fix=fix)
     fixed = {name: getattr(section, name) for name in _FIXED}
     shape = shape_for(target, **fixed, draft_window=section.draft_window or 0)
-    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    if heads % groups:
-        problem = f"{heads} query heads do not divide over {groups} key/value heads"
-        fix = "choose a divisor of train.head_config.num_attention_heads"
-        raise ConfigError(problem, where="train.head_config.num_key_value_heads", fix=fix)
+    check_sizes(shape, "train.head_config")
     return shape
 
 
-def check_share(shape: HeadShape, target_parameters: int, limit: float) -> tuple[int, float]:
-    """(parameters, share of the target's). Raises ConfigError for a head above `limit`."""
+def check_share(
+    shape: DraftShape, target_parameters: int, limit: float, section: str = "train.head_config"
+) -> tuple[int, float]:
+    """(parameters, share of the target's) of a head that `section` asks for.
+
+    Raises ConfigError for one above `limit`.
+    """
     with torch.device("meta"):
-        parameters = Eagle3Head(shape).count_parameters()
+        parameters = empty_head(shape).count_parameters()
     share = parameters / target_parameters
     if share > limit:
         above = f"{share:.1%} of the target's {target_parameters:,}, above the limit of {limit:.1%}"
-        vocabulary = f"train.head_config.draft_vocab_size (now {shape.draft_vocab_size})"
+        vocabulary = f"{section}.draft_vocab_size (now {shape.draft_vocab_size})"
         mlp = f"intermediate_size (now {shape.intermediate_size})"
         raise ConfigError(
             f"the head has {parameters:,} parameters, {above}",
-            where="train.head_config.max_share_of_target",
+            where=f"{section}.max_share_of_target",
             fix=f"lower {vocabulary} or {mlp}, or raise the limit",
         )
     return parameters, share
 
 
-def _check_shape_kept(section: HeadSection, shape: HeadShape, *, where: str) -> None:
+def _check_kept(section: TrainSection, head: DraftingHead, *, where: str) -> None:
     """Raise ConfigError where `section` asks for another head than the one at `where`.
 
     A default asks for nothing.
     """
-    for name in _FIXED:
-        asked, own = getattr(section, name), getattr(shape, name)
-        if asked not in (HeadSection.model_fields[name].default, own):
-            other = f"the head that training starts from has {own} ({where})"
+    if isinstance(head, DflashHead) != (section.algorithm == "dflash"):
+        kind = "dflash" if isinstance(head, DflashHead) else "eagle3"
+        raise ConfigError(
+            f"the head that training starts from is one of algorithm {kind} ({where})",
+            where="train.algorithm",
+            fix=f"set train.algorithm={kind}, or start from another head",
+        )
+    own, name = asked_for(section)
+    fixed = DFLASH_FIXED if section.algorithm == "dflash" else {key: key for key in _FIXED}
+    for key, field in fixed.items():
+        asked, kept = getattr(own, key), getattr(head.shape, field)
+        if asked not in (type(own).model_fields[key].default, kept):
+            other = f"the head that training starts from has {kept} ({where})"
             new = "without train.start_from a new head takes any value"
             raise ConfigError(
                 f"{asked} is asked for, but {other}",
-                where=f"train.head_config.{name}",
-                fix=f"leave it out or set it to {own}; {new}",
+                where=f"{name}.{key}",
+                fix=f"leave it out or set it to {kept}; {new}",
             )
 
 
-def _load_earlier(source: str, contract: TargetContract) -> tuple[Eagle3Head, dict[str, Any]]:
+def _load_earlier(source: str, contract: TargetContract) -> tuple[DraftingHead, dict[str, Any]]:
     with as_directory(Location(source), HEAD_FILES) as directory:
-        head, card = load_head(directory, expected=contract)
+        head, card = load_any_head(directory, expected=contract)
         checksum = Location(str(directory)).sha256(WEIGHTS)
     return head, {"head": source, "weights_sha256": checksum, "provenance": card.provenance}

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch, read_batch
 from pipeline.train.data.corpus import Corpus
@@ -117,7 +117,7 @@ class FirstBatches:
 
 
 @torch.no_grad()
-def fc_scale(head: Eagle3Head, batches: Iterable[TrainBatch]) -> float:
+def fc_scale(head: DraftingHead, batches: Iterable[TrainBatch]) -> float:
     """Factor of the learning rate of `fc`: 1 over the root mean square of what it reads.
 
     The residual stream grows from layer to layer, to ten and more where all other inputs of the

@@ -25,13 +25,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.divergence import OutputLoss, Teacher
+from pipeline.train.ttt.trained import (
+    ComputeHead,
+    StepResult,
+    TrainedModel,
+    count_coarse_rows,
+)
 from pipeline.train.ttt.unroll import Layer, Unroll, position_skips, predicting_rows, unroll
 
 
@@ -44,49 +50,14 @@ class Objective(NamedTuple):
     temperature: float = 1.0  # of the teacher's softmax
 
 
-class StepResult(NamedTuple):
-    """One micro-batch."""
-
-    loss: Tensor  # scalar, float32; its sum over labels by the divisor that it was given
-    hits: Tensor  # int64 [K], labels whose token the head proposes first
-    labels: Tensor  # int64 [K], labels that step k predicts, also outside the draft vocabulary
-    coarse_rows: Tensor  # int64 scalar, see `count_coarse_rows`
-
-
-class ComputeHead:
-    """A head of another type that computes with the first one's weights.
-
-        fp32 parameter ──cast at each forward──► plain tensor of the copy
-
-    The cast is part of the graph, so gradients reach the parameters in float32, and the backward
-    pass of a recomputed step finds the very tensors of its forward pass.
-    """
-
-    def __init__(self, head: Eagle3Head, dtype: torch.dtype) -> None:
-        with torch.device("meta"):
-            self.head = Eagle3Head(head.shape)
-        self._of, self._dtype = head, dtype
-        for name, _ in head.named_parameters():
-            path, _, own = name.rpartition(".")
-            del self.head.get_submodule(path)._parameters[own]
-
-    def refresh(self) -> None:
-        """Take the weights as they are now."""
-        for name, parameter in self._of.named_parameters():
-            if name == "lm_head.weight":  # OutputLoss takes the head's own, for a gradient in fp32
-                continue
-            path, _, own = name.rpartition(".")
-            setattr(self.head.get_submodule(path), own, parameter.to(self._dtype))
-        self.head.d2t, self.head.t2d = self._of.d2t, self._of.t2d
-
-
-class TttModel(nn.Module):
+class TttModel(TrainedModel):
     """The head with what it is trained against; `forward(batch)` is one unroll and its loss.
 
     The target's embedding [V, H] and its output rows, those of the draft vocabulary [Vd, H] or for
     losses of acceptance all [V, H], are constants: buffers that no checkpoint holds.
     """
 
+    head: Eagle3Head
     embedding: Tensor
     target_output_rows: Tensor
     target_columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in all rows
@@ -125,13 +96,16 @@ class TttModel(nn.Module):
         self._length = max(max_length, reach) + objective.steps
         self._rotary: Any = None
 
+    def counted(self, batch: TrainBatch) -> int:
+        return len(batch.labels)
+
     def forward(self, batch: TrainBatch, divisor: float | None = None) -> StepResult:
         """Unroll the head over `batch` and compare it with the teacher.
 
         divisor is M over the number of micro-batches; the labels of this one if it is alone.
         """
         if divisor is None:
-            divisor = len(batch.labels)
+            divisor = self.counted(batch)
         if self._rotary is None:  # now, because only now are device and type final
             self._rotary = RotaryTable(
                 self.head.shape.rope_config(),
@@ -194,15 +168,6 @@ class TttModel(nn.Module):
         )
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
         return StepResult(value, hits, predicted.sum(1), coarse_rows)
-
-
-def count_coarse_rows(aux_states: Tensor) -> Tensor:
-    """States of one token and layer, most of whose numbers are 0: int64 scalar. aux_states [N, 3H].
-
-    int8 has one scale a row and layer. Where a channel is 250 times the others, those become 0.
-    """
-    numbers = aux_states.view(len(aux_states), 3, -1)  # [N, 3, H]
-    return (2 * (numbers == 0).sum(-1) > numbers.shape[-1]).sum()
 
 
 def gather_predictions(unrolled: Unroll, labels: Tensor) -> Tensor:

@@ -1,0 +1,373 @@
+"""The block drafter: drafts as it was trained, its tree is the best of its marginals, and whatever
+it proposes the output is the target's own."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import DrafterSection, TreeSection
+from pipeline.decoder.batch import DecodeBatch, TokenRows
+from pipeline.decoder.drafters.base import ReadTokens
+from pipeline.decoder.drafters.dflash import DflashDrafter
+from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.kv import Planes
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.draft import join_marginals
+from pipeline.decoder.request import Request
+from pipeline.decoder.round import decode_round, draft_tree, read_prompt
+from pipeline.eagle3.dflash.head import DflashHead
+from pipeline.eagle3.dflash.init import dflash_shape_for
+from pipeline.eagle3.init import random_init
+from pipeline.errors import ConfigError, HeadError
+from pipeline.train.data.batches import TrainBatch
+from pipeline.train.dflash.blocks import cut_blocks
+from pipeline.train.dflash.model import BlockObjective, DflashModel
+from pipeline.tuning.score import draw_gap
+from tests.decoder.conftest import (
+    CAPTURE,
+    VOCABULARY,
+    open_rows,
+    poisoned_planes,
+    random_tokens,
+    states_of,
+)
+
+BLOCK, PREFIX = 5, 17
+TREE = TreeSection(top_k=3, steps=4, nodes=12)
+
+
+def block_head(model: DecoderModel, *, layers: int = 2, seed: int = 3) -> DflashHead:
+    """A random drafter of 60 tokens: its guesses are bad, which losslessness must survive."""
+    shape = dflash_shape_for(
+        model.config,
+        layers=layers,
+        block_size=BLOCK,
+        mask_token_id=7,
+        draft_vocab_size=60,
+        intermediate_size=64,
+        num_attention_heads=None,
+        num_key_value_heads=None,
+    )
+    head = DflashHead(shape)
+    random_init(head, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "norm" in name:  # ones would hide a missing one
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+            else:
+                parameter.mul_(12)
+    chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
+    head.set_vocabulary(chosen.sort().values)
+    return head
+
+
+@pytest.fixture
+def head(model: DecoderModel) -> DflashHead:
+    return block_head(model)
+
+
+def requests_of(count: int, stop_ids: tuple[int, ...] = ()) -> list[Request]:
+    """Prompts of 3 to 40 tokens, limits of 1 to 36."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = [
+        tuple(torch.randint(0, VOCABULARY, (3 + 11 * each % 38,), generator=generator).tolist())
+        for each in range(count)
+    ]
+    return [
+        Request(str(index), prompt, 1 + (17 * index) % 36, stop_ids)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def replies(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
+    return {done.request_id: done.token_ids for done in engine.generate(requests)}
+
+
+class _Drafting:
+    """A drafter over its own pages, which hold NaN, and a batch of empty rows."""
+
+    def __init__(self, head: DflashHead, model: DecoderModel, rows: int) -> None:
+        self.drafter = DflashDrafter(head, model, TREE)
+        self.planes = poisoned_planes(model, 2 * rows + 1, self.drafter)
+        self.batch = open_rows(model, rows, pages=2, drafter=self.drafter)
+
+    def read(self, row: int, aux: Tensor, count: int) -> None:
+        """Give a row states [E, 3H], `count` of them valid, and commit them."""
+        batch, each = self.batch.rows(row, row + 1), TokenRows.even(1, len(aux), aux.device)
+        none = torch.zeros(len(aux), dtype=torch.int64)
+        read = ReadTokens(each, none, none, aux, torch.tensor([count]))
+        self.drafter.extend(batch, self.planes, read)
+        batch.seq_lens.add_(count)
+
+    def logits(self, root: int) -> Tensor:
+        """Of the first row [steps, Vd]."""
+        self.batch.roots.fill_(root)
+        self.drafter.trace = []
+        self.drafter.candidates(self.batch, self.planes, TREE)
+        return self.drafter.trace[0][0]
+
+
+def trained_logits(
+    head: DflashHead, model: DecoderModel, tokens: Tensor, aux: Tensor, anchor: int
+) -> Tensor:
+    """What training computes behind token `anchor` of a text that goes on [b - 1, Vd]."""
+    label = torch.tensor([anchor + 1])
+    batch = TrainBatch(
+        ("x",), (len(tokens),), tokens, aux, label, label, aux[:1, : model.config.hidden_size]
+    )
+    lm_head = model.embedding
+    objective = BlockObjective(1, 4.0, 0)
+    trained = DflashModel(
+        head, model.embedding, lm_head, objective, max_length=len(tokens), dtype=torch.float32
+    )
+    states = trained.draft(batch, cut_blocks(batch, torch.tensor([0]), BLOCK))
+    return torch.as_tensor(head.lm_head(states[0, 1:]))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("extended", [0, 1, 4])
+@torch.no_grad()
+def test_draft_logits_equal_training_logits(
+    model: DecoderModel, layers: int, extended: int
+) -> None:
+    """The drafter knows PREFIX tokens, as a prompt and what a round has accepted of it; training
+    sees a text that goes on behind them."""
+    head = block_head(model, layers=layers)
+    tokens = random_tokens(PREFIX + 9, seed=5)
+    aux = states_of(model, tokens).aux
+    drafting, read = _Drafting(head, model, 2), PREFIX - extended
+    drafting.read(1, aux[9:20], 11)  # a neighbour, which must not matter
+    drafting.read(0, aux[:read], read)
+    if extended:
+        padding = torch.full((2, aux.shape[1]), 9.0)
+        drafting.logits(3)  # what an earlier block has left
+        drafting.read(0, torch.cat((aux[read:PREFIX], padding)), extended)
+    drafted = drafting.logits(int(tokens[PREFIX]))
+    expected = trained_logits(head, model, tokens, aux, PREFIX)
+    assert float(expected.std()) > 0.1
+    torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=0)
+    late = trained_logits(head, model, tokens, aux, PREFIX + 1)
+    assert float((drafted - late).abs().max()) > 1e-2
+
+
+@torch.no_grad()
+def test_a_planted_shift_of_the_context_is_seen(model: DecoderModel, head: DflashHead) -> None:
+    tokens = random_tokens(PREFIX + 5, seed=5)
+    aux = states_of(model, tokens).aux
+    drafting = _Drafting(head, model, 1)
+    drafting.read(0, aux[:PREFIX].roll(1, 0), PREFIX)
+    expected = trained_logits(head, model, tokens, aux, PREFIX)
+    assert float((drafting.logits(int(tokens[PREFIX])) - expected).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        TREE,
+        TreeSection(top_k=1, steps=3, nodes=4),
+        TreeSection(top_k=8, steps=1, nodes=9),
+        TreeSection(top_k=15, steps=4, nodes=16),
+    ],
+    ids=str,
+)
+def test_speculation_changes_nothing(
+    model: DecoderModel, head: DflashHead, slots: int, tree: TreeSection
+) -> None:
+    requests = requests_of(11)
+    free = replies(Engine(model), requests)
+    stop = free["5"][3]
+    requests += [
+        replace(each, request_id=f"s{each.request_id}", stop_ids=(stop,)) for each in requests
+    ]
+    engine = Engine(model, drafter=DflashDrafter(head, model, tree), slots=slots)
+    assert replies(engine, requests) == replies(Engine(model), requests)
+    assert engine.pools.shared.free_pages == engine.pools.shared.capacity
+
+
+def test_tokens_that_are_drafted_right_are_accepted(
+    model: DecoderModel, head: DflashHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that always says one token, and a drafter that always proposes it first."""
+    with torch.no_grad():
+        head.norm.weight.zero_()  # equal logits: the first of the draft vocabulary
+    drafter = DflashDrafter(head, model, TreeSection(top_k=1, steps=4, nodes=5))
+    proposed = int(head.target_ids()[0])
+    said = lambda logits: torch.full(logits.shape[:-1], proposed)  # noqa: E731
+    monkeypatch.setattr(model.ops, "argmax", said)
+    (done,) = Engine(model, drafter=drafter).generate([Request("a", (5, 9, 2), 31, ())])
+    assert set(done.token_ids[1:]) == {proposed}
+    assert done.statistics.rounds == 6, "30 tokens behind the first, five a round"
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_seed_draws_the_same_tokens_with_and_without(
+    model: DecoderModel, head: DflashHead, slots: int
+) -> None:
+    requests = [
+        replace(request, temperature=0.8, top_p=0.9, top_k=20, seed=index)
+        for index, request in enumerate(requests_of(7))
+    ]
+    drafter = DflashDrafter(head, model, TREE)
+    drawn = replies(Engine(model, drafter=drafter, slots=slots), requests)
+    for request in requests:
+        assert draw_gap(model, request, drawn[request.request_id]) < 1e-4
+
+
+def test_prompts_read_in_chunks_and_shapes_by_batch_size_change_nothing(
+    model: DecoderModel, head: DflashHead
+) -> None:
+    requests = requests_of(11)
+    whole = replies(Engine(model), requests)
+    shapes = {1: TREE, 2: None, 4: TreeSection(top_k=2, steps=2, nodes=4)}
+    for prefill_tokens in (1, 7):
+        drafter = DflashDrafter(head, model, shapes)
+        engine = Engine(model, drafter=drafter, slots=5, prefill_tokens=prefill_tokens)
+        assert replies(engine, requests) == whole
+
+
+@torch.inference_mode()
+def test_plain_rounds_leave_the_drafter_ready(model: DecoderModel, head: DflashHead) -> None:
+    """After rounds with and without a tree it drafts what it drafts behind a prompt of the same
+    tokens, up to rounding."""
+    drafter, without = (DflashDrafter(head, model, {1: shape}) for shape in (TREE, None))
+    prompt = random_tokens(20, seed=4)
+    batch, planes = _open(model, drafter)
+    read_prompt(model, planes, drafter, batch, prompt)
+    tokens = batch.emitted[0, :1].tolist()
+    for plain in (True, True, False, True, False, False):
+        decode_round(model, planes, without if plain else drafter, batch, sampling=False)
+        tokens += batch.emitted[0, : int(batch.counts)].tolist()
+    whole, others = _open(model, drafter)
+    read_prompt(model, others, drafter, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
+    assert torch.equal(batch.roots, whole.roots) and torch.equal(batch.seq_lens, whole.seq_lens)
+    drafter.trace = []
+    for rows, plane in ((batch, planes), (whole, others)):
+        draft_tree(model.ops, drafter, rows, plane, TREE)
+    torch.testing.assert_close(*drafter.trace, atol=1e-3, rtol=1e-4)
+
+
+def _open(model: DecoderModel, drafter: DflashDrafter) -> tuple[DecodeBatch, Planes]:
+    planes = poisoned_planes(model, 3, drafter)
+    return open_rows(model, 1, pages=2, drafter=drafter), planes
+
+
+def best_first(scores: Tensor, tokens: Tensor, nodes: int) -> dict[tuple[int, ...], float]:
+    """The likeliest branches of marginals [D, k], taken from a heap: path of tokens → score."""
+    steps, k = scores.shape
+    heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+    best: dict[tuple[int, ...], float] = {}
+    order = 0
+    while heap and len(best) < nodes:
+        negative, _, ranks = heapq.heappop(heap)
+        if ranks:
+            path = tuple(int(tokens[depth, rank]) for depth, rank in enumerate(ranks))
+            best[path] = -negative
+        if len(ranks) < steps:
+            for rank in range(k):
+                order += 1
+                score = -negative + float(scores[len(ranks), rank])
+                heapq.heappush(heap, (-score, order, (*ranks, rank)))
+    return best
+
+
+def paths_of(
+    ops: TorchOps, scores: Tensor, tokens: Tensor, nodes: int
+) -> list[set[tuple[int, ...]]]:
+    """Branches of each row's tree, from the marginals [B, D, k]."""
+    proposed, parents, cumulative, depths = join_marginals(scores, tokens)
+    roots = torch.zeros(len(scores), dtype=torch.int64)
+    tree = ops.grow_tree(roots, proposed, parents, cumulative, nodes)
+    every = []
+    for row in range(len(scores)):
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(1, tree.tokens.shape[1]):
+            above = paths[int(tree.parents[row, node])]
+            paths.append((*above, int(tree.tokens[row, node])))
+        assert [len(path) for path in paths] == tree.depth[row].tolist()
+        every.append(set(paths[1:]))
+    before = torch.where(parents < 0, 0.0, cumulative.gather(1, parents.clamp(min=0)))
+    assert bool((cumulative <= before).all()), "no candidate is likelier than its parent"
+    expected = torch.where(parents < 0, 1, depths[parents.clamp(min=0)] + 1)
+    assert torch.equal(expected, depths.expand_as(expected))
+    return every
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("sharpness", [0.3, 2.0, 6.0])
+def test_the_tree_of_marginals_is_the_best_first_one(steps: int, sharpness: float) -> None:
+    """With as many beams as the tree has nodes below the root: exactly, over the vocabulary."""
+    nodes, generator = 10, torch.Generator().manual_seed(steps)
+    logits = sharpness * torch.randn(6, steps, 30, generator=generator)
+    scores, tokens = TorchOps().propose(logits.flatten(0, 1), nodes - 1)
+    scores, tokens = scores.view(6, steps, -1), tokens.view(6, steps, -1)
+    every_score, every_token = logits.log_softmax(-1), torch.arange(30).expand(steps, -1)
+    for row, paths in enumerate(paths_of(TorchOps(), scores, tokens, nodes)):
+        assert paths == set(best_first(every_score[row], every_token, nodes - 1))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_few_beams_are_the_likeliest_branches_of_their_depth(k: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.randn(4, 4, k, generator=generator).log_softmax(-1).sort(-1, descending=True)[0]
+    tokens = torch.arange(k).expand(4, 4, -1)
+    _, parents, cumulative, depths = join_marginals(scores, tokens)
+    for row in range(4):
+        for depth in (2, 3, 4):
+            combined = scores[row, 0]
+            for other in range(1, depth - 1):
+                combined = (combined[:, None] + scores[row, other]).flatten()
+            beams = combined.topk(k).values
+            continued = parents[row, depths == depth].view(k, k)[:, 0]
+            torch.testing.assert_close(cumulative[row, continued], beams)
+
+
+def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, head: DflashHead) -> None:
+    with pytest.raises(ConfigError, match="5 is more than the 4 tokens") as refused:
+        DflashDrafter(head, model, TreeSection(top_k=1, steps=5, nodes=6))
+    assert refused.value.where == "tree.steps"
+    foreign = DflashHead(head.shape.model_copy(update={"vocab_size": 99}))
+    with pytest.raises(HeadError, match="vocab_size is 99"):
+        DflashDrafter(foreign, model, TREE)
+    target: Any = None
+    with pytest.raises(ConfigError, match="cannot draft with this head, which is one for dflash"):
+        load_drafter(DrafterSection(name="eagle3"), model, target, head)
+    with pytest.raises(ConfigError, match="needs a trained head"):
+        load_drafter(DrafterSection(name="dflash"), model, target, None)
+    make = load_drafter(DrafterSection(name="dflash"), model, target, head)
+    assert make is not None and isinstance(make(TREE), DflashDrafter)
+
+
+@torch.inference_mode()
+def test_every_backend_of_a_cpu_drafts_the_same(
+    make_target: Callable[[str], Path], model: DecoderModel, head: DflashHead
+) -> None:
+    """The definition in torch, and whatever this machine picks."""
+    plain = DecoderModel.load(
+        make_target("llama"),
+        CAPTURE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=160,
+        ops=TorchOps(),
+    )
+    tokens = random_tokens(PREFIX, seed=5)
+    aux = states_of(model, tokens).aux
+    drawn = []
+    for target in (model, plain):
+        drafting = _Drafting(head, target, 3)
+        for row in range(3):
+            drafting.read(row, aux[row:], PREFIX - row)
+        drawn.append(drafting.logits(4))
+    torch.testing.assert_close(*drawn, atol=1e-4, rtol=0)
