@@ -10,7 +10,13 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 
 from __future__ import annotations
 
-from pipeline.config.drafter import DRAFTERS, DrafterName, DrafterSection
+from pipeline.config.drafter import (
+    DRAFTERS,
+    DrafterName,
+    DrafterSection,
+    SelfSpecSection,
+    StandaloneSection,
+)
 from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
@@ -58,8 +64,10 @@ __all__ = [
     "RunSection",
     "SecretSpec",
     "Section",
+    "SelfSpecSection",
     "SourceSpec",
     "StageJobSection",
+    "StandaloneSection",
     "SynthSection",
     "TargetSection",
     "TrainSection",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.config.section import Section
 
-DrafterName = Literal["none", "eagle3", "dflash"]
+DrafterName = Literal["none", "eagle3", "dflash", "standalone", "self_spec"]
 
 
 class DrafterInfo(NamedTuple):
@@ -29,6 +29,12 @@ DRAFTERS: dict[DrafterName, DrafterInfo] = {
         "a head trained with train.algorithm=dflash",
         True,
     ),
+    "standalone": DrafterInfo(
+        "a smaller model with the target's tokenizer, chain or tree", "such a model"
+    ),
+    "self_spec": DrafterInfo(
+        "the target itself over a compressed cache, for long contexts (MagicDec)", "nothing"
+    ),
 }
 
 
@@ -40,6 +46,42 @@ class Eagle3DrafterSection(Section):
     its training length a head keeps its acceptance so. None: as it was trained."""
 
 
+class StandaloneSection(Section):
+    """Drafting with a smaller model."""
+
+    source: str | None = None
+    """The draft model, as target.source. Its tokens have to be the target's."""
+    revision: str | None = None
+    """Hub revision; ignored for local sources."""
+
+
+class SelfSpecSection(Section):
+    """Drafting with the target itself, over a part of its cache."""
+
+    kv: Literal["streaming", "snapkv"] = "snapkv"
+    """streaming: the first and the recent pages. snapkv: recent entries, and of the prompt those
+    that its end attends to, by layer and head; takes memory for them."""
+    budget: int = Field(512, ge=128)
+    """Entries that a draft attends to; streaming rounds to whole pages of 64."""
+    recent: int = Field(64, gt=0)
+    """Of them the latest, under snapkv."""
+    window: int = Field(32, gt=0)
+    """Tokens at the end of a prompt that choose (snapkv)."""
+    pool: int = Field(7, gt=0)
+    """Neighbours over which their attention is pooled, an odd number, so that entries are kept in
+    clusters (snapkv)."""
+
+    @model_validator(mode="after")
+    def _fits_into_the_budget(self) -> SelfSpecSection:
+        if self.recent >= self.budget:
+            raise ValueError(f"recent is {self.recent}, it has to be below budget {self.budget}")
+        if self.window > self.recent:
+            raise ValueError(f"window is {self.window}, at most recent ({self.recent}) is possible")
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool is {self.pool}, it has to be odd")
+        return self
+
+
 class DrafterSection(Section):
     """What proposes draft trees. A drafter changes the speed, never the text."""
 
@@ -48,6 +90,17 @@ class DrafterSection(Section):
 
     eagle3: Eagle3DrafterSection = Eagle3DrafterSection()
     """Drafting with an EAGLE-3 head."""
+
+    standalone: StandaloneSection = StandaloneSection()
+    """Drafting with a smaller model."""
+    self_spec: SelfSpecSection = SelfSpecSection()
+    """Drafting with the target itself."""
+
+    @model_validator(mode="after")
+    def _names_its_model(self) -> DrafterSection:
+        if self.name == "standalone" and self.standalone.source is None:
+            raise ValueError("drafter standalone needs standalone.source, the draft model")
+        return self
 
     @property
     def needs_head(self) -> bool:

@@ -76,7 +76,7 @@ class DecoderModel:
         embedding = stored(weights.embedding(), device)
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
         lm_head = embedding if tied else stored(weights.lm_head(), device)
-        self._lm_head = ops.pack(lm_head)
+        self.lm_head = ops.pack(lm_head)
         self.embedding = embedding.to(dtype)  # [V, H]
         layers: list[LayerWeights] = []
         norms: list[Tensor] = []  # of each layer's input, and of the last one's output
@@ -85,9 +85,9 @@ class DecoderModel:
             norms.append(layer["input_layernorm.weight"].to(device, dtype))
             layers.append(fuse_layer(layer, ops, device))
         norms.append(weights.final_norm().to(device, dtype))
-        self._input_norm = norms[0]
+        self.input_norm = norms[0]
         eps = config.rms_norm_eps
-        self._stack = LayerStack(tuple(layers), tuple(norms[1:]), eps, capture_layers)
+        self.stack = LayerStack(tuple(layers), tuple(norms[1:]), eps, capture_layers)
         length = max_length + HEADROOM
         rotary = RotaryTable(config, length, device=device, dtype=dtype)
         self.rotary = rotary.cos, rotary.sin
@@ -121,7 +121,7 @@ class DecoderModel:
     @property
     def layers(self) -> tuple[LayerWeights, ...]:
         """Its decoder layers, in order."""
-        return self._stack.layers
+        return self.stack.layers
 
     @property
     def vocabulary(self) -> int:
@@ -136,13 +136,13 @@ class DecoderModel:
     def forward(self, tokens: Tensor, metadata: AttentionMetadata, plane: Tensor) -> Forward:
         """Run tokens [T]; their keys and values go to `plane`, the target's of a pool."""
         embedded = F.embedding(tokens, self.embedding)  # [T, H]
-        normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, self._stack.eps)
-        normed, _, aux = self.ops.layers(self._stack, metadata, hidden, normed, plane)
+        normed, hidden = self.ops.add_rms_norm(embedded, None, self.input_norm, self.stack.eps)
+        normed, _, aux = self.ops.layers(self.stack, metadata, hidden, normed, plane)
         return Forward(aux, normed)
 
     def logits(self, final: Tensor) -> Tensor:
         """Final states [T, H] → logits [T, V]."""
-        return self.ops.linear(final, self._lm_head)
+        return self.ops.linear(final, self.lm_head)
 
 
 def fuse_layer(layer: Mapping[str, Tensor], ops: TorchOps, device: torch.device) -> LayerWeights:

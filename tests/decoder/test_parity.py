@@ -210,6 +210,6 @@ def test_a_planted_off_by_one_in_the_rotary_position_is_seen(
 @torch.no_grad()
 def test_a_planted_neighbouring_capture_layer_is_seen(model: DecoderModel) -> None:
     right = _states(model, torch.arange(PREFIX))
-    captured = tuple(layer + 1 for layer in model._stack.captured)
-    model._stack = replace(model._stack, captured=captured)
+    captured = tuple(layer + 1 for layer in model.stack.captured)
+    model.stack = replace(model.stack, captured=captured)
     assert (right - _states(model, torch.arange(PREFIX))).abs().max() > 0.1

@@ -18,12 +18,13 @@ from torch import Tensor
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState
 from pipeline.decoder.drafters.base import ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.drafters.window import seen_pages
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead, draft_step
-from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.tree import HEADROOM
-from pipeline.eagle3.head import WINDOW_STEP, DraftingHead, Eagle3Head, hidden_positions
+from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import HeadError
 
@@ -83,20 +84,10 @@ class Eagle3Drafter(TreeDrafter):
         return self.ops.unroll(self._head, *row, planes.drafter[0], steps, k, self.trace)
 
     def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """The pages [B, P] that hold what a window leaves of `lengths` [B] entries, and how many.
-
-        block_table    p0 p1 p2 p3 p4       window 128, length 300: 64 are hidden
-        seen           p0 ·  p2 p3 p4       of 236 entries
-        """
-        window = self.shape.draft_window
-        if not window:
+        """What the head's window leaves of `lengths` [B] entries: pages [B, P], and how many."""
+        if not self.shape.draft_window:
             return block_table, lengths
-        assert PAGE == WINDOW_STEP, "a window hides whole pages"
-        hidden = hidden_positions(lengths, window)
-        most = -(-(window + 2 * PAGE + self.lookahead) // PAGE)
-        page = torch.arange(min(most, block_table.shape[1]), device=block_table.device)
-        behind = page + (page > 0) * (hidden // PAGE)[:, None]
-        return block_table.gather(1, behind.clamp(max=block_table.shape[1] - 1)), lengths - hidden
+        return seen_pages(block_table, lengths, self.shape.draft_window, self.lookahead)
 
     def _last_of(self, batch: DecodeBatch, slots: Tensor, counts: Tensor) -> AttentionMetadata:
         """Of each row's last token [B], which stands at `slots` already."""

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.config import DrafterName, DrafterSection
+from pipeline.config import (
+    DrafterName,
+    DrafterSection,
+    SelfSpecSection,
+    StandaloneSection,
+    TargetSection,
+)
 from pipeline.decoder.drafters.base import Drafter, Trees
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.dflash.head import DflashHead
@@ -33,12 +39,51 @@ def load_drafter(
     `head` is the head to draft with, where there is one. Raises ConfigError where something is
     missing, HeadError or TargetError where it does not fit the target.
     """
-    del target
     if section.name == "none":
         return None
+    if section.name == "standalone":
+        return _standalone(section.standalone, model, target)
+    if section.name == "self_spec":
+        return _self_spec(section.self_spec, model)
     given = _head(section, head)
     window = section.eagle3.draft_window
     return DrafterFactory(lambda trees: draft_with(given, model, trees, window), _deepest(given))
+
+
+def _standalone(section: StandaloneSection, model: DecoderModel, target: Target) -> DrafterFactory:
+    from pipeline.decoder.drafters.standalone import StandaloneDrafter, check_tokens
+    from pipeline.target.resolve import resolve
+
+    if section.source is None:
+        raise ConfigError(
+            "drafter standalone needs a draft model",
+            where="drafter.standalone.source",
+            fix="name a smaller model with the target's tokenizer",
+        )
+    source = TargetSection(source=section.source, revision=section.revision)
+    directory = resolve(source, decoded=True).directory
+    check_tokens(directory, target.directory, section.source)
+    draft = DecoderModel.load(
+        directory,
+        (),
+        device=model.device,
+        dtype=model.dtype,
+        max_length=model.max_length,
+        ops=model.ops,
+    )
+    return DrafterFactory(lambda trees: StandaloneDrafter(draft, model, trees))
+
+
+def _self_spec(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
+    if section.kv == "streaming":
+        from pipeline.decoder.drafters.self_spec import StreamingDrafter
+
+        budget = section.budget
+        return DrafterFactory(lambda trees: StreamingDrafter(model, trees, budget=budget))
+    from pipeline.decoder.drafters.snapkv import SnapKvDrafter
+
+    kept = section.model_dump(exclude={"kv"})
+    return DrafterFactory(lambda trees: SnapKvDrafter(model, trees, **kept))
 
 
 def draft_with(
