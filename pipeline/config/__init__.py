@@ -10,7 +10,7 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 
 from __future__ import annotations
 
-from pipeline.config.drafter import DRAFTERS, DrafterSection
+from pipeline.config.drafter import DRAFTERS, DrafterSection, NgramSection
 from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
@@ -48,6 +48,7 @@ __all__ = [
     "GeneratorSection",
     "HeadSection",
     "JobsSection",
+    "NgramSection",
     "PiiSection",
     "PlanSection",
     "QualitySection",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pipeline.config.section import Section
 
-DrafterName = Literal["none", "eagle3"]
+DrafterName = Literal["none", "eagle3", "ngram"]
 
 
 class DrafterInfo(NamedTuple):
@@ -24,6 +24,7 @@ DRAFTERS: dict[DrafterName, DrafterInfo] = {
     "eagle3": DrafterInfo(
         "an EAGLE-3 head of 2-5 % of the target's size, a dynamic tree", "a trained head", True
     ),
+    "ngram": DrafterInfo("what followed the last tokens before: prompt lookup", "nothing"),
 }
 
 
@@ -35,6 +36,35 @@ class Eagle3DrafterSection(Section):
     its training length a head keeps its acceptance so. None: as it was trained."""
 
 
+class NgramSection(Section):
+    """Drafting by matching the last tokens with earlier ones."""
+
+    min_match: int = Field(2, gt=0)
+    """Tokens in which an earlier place must agree with the end of the text to be proposed from."""
+
+    max_match: int = Field(8, gt=0, le=64)
+    """Tokens that are compared at most: places that agree in more count as equals."""
+
+    matches: int = Field(8, gt=0, le=64)
+    """Places that are proposed from: those that agree longest, of equals the latest."""
+
+    corpus: str | None = None
+    """Path or URI of a JSONL file whose texts are looked up as well, for example earlier replies:
+    `text`, `turns` (a list of texts) or `token_ids` in each line. None: the request's own tokens
+    only."""
+
+    corpus_tokens: int = Field(1_000_000, gt=0)
+    """Tokens of the corpus that are kept, the first ones; each takes about 50 bytes of the device's
+    memory."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramSection:
+        if self.max_match < self.min_match:
+            problem = f"max_match is {self.max_match}, below min_match {self.min_match}"
+            raise ValueError(f"{problem}; raise max_match")
+        return self
+
+
 class DrafterSection(Section):
     """What proposes draft trees. A drafter changes the speed, never the text."""
 
@@ -43,6 +73,9 @@ class DrafterSection(Section):
 
     eagle3: Eagle3DrafterSection = Eagle3DrafterSection()
     """Drafting with an EAGLE-3 head."""
+
+    ngram: NgramSection = NgramSection()
+    """Drafting by matching the last tokens with earlier ones."""
 
     @property
     def needs_head(self) -> bool:

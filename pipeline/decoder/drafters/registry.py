@@ -32,9 +32,14 @@ def load_drafter(
     `head` is the head to draft with, where there is one. Raises ConfigError where something is
     missing, HeadError or TargetError where it does not fit the target.
     """
-    del target
     if section.name == "none":
         return None
+    if section.name == "ngram":
+        from pipeline.decoder.drafters.corpus import load_corpus
+        from pipeline.decoder.drafters.ngram import NgramDrafter
+
+        corpus = load_corpus(section.ngram, model, target)
+        return DrafterFactory(lambda trees: NgramDrafter(model, trees, section.ngram, corpus))
     from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 
     given = _head(section, head)
