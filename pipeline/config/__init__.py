@@ -14,6 +14,7 @@ from pipeline.config.drafter import (
     DRAFTERS,
     DrafterName,
     DrafterSection,
+    NgramSection,
     SelfSpecSection,
     StandaloneSection,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "GeneratorSection",
     "HeadSection",
     "JobsSection",
+    "NgramSection",
     "PiiSection",
     "PlanSection",
     "QualitySection",

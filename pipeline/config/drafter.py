@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.section import Section
 
-DrafterName = Literal["none", "eagle3", "dflash", "standalone", "self_spec"]
+DrafterName = Literal["none", "eagle3", "dflash", "ngram", "standalone", "self_spec"]
 
 
 class DrafterInfo(NamedTuple):
@@ -35,6 +35,7 @@ DRAFTERS: dict[DrafterName, DrafterInfo] = {
     "self_spec": DrafterInfo(
         "the target itself over a compressed cache, for long contexts (MagicDec)", "nothing"
     ),
+    "ngram": DrafterInfo("what followed the last tokens before: prompt lookup", "nothing"),
 }
 
 
@@ -82,6 +83,35 @@ class SelfSpecSection(Section):
         return self
 
 
+class NgramSection(Section):
+    """Drafting by matching the last tokens with earlier ones."""
+
+    min_match: int = Field(2, gt=0)
+    """Tokens in which an earlier place must agree with the end of the text to be proposed from."""
+
+    max_match: int = Field(8, gt=0, le=64)
+    """Tokens that are compared at most: places that agree in more count as equals."""
+
+    matches: int = Field(8, gt=0, le=64)
+    """Places that are proposed from: those that agree longest, of equals the latest."""
+
+    corpus: str | None = None
+    """Path or URI of a JSONL file whose texts are looked up as well, for example earlier replies:
+    `text`, `turns` (a list of texts) or `token_ids` in each line. None: the request's own tokens
+    only."""
+
+    corpus_tokens: int = Field(1_000_000, gt=0)
+    """Tokens of the corpus that are kept, the first ones; each takes about 50 bytes of the device's
+    memory."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramSection:
+        if self.max_match < self.min_match:
+            problem = f"max_match is {self.max_match}, below min_match {self.min_match}"
+            raise ValueError(f"{problem}; raise max_match")
+        return self
+
+
 class DrafterSection(Section):
     """What proposes draft trees. A drafter changes the speed, never the text."""
 
@@ -101,6 +131,9 @@ class DrafterSection(Section):
         if self.name == "standalone" and self.standalone.source is None:
             raise ValueError("drafter standalone needs standalone.source, the draft model")
         return self
+
+    ngram: NgramSection = NgramSection()
+    """Drafting by matching the last tokens with earlier ones."""
 
     @property
     def needs_head(self) -> bool:

@@ -54,13 +54,16 @@ def draft_tree(
 ) -> Tree:
     """The best of what the drafter proposes, below the roots.
 
-    Where it proposes nothing for any row (a first score of -inf), a host that can look decodes
-    plainly.
+    A score of -inf proposes nothing. A host that can look leaves out the nodes that no row proposes
+    anything for, and decodes plainly where there is no other.
     """
     tokens, parents, scores, _ = drafter.candidates(batch, planes, shape)
-    if scores.device.type == "cpu" and bool((scores[:, 0] == -torch.inf).all()):
-        return root_only(batch.roots)
-    return ops.grow_tree(batch.roots, tokens, parents, scores, shape.nodes)
+    nodes = shape.nodes
+    if scores.device.type == "cpu":
+        nodes = min(nodes, 1 + int((scores > -torch.inf).sum(1).max()))
+        if nodes == 1:
+            return root_only(batch.roots)
+    return ops.grow_tree(batch.roots, tokens, parents, scores, nodes)
 
 
 def advance(

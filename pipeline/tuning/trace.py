@@ -205,6 +205,7 @@ def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
     for step in range(depth):
         follows = (parents == node) & (tokens == wanted[:, step : step + 1])
         agrees = (depths == step + 1) & follows & alive  # [T, C]; of equal siblings the first
+        agrees &= scores > -torch.inf  # such a one proposes nothing
         alive, node = agrees.any(1, keepdim=True), agrees.int().argmax(1, keepdim=True)
         own = scores.gather(1, node)
         better = (scores > own) | ((scores == own) & (index < node))  # [T, C]

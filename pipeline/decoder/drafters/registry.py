@@ -45,6 +45,12 @@ def load_drafter(
         return _standalone(section.standalone, model, target)
     if section.name == "self_spec":
         return _self_spec(section.self_spec, model)
+    if section.name == "ngram":
+        from pipeline.decoder.drafters.corpus import load_corpus
+        from pipeline.decoder.drafters.ngram import NgramDrafter
+
+        corpus = load_corpus(section.ngram, model, target)
+        return DrafterFactory(lambda trees: NgramDrafter(model, trees, section.ngram, corpus))
     given = _head(section, head)
     window = section.eagle3.draft_window
     return DrafterFactory(lambda trees: draft_with(given, model, trees, window), _deepest(given))

@@ -1,0 +1,195 @@
+"""A text that all requests share, sorted so that one search names its longest matches.
+
+Positions are in the order of the tokens that end there, read backwards; the neighbours of where a
+request's last tokens would stand agree with them longest:
+
+    … b a        sorted by a, then b, then what is before it: a suffix array of the reversed text
+    … b c a  ◄─ would stand here: the longest matches are next to it
+    … d c a
+
+Sorting and searching go by whole numbers that hold a few tokens each, exactly; no hash:
+
+    level 1     the last 3 tokens (of 16 to 21 bits)
+    level 2     where those begin in the order, and the next older tokens
+    level 3     where all of those begin, and so on, until `max_match` tokens are compared
+
+A search is one `searchsorted` a level: of static shape, so that a round's graph can hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.config import NgramSection
+from pipeline.console import notice
+from pipeline.decoder.model import DecoderModel
+from pipeline.errors import ConfigError, DataError
+from pipeline.target.open import Target
+
+_BITS = 63  # of a key; its sign stays free
+
+
+class CorpusIndex:
+    """N tokens and their order; immutable, so that any number of engines can share it."""
+
+    def __init__(self, tokens: Tensor, vocabulary: int, longest: int) -> None:
+        """tokens [N ≥ 1] below `vocabulary`, on the device; matches of up to `longest` tokens."""
+        self._tokens, self._longest = tokens, longest
+        self._token_bits = vocabulary.bit_length()  # none is 0, token t is t + 1
+        count = len(tokens)
+        further = (_BITS - count.bit_length()) // self._token_bits
+        assert further > 0, "a key holds a position and a token"
+        self._order = torch.arange(count, device=tokens.device)  # [N]
+        self._keys: list[Tensor] = []  # of each level [N], ascending
+        self._spans: list[tuple[int, int]] = []  # tokens of each level, counted from the last
+        known, begins = 0, torch.zeros_like(self._order)
+        while known < longest:
+            span = known, known + (further if known else _BITS // self._token_bits)
+            key = self._pack(begins, self._context(self._order, *span))
+            key, moved = key.sort(stable=True)
+            self._order = self._order[moved]
+            self._keys.append(key)
+            self._spans.append(span)
+            known, begins = span[1], torch.searchsorted(key, key)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes on its device."""
+        return sum(part.nbytes for part in (self._tokens, self._order, *self._keys))
+
+    def lookup(self, context: Tensor, least: int, most: int, steps: int) -> tuple[Tensor, Tensor]:
+        """The `most` longest matches of a context [B, longest], its last token first, -1 for none.
+
+        Lengths [B, most], longest first, 0 where there is none of at least `least`; and the
+        `steps` tokens that followed each [B, most, steps].
+        """
+        count, device = len(self), context.device
+        # One more on each side: nothing follows the corpus' last token, which may be among them.
+        around = torch.arange(-most - 1, most + 1, device=device)
+        near = self._search(context)[:, None] + around
+        inside = (near >= 0) & (near < count)
+        ends = self._order[near.clamp(0, count - 1)]  # [B, 2 · most + 2]
+        theirs = self._context(ends, 0, self._longest)
+        agrees = (theirs == context[:, None]) & (context >= 0)[:, None]
+        back = torch.arange(self._longest, device=device)
+        lengths = torch.where(agrees, self._longest, back).amin(-1)
+        matches = inside & (lengths >= least) & (ends < count - 1)
+        lengths, best = torch.where(matches, lengths, 0).sort(dim=-1, descending=True, stable=True)
+        ends = ends.gather(1, best[:, :most])[..., None]
+        ahead = torch.arange(1, steps + 1, device=device)
+        return lengths[:, :most], self._tokens[(ends + ahead).clamp(max=count - 1)]
+
+    def _search(self, context: Tensor) -> Tensor:
+        """Where contexts [B, longest] would stand in the order [B], before their equals."""
+        short = max(self._spans[-1][1] - self._longest, 0)
+        context = torch.cat((context, context.new_full((len(context), short), -1)), 1)
+        begins = place = torch.zeros_like(context[:, 0])
+        within = torch.ones_like(begins, dtype=torch.bool)  # as deep as the levels before
+        for key, span in zip(self._keys, self._spans, strict=True):
+            wanted = self._pack(begins, context[:, slice(*span)])
+            begins = torch.searchsorted(key, wanted)
+            place = torch.where(within, begins, place)
+            within = within & (key[begins.clamp(max=len(self) - 1)] == wanted)
+        return place
+
+    def _context(self, ends: Tensor, first: int, last: int) -> Tensor:
+        """Tokens first … last-1 back from `ends` [..], [.., last - first]; -1: none."""
+        place = ends[..., None] - torch.arange(first, last, device=ends.device)
+        return torch.where(place >= 0, self._tokens[place.clamp(min=0)], -1)
+
+    def _pack(self, begins: Tensor, tokens: Tensor) -> Tensor:
+        """begins [n] and tokens [n, t] as one number each, in the order of both [n]."""
+        key = begins
+        for token in tokens.unbind(-1):
+            key = key << self._token_bits | token + 1
+        return key
+
+
+def load_corpus(section: NgramSection, model: DecoderModel, target: Target) -> CorpusIndex | None:
+    """The index of `section.corpus`, on the model's device; None without one.
+
+    Of a longer text the first `corpus_tokens` tokens are taken, and a notice says how much is left
+    out. Behind each text stands the token that ends a reply. Raises ConfigError for a file that
+    cannot be read, DataError for a record that holds no text.
+    """
+    if section.corpus is None:
+        return None
+    template, limit = target.template(), section.corpus_tokens
+    end = template.stop_ids[0] if template.end_of_turn is None else template.end_of_turn
+    ids: list[int] = []
+    records = left_out = 0
+    for where, line in _lines(section.corpus):
+        records += 1
+        if len(ids) >= limit:
+            left_out += 1
+            continue
+        for text in _ids(line, where, template.encode, model.vocabulary):
+            ids += [*text, end]
+    if not ids:
+        raise _unreadable(section.corpus, "holds no text")
+    tokens = torch.tensor(ids[:limit], device=model.device)
+    index = CorpusIndex(tokens, model.vocabulary, section.max_match)
+    taken = f"{len(index):,} tokens of {records - left_out:,} records"
+    notice("drafter", f"corpus: {taken}, {index.bytes / 2**20:,.1f} MiB")
+    if left_out or len(ids) > limit:
+        end_of_last = f"the last {len(ids) - limit:,} tokens of the last one taken"
+        lost = f"left out: {left_out:,} records behind them, and {end_of_last}"
+        notice("drafter", f"corpus: {lost} (drafter.ngram.corpus_tokens={limit})")
+    return index
+
+
+def _lines(source: str) -> Iterator[tuple[str, str]]:
+    """(file:line, text) of every line that is not blank."""
+    import fsspec  # type: ignore[import-untyped]
+
+    try:
+        with fsspec.open(source, "rt", encoding="utf-8-sig", compression="infer") as file:
+            lines = ((f"{source}:{number}", line) for number, line in enumerate(file, 1))
+            yield from ((where, line) for where, line in lines if line.strip())
+    except FileNotFoundError:
+        raise _unreadable(source, "no such file") from None
+    except UnicodeDecodeError as error:
+        raise _unreadable(source, f"is not UTF-8: {error}") from None
+    except (OSError, EOFError, zlib.error, ValueError, ImportError) as error:
+        raise _unreadable(source, f"cannot be read: {error}") from None
+
+
+def _unreadable(source: str, problem: str) -> ConfigError:
+    fix = "name a JSONL file of texts, or leave it out"
+    return ConfigError(f"{source}: {problem}", where="drafter.ngram.corpus", fix=fix)
+
+
+def _ids(
+    line: str, where: str, encode: Callable[[str], list[int]], vocabulary: int
+) -> Iterator[Sequence[int]]:
+    """Token ids of a line's text, or of each of its turns. Raises DataError."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        problem = f"not valid JSON: {error}"
+        raise DataError(problem, where=where, fix="correct or remove that line") from None
+    values = record if isinstance(record, dict) else {}
+    ids, turns = values.get("token_ids"), values.get("turns", [values.get("text")])
+    if ids is not None:
+        if not _is_list_of(ids, int) or not all(0 <= token < vocabulary for token in ids):
+            problem = f"token_ids is no list of numbers from 0 to {vocabulary - 1}"
+            raise DataError(problem, where=where, fix="use the target's own token ids")
+        yield ids
+    elif _is_list_of(turns, str):
+        yield from map(encode, turns)
+    else:
+        fix = "write one JSON object a line with text, turns (texts) or token_ids"
+        raise DataError("the record holds no text", where=where, fix=fix)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
