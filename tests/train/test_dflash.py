@@ -25,8 +25,9 @@ from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.errors import ConfigError, HeadError
 from pipeline.store.states import StatesSample
 from pipeline.train import run
-from pipeline.train.data.batches import TrainBatch, read_batch
+from pipeline.train.data.batches import ReadAhead, TrainBatch, read_batch
 from pipeline.train.data.corpus import Piece
+from pipeline.train.data.schedule import Schedule
 from pipeline.train.dflash.blocks import Blocks, cut_blocks, draw_anchors
 from pipeline.train.dflash.model import BlockObjective, DflashModel
 from pipeline.train.plan import plan
@@ -219,6 +220,36 @@ def test_a_block_is_what_it_would_be_alone(head: DflashHead) -> None:
     for number in range(len(batch.labels)):
         alone = cut_blocks(batch, torch.tensor([number]), BLOCK)
         torch.testing.assert_close(model.draft(batch, alone)[0], every[number])
+
+
+def test_alignment_by_hand() -> None:
+    """Document x0…x7 behind another, supervised x3 x4 x6 x7: drafting ends where the reply does."""
+    mask = [0, 0, 0, 1, 1, 0, 1, 1]
+    states = torch.zeros(8, 3), torch.zeros(8, 1)
+    before = make_sample("a", [0] * 4, [2, 3], states[0][:4], states[1][:4])
+    supervised = [index for index, own in enumerate(mask) if own]
+    batch = pack_samples([before, make_sample("b", list(range(10, 18)), supervised, *states)])
+    blocks = blocks_of(batch)
+    assert blocks.anchors.tolist() == [1, 2, 6, 7, 9, 10]
+    assert blocks.positions.tolist() == [1, 2, 2, 3, 5, 6]
+    none = -1
+    assert blocks.labels.tolist() == [
+        [0, 1, none],
+        [1, none, none],
+        [2, 3, none],
+        [3, none, none],
+        [4, 5, none],
+        [5, none, none],
+    ]
+
+
+def test_batches_carry_their_number() -> None:
+    samples = documents()
+    pieces = [Piece(0, number, 0, len(each.token_ids)) for number, each in enumerate(samples)]
+    schedule = Schedule(pieces, budget=12, seed=0, epochs=4)
+    numbers = [5, 0, 7, 1]
+    with ReadAhead(MemoryCorpus(samples), schedule, numbers) as reader:
+        assert [reader.take().number for _ in numbers] == numbers
 
 
 def test_anchors_are_drawn_by_the_number_of_the_batch(head: DflashHead) -> None:
