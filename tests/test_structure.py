@@ -55,7 +55,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "data": set(),
         "ttt": {"data"},
         "dflash": {"data", "ttt"},
-        "start": {"data", "ttt"},
+        "start": {"data", "ttt", "dflash"},
     },
 }
 

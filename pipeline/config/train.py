@@ -70,8 +70,10 @@ class DflashSection(Section):
     mask_token_id: int | None = Field(None, ge=0)
     """Target token whose embedding stands for a token to predict; None: the one that pads a text,
     or begins it."""
-    init_layers: Literal["target_last", "random"] = "target_last"
-    """Start from as many of the target's last layers where shapes fit."""
+    init_layers: Literal["least_squares", "target_last", "random"] = "least_squares"
+    """Start from as many of the target's last layers where shapes fit; least_squares then points
+    the first layer's attention at the root and the context's end, and solves fc, values and output
+    on the first batches."""
     anchors: int = Field(256, gt=0)
     """Supervised tokens of a micro-batch that a block is trained behind, drawn anew every time;
     all where there are fewer."""

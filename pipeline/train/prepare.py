@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig, rank
 from pipeline.console import long_step, notice
+from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
@@ -26,6 +27,7 @@ from pipeline.train.data.corpus import (
 from pipeline.train.data.schedule import Schedule
 from pipeline.train.data.stored import StoredCorpus, open_corpus
 from pipeline.train.group import first_decides, own_part, take_from_first, together
+from pipeline.train.start.block_least_squares import start_blocks_by_least_squares
 from pipeline.train.start.least_squares import (
     SCALE_BATCHES,
     FirstBatches,
@@ -85,10 +87,14 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: DraftS
     return Data(corpus, surveyed, schedule, held_out)
 
 
-def solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:
+def solve(config: RunConfig, head: DraftingHead, target: Target, data: Data) -> None:
     """Start `head` by least squares on the first process; all get it. It stays on the CPU."""
     with long_step("train", "solving the head by least squares"):
-        first_decides(lambda: _solve(config, head, target, data))
+        if isinstance(head, DflashHead):
+            first_decides(lambda: _solve_blocks(config, head, target, data))
+        else:
+            assert isinstance(head, Eagle3Head)
+            first_decides(lambda: _solve(config, head, target, data))
     for parameter in head.parameters():
         take_from_first(parameter, target.device)
 
@@ -98,6 +104,29 @@ def measure_scale(config: RunConfig, head: DraftingHead, data: Data) -> float:
     tokens = config.train.batch_tokens * SCALE_BATCHES
     batches = FirstBatches(data.corpus, data.schedule, tokens=tokens)
     return first_decides(lambda: fc_scale(head, batches))
+
+
+def _solve_blocks(config: RunConfig, head: DflashHead, target: Target, data: Data) -> None:
+    device, section, wanted = (
+        target.device,
+        config.train.dflash,
+        rows_wanted(head.shape.hidden_size),
+    )
+    batches = FirstBatches(data.corpus, data.schedule, labels=wanted)
+    solved = start_blocks_by_least_squares(
+        head.to(device),
+        target.weights.embedding().to(device),
+        batches,
+        anchors=section.anchors,
+        decay=section.position_decay,
+        seed=config.run.seed,
+    )
+    head.cpu()
+    held_out = f"on {solved.held_out:,} of them held out" if solved.held_out else "on the same"
+    notice("train", f"block drafter solved by least squares on {solved.rows:,} labels")
+    first = f"{solved.explained:.0%} of the target's states explained at position 1"
+    every = f"{solved.explained_by_attention:.0%} at all by attention"
+    notice("train", f"{held_out}: {first}, {every}")
 
 
 def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:

@@ -53,7 +53,13 @@ from pipeline.train.loop import TrainingLoop, total_steps
 from pipeline.train.metrics import Metrics
 from pipeline.train.prepare import Data, measure_scale, open_data, solve
 from pipeline.train.progress import Progress
-from pipeline.train.start.initial_head import Start, choose_start, draft_vocabulary, initial_head
+from pipeline.train.start.initial_head import (
+    Start,
+    choose_start,
+    draft_vocabulary,
+    initial_head,
+    starts_by_least_squares,
+)
 from pipeline.train.trainer import Trainer
 from pipeline.train.ttt.model import Objective, TttModel
 from pipeline.train.ttt.trained import TrainedModel
@@ -111,8 +117,7 @@ def fit(
     location, keep = stage_run.location, section.keep_checkpoints
     checkpoints = Checkpoints(location, identity=identity, keep=keep)
     resumed = first_decides(checkpoints.newest)
-    least_squares = section.head_config.init_layer == "least_squares" and not section.start_from
-    if isinstance(head, Eagle3Head) and least_squares and resumed is None:
+    if starts_by_least_squares(section) and resumed is None:
         solve(config, head, target, data)
     config, why = _choose_dtype(config, resumed, target.device)
     section = config.train

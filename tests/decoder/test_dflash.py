@@ -337,6 +337,8 @@ def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, head: DflashH
     with pytest.raises(ConfigError, match="5 is more than the 4 tokens") as refused:
         DflashDrafter(head, model, TreeSection(top_k=1, steps=5, nodes=6))
     assert refused.value.where == "tree.steps"
+    shallow = DflashDrafter(head, model, TreeSection(top_k=1, steps=1, nodes=2))
+    assert shallow.lookahead == BLOCK, "a block is drafted whole"
     foreign = DflashHead(head.shape.model_copy(update={"vocab_size": 99}))
     with pytest.raises(HeadError, match="vocab_size is 99"):
         DflashDrafter(foreign, model, TREE)

@@ -25,11 +25,15 @@ from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.errors import ConfigError, HeadError
 from pipeline.store.states import StatesSample
 from pipeline.train import run
-from pipeline.train.data.batches import TrainBatch, read_batch
+from pipeline.train.data.batches import ReadAhead, TrainBatch, read_batch
 from pipeline.train.data.corpus import Piece
+from pipeline.train.data.schedule import Schedule
 from pipeline.train.dflash.blocks import Blocks, cut_blocks, draw_anchors
 from pipeline.train.dflash.model import BlockObjective, DflashModel
 from pipeline.train.plan import plan
+from pipeline.train.start.block_least_squares import start_blocks_by_least_squares
+from pipeline.train.ttt.trained import StepResult
+from tests.train.conftest import make_sample
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
 from tests.train.test_unroll import Constants, constants, documents
@@ -218,6 +222,36 @@ def test_a_block_is_what_it_would_be_alone(head: DflashHead) -> None:
         torch.testing.assert_close(model.draft(batch, alone)[0], every[number])
 
 
+def test_alignment_by_hand() -> None:
+    """Document x0…x7 behind another, supervised x3 x4 x6 x7: drafting ends where the reply does."""
+    mask = [0, 0, 0, 1, 1, 0, 1, 1]
+    states = torch.zeros(8, 3), torch.zeros(8, 1)
+    before = make_sample("a", [0] * 4, [2, 3], states[0][:4], states[1][:4])
+    supervised = [index for index, own in enumerate(mask) if own]
+    batch = pack_samples([before, make_sample("b", list(range(10, 18)), supervised, *states)])
+    blocks = blocks_of(batch)
+    assert blocks.anchors.tolist() == [1, 2, 6, 7, 9, 10]
+    assert blocks.positions.tolist() == [1, 2, 2, 3, 5, 6]
+    none = -1
+    assert blocks.labels.tolist() == [
+        [0, 1, none],
+        [1, none, none],
+        [2, 3, none],
+        [3, none, none],
+        [4, 5, none],
+        [5, none, none],
+    ]
+
+
+def test_batches_carry_their_number() -> None:
+    samples = documents()
+    pieces = [Piece(0, number, 0, len(each.token_ids)) for number, each in enumerate(samples)]
+    schedule = Schedule(pieces, budget=12, seed=0, epochs=4)
+    numbers = [5, 0, 7, 1]
+    with ReadAhead(MemoryCorpus(samples), schedule, numbers) as reader:
+        assert [reader.take().number for _ in numbers] == numbers
+
+
 def test_anchors_are_drawn_by_the_number_of_the_batch(head: DflashHead) -> None:
     batch = pack_samples(documents())
     draws = [draw_anchors(replace(batch, number=number), 5, 0).tolist() for number in range(40)]
@@ -266,6 +300,67 @@ def test_every_loss_is_nothing_for_the_teacher_itself(head: DflashHead, loss: An
     model = DflashModel(sure, *fixed, objective, max_length=12, dtype=torch.float64)
     assert abs(float(model(batch).loss.detach())) < 1e-4
     assert float(model_of(head, loss=loss)(pack_samples(documents())).loss.detach()) > 0.1
+
+
+def test_a_start_by_least_squares_knows_more_than_a_random_one(head: DflashHead) -> None:
+    """A target whose next state is a linear map of the last token's embedding and of the state
+    before it, which can be told from each other as those of real targets: by their means."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"draft_vocab_size": 24, "num_attention_heads": 8, "head_dim": 8}
+    shape = head.shape.model_copy(update=sizes)
+    fixed = Constants(*(each.float() for each in constants()))
+    fixed.embedding[:, 0] = 3.0
+    fixed.embedding[head.shape.mask_token_id, 0] = -3.0
+    maps = torch.randn(2, 16, 16, generator=generator) / 4
+
+    def sample(number: int) -> StatesSample:
+        ids = torch.randint(0, 23, (24,), generator=generator)
+        aux = torch.randn(24, 48, generator=generator)
+        aux[:, 0] = 3.0
+        final = aux[:, 32:].roll(1, 0) @ maps[0] + fixed.embedding[ids] @ maps[1]
+        final[:, 1] += 4
+        final = 4 * final / final.square().mean(-1, keepdim=True).sqrt()
+        return make_sample(str(number), ids.tolist(), range(4, 24), aux, final)
+
+    batches = [
+        pack_samples([sample(4 * number + each) for each in range(4)]) for number in range(9)
+    ]
+
+    def started(solve: bool) -> tuple[DflashHead, StepResult]:
+        made = DflashHead(shape)
+        random_init(made, 3)
+        made.set_vocabulary(torch.arange(24))
+        with torch.no_grad():
+            made.lm_head.weight.copy_(fixed.lm_head)
+        if solve:
+            setting = {"anchors": 99, "decay": DECAY, "seed": 0}
+            fit = start_blocks_by_least_squares(made, fixed.embedding, batches, **setting)  # type: ignore[arg-type]
+            assert fit.rows == 9 * 80 and fit.held_out > 0
+            assert fit.explained > 0.8 and 0.1 < fit.explained_by_attention < fit.explained
+        objective = BlockObjective(99, DECAY, 0)
+        model = DflashModel(made, *fixed, objective, max_length=24, dtype=torch.float32)
+        return made, model(batches[1])
+
+    (first, solved), (second, _), (_, plain) = started(True), started(True), started(False)
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    assert float(solved.loss.detach()) < 0.9 * float(plain.loss.detach())
+    model = DflashModel(
+        first, *fixed, BlockObjective(99, DECAY, 0), max_length=24, dtype=torch.float32
+    )
+    batch = batches[0]
+    block = cut_blocks(batch, torch.tensor([15]), BLOCK)
+
+    @torch.no_grad()
+    def moved(back: int) -> float:
+        """By how much position 1 moves when the entry so far behind the root changes."""
+        aux = batch.aux_states.clone()
+        aux[int(block.anchors) - back, 32:] += torch.randn(16, generator=generator)
+        change = model.draft(replace(batch, aux_states=aux), block) - model.draft(batch, block)
+        return float(change[0, 1].norm())
+
+    assert moved(1) > 3 * moved(4) > 0
 
 
 DFLASH = {

@@ -1,5 +1,7 @@
 """How a head begins.
 
 initial_head.py    shape and size limit, draft vocabulary, first weights; or an earlier head
+block_drafter.py   the same of a block drafter
 least_squares.py   the head's linear parts solved on the first batches
+block_least_squares.py  what a block drafter's first layer attends to, and the parts behind it
 """

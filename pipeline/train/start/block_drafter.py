@@ -93,7 +93,7 @@ def new_dflash_head(
     start_fc_from_high_layer(head)
     start_lm_head(head, weights.lm_head(), weights.final_norm())
     copied = ["fc: identity on the high layer", "lm_head and norm"]
-    if section.init_layers == "target_last":
+    if section.init_layers != "random":
         last = range(layers - shape.num_hidden_layers, layers)
         copied += start_block_layers(head, [weights.layer(index) for index in last])
     notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")

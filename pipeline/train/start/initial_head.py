@@ -96,6 +96,13 @@ def asked_for(section: TrainSection) -> tuple[HeadSection | DflashSection, str]:
     return section.head_config, "train.head_config"
 
 
+def starts_by_least_squares(section: TrainSection) -> bool:
+    """Whether a new head's weights are solved on the first batches."""
+    eagle3, dflash = section.head_config.init_layer, section.dflash.init_layers
+    asked = eagle3 if section.algorithm == "eagle3" else dflash
+    return asked == "least_squares" and not section.start_from
+
+
 def draft_vocabulary(start: Start, counts: Mapping[str, Tensor]) -> DraftVocabulary:
     """The most frequent supervised tokens, or the earlier head's own. counts: source → [V]."""
     total = torch.stack(list(counts.values())).sum(0)
