@@ -28,7 +28,7 @@ from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.checkpoint import load_head
+from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.decode_plan import fill_context
 from pipeline.serve_eval.questions import first_question
@@ -78,7 +78,7 @@ def main() -> None:
         dtype=target.dtype,
         max_length=min(target.positions, LONGEST + 8 * options.new_tokens),
     )
-    head = load_head(options.head, expected=target.contract)[0] if options.head else None
+    head = load_any_head(options.head, expected=target.contract)[0] if options.head else None
     figures: dict[str, Any] = {}
     for name in options.sets:
         prompts = _prompts(name, target, 2 * options.prompts)

@@ -21,11 +21,11 @@ from pathlib import Path
 from bench.leaderboard.experiment import Experiment, configured
 from bench.report import ROOT
 from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics
-from pipeline.eagle3.checkpoint import load_head
+from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.errors import StageConflict, TargetError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Record, Stage, digest
@@ -158,7 +158,7 @@ class Bench:
     ) -> CellResult:
         prepare_process(config.run)
         manifest = read_manifest(config.run.uri, "train")
-        head, _ = load_head(Path(config.run.uri) / "train" / "head")
+        head, _ = load_any_head(Path(config.run.uri) / "train" / "head")
         target = open_target(config.target)
         template = target.template()
         requests = [
@@ -178,7 +178,7 @@ class Bench:
                 dtype=target.dtype,
                 max_length=max(len(request.prompt_ids) for request in requests) + self._new_tokens,
             )
-        engine = Engine(self._model, drafter=Eagle3Drafter(head, self._model, TREE), slots=_SLOTS)
+        engine = Engine(self._model, drafter=draft_with(head, self._model, TREE), slots=_SLOTS)
         done: dict[str, Statistics] = {}
         for completion in engine.generate(requests):
             if error := completion.error:

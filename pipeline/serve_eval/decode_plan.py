@@ -10,8 +10,9 @@ from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.checkpoint import HEAD_FILES, load_head
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.dflash.checkpoint import load_any_head
+from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
 from pipeline.serve_eval.questions import first_question, read_prompts
@@ -100,13 +101,15 @@ def plan_decode(
     )
 
 
-def _head(config: RunConfig, target: Target, drafters: Sequence[DrafterName]) -> Eagle3Head | None:
+def _head(
+    config: RunConfig, target: Target, drafters: Sequence[DrafterName]
+) -> DraftingHead | None:
     if not any(DRAFTERS[name].trained for name in drafters):
         return None
     own = stage_location(config.run.uri, "train").child("head")
     location = Location(config.eval.head) if config.eval.head else own
     with as_directory(location, HEAD_FILES) as directory:
-        return load_head(directory, expected=target.contract)[0]
+        return load_any_head(directory, expected=target.contract)[0]
 
 
 def _contexts(
