@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import DrafterSection, NgramSection, TreeSection
@@ -40,26 +39,10 @@ from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.score import draw_gap
 from pipeline.tuning.trace import acceptance, replay, trace
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
+from tests.decoder.drafting import no_values
 
 TREE = TreeSection(top_k=3, steps=5, nodes=14)
 SECTION = NgramSection(min_match=1, max_match=5, matches=6)
-_SYNCING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
-
-
-class NoLooking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails on what a graph cannot capture: operations that hand a value to the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).split(".")[1]
-        assert name not in _SYNCING, f"{func} waits for the device"
-        if name == "index":
-            indices = [each for each in args[1] if each is not None]
-            assert all(each.dtype != torch.bool for each in indices), "a boolean index"
-        return func(*args, **(kwargs or {}))
-
-
-def no_looking() -> NoLooking:
-    return NoLooking()  # type: ignore[no-untyped-call]
 
 
 def match_of(history: Sequence[int], end: int, longest: int) -> int:
@@ -236,6 +219,22 @@ def batch_of(drafter: NgramDrafter, histories: Sequence[Sequence[int]]) -> Decod
     return batch
 
 
+def test_where_nothing_matches_the_draft_is_the_same_however_it_is_made(
+    model: DecoderModel,
+) -> None:
+    drafter = NgramDrafter(model, TREE, SECTION)
+    for histories in ([[1], [1, 2, 3]], [[4]], [[1, 1, 2, 1], [5, 6]]):
+        batch = batch_of(drafter, histories)
+        drafts = []
+        for drafter.looks in (True, False):
+            drafts.append(drafter.candidates(batch, Planes(batch.roots), TREE))
+        for looked, fixed in zip(*drafts, strict=True):
+            assert torch.equal(looked, fixed) and looked.dtype == fixed.dtype
+        for nodes in (2, 9, 31):
+            tree = model.ops.grow_tree(batch.roots, *drafts[0][:3], nodes)
+            assert tree.tokens.shape == (len(histories), nodes)
+
+
 def test_equal_beginnings_are_one_node_and_add_up() -> None:
     tokens = torch.tensor([[[7, 8, 9], [7, 8, 1], [5, 8, 9], [7, 2, 2]]])
     lengths = torch.tensor([[3, 3, 2, 0]])
@@ -283,11 +282,11 @@ def test_nothing_is_looked_at_in_a_capturable_draft(model: DecoderModel) -> None
     rows = TokenRows.even(5, 2, model.device)
     tokens, counts = random_tokens(10, 0), torch.tensor([1, 2, 1, 2, 2])
     read = ReadTokens(rows, tokens, tokens.roll(-1), torch.zeros(10, 0), counts)
-    with no_looking():
+    with no_values():
         drafter.extend(batch, Planes(batch.roots), read)
         drafter.candidates(batch, Planes(batch.roots), TREE)
     drafter.looks = True
-    with pytest.raises(AssertionError, match="waits for the device"), no_looking():
+    with pytest.raises(AssertionError, match="item"), no_values():
         drafter.candidates(batch, Planes(batch.roots), TREE)
 
 
@@ -484,7 +483,7 @@ def test_the_requests_own_matches_come_before_equal_ones_of_the_corpus(
     text = torch.tensor([9, 1, 2, 50, 51, 60, 61, 62, 9])
     corpus = CorpusIndex(text, VOCABULARY, 5)
     shape = TreeSection(top_k=1, steps=2, nodes=3)
-    section = NgramSection(min_match=1, max_match=5)
+    section = NgramSection(max_match=5)
     cases = {
         (1, 2, 40, 41, 1, 2): (40, 41),  # two tokens agree in both
         (9, 1, 2): (50, 51),

@@ -53,6 +53,14 @@ def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
     return Candidates(token.flatten(1), parent.flatten(1), score.flatten(1), depths)
 
 
+def no_chains(rows: int, count: int, depth: int) -> Candidates:
+    """What `tree_of_chains` makes where no row proposes anything, on a host."""
+    step = torch.arange(depth).repeat_interleave(count)  # [D · W]
+    parent = torch.where(step > 0, (step - 1) * count, -1).expand(rows, -1)
+    score = torch.full(parent.shape, -torch.inf)
+    return Candidates(torch.zeros_like(parent), parent, score, step + 1)
+
+
 def _among_best(mass: Tensor, first: Tensor, shared: Tensor, top_k: int) -> Tensor:
     """Whether each chain's node is among the `top_k` heaviest children of its parent [B, D, W]."""
     chain = torch.arange(mass.shape[-1], device=mass.device)
