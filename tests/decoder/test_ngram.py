@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.config import DrafterSection, NgramSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafters.base import ReadTokens
-from pipeline.decoder.drafters.chains import tree_of_chains
+from pipeline.decoder.drafters.chains import no_chains, tree_of_chains
 from pipeline.decoder.drafters.corpus import CorpusIndex, load_corpus
 from pipeline.decoder.drafters.ngram import (
     NgramDrafter,
@@ -37,7 +37,7 @@ from pipeline.decoder.round import decode_round, read_prompt
 from pipeline.errors import ConfigError, DataError
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.score import draw_gap
-from pipeline.tuning.trace import acceptance, replay, trace
+from pipeline.tuning.trace import acceptance, continuation_ranks, replay, trace
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 from tests.decoder.drafting import no_values
 
@@ -300,15 +300,18 @@ def test_the_state_holds_prompt_and_reply(model: DecoderModel) -> None:
         drafter = NgramDrafter(model, TREE, SECTION)
         engine = Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens)
         whole = {request.request_id: list(request.prompt_ids) for request in requests}
-        for emission in engine.stream(requests):
+        stream = engine.stream(requests)  # held: what it runs is dropped with it
+        for emission in stream:
             whole[emission.request_id] += emission.token_ids
             if emission.completion is not None:
-                break  # rows move from here on
+                break
         rows = {each.request.request_id: row for row, each in enumerate(engine._running)}
+        assert rows
         for name, row in rows.items():
             seen = engine._batch.drafter_state[row, : int(engine._batch.seq_lens[row]) + 1]
             shortest = min(len(seen), len(whole[name]))
             assert seen[:shortest].tolist() == whole[name][:shortest]
+            assert seen[-1] == engine._batch.roots[row]
             assert shortest > len(requests[int(name)].prompt_ids) + 20
 
 
@@ -616,6 +619,12 @@ def test_a_trace_replays_the_engines_rounds(looping: DecoderModel) -> None:
         assert acceptance(traces, shape) == pool_acceptance(measured).tau
         taus.add(acceptance(traces, shape))
     assert max(taus) > 1.5 and len(taus) > 2
+
+
+def test_a_trace_counts_nothing_where_nothing_is_proposed() -> None:
+    nothing = no_chains(1, 2, 3)  # of zeros
+    ranks = continuation_ranks([nothing], torch.zeros(1, 1, 3, dtype=torch.int64))
+    assert (ranks > 1 << 20).all()
 
 
 def test_costs_are_measured(model: DecoderModel) -> None:

@@ -38,9 +38,10 @@ def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
     chain = torch.arange(count, device=tokens.device)  # [W]
     first = torch.where(shared, chain, count).amin(-1)  # [B, D, W] chain whose node it is
     kept = _among_best(mass, first, shared, top_k).int().cumprod(1).bool()  # [B, D, W]
-    real = kept & (first == chain) & (lengths > 0)[:, None]
+    real = kept & (first == chain)
     above = torch.cat((weight.sum(1)[:, None, None].expand(-1, 1, count), mass[:, :-1]), 1)
-    score = (mass.log() - (above + 1).log()).cumsum(1).masked_fill(~real, -torch.inf)
+    score = (mass.log() - (above + 1).log()).cumsum(1)  # -inf without a match
+    score = score.masked_fill(~real, -torch.inf)
     score, order = score.sort(dim=-1, descending=True, stable=True)  # [B, D, W]
     place = torch.empty_like(order).scatter_(2, order, chain.expand_as(order))
     step = torch.arange(depth, device=tokens.device)[:, None]  # [D, 1]
