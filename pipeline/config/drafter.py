@@ -86,7 +86,7 @@ class SelfSpecSection(Section):
 class NgramSection(Section):
     """Drafting by matching the last tokens with earlier ones."""
 
-    min_match: int = Field(2, gt=0)
+    min_match: int = Field(1, gt=0)
     """Tokens in which an earlier place must agree with the end of the text to be proposed from."""
 
     max_match: int = Field(8, gt=0, le=64)

@@ -53,12 +53,22 @@ def tokens_of(done: dict[str, Completion]) -> dict[str, tuple[int, ...]]:
     return {name: each.token_ids for name, each in done.items()}
 
 
+#: Operations that hand values to the host; `item` is what inference mode calls it.
+_LOOKING = {
+    *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"),
+    *("nonzero", "unique", "_unique2", "unique_consecutive", "unique_dim", "masked_select"),
+}
+
+
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses what a CUDA graph cannot hold: reading a value, shapes that depend on one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        assert not any(word in name for word in ("_local_scalar_dense", "nonzero", "unique")), name
+        name = str(func).removeprefix("aten.")
+        assert name.split(".")[0] not in _LOOKING, name
+        if name.startswith(("index.", "index_put")):
+            masks = [each for each in args[1] if each is not None and each.dtype == torch.bool]
+            assert not masks, f"{name}: as many values as a mask holds"
         return func(*args, **(kwargs or {}))
 
 

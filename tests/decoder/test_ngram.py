@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import DrafterSection, NgramSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafters.base import ReadTokens
-from pipeline.decoder.drafters.chains import tree_of_chains
+from pipeline.decoder.drafters.chains import no_chains, tree_of_chains
 from pipeline.decoder.drafters.corpus import CorpusIndex, load_corpus
 from pipeline.decoder.drafters.ngram import (
     NgramDrafter,
@@ -38,28 +37,12 @@ from pipeline.decoder.round import decode_round, read_prompt
 from pipeline.errors import ConfigError, DataError
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.score import draw_gap
-from pipeline.tuning.trace import acceptance, replay, trace
+from pipeline.tuning.trace import acceptance, continuation_ranks, replay, trace
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
+from tests.decoder.drafting import no_values
 
 TREE = TreeSection(top_k=3, steps=5, nodes=14)
 SECTION = NgramSection(min_match=1, max_match=5, matches=6)
-_SYNCING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
-
-
-class NoLooking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails on what a graph cannot capture: operations that hand a value to the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).split(".")[1]
-        assert name not in _SYNCING, f"{func} waits for the device"
-        if name == "index":
-            indices = [each for each in args[1] if each is not None]
-            assert all(each.dtype != torch.bool for each in indices), "a boolean index"
-        return func(*args, **(kwargs or {}))
-
-
-def no_looking() -> NoLooking:
-    return NoLooking()  # type: ignore[no-untyped-call]
 
 
 def match_of(history: Sequence[int], end: int, longest: int) -> int:
@@ -236,6 +219,22 @@ def batch_of(drafter: NgramDrafter, histories: Sequence[Sequence[int]]) -> Decod
     return batch
 
 
+def test_where_nothing_matches_the_draft_is_the_same_however_it_is_made(
+    model: DecoderModel,
+) -> None:
+    drafter = NgramDrafter(model, TREE, SECTION)
+    for histories in ([[1], [1, 2, 3]], [[4]], [[1, 1, 2, 1], [5, 6]]):
+        batch = batch_of(drafter, histories)
+        drafts = []
+        for drafter.looks in (True, False):
+            drafts.append(drafter.candidates(batch, Planes(batch.roots), TREE))
+        for looked, fixed in zip(*drafts, strict=True):
+            assert torch.equal(looked, fixed) and looked.dtype == fixed.dtype
+        for nodes in (2, 9, 31):
+            tree = model.ops.grow_tree(batch.roots, *drafts[0][:3], nodes)
+            assert tree.tokens.shape == (len(histories), nodes)
+
+
 def test_equal_beginnings_are_one_node_and_add_up() -> None:
     tokens = torch.tensor([[[7, 8, 9], [7, 8, 1], [5, 8, 9], [7, 2, 2]]])
     lengths = torch.tensor([[3, 3, 2, 0]])
@@ -283,11 +282,11 @@ def test_nothing_is_looked_at_in_a_capturable_draft(model: DecoderModel) -> None
     rows = TokenRows.even(5, 2, model.device)
     tokens, counts = random_tokens(10, 0), torch.tensor([1, 2, 1, 2, 2])
     read = ReadTokens(rows, tokens, tokens.roll(-1), torch.zeros(10, 0), counts)
-    with no_looking():
+    with no_values():
         drafter.extend(batch, Planes(batch.roots), read)
         drafter.candidates(batch, Planes(batch.roots), TREE)
     drafter.looks = True
-    with pytest.raises(AssertionError, match="waits for the device"), no_looking():
+    with pytest.raises(AssertionError, match="item"), no_values():
         drafter.candidates(batch, Planes(batch.roots), TREE)
 
 
@@ -301,15 +300,18 @@ def test_the_state_holds_prompt_and_reply(model: DecoderModel) -> None:
         drafter = NgramDrafter(model, TREE, SECTION)
         engine = Engine(model, drafter=drafter, slots=3, prefill_tokens=prefill_tokens)
         whole = {request.request_id: list(request.prompt_ids) for request in requests}
-        for emission in engine.stream(requests):
+        stream = engine.stream(requests)  # held: what it runs is dropped with it
+        for emission in stream:
             whole[emission.request_id] += emission.token_ids
             if emission.completion is not None:
-                break  # rows move from here on
+                break
         rows = {each.request.request_id: row for row, each in enumerate(engine._running)}
+        assert rows
         for name, row in rows.items():
             seen = engine._batch.drafter_state[row, : int(engine._batch.seq_lens[row]) + 1]
             shortest = min(len(seen), len(whole[name]))
             assert seen[:shortest].tolist() == whole[name][:shortest]
+            assert seen[-1] == engine._batch.roots[row]
             assert shortest > len(requests[int(name)].prompt_ids) + 20
 
 
@@ -484,7 +486,7 @@ def test_the_requests_own_matches_come_before_equal_ones_of_the_corpus(
     text = torch.tensor([9, 1, 2, 50, 51, 60, 61, 62, 9])
     corpus = CorpusIndex(text, VOCABULARY, 5)
     shape = TreeSection(top_k=1, steps=2, nodes=3)
-    section = NgramSection(min_match=1, max_match=5)
+    section = NgramSection(max_match=5)
     cases = {
         (1, 2, 40, 41, 1, 2): (40, 41),  # two tokens agree in both
         (9, 1, 2): (50, 51),
@@ -617,6 +619,12 @@ def test_a_trace_replays_the_engines_rounds(looping: DecoderModel) -> None:
         assert acceptance(traces, shape) == pool_acceptance(measured).tau
         taus.add(acceptance(traces, shape))
     assert max(taus) > 1.5 and len(taus) > 2
+
+
+def test_a_trace_counts_nothing_where_nothing_is_proposed() -> None:
+    nothing = no_chains(1, 2, 3)  # of zeros
+    ranks = continuation_ranks([nothing], torch.zeros(1, 1, 3, dtype=torch.int64))
+    assert (ranks > 1 << 20).all()
 
 
 def test_costs_are_measured(model: DecoderModel) -> None:

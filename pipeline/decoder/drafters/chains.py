@@ -38,9 +38,10 @@ def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
     chain = torch.arange(count, device=tokens.device)  # [W]
     first = torch.where(shared, chain, count).amin(-1)  # [B, D, W] chain whose node it is
     kept = _among_best(mass, first, shared, top_k).int().cumprod(1).bool()  # [B, D, W]
-    real = kept & (first == chain) & (lengths > 0)[:, None]
+    real = kept & (first == chain)
     above = torch.cat((weight.sum(1)[:, None, None].expand(-1, 1, count), mass[:, :-1]), 1)
-    score = (mass.log() - (above + 1).log()).cumsum(1).masked_fill(~real, -torch.inf)
+    score = (mass.log() - (above + 1).log()).cumsum(1)  # -inf without a match
+    score = score.masked_fill(~real, -torch.inf)
     score, order = score.sort(dim=-1, descending=True, stable=True)  # [B, D, W]
     place = torch.empty_like(order).scatter_(2, order, chain.expand_as(order))
     step = torch.arange(depth, device=tokens.device)[:, None]  # [D, 1]
@@ -51,6 +52,14 @@ def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
     parent = torch.where(empty, parent[..., :1], parent)
     depths = (step + 1).expand(-1, count).flatten()  # [D · W]
     return Candidates(token.flatten(1), parent.flatten(1), score.flatten(1), depths)
+
+
+def no_chains(rows: int, count: int, depth: int) -> Candidates:
+    """What `tree_of_chains` makes where no row proposes anything, on a host."""
+    step = torch.arange(depth).repeat_interleave(count)  # [D · W]
+    parent = torch.where(step > 0, (step - 1) * count, -1).expand(rows, -1)
+    score = torch.full(parent.shape, -torch.inf)
+    return Candidates(torch.zeros_like(parent), parent, score, step + 1)
 
 
 def _among_best(mass: Tensor, first: Tensor, shared: Tensor, top_k: int) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState
 from pipeline.decoder.drafters.base import ReadTokens, TreeDrafter, Trees
-from pipeline.decoder.drafters.chains import tree_of_chains
+from pipeline.decoder.drafters.chains import no_chains, tree_of_chains
 from pipeline.decoder.drafters.corpus import CorpusIndex
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
@@ -92,6 +92,8 @@ class NgramDrafter(TreeDrafter):
             lengths, order = lengths[:, :most], order[:, :most]
             chains = torch.cat((chains, of_corpus[1]), 1)
             chains = chains.gather(1, order[..., None].expand(-1, -1, shape.steps))
+        if self.looks and not bool(lengths.any()):
+            return no_chains(*chains.shape)
         return tree_of_chains(chains, lengths, self.shapes.beams(shape))
 
 
