@@ -102,18 +102,10 @@ def _plan_decode(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     plan = _decode_plan_on_paper(config, arguments) if arguments.paper else None
     if plan is None:
-        from pipeline.serve_eval.decode_plan import plan_decode
+        from pipeline.serve_eval.decode_plan import Grid, plan_decode
 
-        plan = plan_decode(
-            config,
-            drafters=arguments.drafters,
-            batches=arguments.batches,
-            contexts=arguments.contexts,
-            prompts=arguments.prompts,
-            new_tokens=arguments.new_tokens,
-            most_tokens=arguments.most_tokens,
-            check=arguments.check,
-        )
+        asked = {name: getattr(arguments, name) for name in Grid._fields}
+        plan = plan_decode(config, Grid(**asked))
     print_plan(plan)
     if arguments.json:
         Path(arguments.json).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")

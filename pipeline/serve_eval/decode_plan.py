@@ -4,11 +4,12 @@ shape of each, from what this machine measures and from the acceptance of the ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
 from pipeline.console import progress_bar
-from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.checkpoint import HEAD_FILES
 from pipeline.eagle3.dflash.checkpoint import load_any_head
@@ -28,77 +29,88 @@ from pipeline.tuning.decode_plan import (
 )
 
 
-def plan_decode(
-    config: RunConfig,
-    *,
-    drafters: Sequence[DrafterName],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    prompts: int,
-    new_tokens: int,
-    most_tokens: int,
-    check: bool,
-) -> DecodePlan:
-    """Measure this machine. Cells of more than `most_tokens` = B · S are left out.
+class Grid(NamedTuple):
+    """What a plan is measured for."""
 
-    With `check` the best shape of each cell is run beside plain decoding. Raises ConfigError for
-    contexts that the target's positions do not hold.
-    """
+    drafters: Sequence[DrafterName]
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    prompts: int  # traced at each context
+    new_tokens: int
+    most_tokens: int  # cells of a larger batch x context are left out
+    check: bool  # run the best shape of each cell beside plain decoding
+
+    def batches_at(self, context: int) -> list[int]:
+        """Those whose cells are measured."""
+        return [batch for batch in self.batches if batch * context <= self.most_tokens]
+
+
+def plan_decode(config: RunConfig, grid: Grid) -> DecodePlan:
+    """Measure this machine. Raises ConfigError for contexts that the target does not hold."""
     prepare_process(config.run)
     target = open_target(config.target, decoded=True)
-    room = 2 * new_tokens * 8  # a row that accepts all runs ahead of one that accepts nothing
-    longest = max(contexts) + room
-    if longest > target.positions:
-        problem = f"{max(contexts)} tokens of context and {room} more do not fit into the"
-        raise ConfigError(
-            f"{problem} {target.positions} positions of the target",
-            where="--contexts",
-            fix="plan for shorter contexts",
-        )
     model = DecoderModel.load(
         target.directory,
         target.contract.capture_layers,
         device=target.device,
         dtype=target.dtype,
-        max_length=longest,
+        max_length=_longest(grid, target),
     )
-    head = _head(config, target, drafters)
-    questions = _contexts(config, target, contexts, prompts)
-    cells: list[PlannedCell] = []
-    asked = [
-        (name, context, batch)
-        for name in drafters
-        for context in contexts
-        for batch in batches
-        if batch * context <= most_tokens
-    ]
-    with progress_bar("plan-decode", unit="cells", total=len(asked)) as bar:
-        for name in drafters:
+    head = _head(config, target, grid.drafters)
+    questions = _contexts(config, target, grid.contexts, grid.prompts)
+    total = len(grid.drafters) * sum(len(grid.batches_at(each)) for each in grid.contexts)
+    cells: list[PlannedDecoding] = []
+    with progress_bar("plan-decode", unit="cells", total=total) as bar:
+        for name in grid.drafters:
             section = config.eval.drafter.model_copy(update={"name": name})
             factory = load_drafter(section, model, target, head)
             assert factory is not None
-            for context in contexts:
-                traces = trace_drafter(model, factory, questions[context], new_tokens)
-                for _, _, batch in (each for each in asked if each[:2] == (name, context)):
-                    cell = plan_cell(model, name, factory, traces, batch, context)
-                    if check:
-                        drafter, asked_for = factory(cell.tree), questions[context]
-                        cell = cell.checked(
-                            run_rounds(model, drafter, asked_for, batch, new_tokens)
-                        )
-                    cells.append(cell)
-                    bar.advance(1)
-    planned = tuple(map(_record, cells))
+            for cell in _cells(model, name, factory, grid, questions):
+                cells.append(_record(cell))
+                bar.advance(1)
     arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
     return DecodePlan(
         basis="measured",
         machine=f"{arithmetic}, {arithmetic.threads} threads",
         target=target.contract.source,
-        prompts=prompts,
-        new_tokens=new_tokens,
-        cells=planned,
-        crossings=crossings(planned),
+        prompts=grid.prompts,
+        new_tokens=grid.new_tokens,
+        cells=tuple(cells),
+        crossings=crossings(cells),
     )
+
+
+def _cells(
+    model: DecoderModel,
+    name: str,
+    factory: DrafterFactory,
+    grid: Grid,
+    questions: Mapping[int, Sequence[tuple[int, ...]]],
+) -> Iterator[PlannedCell]:
+    """Of one drafter, one after the other."""
+    for context in grid.contexts:
+        asked = questions[context]
+        traces = trace_drafter(model, factory, asked, grid.new_tokens)
+        for batch in grid.batches_at(context):
+            cell = plan_cell(model, name, factory, traces, batch, context)
+            if grid.check:
+                drafter = factory(cell.tree)
+                cell = cell.checked(run_rounds(model, drafter, asked, batch, grid.new_tokens))
+            yield cell
+
+
+def _longest(grid: Grid, target: Target) -> int:
+    """Prompt and reply of the longest context."""
+    room = 16 * grid.new_tokens  # a row that accepts all runs ahead of one that accepts nothing
+    longest = max(grid.contexts) + room
+    if longest > target.positions:
+        problem = f"{max(grid.contexts)} tokens of context and {room} more do not fit into the"
+        raise ConfigError(
+            f"{problem} {target.positions} positions of the target",
+            where="--contexts",
+            fix="plan for shorter contexts",
+        )
+    return longest
 
 
 def _head(

@@ -93,11 +93,12 @@ def _prompts(section: EvalSection) -> tuple[int, str]:
 
 
 def _state(config: RunConfig, head: Manifest | None) -> str:
-    if head is None and not config.eval.head:
+    own = config.eval.drafter.needs_head and not config.eval.head  # the run's own head
+    if own and head is None:
         return "waiting for train"
     manifest = find_manifest(config.run.uri, "eval")
     if manifest is None:
         return "not started"
-    parent = None if config.eval.head or head is None else head.content_hash
+    parent = head.content_hash if own and head else None
     same = (manifest.config_hash, manifest.parent_hash) == (config.section_hash("eval"), parent)
     return "complete" if same else "complete for another config or parent"

@@ -178,7 +178,8 @@ class CostMeter:
 
         # The difference holds whole steps only: neither the first proposal nor the call itself.
         propose, unroll = curve("propose"), curve("unroll")
-        draft = {beams: (unroll[beams] - propose[beams]) / _UNROLLED for beams in propose}
+        steps = {beams: (unroll[beams] - propose[beams]) / _UNROLLED for beams in propose}
+        draft = {beams: max(0.0, seconds) for beams, seconds in steps.items()}  # lookups are free
         return Costs(curve("verify"), draft, curve("extend"), curve("other"))
 
 

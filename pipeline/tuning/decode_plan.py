@@ -84,7 +84,8 @@ def trace_drafter(
 
     Stop tokens do not end replies. Raises as `trace`.
     """
-    widest = shape or widest_for(factory).model_copy(update={"top_k": max(_BEAMS)})
+    widest = widest_for(factory)
+    widest = shape or widest.model_copy(update={"top_k": min(max(_BEAMS), widest.top_k)})
     widths = (shape.top_k,) if shape else _BEAMS
     return trace(model, factory(widest), prompts, new_tokens, widest, widths=widths)
 
@@ -99,7 +100,7 @@ def plan_cell(
 ) -> PlannedCell:
     """Time a round's pieces for `rows` rows of `context` entries, and choose the shape."""
     drafter = factory(widest_for(factory))
-    steps = tuple(step for step in _STEPS if step <= drafter.depth)
+    steps = sorted({*(step for step in _STEPS if step <= drafter.depth), drafter.depth})
     costs = measure_costs(
         model,
         drafter,

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.registry import DrafterFactory
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.tree import WINDOW
 from pipeline.tuning.cost import STEP_COUNTS, Costs, measure_costs
 from pipeline.tuning.trace import Traces, acceptance, trace
 
 #: Beams of the candidate shapes; 1 is a chain.
 BEAM_WIDTHS = (1, 2, 3, 4, 6, 8)
-MAX_STEPS = 6
+DEPTHS = DrafterFactory.depths
 NODE_BUDGETS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 #: The widest and deepest of the candidate shapes: what to trace with.
-WIDEST = TreeSection(top_k=max(BEAM_WIDTHS), steps=MAX_STEPS, nodes=max(NODE_BUDGETS))
+WIDEST = TreeSection(top_k=max(BEAM_WIDTHS), steps=max(DEPTHS), nodes=max(NODE_BUDGETS))
 
 #: Timed runs behind each median: a choice between shapes needs less than a published figure.
 _REPEATS = 5
@@ -71,11 +73,11 @@ def tune(
         stop_ids=stop_ids,
     )
     middle = sum(map(len, prompts)) // len(prompts) + new_tokens // 2  # of an average reply
-    context = min(middle, model.max_length - MAX_STEPS - 2)
-    deep = {"step_counts": [step for step in STEP_COUNTS if step <= widest.steps]}
+    context = min(middle, model.max_length - widest.steps - 2)
+    counts = sorted({*(step for step in STEP_COUNTS if step <= widest.steps), widest.steps})
     costs = {
         size: measure_costs(
-            model, drafter, size, context, repeats=_REPEATS, sampling=sampling, **deep
+            model, drafter, size, context, step_counts=counts, repeats=_REPEATS, sampling=sampling
         )
         for size in rows
     }
@@ -84,26 +86,30 @@ def tune(
 
 def widest_for(factory: DrafterFactory) -> TreeSection:
     """The widest and deepest tree that such a drafter can draft, and that is worth a try."""
-    return WIDEST.model_copy(update={"steps": min(MAX_STEPS, factory.max_steps)})
+    steps = max(factory.depths)
+    widths = (width for width in BEAM_WIDTHS if (steps - 1) * width <= WINDOW)
+    return WIDEST.model_copy(update={"steps": steps, "top_k": max(widths)})
 
 
 def shapes_for(factory: DrafterFactory) -> list[TreeSection]:
-    """Those of `CANDIDATE_SHAPES` that such a drafter can draft."""
-    return [shape for shape in CANDIDATE_SHAPES if shape.steps <= factory.max_steps]
+    """Those that such a drafter can draft, and that are worth a try."""
+    return list(candidate_shapes(factory.depths))
 
 
-def candidate_shapes() -> tuple[TreeSection, ...]:
+@cache
+def candidate_shapes(depths: tuple[int, ...]) -> tuple[TreeSection, ...]:
     """Shapes that differ in what they can accept or in what they cost, small ones first.
 
     Left out: budgets beyond all that a draft proposes, and beams or steps beyond what the budget
     can hold, since the best n - 1 candidates have no more than n - 1 siblings or generations among
     them.
     """
-    depths = range(1, MAX_STEPS + 1)
     shapes = [TreeSection(top_k=1, steps=steps, nodes=steps + 1) for steps in depths]
     for beams in BEAM_WIDTHS[1:]:
         for steps in depths:
             most = 1 + beams + (steps - 1) * beams**2  # the root, and all that is proposed
+            if (steps - 1) * beams > WINDOW:
+                continue
             for smaller, budget in zip((0, *NODE_BUDGETS), NODE_BUDGETS, strict=False):
                 if max(beams, steps) < budget and smaller < most:
                     nodes = min(budget, most)
@@ -111,7 +117,7 @@ def candidate_shapes() -> tuple[TreeSection, ...]:
     return tuple(shapes)
 
 
-CANDIDATE_SHAPES = candidate_shapes()
+CANDIDATE_SHAPES = candidate_shapes(DEPTHS)
 
 
 def best_shapes(

@@ -52,7 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         directory, (1, 3, 4), device=torch.device("cpu"), dtype=torch.float32, max_length=256
     )
     head = random_head(config, torch.arange(8), intermediate_size=64, seed=3, scale=12)
-    return model, DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees), max_steps=4)
+    return model, DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees), depths=(1, 2, 4))
 
 
 def _cell(context: int, speedup: float) -> PlannedCell:
@@ -71,7 +71,10 @@ def test_the_error_is_a_share_of_what_was_measured() -> None:
 def test_no_deeper_than_the_drafter_goes(pair: Pair) -> None:
     _, factory = pair
     assert widest_for(factory).steps == 4
-    assert {shape.steps for shape in shapes_for(factory)} == {1, 2, 3, 4}
+    assert {shape.steps for shape in shapes_for(factory)} == {1, 2, 4}
+    deep = DrafterFactory(factory.make, depths=(1, 12))
+    assert (widest_for(deep).steps, widest_for(deep).top_k) == (12, 4), "11 · 4 of 64 entries"
+    assert max(shape.top_k for shape in shapes_for(deep) if shape.steps == 12) == 4
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -19,13 +19,18 @@ from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.errors import ConfigError
 from pipeline.target.open import Target
 
+#: Of drafters whose every step is a forward of the target.
+_COSTLY = (1, 2, 3, 4)
+
 
 @dataclass(frozen=True)
 class DrafterFactory:
     """Makes a drafter for any trees; all that it makes share their weights."""
 
     make: Callable[[Trees], Drafter]
-    max_steps: int = 64  # deepest draft
+    #: Depths of the trees that are worth a try, ascending: what a drafter can do, and where it may
+    #: still pay.
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
 
     def __call__(self, trees: Trees) -> Drafter:
         return self.make(trees)
@@ -50,10 +55,13 @@ def load_drafter(
         from pipeline.decoder.drafters.ngram import NgramDrafter
 
         corpus = load_corpus(section.ngram, model, target)
-        return DrafterFactory(lambda trees: NgramDrafter(model, trees, section.ngram, corpus))
+        return DrafterFactory(
+            lambda trees: NgramDrafter(model, trees, section.ngram, corpus),
+            depths=(1, 2, 3, 4, 6, 8, 12),  # a quotation goes on, and costs nothing to draft
+        )
     given = _head(section, head)
     window = section.eagle3.draft_window
-    return DrafterFactory(lambda trees: draft_with(given, model, trees, window), _deepest(given))
+    return DrafterFactory(lambda trees: draft_with(given, model, trees, window), _depths(given))
 
 
 def _standalone(section: StandaloneSection, model: DecoderModel, target: Target) -> DrafterFactory:
@@ -85,11 +93,13 @@ def _self_spec(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
         from pipeline.decoder.drafters.self_spec import StreamingDrafter
 
         budget = section.budget
-        return DrafterFactory(lambda trees: StreamingDrafter(model, trees, budget=budget))
+        return DrafterFactory(
+            lambda trees: StreamingDrafter(model, trees, budget=budget), depths=_COSTLY
+        )
     from pipeline.decoder.drafters.snapkv import SnapKvDrafter
 
     kept = section.model_dump(exclude={"kv"})
-    return DrafterFactory(lambda trees: SnapKvDrafter(model, trees, **kept))
+    return DrafterFactory(lambda trees: SnapKvDrafter(model, trees, **kept), depths=_COSTLY)
 
 
 def draft_with(
@@ -109,11 +119,10 @@ def draft_with(
     return Eagle3Drafter(head, model, trees, draft_window=window)
 
 
-def _deepest(head: DraftingHead) -> int:
-    """Steps that a head can draft."""
+def _depths(head: DraftingHead) -> tuple[int, ...]:
     if isinstance(head, DflashHead):
-        return head.shape.block_size - 1
-    return DrafterFactory.max_steps
+        return tuple(range(1, head.shape.block_size))
+    return DrafterFactory.depths
 
 
 def name_of(head: DraftingHead | None) -> DrafterName:

@@ -1,0 +1,87 @@
+"""Evaluations and plans with drafters that nobody trained, through the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.planning.decode import DecodePlan
+from pipeline.records import EvalReport
+
+Write = Callable[..., Path]
+
+
+@pytest.mark.parametrize("name", ["ngram", "standalone", "self_spec"])
+def test_a_report_of_what_nobody_trained(
+    write_config: Write,
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    """Without synth, features and train; a draft model that is the target is always right."""
+    config = write_config()
+    command = ["eval", "-c", str(config), f"eval.drafter.name={name}", "eval.hf_prompts=0"]
+    command.append(f"eval.drafter.standalone.source={tiny_target}")
+    for state in ("not started", "complete"):
+        assert main([*command, "--plan"]) == 0 and state in capsys.readouterr().out
+        assert main(command) == 0
+    report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
+    assert report.lossless["greedy_fp32"] is True and report.drafter["name"] == name
+    assert report.head == {}
+    page = (tmp_path / "run/eval/report.html").read_text()
+    assert f"drafter {name}" in page and "Size of the head" not in page
+    if name != "ngram":
+        assert report.acceptance_length > 2, "everything is visible: full rounds but the last"
+
+
+def test_a_head_for_a_drafter_that_has_none_is_refused(
+    write_config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", "-c", str(write_config())]
+    assert main([*command, "eval.drafter.name=ngram", "eval.head=somewhere"]) == 2
+    assert "head belongs to a trained drafter" in capsys.readouterr().err
+    assert main([*command, "eval.drafter.name=none"]) == 2
+    assert "drafter none is what every drafter is compared with" in capsys.readouterr().err
+    assert main([*command, "eval.drafter.name=medusa"]) == 2
+    assert "eval.drafter.name" in capsys.readouterr().err
+    assert main([*command, "eval.drafter.name=standalone"]) == 2
+    assert "standalone.source" in capsys.readouterr().err
+
+
+def test_replies_are_the_same_whatever_drafts(
+    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digests = []
+    for uri, drafter in (("plain", None), ("drafted", {"name": "ngram"})):
+        config = write_config(uri)
+        extra = [f"synth.drafter={json.dumps(drafter)}"] if drafter else []
+        assert main(["synth", "-c", str(config), *extra]) == 0
+        files = sorted((tmp_path / uri / "synth/shards").glob("*.parquet"))
+        digests.append([file.read_bytes() for file in files])
+    assert digests[0] == digests[1] and digests[0]
+    capsys.readouterr()
+
+
+def test_a_plan_is_measured_checked_and_drawn(
+    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan-decode", "-c", str(write_config()), "--drafters", "ngram,self_spec"]
+    command += ["--batches", "1,2", "--contexts", "24,40", "--prompts", "2", "--new-tokens", "8"]
+    files = ["--json", str(tmp_path / "plan.json"), "--page", str(tmp_path / "plan.html")]
+    assert main([*command, "--most-tokens", "48", "--check", *files]) == 0
+    plan = DecodePlan.model_validate_json((tmp_path / "plan.json").read_bytes())
+    cells = {(cell.drafter, cell.batch, cell.context) for cell in plan.cells}
+    wanted = {(1, 24), (1, 40), (2, 24)}  # 2 · 40 is more than 48
+    assert cells == {(name, *each) for name in ("ngram", "self_spec") for each in wanted}
+    assert all(cell.measured_speedup and cell.speedup > 0 for cell in plan.cells)
+    assert plan.basis == "measured" and "measured" in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        main([*command[:4], "medusa"])
+    assert main([*command, "--contexts", "100000"]) == 2
+    assert "positions of the target" in capsys.readouterr().err
