@@ -30,7 +30,7 @@ def test_synth_drafts_with_an_earlier_head_and_eval_picks_its_tree(
 ) -> None:
     assert main(["run", "-c", str(write_config(eval={"tree": "auto"}))]) == 0
     shown = capsys.readouterr().out
-    assert "tree: auto, trying the head on 6 prompts" in shown
+    assert "tree: auto, trying the drafter on 6 prompts" in shown
     report = json.loads((tmp_path / "run/eval/report.json").read_text())
     chosen, settings = report["settings"]["tree_auto"], report["settings"]
     assert chosen["predicted_acceptance_length"] >= 1 and not chosen["tried_on_other_prompts"]
@@ -64,7 +64,7 @@ def test_auto_tries_the_head_on_prompts_that_are_not_measured(
     config = str(write_config(eval={"tree": "auto", "max_prompts": 4, "hf_prompts": 0}))
     assert main(["run", "-c", config]) == 0
     shown = capsys.readouterr().out
-    assert "tree: auto, trying the head on 2 prompts" in shown
+    assert "tree: auto, trying the drafter on 2 prompts" in shown
     assert "tree: one node, plain decoding" in shown
     report = json.loads((tmp_path / "run/eval/report.json").read_text())
     assert report["settings"]["tree"] == {"nodes": 1}

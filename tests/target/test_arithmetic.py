@@ -11,6 +11,7 @@ from pipeline.config import TargetSection, TrainSection, isa
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.records import Arithmetic
+from pipeline.target import arithmetic as arithmetics
 from pipeline.target.arithmetic import (
     NOT_NATIVE,
     decoder_arithmetic,
@@ -30,7 +31,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A processor that has every level, and no GPU."""
-    monkeypatch.setattr(isa, "machine_levels", lambda: tuple(isa.LEVELS))
+    for module in (isa, arithmetics):
+        monkeypatch.setattr(module, "machine_levels", lambda: tuple(isa.LEVELS))
     monkeypatch.setattr("pipeline.config.isa.platform.machine", lambda: "x86_64")
     monkeypatch.setattr("pipeline.target.arithmetic._NVIDIA_DEVICE", SimpleNamespace(exists=bool))
     return monkeypatch

@@ -84,7 +84,7 @@ class SnapKvDrafter(TreeDrafter):
         _copy(planes, leaving, kept.where(leaves, 0))
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
-        self.extend(batch, planes, read)
+        self._take_chunk(batch, planes, read.counts)
         self._remember(batch, read)
         if ended:
             lengths = batch.seq_lens[:ended] + read.counts[:ended]
@@ -92,6 +92,18 @@ class SnapKvDrafter(TreeDrafter):
             if cpu and not bool((lengths > self._recent + self._selected).any()):
                 return  # everything is kept
             self._select(batch.rows(0, ended), planes, lengths)
+
+    def _take_chunk(self, batch: DecodeBatch, planes: Planes, counts: Tensor) -> None:
+        """As `extend`, slot by slot and not token by token: a chunk has more tokens than slots."""
+        begin, end = batch.seq_lens[:, None], (batch.seq_lens + counts)[:, None]  # [B, 1]
+        device = begin.device
+        row = torch.arange(len(batch), device=device)[:, None]
+        newest = end - 1 - torch.arange(self._recent, device=device)  # [B, R]
+        _copy_entries(batch, planes, row, newest, newest % self._recent, newest >= begin)
+        place = self._recent + torch.arange(self._selected, device=device)  # [E]
+        place = place.expand(len(batch), -1)
+        inside = (place >= begin) & (place < end)  # the entry of this number pushes another out
+        _copy_entries(batch, planes, row, place - self._recent, place, inside)
 
     def _remember(self, batch: DecodeBatch, read: ReadTokens) -> None:
         """Keep the last W tokens of each row, entry e at e mod W."""
@@ -180,6 +192,16 @@ def _slots(table: Tensor, row: Tensor, entries: Tensor) -> Tensor:
     """Slots [T] of entries [T] of rows [T]; those beyond the table are any, and must not matter."""
     page = (entries // PAGE).clamp(max=table.shape[1] - 1)
     return table[row, page] * PAGE + entries % PAGE
+
+
+def _copy_entries(
+    batch: DecodeBatch, planes: Planes, row: Tensor, entries: Tensor, places: Tensor, where: Tensor
+) -> None:
+    """Entries [B, n] of the pool to places [B, n] on own pages, where `where` [B, n] says so."""
+    row = row.expand_as(entries)
+    source = _slots(batch.block_table, row, entries.clamp(min=0)).flatten()
+    target = _slots(batch.own_table, row, places.clamp(min=0)).where(where, 0).flatten()
+    _copy(planes, source, target)
 
 
 def _copy(planes: Planes, source: Tensor, target: Tensor) -> None:
