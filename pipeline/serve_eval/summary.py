@@ -46,7 +46,7 @@ def summarise(
     """All figures of `report.json`; `loaded` is the head, of a drafter that has one."""
     measured, identical, tree = measurements.measured, measurements.identical, measurements.tree
     drafts, arithmetic = measurements.drafts, measurements.arithmetic
-    drafted = measured
+    drafted, apart = measured, {} if drafts else _judged_apart(measured, tree)
     if not drafts:
         measured = [_plainly(item) for item in measured]
     results = tuple(_result(item, same) for item, same in zip(measured, identical, strict=True))
@@ -70,8 +70,8 @@ def summarise(
             "near_ties": sum(item.gaps.near_ties for item in measured),
             "worst_log_probability_gap": max(item.gaps.worst for item in measured),
         },
-        drafter=_drafter(config.eval.drafter) | ({} if drafts else _judged_apart(drafted, tree)),
-        head=_head(*loaded, contract) if loaded else {},
+        drafter=_drafter(config.eval.drafter) | apart,
+        head=_head(*loaded, contract) | apart if loaded else {},
         by_category=_by_category(measured),
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},

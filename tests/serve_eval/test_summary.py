@@ -108,7 +108,11 @@ def test_one_node_is_an_answer_and_the_head_is_judged_beside_it() -> None:
     assert report.settings["tree_auto"]["fastest_tree"]["nodes"] == TREE.nodes
     assert report.acceptance_length == 1 and report.speedup["plain"] == 1
     assert report.tokens_per_second["speculative"] == report.tokens_per_second["plain"]
-    assert report.drafter["acceptance_length"] == pytest.approx((22 + 12 + 33) / 40)
+    assert (
+        report.head["acceptance_length"]
+        == report.drafter["acceptance_length"]
+        == pytest.approx((22 + 12 + 33) / 40)
+    )
     assert report.drafter["speedup_plain"] == 1.5 and report.drafter["tree"]["nodes"] == TREE.nodes
     assert report.alpha == pytest.approx((20 / 40, 6 / 20, 1 / 6)), "the head's own"
     assert {row["acceptance_length"] for row in report.by_category.values()} == {1}
