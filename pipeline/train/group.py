@@ -9,6 +9,7 @@ file.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -49,11 +50,19 @@ def join_group(device: torch.device, *, minutes: float) -> Any:
             backend, store=store, rank=0, world_size=1, timeout=timeout
         )
     if not deepspeed.comm.is_initialized():
+        # gloo's threads are to end before the interpreter does: one that still holds a tensor then
+        # aborts the process, and the launcher calls a finished run failed.
+        atexit.register(_leave_group)
         with quiet():
             deepspeed.init_distributed(
                 backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
             )
     return deepspeed
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def first_decides(action: Callable[[], Value]) -> Value:
