@@ -57,6 +57,32 @@ def test_every_experiment_makes_a_configuration() -> None:
         assert experiment.about.endswith(".") and different, experiment.name
 
 
+def test_a_row_against_another_has_its_changes_too(tmp_path: Path) -> None:
+    for name, text in {
+        "base": "changes: {train: {epochs: 2, head_config: {fc_norm: true}}}",
+        "next": "against: base\nchanges: {train: {epochs: 4, head_config: {norm_output: true}}}",
+        "last": "against: next\nchanges: {features: {encoding: bf16}}",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(f"about: {name}.\n{text}\n")
+    config = configured(BASE, read_experiments(tmp_path, ["last"])[0], [])
+    head = config.train.head_config
+    assert (config.train.epochs, head.fc_norm, head.norm_output) == (4, True, True)
+    assert config.features.encoding == "bf16"
+    (tmp_path / "base.yaml").write_text("about: base.\nagainst: last\n")
+    with pytest.raises(ConfigError, match="no other experiment"):
+        read_experiments(tmp_path, ["last"])  # a circle
+    (tmp_path / "base.yaml").unlink()
+    with pytest.raises(ConfigError, match="no other experiment"):
+        read_experiments(tmp_path, ["last"])
+
+
+def test_rows_are_compared_with_what_they_name() -> None:
+    rows = [row("default", [10, 10]), row("base", [20, 20]), row("other", [21, 21])]
+    other = Experiment(name="other", about="About other.", against="base")
+    lines = table([*rows[:2], rows[2]._replace(experiment=other)]).splitlines()
+    assert "| `base` +0.100 (+0.10 … +0.10) |" in lines[2] and "| `default` +" in lines[3]
+
+
 def test_what_is_no_experiment_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experiment lk-hibrid"):
         read_experiments(ROOT / "experiments", ["lk-hibrid"])
@@ -76,7 +102,7 @@ def test_a_difference_of_the_same_prompts_is_surer_than_either_row() -> None:
     assert draws_of(default).std() > 0.1
     lines = table([default, other]).splitlines()
     assert "| 1,000 | `other` | 2.163 (1.7" in lines[2]
-    assert "+0.100 (+0.10 … +0.10)" in lines[2] and "| 2 | 3.0 | 0.50 | abc |" in lines[2]
+    assert "| `default` +0.100 (+0.10 … +0.10) | 2 | 3.0 | 0.50 | abc |" in lines[2]
     assert lines[3].startswith("| 1,000 | `default` | 2.062") and "* `other`: About other." in lines
 
 

@@ -20,6 +20,7 @@ class Experiment(Record):
 
     name: str
     about: str  # one sentence for the table
+    against: str = "default"  # the row whose changes it has too, and that it is compared with
     changes: dict[str, Any] = Field(default_factory=dict)  # a tree as in a configuration
 
     def overrides(self) -> list[str]:
@@ -46,10 +47,26 @@ def _default_first(name: str) -> tuple[bool, str]:
     return name != "default", name
 
 
-def _read(path: Path) -> Experiment:
+def _read(path: Path, readers: tuple[str, ...] = ()) -> Experiment:
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     data = json.dumps({"name": path.stem, **tree}).encode()
-    return Experiment.parse(data, where=str(path), fix="it has `about` and `changes`, no more")
+    fix = "it has `about`, `against` and `changes`, no more"
+    own = Experiment.parse(data, where=str(path), fix=fix)
+    if own.against == "default":
+        return own
+    rival, readers = path.with_name(f"{own.against}.yaml"), (*readers, path.stem)
+    if not rival.exists() or own.against in readers:
+        problem, fix = f"no other experiment {own.against}", f"add {rival}, or take `against` out"
+        raise ConfigError(problem, where=str(path), fix=fix)
+    return own.model_copy(update={"changes": _merged(_read(rival, readers).changes, own.changes)})
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**below, **above}
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], dict) and isinstance(above[key], dict):
+            merged[key] = _merged(below[key], above[key])
+    return merged
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -54,22 +54,23 @@ def draws_of(row: Row) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
 def table(rows: Sequence[Row]) -> str:
     """Markdown, by budget, the best row first."""
     lines = [
-        "| training data | row | τ | against `default` | seeds | passes | CPU-hours | commit |",
+        "| training data | row | τ | against | seeds | passes | CPU-hours | commit |",
         "|---:|---|---:|---:|---:|---:|---:|---|",
     ]
     for budget in sorted({row.budget for row in rows}):
         of_budget = sorted((row for row in rows if row.budget == budget), key=Row.tau)
-        default = next((row for row in rows if _is_default(row) and row.budget == budget), None)
-        lines += [_line(row, default) for row in reversed(of_budget)]
+        named = {row.experiment.name: row for row in of_budget}
+        lines += [_line(row, named.get(row.experiment.against)) for row in reversed(of_budget)]
     about = [f"* `{name}`: {text}" for name, text in _abouts(rows).items()]
     return "\n".join([*lines, "", *about])
 
 
-def _line(row: Row, default: Row | None) -> str:
+def _line(row: Row, rival: Row | None) -> str:
     drawn, against = draws_of(row), ""
-    if default and default is not row and default.sums().shape == row.sums().shape:
-        differences = drawn - draws_of(default)
-        against = f"{row.tau() - default.tau():+.3f} {_interval(differences, sign='+')}"
+    if rival and rival is not row and rival.sums().shape == row.sums().shape:
+        differences = drawn - draws_of(rival)
+        against = f"`{rival.experiment.name}` {row.tau() - rival.tau():+.3f}"
+        against = f"{against} {_interval(differences, sign='+')}"
     first = row.cells[0]
     passes = sum(cell.trained_tokens / cell.data_tokens for cell in row.cells) / len(row.cells)
     hours = sum(cell.cpu_hours for cell in row.cells) / len(row.cells)
@@ -81,10 +82,6 @@ def _line(row: Row, default: Row | None) -> str:
 def _interval(drawn: np.ndarray[tuple[int, ...], np.dtype[np.float64]], sign: str = "") -> str:
     low, high = np.quantile(drawn, (0.025, 0.975))
     return f"({low:{sign}.2f} … {high:{sign}.2f})"
-
-
-def _is_default(row: Row) -> bool:
-    return row.experiment.name == "default"
 
 
 def _abouts(rows: Sequence[Row]) -> dict[str, str]:
