@@ -46,14 +46,20 @@ BLOCK, PREFIX = 5, 17
 TREE = TreeSection(top_k=3, steps=4, nodes=12)
 
 
-def block_head(model: DecoderModel, *, layers: int = 2, seed: int = 3) -> DflashHead:
-    """A random drafter of 60 tokens: its guesses are bad, which losslessness must survive."""
+def block_head(
+    model: DecoderModel, *, layers: int = 2, seed: int = 3, proposed: Tensor | None = None
+) -> DflashHead:
+    """A random drafter of 60 tokens, or of those `proposed`: its guesses are bad, which
+    losslessness must survive."""
+    if proposed is None:
+        chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
+        proposed = chosen.sort().values
     shape = dflash_shape_for(
         model.config,
         layers=layers,
         block_size=BLOCK,
         mask_token_id=7,
-        draft_vocab_size=60,
+        draft_vocab_size=len(proposed),
         intermediate_size=64,
         num_attention_heads=None,
         num_key_value_heads=None,
@@ -67,8 +73,7 @@ def block_head(model: DecoderModel, *, layers: int = 2, seed: int = 3) -> Dflash
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
             else:
                 parameter.mul_(12)
-    chosen = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))[:60]
-    head.set_vocabulary(chosen.sort().values)
+    head.set_vocabulary(proposed)
     return head
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draws import by_node
-from pipeline.decoder.ops.philox import random_words
 from pipeline.decoder.tree import SamplingTensors, Tree
 from tests.decoder.ops import markov
+from tests.decoder.ops.biased import lucky, towards_drafts
 from tests.decoder.ops.markov import Settings, Shape
 
 DRAWS = 200_000
@@ -93,17 +93,12 @@ CASES = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-def _lucky(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One in a hundred draws, chosen by numbers that no draw uses: other seeds'."""
-    return random_words(seeds + 2**40, positions, 1)[:, 0] < BIAS * 2**32
-
-
 class FavouriteDraws(TorchOps):
     """Biased: one draw in a hundred is the target's most likely token instead."""
 
     def draw(self, logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Tensor:
         drawn = super().draw(logits, sampling, positions)
-        planted = _lucky(sampling.seeds, positions)
+        planted = lucky(sampling.seeds, positions, BIAS)
         return torch.where(planted, logits.argmax(-1), drawn)
 
     def sample(
@@ -115,22 +110,13 @@ class FavouriteDraws(TorchOps):
 
 
 class InflatedAcceptance(TorchOps):
-    """Biased: at one node in a hundred the drafter's favourite is accepted regardless."""
+    """Biased: at one node in a hundred a draft is accepted regardless."""
 
     def sample(
         self, logits: Tensor, tree: Tree, sampling: SamplingTensors, positions: Tensor, depth: int
     ) -> Tensor:
-        nodes = torch.arange(tree.tokens.shape[1])[:, None]
-        children = tree.parents[:, None] == nodes  # [B, N, N]: child of node
-        children[:, :, 0] = False
-        first = children.int().argmax(-1)
-        favourite = tree.tokens.gather(1, first)  # [B, N]: of the first child drafted
-        seeds = sampling.seeds.repeat_interleave(len(nodes))
-        lucky = children.any(-1) & _lucky(seeds, positions.flatten()).view_as(positions)
-        certain = torch.full_like(logits, float("-inf")).scatter_(-1, favourite[..., None], 0.0)
-        return super().sample(
-            torch.where(lucky[..., None], certain, logits), tree, sampling, positions, depth
-        )
+        favoured = towards_drafts(logits, tree, sampling, positions, BIAS)
+        return super().sample(favoured, tree, sampling, positions, depth)
 
 
 BIASED = {"draws": FavouriteDraws(), "acceptance": InflatedAcceptance()}
