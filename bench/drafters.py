@@ -33,7 +33,7 @@ from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.decode_plan import fill_context
 from pipeline.serve_eval.questions import first_question
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.decode_plan import plan_cell, run_rounds, trace_drafter
+from pipeline.tuning.decode_plan import plan_cell, run_rounds, trace_drafter, trace_variants
 from pipeline.tuning.trace import acceptance
 
 SETS = {"chat": "mt_bench", "code": "human_eval", "long": "modules"}
@@ -106,9 +106,9 @@ def _measured(
     """Tuned on the even prompts, run on the odd ones."""
     context = sum(map(len, prompts)) // len(prompts)
     tuning, measuring = prompts[::2], prompts[1::2]
-    cell = plan_cell(
-        model, name, factory, trace_drafter(model, factory, tuning, new_tokens), 1, context
-    )
+    traced = trace_variants(model, factory, tuning, new_tokens)
+    cell = plan_cell(model, name, traced, 1, context)
+    factory = cell.factory
     # What the chosen shape would accept here: the error that is left is the cost model's.
     traces = trace_drafter(model, factory, measuring, new_tokens, cell.tree)
     predicted = cell.costs.speedup(cell.tree, acceptance(traces, cell.tree))
@@ -123,6 +123,7 @@ def _measured(
         "predicted": predicted,
         "error": predicted / ran.speedup - 1,
         "tree": "/".join(str(part) for part in (cell.tree.top_k, cell.tree.steps, cell.tree.nodes)),
+        "settings": "".join(f" {key} {value}" for key, value in factory.settings.items()),
         "t_draft_ms": 1e3 * cell.costs.draft_seconds(cell.tree.top_k),
         "t_ar_ms": 1e3 * cell.costs.plain_seconds,
         "context": context,
@@ -153,7 +154,7 @@ def _line(figures: dict[str, Any]) -> str:
     return (
         f"τ {figures['tau']:.2f}  {figures['tokens_per_second']:6.1f} tokens/s  "
         f"{figures['speedup']:.2f}× plain (predicted {figures['predicted']:.2f}×)  "
-        f"tree {figures['tree']}  T_draft {figures['t_draft_ms']:.2f} ms"
+        f"tree {figures['tree']}{figures['settings']}  T_draft {figures['t_draft_ms']:.2f} ms"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -47,6 +47,15 @@ class Eagle3DrafterSection(Section):
     its training length a head keeps its acceptance so. None: as it was trained."""
 
 
+class BlockDrafterSection(Section):
+    """Drafting with a block drafter."""
+
+    block_size: int | None = Field(None, gt=1)
+    """Tokens of a block that a forward drafts, the last accepted one included; at most those that
+    the head was trained on. None: as many; under tree: auto what is fastest of them, a half, a
+    quarter."""
+
+
 class StandaloneSection(Section):
     """Drafting with a smaller model."""
 
@@ -62,8 +71,9 @@ class SelfSpecSection(Section):
     kv: Literal["streaming", "snapkv"] = "snapkv"
     """streaming: the first and the recent pages. snapkv: recent entries, and of the prompt those
     that its end attends to, by layer and head; takes memory for them."""
-    budget: int = Field(512, ge=128)
-    """Entries that a draft attends to; streaming rounds to whole pages of 64."""
+    budget: Annotated[int, Field(ge=128)] | Literal["auto"] = 512
+    """Entries that a draft attends to; streaming rounds to whole pages of 64. auto: of 128, 256,
+    512 … the fastest, picked with the tree; needs tree: auto."""
     recent: int = Field(64, gt=0)
     """Of them the latest, under snapkv."""
     window: int = Field(32, gt=0)
@@ -74,7 +84,7 @@ class SelfSpecSection(Section):
 
     @model_validator(mode="after")
     def _fits_into_the_budget(self) -> SelfSpecSection:
-        if self.recent >= self.budget:
+        if self.budget != "auto" and self.recent >= self.budget:
             raise ValueError(f"recent is {self.recent}, it has to be below budget {self.budget}")
         if self.window > self.recent:
             raise ValueError(f"window is {self.window}, at most recent ({self.recent}) is possible")
@@ -121,6 +131,9 @@ class DrafterSection(Section):
     eagle3: Eagle3DrafterSection = Eagle3DrafterSection()
     """Drafting with an EAGLE-3 head."""
 
+    dflash: BlockDrafterSection = BlockDrafterSection()
+    """Drafting with a block drafter."""
+
     standalone: StandaloneSection = StandaloneSection()
     """Drafting with a smaller model."""
     self_spec: SelfSpecSection = SelfSpecSection()
@@ -134,6 +147,11 @@ class DrafterSection(Section):
 
     ngram: NgramSection = NgramSection()
     """Drafting by matching the last tokens with earlier ones."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to choose that only `tree: auto` chooses."""
+        return self.name == "self_spec" and self.self_spec.budget == "auto"
 
     @property
     def needs_head(self) -> bool:

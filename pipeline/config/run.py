@@ -217,6 +217,11 @@ class EvalSection(Section):
                 "drafter none is what every drafter is compared with; choose another "
                 "(`eagle3 drafters`)"
             )
+        if self.drafter.is_open and not self.tree.auto:
+            raise ValueError(
+                "drafter.self_spec.budget=auto is picked together with the tree; "
+                "set tree to auto, or budget to a number of entries"
+            )
         if self.head is not None and not self.drafter.needs_head:
             raise ValueError(f"head belongs to a trained drafter, not to {self.drafter.name}")
         return self

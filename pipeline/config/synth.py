@@ -346,6 +346,11 @@ class SynthSection(Section):
                 "synth.head and synth.drafter draft for the bundled decoder only; "
                 "leave them out, or set generator.backend to local"
             )
+        if self.drafter is not None and self.drafter.is_open:
+            raise ValueError(
+                "synth.drafter.self_spec.budget cannot be auto, as synth.tree cannot: "
+                "give a number of entries"
+            )
         if self.drafter is not None and self.drafter.needs_head != (self.head is not None):
             needs = "needs synth.head" if self.drafter.needs_head else "does not use synth.head"
             raise ValueError(f"synth.drafter {self.drafter.name} {needs}")

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pydantic import Field
+
 from pipeline.planning.devices import Device
 from pipeline.planning.targets import TargetShape
 from pipeline.records import Record
@@ -38,6 +40,7 @@ class PlannedDecoding(Record):
     batch: int  # B, requests side by side
     context: int  # S, tokens of each
     tree: dict[str, int]  # the fastest shape
+    settings: dict[str, int] = Field({})  # what was picked beside it: budget, block_size
     acceptance_length: float  # τ
     speedup: float  # predicted, over plain decoding
     milliseconds: dict[str, float]  # t_ar, t_verify, t_draft (a step), t_extend, t_other

@@ -77,6 +77,7 @@ def _shown(cell: PlannedDecoding | None) -> list[str]:
         return ["–"]
     shape = "/".join(str(cell.tree[key]) for key in ("top_k", "steps", "nodes"))
     lines = [f"{cell.speedup:.2f}×", f"τ {cell.acceptance_length:.2f}, {shape}"]
+    lines += [f"{name.replace('_', ' ')} {value:,}" for name, value in cell.settings.items()]
     if cell.measured_speedup is not None:
         lines.append(f"measured {cell.measured_speedup:.2f}×")
     return lines

@@ -25,7 +25,7 @@ from pipeline.tuning.decode_plan import (
     PlannedCell,
     plan_cell,
     run_rounds,
-    trace_drafter,
+    trace_variants,
 )
 
 
@@ -90,11 +90,11 @@ def _cells(
     """Of one drafter, one after the other."""
     for context in grid.contexts:
         asked = questions[context]
-        traces = trace_drafter(model, factory, asked, grid.new_tokens)
+        traced = trace_variants(model, factory, asked, grid.new_tokens)
         for batch in grid.batches_at(context):
-            cell = plan_cell(model, name, factory, traces, batch, context)
+            cell = plan_cell(model, name, traced, batch, context)
             if grid.check:
-                drafter = factory(cell.tree)
+                drafter = cell.factory(cell.tree)
                 cell = cell.checked(run_rounds(model, drafter, asked, batch, grid.new_tokens))
             yield cell
 
@@ -164,6 +164,7 @@ def _record(cell: PlannedCell) -> PlannedDecoding:
         batch=cell.rows,
         context=cell.context,
         tree=tree.model_dump(exclude={"auto"}),
+        settings=dict(cell.factory.settings),
         acceptance_length=cell.acceptance_length,
         speedup=cell.speedup,
         milliseconds={name: round(1e3 * seconds, 4) for name, seconds in pieces.items()},

@@ -7,7 +7,7 @@ them; ratios are taken per question. Rates count decoding alone: prefill is the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,7 +75,8 @@ class Comparison:
         self._factory, self.tree = factory, config.eval.tree
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
-        """Pick the tree for batch 1 by trying the drafter on some of the prompts.
+        """Pick the tree for batch 1, and what the drafter leaves open, by trying it on some of the
+        prompts.
 
         `tree` is that one from then on; the default one where plain decoding is predicted to be
         faster than any, so that the drafter can still be judged.
@@ -93,14 +94,23 @@ class Comparison:
                 stop_ids=self._template.stop_ids,
                 new_tokens=self._section.max_new_tokens,
             )[1]
-        tree, self.tree = choice.shape, choice.shape if choice.drafts else TreeSection()
+        tree = choice.shape
+        assert choice.factory is not None
+        default = _no_deeper_than(choice.factory.depths)
+        self.settle(tree if choice.drafts else default, choice.settings)
         shape = f"top_k {tree.top_k}, steps {tree.steps}, nodes {tree.nodes}"
+        for name, value in choice.settings.items():
+            shape += f"; {name} {value}"
         gain = f"τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding"
         notice("eval", f"tree: {shape}; predicted: {gain}")
         if not choice.drafts:
             plainly = "tree: one node, plain decoding: no tree is predicted to be faster"
             notice("eval", f"{plainly}; the drafter is measured on the default tree")
         return choice
+
+    def settle(self, tree: TreeSection, settings: Mapping[str, int]) -> None:
+        """Decode with this tree and these settings of the drafter from now on."""
+        self.tree, self._factory = tree, self._factory.variant(settings)
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
         """A fresh engine over the shared weights."""
@@ -174,6 +184,12 @@ class Comparison:
 
     def _fits(self, question: Question) -> bool:
         return len(question.context) + self._section.max_new_tokens <= self.model.max_length
+
+
+def _no_deeper_than(depths: Sequence[int]) -> TreeSection:
+    """The default tree, or what of it such a drafter can draft."""
+    default = TreeSection()
+    return default.model_copy(update={"steps": min(default.steps, max(depths))})
 
 
 def _complete(engine: Engine, request: Request) -> Completion:

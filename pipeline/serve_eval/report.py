@@ -107,7 +107,7 @@ def print_table(report: EvalReport) -> None:
     facts.add_row("tokens/s", rate)
     facts.add_row("speedup", ratio)
     facts.add_row("lossless", Text(badge.text, style=colour))
-    facts.add_row("drafter", str(report.drafter["name"]))
+    facts.add_row("drafter", _drafter(report))
     if head:
         size = f"{_plain(head['parameters'])} parameters"
         share, coverage = _percent(head["share_of_target"]), _percent(head["coverage"])
@@ -257,6 +257,12 @@ def _plain_decoding(report: EvalReport) -> str | None:
     shape = ", ".join(f"{key} {value}" for key, value in apart["tree"].items())
     judged = f"with the tree of {shape} the drafter reaches τ {tau} and {ratio}× plain decoding"
     return f"one node, plain decoding: no tree was predicted to be faster here; {judged}"
+
+
+def _drafter(report: EvalReport) -> str:
+    """Its name, and what `tree: auto` chose of it beside the tree."""
+    chosen = (report.settings.get("tree_auto") or {}).get("settings") or {}
+    return ", ".join([report.drafter["name"], *(f"{key} {value}" for key, value in chosen.items())])
 
 
 def _fixed(value: float) -> str:

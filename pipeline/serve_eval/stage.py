@@ -121,7 +121,7 @@ def _evaluate(
     del hf, own, model  # the fp32 copy takes their memory
     with long_step("eval", "loading the target in fp32"):
         exact = comparison(torch.float32)
-    exact.tree = tree
+    exact.settle(tree, choice.settings if choice else {})
     identical = _check_lossless(exact, [item.question for item in measured])
     measurements = Measurements(
         measured, identical, left_out, tree, choice, arithmetic, tuned_apart=bool(others)

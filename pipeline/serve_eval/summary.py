@@ -70,7 +70,7 @@ def summarise(
             "near_ties": sum(item.gaps.near_ties for item in measured),
             "worst_log_probability_gap": max(item.gaps.worst for item in measured),
         },
-        drafter=_drafter(config.eval.drafter) | apart,
+        drafter=_drafter(config.eval.drafter, measurements.choice) | apart,
         head=_head(*loaded, contract) | apart if loaded else {},
         by_category=_by_category(measured),
         contract=contract,
@@ -95,10 +95,11 @@ def summarise(
     )
 
 
-def _drafter(section: DrafterSection) -> dict[str, Any]:
-    """Its name, and what was set of it."""
+def _drafter(section: DrafterSection, choice: Choice | None) -> dict[str, Any]:
+    """Its name, and what was set of it, or chosen."""
     own = getattr(section, section.name, None)
-    return {"name": section.name, **(own.model_dump(mode="json") if own else {})}
+    set_ = own.model_dump(mode="json") if own else {}
+    return {"name": section.name, **set_, **(choice.settings if choice else {})}
 
 
 def _head(head: DraftingHead, card: HeadCard, contract: TargetContract) -> dict[str, Any]:
@@ -135,6 +136,7 @@ def _predicted(measurements: Measurements) -> dict[str, Any] | None:
         "fastest_tree": choice.shape.model_dump(exclude={"auto"}),
         "predicted_acceptance_length": choice.acceptance_length,
         "predicted_speedup": choice.speedup,
+        "settings": choice.settings,
         "tried_on_other_prompts": measurements.tuned_apart,
     }
 

@@ -60,6 +60,7 @@ class PlannedCell:
     acceptance_length: float  # τ, replayed
     speedup: float  # over plain decoding; at most 1: it does not pay
     costs: Costs
+    factory: DrafterFactory  # the variant of the drafter
     measured: Measurement | None = None
 
     def checked(self, measured: Measurement) -> PlannedCell:
@@ -70,6 +71,22 @@ class PlannedCell:
     def error(self) -> float | None:
         """Of the predicted speedup, as a share of the measured one."""
         return self.speedup / self.measured.speedup - 1 if self.measured else None
+
+
+#: A variant of a drafter, and what it accepts.
+Traced = tuple[DrafterFactory, Traces]
+
+
+def trace_variants(
+    model: DecoderModel,
+    factory: DrafterFactory,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+) -> list[Traced]:
+    """Every variant that is worth a try behind prompts of this length, traced."""
+    context = sum(map(len, prompts)) // len(prompts)
+    variants = factory.variants(context)
+    return [(each, trace_drafter(model, each, prompts, new_tokens)) for each in variants]
 
 
 def trace_drafter(
@@ -93,12 +110,23 @@ def trace_drafter(
 def plan_cell(
     model: DecoderModel,
     name: str,
+    traced: Sequence[Traced],
+    rows: int,
+    context: int,
+) -> PlannedCell:
+    """Time a round's pieces for `rows` rows of `context` entries, and choose variant and shape."""
+    cells = [_plan_variant(model, name, *each, rows, context) for each in traced]
+    return max(cells, key=lambda cell: cell.speedup)
+
+
+def _plan_variant(
+    model: DecoderModel,
+    name: str,
     factory: DrafterFactory,
     traces: Traces,
     rows: int,
     context: int,
 ) -> PlannedCell:
-    """Time a round's pieces for `rows` rows of `context` entries, and choose the shape."""
     drafter = factory(widest_for(factory))
     steps = sorted({*(step for step in _STEPS if step <= drafter.depth), drafter.depth})
     costs = measure_costs(
@@ -118,7 +146,7 @@ def plan_cell(
     ]
     choice = best_shapes({rows: costs}, traces, shapes)[rows]
     figures = choice.shape, choice.acceptance_length, choice.speedup
-    return PlannedCell(name, rows, context, *figures, costs)
+    return PlannedCell(name, rows, context, *figures, costs, factory)
 
 
 @torch.inference_mode()

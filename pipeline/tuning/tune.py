@@ -4,12 +4,15 @@ trace           decode some prompts plainly, and at every position draft all tha
 acceptance      replay the rounds that one shape would have made: no model is run again
 measure_costs   time the pieces of a round on this machine
 best_shapes     the shape with the largest predicted speedup, for each batch size
+
+Where the drafter itself leaves something open, such as the budget of its cache or the size of its
+blocks, every variant is traced and timed, and the best shape of the best variant is the choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from pipeline.config import TreeSection
@@ -38,6 +41,12 @@ class Choice:
     shape: TreeSection
     acceptance_length: float  # τ
     speedup: float  # over plain decoding
+    factory: DrafterFactory | None = None  # of the drafter whose shape it is, one variant of it
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """What was chosen beside the shape, such as {"budget": 512}."""
+        return dict(self.factory.settings) if self.factory else {}
 
     @property
     def drafts(self) -> bool:
@@ -57,8 +66,37 @@ def tune(
 ) -> dict[int, Choice]:
     """Trace prompts, time rounds at each batch size in `rows`, choose. Raises as `trace`.
 
-    `sampling` times rounds of requests that sample; what is accepted is traced greedily.
+    Each batch size has the best variant of its own. `sampling` times rounds of requests that
+    sample; what is accepted is traced greedily.
     """
+    context = sum(map(len, prompts)) // len(prompts) + new_tokens // 2  # of an average reply
+    tuned = [
+        _tune_variant(
+            model,
+            variant,
+            prompts,
+            context,
+            rows=rows,
+            stop_ids=stop_ids,
+            new_tokens=new_tokens,
+            sampling=sampling,
+        )
+        for variant in factory.variants(context)
+    ]
+    return {size: fastest([choices[size] for choices in tuned]) for size in rows}
+
+
+def _tune_variant(
+    model: DecoderModel,
+    factory: DrafterFactory,
+    prompts: Sequence[Sequence[int]],
+    context: int,
+    *,
+    rows: Sequence[int],
+    stop_ids: Sequence[int],
+    new_tokens: int,
+    sampling: bool,
+) -> dict[int, Choice]:
     widest = widest_for(factory)
     drafter = factory(widest)
     slots = min(len(prompts), max(rows))
@@ -72,8 +110,7 @@ def tune(
         slots=slots,
         stop_ids=stop_ids,
     )
-    middle = sum(map(len, prompts)) // len(prompts) + new_tokens // 2  # of an average reply
-    context = min(middle, model.max_length - widest.steps - 2)
+    context = min(context, model.max_length - widest.steps - 2)
     counts = sorted({*(step for step in STEP_COUNTS if step <= widest.steps), widest.steps})
     costs = {
         size: measure_costs(
@@ -81,7 +118,8 @@ def tune(
         )
         for size in rows
     }
-    return best_shapes(costs, traces, shapes_for(factory))
+    best = best_shapes(costs, traces, shapes_for(factory))
+    return {size: replace(choice, factory=factory) for size, choice in best.items()}
 
 
 def widest_for(factory: DrafterFactory) -> TreeSection:
@@ -138,7 +176,10 @@ def best_shapes(
     return {rows: _fastest(costs, taus) for rows, costs in sorted(costs_by_rows.items())}
 
 
-def _fastest(costs: Costs, taus: Mapping[TreeSection, float]) -> Choice:
+def fastest(choices: Iterable[Choice]) -> Choice:
     """Of equals the first, which is the smallest."""
-    choices = (Choice(shape, tau, costs.speedup(shape, tau)) for shape, tau in taus.items())
     return max(choices, key=lambda choice: choice.speedup)
+
+
+def _fastest(costs: Costs, taus: Mapping[TreeSection, float]) -> Choice:
+    return fastest(Choice(shape, tau, costs.speedup(shape, tau)) for shape, tau in taus.items())

@@ -338,6 +338,30 @@ def test_few_beams_are_the_likeliest_branches_of_their_depth(k: int) -> None:
             torch.testing.assert_close(cumulative[row, continued], beams)
 
 
+@torch.inference_mode()
+def test_fewer_positions_are_what_a_head_with_smaller_blocks_drafts(
+    model: DecoderModel, head: DflashHead
+) -> None:
+    smaller = DflashHead(head.shape.model_copy(update={"block_size": 3}))
+    smaller.load_state_dict(head.state_dict())
+    tree = TreeSection(top_k=3, steps=2, nodes=8)
+    drafts = []
+    for drafter in (
+        DflashDrafter(head, model, tree, block_size=3),
+        DflashDrafter(smaller, model, tree),
+        DflashDrafter(head, model, tree),
+    ):
+        batch = open_rows(model, 1, pages=2, drafter=drafter)
+        planes = poisoned_planes(model, 3, drafter)
+        read_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
+        drafts.append(drafter.candidates(batch, planes, tree).scores)
+    assert torch.equal(drafts[0], drafts[1])
+    assert not torch.equal(drafts[0], drafts[2]), "every position sees all masks"
+    requests = requests_of(9)
+    drafted = Engine(model, drafter=DflashDrafter(head, model, tree, block_size=3), slots=3)
+    assert replies(drafted, requests) == replies(Engine(model), requests)
+
+
 def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, head: DflashHead) -> None:
     with pytest.raises(ConfigError, match="5 is more than the 4 tokens") as refused:
         DflashDrafter(head, model, TreeSection(top_k=1, steps=5, nodes=6))

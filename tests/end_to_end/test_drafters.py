@@ -39,6 +39,23 @@ def test_a_report_of_what_nobody_trained(
         assert report.acceptance_length > 2, "everything is visible: full rounds but the last"
 
 
+def test_a_budget_is_picked_with_the_tree_and_named(
+    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["eval", "-c", str(write_config()), "eval.drafter.name=self_spec"]
+    command += ["eval.hf_prompts=0", "eval.drafter.self_spec.budget=auto"]
+    assert main(command) == 2
+    assert "set tree to auto, or budget to a number" in capsys.readouterr().err
+    assert main([*command, "eval.tree=auto"]) == 0
+    shown = capsys.readouterr()
+    assert "; budget 128" in shown.out + shown.err
+    assert "self_spec, budget 128" in shown.out
+    report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
+    assert report.drafter["budget"] == 128
+    assert report.settings["tree_auto"]["settings"] == {"budget": 128}
+    assert report.lossless["greedy_fp32"] is True
+
+
 def test_a_head_for_a_drafter_that_has_none_is_refused(
     write_config: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +88,7 @@ def test_a_plan_is_measured_checked_and_drawn(
     write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["plan-decode", "-c", str(write_config()), "--drafters", "ngram,self_spec"]
+    command += ["eval.tree=auto", "eval.drafter.self_spec.budget=auto"]
     command += ["--batches", "1,2", "--contexts", "24,40", "--prompts", "2", "--new-tokens", "8"]
     files = ["--json", str(tmp_path / "plan.json"), "--page", str(tmp_path / "plan.html")]
     assert main([*command, "--most-tokens", "48", "--check", *files]) == 0
@@ -79,6 +97,8 @@ def test_a_plan_is_measured_checked_and_drawn(
     wanted = {(1, 24), (1, 40), (2, 24)}  # 2 · 40 is more than 48
     assert cells == {(name, *each) for name in ("ngram", "self_spec") for each in wanted}
     assert all(cell.measured_speedup and cell.speedup > 0 for cell in plan.cells)
+    picked = {cell.drafter: cell.settings for cell in plan.cells}
+    assert picked == {"ngram": {}, "self_spec": {"budget": 128}}
     assert plan.basis == "measured" and "measured" in capsys.readouterr().out
     assert "<svg" in (tmp_path / "plan.html").read_text()
     with pytest.raises(SystemExit, match="2"):

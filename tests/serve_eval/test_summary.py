@@ -98,6 +98,7 @@ def test_the_tree_is_the_one_that_was_used(report: EvalReport) -> None:
         "fastest_tree": {"top_k": 2, "steps": 3, "nodes": 6},
         "predicted_acceptance_length": 1.6,
         "predicted_speedup": 1.2,
+        "settings": {},
         "tried_on_other_prompts": False,
     }
 

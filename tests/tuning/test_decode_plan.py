@@ -57,7 +57,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def _cell(context: int, speedup: float) -> PlannedCell:
     costs = Costs({1: 1.0}, {1: 0.1}, {1: 0.1}, {2: 0.0})
-    return PlannedCell("eagle3", 1, context, SHAPE, 2.0, speedup, costs)
+    factory = DrafterFactory(lambda trees: pytest.fail("nothing is drafted"))
+    return PlannedCell("eagle3", 1, context, SHAPE, 2.0, speedup, costs, factory)
 
 
 def test_the_error_is_a_share_of_what_was_measured() -> None:
@@ -93,7 +94,7 @@ def test_rounds_that_are_run_are_those_that_are_replayed(pair: Pair, rows: int) 
 def test_a_cell_is_the_best_shape_at_its_costs(pair: Pair) -> None:
     model, factory = pair
     traces = trace_drafter(model, factory, PROMPTS, NEW_TOKENS)
-    cell = plan_cell(model, "eagle3", factory, traces, 2, 64)
+    cell = plan_cell(model, "eagle3", [(factory, traces)], 2, 64)
     assert cell.acceptance_length == acceptance(traces, cell.tree)
     assert cell.speedup == cell.costs.speedup(cell.tree, cell.acceptance_length)
     others = (shape for shape in shapes_for(factory) if shape.nodes <= 32 and traces.covers(shape))
@@ -109,6 +110,7 @@ def test_the_page_holds_every_cell_and_escapes_what_it_shows(tmp_path: Path) -> 
             batch=4,
             context=context,
             tree={"top_k": 2, "steps": 3, "nodes": 6},
+            settings={"budget": 1024},
             acceptance_length=1.75,
             speedup=speedup,
             milliseconds={"t_ar": 1.0},
@@ -127,6 +129,7 @@ def test_the_page_holds_every_cell_and_escapes_what_it_shows(tmp_path: Path) -> 
         crossings=(Crossing(drafter="eagle3", batch=4, context=700.0, pays_above=False),),
     )
     page = write_page(plan)
+    assert "budget 1,024" in page
     assert "1.31×" in page and "0.93×" in page and "2/3/6" in page and "–" in page
     assert "off by 10.0% on average and 10.0% at most" in page
     assert "a &amp; b" in page and "<b>cpu" not in page and "<ngram>" not in page

@@ -9,7 +9,8 @@ keys and values of the context states fc(aux i) at position i. A draft writes it
     predicts                    │    ·    x(L+1) x(L+2) …  x(L+b-1)
 
 The extension that follows overwrites what the block has left with the context of accepted tokens.
-A block is drafted whole, as it was trained, whatever the tree's depth.
+A block is drafted whole, whatever the tree's depth: as it was trained, or, by `block_size`, with
+fewer masks, which is cheaper and a little less right, for every position sees all masks.
 """
 
 from __future__ import annotations
@@ -35,18 +36,29 @@ from pipeline.errors import ConfigError
 class DflashDrafter(TreeDrafter):
     """One head, and a tree from each of its blocks. It keeps no state beside its planes."""
 
-    def __init__(self, head: DflashHead, model: DecoderModel, trees: Trees) -> None:
+    def __init__(
+        self,
+        head: DflashHead,
+        model: DecoderModel,
+        trees: Trees,
+        *,
+        block_size: int | None = None,
+    ) -> None:
         """The head's weights are copied; the target's embedding, type, device and operations are
-        used. Raises HeadError when head and target do not fit, ConfigError for a tree that is
-        deeper than a block.
+        used. `block_size` tokens are drafted at a time, root included; None: as it was trained.
+        Raises HeadError when head and target do not fit, ConfigError for a tree that is deeper than
+        a block, or a block longer than the trained one.
         """
         check_fits(head, model)
         super().__init__(trees, head.shape.draft_vocab_size)
         self.ops, self.dtype = model.ops, model.dtype
         self.shape = head.shape
-        check_depth(self.depth, head.shape.block_size)
+        trained = head.shape.block_size
+        self.block_size = trained if block_size is None else block_size
+        check_block(self.block_size, trained)
+        check_depth(self.depth, self.block_size)
         # An extension writes an entry more than a tree is deep.
-        self.lookahead = max(head.shape.block_size, self.depth + 1)
+        self.lookahead = max(self.block_size, self.depth + 1)
         key = head.shape.num_key_value_heads, head.shape.head_dim
         self.planes = (PlaneShape(head.shape.num_hidden_layers, *key, model.dtype),)
         self._load(head, model)
@@ -68,7 +80,7 @@ class DflashDrafter(TreeDrafter):
             self.ops.rope_write(both, layer.head_norms, eps, metadata, keys, values)
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
-        rows, block = len(batch), self.shape.block_size
+        rows, block = len(batch), self.block_size
         tokens = torch.cat((batch.roots[:, None], self._masks.expand(rows, -1)), 1)  # [B, b]
         every = torch.full_like(tokens, (1 << block) - 1).flatten()
         even = TokenRows.even(rows, block, tokens.device)
@@ -116,10 +128,18 @@ class DflashDrafter(TreeDrafter):
         )
         self._lm_head = ops.pack(stored(weights["lm_head.weight"], device))
         self._target_ids, self._embedding = head.target_ids().to(device), model.embedding
-        self._masks = torch.full((1, shape.block_size - 1), shape.mask_token_id, device=device)
+        self._masks = torch.full((1, self.block_size - 1), shape.mask_token_id, device=device)
         length = model.max_length + HEADROOM
         rotary = RotaryTable(shape.rope_config(), length, device=device, dtype=self.dtype)
         self._rotary = rotary.cos, rotary.sin
+
+
+def check_block(block_size: int, trained: int) -> None:
+    """Raise ConfigError for a block that the head was not trained to draft."""
+    if block_size > trained:
+        problem = f"{block_size} is more than the {trained} tokens of the blocks it was trained on"
+        fix = f"choose at most {trained}, or train with a larger train.dflash.block_size"
+        raise ConfigError(problem, where="drafter.dflash.block_size", fix=fix)
 
 
 def check_depth(depth: int, block_size: int) -> None:

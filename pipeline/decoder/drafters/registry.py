@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from pipeline.config import (
     DrafterName,
@@ -21,6 +21,10 @@ from pipeline.target.open import Target
 
 #: Of drafters whose every step is a forward of the target.
 _COSTLY = (1, 2, 3, 4)
+#: The smallest budget of self_spec that is tried; the others are its doubles.
+_LEAST_BUDGET = 128
+#: The smallest block that is tried, root included.
+_LEAST_BLOCK = 3
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,24 @@ class DrafterFactory:
     #: Depths of the trees that are worth a try, ascending: what a drafter can do, and where it may
     #: still pay.
     depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    #: What was chosen where the configuration leaves it open, such as {"budget": 512}.
+    settings: Mapping[str, int] = field(default_factory=dict)
+    #: Behind so many tokens or fewer it does what a smaller choice does.
+    from_context: int = 0
+    #: The same drafter with other settings, the smallest first, to pick one from; none: itself.
+    choices: tuple[DrafterFactory, ...] = ()
 
     def __call__(self, trees: Trees) -> Drafter:
         return self.make(trees)
+
+    def variants(self, context: int) -> list[DrafterFactory]:
+        """Those that are worth a try behind `context` tokens."""
+        choices = self.choices or (self,)
+        return [each for each in choices if each.from_context < context] or [choices[0]]
+
+    def variant(self, settings: Mapping[str, int]) -> DrafterFactory:
+        """The one with such settings; itself where it has no choices."""
+        return next((each for each in self.choices if each.settings == settings), self)
 
 
 def load_drafter(
@@ -60,8 +79,10 @@ def load_drafter(
             depths=(1, 2, 3, 4, 6, 8, 12),  # a quotation goes on, and costs nothing to draft
         )
     given = _head(section, head)
+    if isinstance(given, DflashHead):
+        return _dflash(given, model, section.dflash.block_size)
     window = section.eagle3.draft_window
-    return DrafterFactory(lambda trees: draft_with(given, model, trees, window), _depths(given))
+    return DrafterFactory(lambda trees: draft_with(given, model, trees, window))
 
 
 def _standalone(section: StandaloneSection, model: DecoderModel, target: Target) -> DrafterFactory:
@@ -89,17 +110,69 @@ def _standalone(section: StandaloneSection, model: DecoderModel, target: Target)
 
 
 def _self_spec(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
-    if section.kv == "streaming":
-        from pipeline.decoder.drafters.self_spec import StreamingDrafter
+    if section.budget != "auto":
+        return _with_budget(section, model, section.budget)
+    budgets = _budgets(section.recent, model.max_length)
+    choices = tuple(_with_budget(section, model, budget) for budget in budgets)
+    return DrafterFactory(_refuse_undecided, depths=_COSTLY, choices=choices)
 
-        budget = section.budget
-        return DrafterFactory(
-            lambda trees: StreamingDrafter(model, trees, budget=budget), depths=_COSTLY
-        )
+
+def _with_budget(section: SelfSpecSection, model: DecoderModel, budget: int) -> DrafterFactory:
+    from pipeline.decoder.drafters.self_spec import StreamingDrafter
     from pipeline.decoder.drafters.snapkv import SnapKvDrafter
 
-    kept = section.model_dump(exclude={"kv"})
-    return DrafterFactory(lambda trees: SnapKvDrafter(model, trees, **kept), depths=_COSTLY)
+    kept = section.model_dump(exclude={"kv", "budget"})
+
+    def make(trees: Trees) -> Drafter:
+        if section.kv == "streaming":
+            return StreamingDrafter(model, trees, budget=budget)
+        return SnapKvDrafter(model, trees, budget=budget, **kept)
+
+    return DrafterFactory(make, _COSTLY, {"budget": budget}, from_context=budget)
+
+
+def _budgets(recent: int, longest: int) -> list[int]:
+    """Doubles, the first above `recent`, below the `longest` context but for the first."""
+    budgets = [_LEAST_BUDGET]
+    while budgets[0] <= recent:
+        budgets[0] *= 2
+    while 2 * budgets[-1] < longest:
+        budgets.append(2 * budgets[-1])
+    return budgets
+
+
+def _refuse_undecided(trees: Trees) -> Drafter:
+    raise ConfigError(
+        "budget auto is picked together with the tree, and this tree is given",
+        where="drafter.self_spec.budget",
+        fix="set tree: auto where that is possible (eval.tree), or budget to a number of entries",
+    )
+
+
+def _dflash(head: DflashHead, model: DecoderModel, block_size: int | None) -> DrafterFactory:
+    """Of one block size, or of all that are worth a try; as such it drafts the trained block."""
+    from pipeline.decoder.drafters.dflash import DflashDrafter, check_block
+
+    trained = head.shape.block_size
+
+    def of(size: int, choices: tuple[DrafterFactory, ...] = ()) -> DrafterFactory:
+        def make(trees: Trees) -> Drafter:
+            return DflashDrafter(head, model, trees, block_size=size)
+
+        return DrafterFactory(make, tuple(range(1, size)), {"block_size": size}, choices=choices)
+
+    if block_size is not None:
+        check_block(block_size, trained)
+        return of(block_size)
+    return of(trained, tuple(of(size) for size in _blocks(trained)))
+
+
+def _blocks(trained: int) -> list[int]:
+    """The trained block and its halves, the smallest first."""
+    sizes = [trained]
+    while sizes[0] // 2 >= _LEAST_BLOCK:
+        sizes.insert(0, sizes[0] // 2)
+    return sizes
 
 
 def draft_with(
@@ -117,12 +190,6 @@ def draft_with(
 
     assert isinstance(head, Eagle3Head)
     return Eagle3Drafter(head, model, trees, draft_window=window)
-
-
-def _depths(head: DraftingHead) -> tuple[int, ...]:
-    if isinstance(head, DflashHead):
-        return tuple(range(1, head.shape.block_size))
-    return DrafterFactory.depths
 
 
 def name_of(head: DraftingHead | None) -> DrafterName:
