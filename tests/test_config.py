@@ -14,6 +14,7 @@ from pipeline.config import (
     RunConfig,
     RunSection,
     Section,
+    TrainSection,
     cache_directory,
     cpu_kernels,
     load,
@@ -327,3 +328,16 @@ def test_a_key_of_the_process_goes_before_the_environment(
     take_settings(RunSection.model_validate({**keys, "cpu_kernels": True}))
     assert (cache_directory(), cpu_kernels()) == (Path("/c"), True)
     assert (store_retry_seconds(), store_timeout_seconds()) == (0, 2)
+
+
+def test_the_learning_rate_is_the_algorithm_s_own(file: Path) -> None:
+    """Unless one is given; `show` prints what is used."""
+    assert load(file, []).train.learning_rate == 1e-3
+    blocks = load(file, ["train.algorithm=dflash"])
+    assert blocks.train.learning_rate == 2e-4
+    assert blocks.model_dump(mode="json")["train"]["learning_rate"] == 2e-4
+    assert TrainSection.model_validate(blocks.train.model_dump()) == blocks.train
+    given = ["train.algorithm=dflash", "train.learning_rate=0.001"]
+    assert load(file, given).train.learning_rate == 1e-3
+    with pytest.raises(ConfigError, match=r"train\.learning_rate"):
+        load(file, ["train.algorithm=dflash", "train.learning_rate=0"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,11 @@ from pipeline.config.section import Section, TreeSection
 Loss = Literal["cross_entropy", "kl", "tv", "lk", "lk_hybrid"]
 #: Of these the target's probabilities are taken over its whole vocabulary.
 ACCEPTANCE_LOSSES: frozenset[Loss] = frozenset(("tv", "lk", "lk_hybrid"))
+
+
+#: AdamW's peak rate where none is given. A block drafter starts as a least-squares solution, which
+#: larger steps destroy.
+_LEARNING_RATES = {"eagle3": 1e-3, "dflash": 2e-4}
 
 
 class HeadSection(Section):
@@ -61,6 +66,9 @@ class DflashSection(Section):
     """Tokens of a block, the last accepted one included: one forward predicts all others."""
     draft_vocab_size: int = Field(4096, gt=0)
     """Target tokens that can be proposed, the most frequent supervised ones."""
+    target_lm_head: bool = False
+    """Propose all of the target's tokens with its own output rows: the head trains and stores no
+    lm_head, and draft_vocab_size and train_lm_head say nothing."""
     intermediate_size: int | None = Field(None, gt=0)
     """Width of a layer's MLP; None takes the target's."""
     num_attention_heads: int | None = Field(None, gt=0)
@@ -127,8 +135,8 @@ class TrainSection(Section):
     reach this position, so that the head sees distances beyond its training length."""
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
-    learning_rate: float = Field(1e-3, gt=0)
-    """Peak rate of AdamW."""
+    learning_rate: float = Field(_LEARNING_RATES["eagle3"], gt=0)
+    """Peak rate of AdamW. Where none is given: 1e-3, under algorithm dflash 2e-4."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
     """Share of the steps with linear warm-up; the rest follows a cosine to 5 % of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -175,6 +183,14 @@ class TrainSection(Section):
     """Weights & Biases mode."""
     wandb_project: str = "eagle3"
     """Weights & Biases project."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_the_algorithm_s_own_rate(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "learning_rate" in value:
+            return value
+        rate = _LEARNING_RATES.get(str(value.get("algorithm")))
+        return value if rate is None else {**value, "learning_rate": rate}
 
     @model_validator(mode="after")
     def _asks_nothing_of_the_other_algorithm(self) -> TrainSection:

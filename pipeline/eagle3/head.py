@@ -173,6 +173,20 @@ class _DraftLayer(nn.Module):
         return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
+class BorrowedRows(nn.Module):
+    """The target's output rows in place of an lm_head: neither trained nor stored."""
+
+    weight: Tensor  # [V, H]; [0, H] until the target's are lent
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0, hidden_size), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [.., H] → logits [.., V]."""
+        return torch.nn.functional.linear(x, self.weight)
+
+
 class DraftingHead(nn.Module):
     """What heads of every kind have. None has an embedding: the target's is used.
 
@@ -183,13 +197,14 @@ class DraftingHead(nn.Module):
     shape: DraftShape
     fc: nn.Linear  # 3H → H
     norm: RmsNorm  # of what lm_head reads
-    lm_head: nn.Linear  # H → Vd
+    lm_head: nn.Linear | BorrowedRows  # H → Vd
     d2t: Tensor
     t2d: Tensor
 
-    def _add_vocabulary(self, shape: DraftShape) -> None:
+    def _add_vocabulary(self, shape: DraftShape, *, borrowed: bool = False) -> None:
         """The tensors of the draft vocabulary, which stand behind all others."""
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        hidden, size = shape.hidden_size, shape.draft_vocab_size
+        self.lm_head = BorrowedRows(hidden) if borrowed else nn.Linear(hidden, size, bias=False)
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
 

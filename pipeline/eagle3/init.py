@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.head import DraftingHead, Eagle3Head, HeadShape, SwiGluMlp
+from pipeline.eagle3.head import BorrowedRows, DraftingHead, Eagle3Head, HeadShape, SwiGluMlp
 
 #: Standard deviation of randomly started matrices, as in the Llama family.
 _INIT_STD = 0.02
@@ -117,8 +117,15 @@ def start_lm_head(head: DraftingHead, target_lm_head: Tensor, target_final_norm:
     target_lm_head [V, H], target_final_norm [H].
     """
     with torch.no_grad():
-        head.lm_head.weight.copy_(target_lm_head[head.target_ids()])
+        if not isinstance(head.lm_head, BorrowedRows):
+            head.lm_head.weight.copy_(target_lm_head[head.target_ids()])
         head.norm.weight.copy_(target_final_norm)
+
+
+def lend_rows(head: DraftingHead, target_lm_head: Tensor) -> None:
+    """Give the target's output rows [V, H] to a head that has no lm_head of its own."""
+    if isinstance(head.lm_head, BorrowedRows):
+        head.lm_head.weight = target_lm_head.detach().to(head.fc.weight)
 
 
 def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:

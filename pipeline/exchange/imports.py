@@ -9,7 +9,9 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.console import notice
-from pipeline.eagle3.checkpoint import CARD, CONFIG, HeadCard, read_card, save_head
+from pipeline.eagle3.checkpoint import CARD, CONFIG, HeadCard, read_card
+from pipeline.eagle3.dflash.checkpoint import save_any_head
+from pipeline.eagle3.dflash.foreign import is_block_drafter, read_foreign_blocks
 from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign
 from pipeline.eagle3.published import last_part
 from pipeline.errors import HeadError
@@ -26,7 +28,8 @@ _PASS_ITS_TARGET = "pass the target that the head was trained for with --target"
 
 
 def import_head(source: str, *, target: str, out: str) -> None:
-    """Read the head at `source` (directory or fsspec URI, either dialect) and write ours to `out`.
+    """Read the head at `source` (directory or fsspec URI, either dialect of an EAGLE-3 head, or a
+    block drafter in the layout of DFlashDraftModel) and write ours to `out`.
 
     The contract is made from `target`. A head that our own export wrote has a card, and keeps its
     provenance and metrics; any other one says only where it was imported from. Raises HeadError,
@@ -39,10 +42,14 @@ def import_head(source: str, *, target: str, out: str) -> None:
     opened = open_target(section)
     contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     _check_embedding(foreign, opened, where=source)
+    if foreign.lacks_rows:
+        with torch.no_grad():
+            rows = opened.weights.lm_head()[foreign.head.target_ids()]
+            foreign.head.lm_head.weight.copy_(rows)
     if card is not None:
         match_contracts(contract, card.contract, where=f"head {source}")
     with output_directory(out) as folder:
-        save_head(folder, foreign.head, _imported_card(contract, card, foreign, source))
+        save_any_head(folder, foreign.head, _imported_card(contract, card, foreign, source))
     layers = "its own" if foreign.capture_layers else "the loaders' default"
     aux_layers = f"aux layers {list(contract.capture_layers)} ({layers})"
     notice("import", f"{foreign.dialect} head at {out}, {aux_layers}")
@@ -53,11 +60,12 @@ def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
     location = Location(source)
     names = [name for name in location.names() if name.endswith((".json", ".safetensors"))]
     if CONFIG not in names:
-        fix = "pass the directory of an EAGLE-3 head"
+        fix = "pass the directory of a head"
         raise HeadError(f"has no {CONFIG}", where=f"head {source}", fix=fix)
     with as_directory(location, names) as directory:
         card = directory / CARD
-        return read_foreign(directory), read_card(card) if card.is_file() else None
+        read = read_foreign_blocks if is_block_drafter(directory) else read_foreign
+        return read(directory), read_card(card) if card.is_file() else None
 
 
 def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> TargetContract:
@@ -69,7 +77,7 @@ def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> 
             raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)
     layers = foreign.capture_layers or contract.capture_layers
     if max(layers) >= contract.num_layers:
-        reached = f"eagle_aux_hidden_state_layer_ids reach output index {max(layers)}"
+        reached = f"its aux layers reach output index {max(layers)}"
         problem = f"{reached}, the target has {contract.num_layers} layers"
         raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)
     return contract.model_copy(update={"capture_layers": layers})

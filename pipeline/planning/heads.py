@@ -72,6 +72,7 @@ class BlockHeadSize(HeadSize):
     head_dim: int = 64
     block: int = 8
     anchors_per_token: float = 1.0
+    borrowed: bool = False  # lm_head is the target's, and not trained
 
     @classmethod
     def of_blocks(cls, section: TrainSection, target: TargetShape) -> BlockHeadSize:
@@ -82,7 +83,8 @@ class BlockHeadSize(HeadSize):
             intermediate=asked.intermediate_size or target.intermediate,
             queries=(asked.num_attention_heads or target.heads) * target.head_dim,
             keys=(asked.num_key_value_heads or target.groups) * target.head_dim,
-            draft_vocabulary=asked.draft_vocab_size,
+            draft_vocabulary=target.vocabulary if asked.target_lm_head else asked.draft_vocab_size,
+            borrowed=asked.target_lm_head,
             layers=asked.layers,
             head_dim=target.head_dim,
             block=asked.block_size,
@@ -99,7 +101,8 @@ class BlockHeadSize(HeadSize):
     def parameters(self) -> int:
         """The matrices; two norms and those of queries and keys a layer, of context and output."""
         norms = self.layers * (2 * self.hidden + 2 * self.head_dim) + 2 * self.hidden
-        return self.fc + self.layer + self.lm_head + norms
+        lm_head = 0 if self.borrowed else self.lm_head
+        return self.fc + self.layer + lm_head + norms
 
     def training_flops(self, steps: int, *, checkpointing: bool = False) -> int:
         """Of one supervised token: `fc` and the context's keys and values, and its share of the

@@ -23,7 +23,7 @@ from pipeline.config import RunConfig, prepare_process, rank, world_size
 from pipeline.console import console, long_step, notice
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.dflash.head import DflashHead
-from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head
+from pipeline.eagle3.head import BorrowedRows, DraftingHead, DraftShape, Eagle3Head
 from pipeline.eagle3.init import DraftVocabulary
 from pipeline.records import Manifest, digest
 from pipeline.store.begin import read_begin
@@ -214,7 +214,8 @@ def _trainer(config: RunConfig, head: DraftingHead, target: Target, data: Data) 
     """The head with its loss, ready for its first step."""
     section = config.train
     scale = measure_scale(config, head, data)
-    head.lm_head.weight.requires_grad_(section.train_lm_head)
+    if not isinstance(head.lm_head, BorrowedRows):
+        head.lm_head.weight.requires_grad_(section.train_lm_head)
     model = _model(config, head, target, max(piece.stop for piece in data.survey.pieces))
     return Trainer(model, section, target.device, fc_scale=scale)
 

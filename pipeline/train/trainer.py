@@ -217,6 +217,7 @@ class Trainer:
         if not same or any(
             not torch.equal(state.weights[name], buffer.cpu())
             for name, buffer in head.named_buffers()
+            if name in shapes  # what the target lends is in no checkpoint
         ):
             problem = "the checkpoint is of a head with other tensors or another vocabulary"
             raise CorruptShard(problem, where=where, fix="run `eagle3 train --force`")

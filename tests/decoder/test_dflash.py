@@ -47,7 +47,12 @@ TREE = TreeSection(top_k=3, steps=4, nodes=12)
 
 
 def block_head(
-    model: DecoderModel, *, layers: int = 2, seed: int = 3, proposed: Tensor | None = None
+    model: DecoderModel,
+    *,
+    layers: int = 2,
+    seed: int = 3,
+    proposed: Tensor | None = None,
+    target_lm_head: bool = False,
 ) -> DflashHead:
     """A random drafter of 60 tokens, or of those `proposed`: its guesses are bad, which
     losslessness must survive."""
@@ -63,6 +68,7 @@ def block_head(
         intermediate_size=64,
         num_attention_heads=None,
         num_key_value_heads=None,
+        target_lm_head=target_lm_head,
     )
     head = DflashHead(shape)
     random_init(head, seed)
@@ -359,6 +365,28 @@ def test_fewer_positions_are_what_a_head_with_smaller_blocks_drafts(
     assert not torch.equal(drafts[0], drafts[2]), "every position sees all masks"
     requests = requests_of(9)
     drafted = Engine(model, drafter=DflashDrafter(head, model, tree, block_size=3), slots=3)
+    assert replies(drafted, requests) == replies(Engine(model), requests)
+
+
+@torch.inference_mode()
+def test_borrowed_rows_draft_as_a_copy_of_them(model: DecoderModel) -> None:
+    """A head without an lm_head, beside one that holds the target's rows as its own."""
+    every = torch.arange(VOCABULARY)
+    borrows = block_head(model, proposed=every, target_lm_head=True)
+    copies = block_head(model, proposed=every)
+    rows = {"lm_head.weight": model.embedding}
+    copies.load_state_dict({**borrows.state_dict(), **rows})
+    assert "lm_head.weight" not in borrows.state_dict()
+    drafts = []
+    for head in (borrows, copies):
+        drafter = DflashDrafter(head, model, TREE)
+        batch = open_rows(model, 1, pages=2, drafter=drafter)
+        planes = poisoned_planes(model, 3, drafter)
+        read_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
+        drafts.append(drafter.candidates(batch, planes, TREE))
+    assert all(torch.equal(one, other) for one, other in zip(*drafts, strict=True))
+    requests = requests_of(9)
+    drafted = Engine(model, drafter=DflashDrafter(borrows, model, TREE), slots=3)
     assert replies(drafted, requests) == replies(Engine(model), requests)
 
 

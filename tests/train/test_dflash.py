@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.config import TreeSection
@@ -416,6 +417,46 @@ def test_overfits_exports_and_drafts(
     (drafted,), (plain,) = list(engine.generate([request])), list(Engine(model).generate([request]))
     assert drafted.token_ids == plain.token_ids
     assert drafted.statistics.rounds < plain.statistics.rounds / 2
+
+
+def test_a_head_that_borrows_its_rows_is_trained_resumed_and_tuned(
+    tiny_config: Configure, store_states: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that holds the target's rows as its own, and keeps them."""
+    dflash = {**DFLASH["dflash"], "target_lm_head": True}  # type: ignore[dict-item]
+    settings = {"algorithm": "dflash", "dflash": dflash, "learning_rate": 5e-3, **EVALUATION}
+    schedule = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoints": 9, "evaluate_every": 4}
+    config = tiny_config("run", **{**settings, **schedule})
+    parent = store_states(config)
+    manifest, lines = run(config), lines_of(config)
+    head, _ = load_any_head(head_of(config), expected=parent.contract)
+    assert isinstance(head, DflashHead) and head.shape.target_lm_head
+    assert head.shape.draft_vocab_size == parent.contract.vocab_size
+    assert manifest.details["parameters"] == head.count_parameters()
+    assert "lm_head.weight" not in load_file(head_of(config) / "model.safetensors")
+    assert f"{head.count_parameters():,}" in plan(config).basis[0]
+    assert any("tau" in line for line in lines)
+    whole = {**settings, **schedule, "dflash": DFLASH["dflash"], "train_lm_head": False}
+    frozen = tiny_config("frozen", **whole)
+    store_states(frozen)
+    run(frozen)
+    same = without_speed(lines)
+    assert [each["loss"] for each in same] == [each["loss"] for each in lines_of(frozen)]
+    tensors = load_any_head(head_of(frozen))[0].state_dict()
+    del tensors["lm_head.weight"]
+    assert tensors.keys() == head.state_dict().keys()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in head.state_dict().items())
+    stop_at(config, 4)
+    again = run(config)
+    assert "continuing from checkpoint step-000004" in capsys.readouterr().out
+    assert [shard.sha256 for shard in again.shards] == [shard.sha256 for shard in manifest.shards]
+    kept = {"max_share_of_target": 2.0}
+    tuned = tiny_config(
+        "tuned", algorithm="dflash", start_from=str(head_of(config)), dflash=kept, max_steps=2
+    )
+    store_states(tuned)
+    run(tuned)
+    assert load_any_head(head_of(tuned))[0].shape == head.shape
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

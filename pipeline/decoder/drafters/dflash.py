@@ -126,7 +126,10 @@ class DflashDrafter(TreeDrafter):
             norm("hidden_norm"),
             ops.pack(stored(weights["fc.weight"], device)),
         )
-        self._lm_head = ops.pack(stored(weights["lm_head.weight"], device))
+        if shape.target_lm_head:
+            self._lm_head = model.lm_head
+        else:
+            self._lm_head = ops.pack(stored(weights["lm_head.weight"], device))
         self._target_ids, self._embedding = head.target_ids().to(device), model.embedding
         self._masks = torch.full((1, self.block_size - 1), shape.mask_token_id, device=device)
         length = model.max_length + HEADROOM

@@ -1,7 +1,8 @@
 """A block drafter on disk, in the layout of DFlashDraftModel; and heads of either kind.
 
     config.json        DFlashDraftModel on the fields of Qwen3, as SGLang and vLLM read it
-    model.safetensors  fc, hidden_norm, layers.*, norm; lm_head, d2t, t2d; no embedding
+    model.safetensors  fc, hidden_norm, layers.*, norm; lm_head, d2t, t2d; no embedding, and no
+                       lm_head where dflash_config says target_lm_head
     eagle3.json        contract, provenance and metrics, as of every head
 
 vLLM drafts with lm_head and d2t. SGLang and the authors' own code know no draft vocabulary: they
@@ -53,6 +54,7 @@ def dflash_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(contract.capture_layers),
             "aux_layer_convention": CAPTURE_CONVENTION,
+            **({"target_lm_head": True} if shape.target_lm_head else {}),
         },
     }
 
@@ -65,11 +67,11 @@ def read_dflash_shape(directory: Path) -> DflashShape:
     fields = {name: body[name] for name in DflashShape.model_fields if name in body}
     fields |= {name: settings[name] for name in DflashShape.model_fields if name in settings}
     shape = validated(DflashShape, fields, where)
-    _check(shape, where)
+    check_numbers(shape, where)
     return shape
 
 
-def _check(shape: DflashShape, where: str) -> None:
+def check_numbers(shape: DflashShape, where: str) -> None:
     """Raise HeadError for numbers that no drafter has."""
     for name, value, least, most in (
         ("block_size", shape.block_size, 2, MOST_BLOCK),
@@ -81,6 +83,10 @@ def _check(shape: DflashShape, where: str) -> None:
             allowed = f"{least} or more" if most is None else f"{least} … {most}"
             problem = f"{name} is {value}, it can be {allowed}"
             raise HeadError(problem, where=where, fix="export the head again")
+    if shape.target_lm_head and shape.draft_vocab_size != shape.vocab_size:
+        problem = f"target_lm_head proposes all {shape.vocab_size} tokens of the target"
+        own = f"draft_vocab_size is {shape.draft_vocab_size}"
+        raise HeadError(f"{problem}, and {own}", where=where, fix="export the head again")
 
 
 def load_any_head(

@@ -13,7 +13,7 @@
 The marginals of all b-1 tokens come from one forward. A layer is one of Qwen3 without biases: q and
 k of each head pass norms before rotary embedding. The mask is the embedding of `mask_token_id`, and
 embeddings are the target's. A head for a part of the vocabulary carries its lm_head, d2t and t2d,
-as vLLM reads them beside the layers.
+as vLLM reads them beside the layers; one with `target_lm_head` uses the target's rows instead.
 
 Shapes: N context entries, T block tokens, b block size, H hidden size, Q query heads, G key/value
 heads, d head size.
@@ -58,6 +58,7 @@ class DflashShape(DraftShape):
     num_hidden_layers: int
     block_size: int  # root included
     mask_token_id: int  # whose embedding stands for a token to predict
+    target_lm_head: bool = False  # logits by the target's rows, of its whole vocabulary
 
 
 class _BlockAttention(nn.Module):
@@ -118,7 +119,7 @@ class DflashHead(DraftingHead):
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self._add_vocabulary(shape)
+        self._add_vocabulary(shape, borrowed=shape.target_lm_head)
 
     def context(self, aux_states: Tensor) -> Tensor:
         """Aux states [N, 3H] → what every layer's keys and values of the context read [N, H]."""

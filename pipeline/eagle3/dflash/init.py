@@ -23,8 +23,14 @@ def dflash_shape_for(
     intermediate_size: int | None,
     num_attention_heads: int | None,
     num_key_value_heads: int | None,
+    target_lm_head: bool = False,
 ) -> DflashShape:
-    """A drafter for a transformers target configuration; None takes the target's own value."""
+    """A drafter for a transformers target configuration; None takes the target's own value.
+
+    With the target's own rows it proposes the whole vocabulary, whatever `draft_vocab_size` is.
+    """
+    if target_lm_head:
+        draft_vocab_size = int(target_config.vocab_size)
     common = shape_for(
         target_config,
         draft_vocab_size=draft_vocab_size,
@@ -36,6 +42,7 @@ def dflash_shape_for(
         **common.model_dump(include=set(DraftShape.model_fields)),
         num_hidden_layers=layers,
         block_size=block_size,
+        target_lm_head=target_lm_head,
         mask_token_id=_unused_token(target_config) if mask_token_id is None else mask_token_id,
     )
 

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.eagle3.formats import sglang, speculators
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.errors import HeadError
 
-Dialect = Literal["sglang", "speculators"]
+Dialect = Literal["sglang", "speculators", "dflash"]
 
 _MAPS = ("d2t", "t2d")
 #: What trainers leave in their checkpoints and no head needs: the verifier's own weights.
@@ -38,13 +38,14 @@ _FETCH_AGAIN = "download or export the head again"
 
 @dataclass(frozen=True)
 class ForeignHead:
-    """What a directory holds, under the names of `Eagle3Head`."""
+    """What a directory holds, under our names."""
 
     dialect: Dialect
     #: Output indices; None leaves them to the loader's default.
     capture_layers: tuple[int, int, int] | None
-    head: Eagle3Head  # float32
+    head: DraftingHead  # float32
     embedding: Tensor | None  # [V, H], when it ships one
+    lacks_rows: bool = False  # its lm_head is the target's rows of its draft vocabulary
 
 
 def read_foreign(directory: Path) -> ForeignHead:
@@ -53,10 +54,10 @@ def read_foreign(directory: Path) -> ForeignHead:
     where = f"{directory}/config.json"
     dialect = _detect(body, where)
     shape, layers = (speculators if dialect == "speculators" else sglang).read_config(body, where)
-    stored = _load(directory).items()
-    tensors = {_head_name(name): tensor for name, tensor in stored if name not in _IGNORED}
+    tensors = {_head_name(name): tensor for name, tensor in load_tensors(directory).items()}
     embedding = tensors.pop(speculators.EMBEDDING, None)
-    head = _build_head(shape, tensors, where=str(directory))
+    head = Eagle3Head(shape)
+    fill_head(head, tensors, where=str(directory))
     return ForeignHead(dialect, layers, head, embedding)
 
 
@@ -84,13 +85,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return body
 
 
-def _build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> Eagle3Head:
-    """A float32 head of `shape` from `tensors`; rows are put in ascending order of target id.
+def fill_head(head: DraftingHead, tensors: dict[str, Tensor], *, where: str) -> None:
+    """Put `tensors` into a float32 head; rows are put in ascending order of target id.
 
     Raises HeadError on the first tensor that is missing, surplus or of another shape, and for a
     vocabulary map that is none.
     """
-    head = Eagle3Head(shape)
+    shape = head.shape
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     if shape.draft_vocab_size == shape.vocab_size:  # the whole vocabulary needs no map
         identity = {
@@ -102,13 +103,14 @@ def _build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> 
     target_ids = _target_ids(tensors["d2t"], tensors["t2d"], where)
     order = target_ids.argsort()
     weights = {name: tensor.float() for name, tensor in tensors.items() if name not in _MAPS}
-    weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    if "lm_head.weight" in weights:
+        weights["lm_head.weight"] = weights["lm_head.weight"][order]
     head.load_state_dict({**weights, **{name: getattr(head, name) for name in _MAPS}})
     head.set_vocabulary(target_ids[order])
-    return head
 
 
-def _load(directory: Path) -> dict[str, Tensor]:
+def load_tensors(directory: Path) -> dict[str, Tensor]:
+    """All that a head needs of a directory's *.safetensors, as they are. Raises HeadError."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         problem = "has no *.safetensors"
@@ -123,7 +125,7 @@ def _load(directory: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             problem = f"cannot be read: {error}"
             raise HeadError(problem, where=str(file), fix=_FETCH_AGAIN) from error
-    return tensors
+    return {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
 
 
 def _head_name(name: str) -> str:

@@ -28,6 +28,7 @@ DFLASH_FIXED = {
         for name in (
             "block_size",
             "draft_vocab_size",
+            "target_lm_head",
             "intermediate_size",
             "num_attention_heads",
             "num_key_value_heads",
@@ -92,7 +93,8 @@ def new_dflash_head(
     head.set_vocabulary(vocabulary.target_ids)
     start_fc_from_high_layer(head)
     start_lm_head(head, weights.lm_head(), weights.final_norm())
-    copied = ["fc: identity on the high layer", "lm_head and norm"]
+    output = "output rows, which it keeps, and norm" if shape.target_lm_head else "lm_head and norm"
+    copied = ["fc: identity on the high layer", output]
     if section.init_layers != "random":
         last = range(layers - shape.num_hidden_layers, layers)
         copied += start_block_layers(head, [weights.layer(index) for index in last])

@@ -22,6 +22,7 @@ from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head, HeadShape
 from pipeline.eagle3.init import (
     DraftVocabulary,
     choose_vocabulary,
+    lend_rows,
     random_init,
     shape_for,
     start_fc_from_high_layer,
@@ -116,6 +117,14 @@ def initial_head(
     start: Start, section: TrainSection, vocabulary: DraftVocabulary, target: Target, *, seed: int
 ) -> DraftingHead:
     """The head that training begins with: the earlier one, or a new one."""
+    head = _own_head(start, section, vocabulary, target, seed=seed)
+    lend_rows(head, target.weights.lm_head())
+    return head
+
+
+def _own_head(
+    start: Start, section: TrainSection, vocabulary: DraftVocabulary, target: Target, *, seed: int
+) -> DraftingHead:
     if start.earlier and start.origin:
         kept = "its draft vocabulary and shape are kept"
         notice("train", f"head starts from {start.origin['head']}, {kept}")
