@@ -2,11 +2,19 @@
 
     python -m bench.drafters --head DIR [--rows eagle3,ngram,self_spec:kv=snapkv:budget=512 …]
                              [--sets chat,code,long,1024,4096] [--prompts N] [--new-tokens N]
+                             [--tree 4/5/16]
 
-A row is a drafter's name and settings of its section, each behind a colon; a set that is a number
-holds chat prompts behind so many tokens of other prompts. Of every row and set:
+A row is a drafter's name and settings of its section, each behind a colon, `head=DIR` among them
+where it is to draft with a head of its own; a set that is a number holds prompts of about so many
+tokens, which end with modules of Python's own library. Of every row and set:
 the fastest tree as `tree: auto` would choose it from half of the prompts, what is predicted for
 it, and what it gives on the other half, a plain round and a drafted one in turns, batch 1.
+
+With --tree nothing is chosen or timed: τ of that tree alone, a table of rows by sets. How the
+acceptance of a head depends on the context, in one command:
+
+    python -m bench.drafters --head DIR --rows eagle3,eagle3:draft_window=256 --tree 4/5/16
+                             --sets 1024,2048,4096,8192,16384 --prompts 4 --new-tokens 32
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +34,12 @@ from pydantic import ValidationError
 
 from bench.prompt_sets import prompt_set
 from bench.report import publish, rounded
-from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection
+from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter, name_of
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.dflash.checkpoint import load_any_head
+from pipeline.eagle3.head import DraftingHead
+from pipeline.errors import Eagle3Error
 from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.decode_plan import fill_context
 from pipeline.serve_eval.questions import first_question
@@ -39,6 +50,10 @@ from pipeline.tuning.trace import acceptance
 SETS = {"chat": "mt_bench", "code": "human_eval", "long": "modules"}
 #: Tokens of the longest prompt that is taken, and of a long one at least.
 LONGEST, LONG = 7_200, 3_900
+#: Positions behind a prompt and its reply that a round may reach into.
+_ROUND = 16
+
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,7 @@ class Row:
 
     name: str
     section: DrafterSection
+    head: Path | None = None  # that it drafts with; None: the one of its kind among --head
 
     @classmethod
     def parse(cls, text: str) -> Row:
@@ -57,12 +73,13 @@ class Row:
         values: dict[str, Any] = {}
         for setting in settings:
             key, _, value = setting.partition("=")
-            values[key] = yaml.safe_load(value)
+            values[key] = yaml.safe_load(value) if key != "head" else value
+        head = Path(values.pop("head")) if "head" in values else None
         tree: dict[str, Any] = {"name": name}
         if values:
             tree[name] = values
         try:
-            return cls(text, DrafterSection.model_validate(tree))
+            return cls(text, DrafterSection.model_validate(tree), head)
         except ValidationError as error:
             raise argparse.ArgumentTypeError(f"{text}: {error.errors()[0]['msg']}") from None
 
@@ -70,30 +87,101 @@ class Row:
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    target = open_target(TargetSection(source=options.target), decoded=True)
-    model = DecoderModel.load(
-        target.directory,
-        target.contract.capture_layers,
-        device=target.device,
-        dtype=target.dtype,
-        max_length=min(target.positions, LONGEST + 8 * options.new_tokens),
-    )
-    loaded = [load_any_head(each, expected=target.contract)[0] for each in options.head]
-    heads = {name_of(head): head for head in loaded}
-    figures: dict[str, Any] = {}
-    for name in options.sets:
-        prompts = _prompts(name, target, 2 * options.prompts)
+    try:
+        bench = _Bench(options)
+        figures = {
+            f"{name}.{row.name}": bench.measure(row, prompts)
+            for name in options.sets
+            if (prompts := bench.prompts(name))
+            for row in options.rows
+            if bench.has_head(row)
+        }
+    except Eagle3Error as error:
+        raise SystemExit(f"bench.drafters: {error}") from None
+    if options.tree:
+        _print_taus(figures, options.rows, options.sets)
+    device = bench.target.device
+    publish("drafters", rounded(figures), device=device, folder=options.out, merge=True)
+
+
+class _Bench:
+    """The target, the heads, and what is measured of a row on a set."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self.target = open_target(TargetSection(source=options.target), decoded=True)
+        longest = max([LONGEST, *(int(name) for name in options.sets if name.isdecimal())])
+        self._model = DecoderModel.load(
+            self.target.directory,
+            self.target.contract.capture_layers,
+            device=self.target.device,
+            dtype=self.target.dtype,
+            max_length=min(self.target.positions, longest + 8 * options.new_tokens),
+        )
+        self._heads = {each: self._load(each) for each in self._named_heads()}
+
+    def _named_heads(self) -> list[Path]:
+        rows = (row.head for row in self._options.rows if row.head)
+        return list(dict.fromkeys((*self._options.head, *rows)))
+
+    def _load(self, directory: Path) -> DraftingHead:
+        return load_any_head(directory, expected=self.target.contract)[0]
+
+    def _head(self, row: Row) -> DraftingHead | None:
+        """The row's own, or the only one of its kind among --head."""
+        if row.head:
+            return self._heads[row.head]
+        fitting = [
+            head
+            for each in self._options.head
+            if name_of(head := self._heads[each]) == row.section.name
+        ]
+        if len(fitting) > 1:
+            fix = f"{row.name}:head=DIR"
+            raise SystemExit(f"bench.drafters: several heads are for {row.name}: name one, {fix}")
+        return fitting[0] if fitting else None
+
+    def has_head(self, row: Row) -> bool:
+        """Whether it can be measured; said where it cannot."""
+        if row.section.needs_head and self._head(row) is None:
+            print(f"  {row.name:44s} left out, no --head of it", flush=True)
+            return False
+        return True
+
+    def prompts(self, name: str) -> list[tuple[int, ...]]:
+        """Of a set; none, and why, where it does not fit into the target's positions."""
+        options, positions = self._options, self.target.positions
+        tokens = int(name) if name.isdecimal() else 0
+        if tokens > positions:
+            problem = f"more than the {positions:,} positions of {options.target}"
+            print(f"\n{name}: left out, {tokens:,} tokens are {problem}", flush=True)
+            return []
+        count = options.prompts if options.tree else 2 * options.prompts
+        most = positions - options.new_tokens - _ROUND
+        prompts = _prompts(name, self.target, count, min(tokens, most))
         print(f"\n{name}: {_lengths(prompts)}", flush=True)
-        for row in options.rows:
-            if row.section.needs_head and row.section.name not in heads:
-                print(f"  {row.name:44s} left out, no --head of it", flush=True)
-                continue
-            factory = load_drafter(row.section, model, target, heads.get(row.section.name))
-            assert factory is not None
-            measured = _measured(model, row.name, factory, prompts, options.new_tokens)
-            figures[f"{name}.{row.name}"] = measured
-            print(f"  {row.name:44s} {_line(measured)}", flush=True)
-    publish("drafters", rounded(figures), device=target.device, folder=options.out, merge=True)
+        return prompts
+
+    def measure(self, row: Row, prompts: Sequence[tuple[int, ...]]) -> Figures:
+        """What `--tree` asks of a row, or all."""
+        model, tree, new_tokens = self._model, self._options.tree, self._options.new_tokens
+        factory = load_drafter(row.section, model, self.target, self._head(row))
+        assert factory is not None
+        if tree:
+            tau = acceptance(trace_drafter(model, factory, prompts, new_tokens, tree), tree)
+            print(f"  {row.name:44s} τ {tau:.2f}", flush=True)
+            return {"tau": tau, "tree": _shape(tree), "prompts": len(prompts)}
+        measured = _measured(model, row.name, factory, prompts, new_tokens)
+        print(f"  {row.name:44s} {_line(measured)}", flush=True)
+        return measured
+
+
+def _print_taus(figures: dict[str, Figures], rows: Sequence[Row], sets: Sequence[str]) -> None:
+    """Rows by sets; a set that was left out has none."""
+    print(f"\n{'τ':46s}" + "".join(f"{name:>9s}" for name in sets))
+    for row in rows:
+        cells = (figures.get(f"{name}.{row.name}") for name in sets)
+        print(f"{row.name:46s}" + "".join(f"{cell['tau'] if cell else '–':>9.4}" for cell in cells))
 
 
 def _measured(
@@ -102,7 +190,7 @@ def _measured(
     factory: DrafterFactory,
     prompts: Sequence[tuple[int, ...]],
     new_tokens: int,
-) -> dict[str, Any]:
+) -> Figures:
     """Tuned on the even prompts, run on the odd ones."""
     context = sum(map(len, prompts)) // len(prompts)
     tuning, measuring = prompts[::2], prompts[1::2]
@@ -122,7 +210,7 @@ def _measured(
         "predicted_from_other_prompts": cell.speedup,
         "predicted": predicted,
         "error": predicted / ran.speedup - 1,
-        "tree": "/".join(str(part) for part in (cell.tree.top_k, cell.tree.steps, cell.tree.nodes)),
+        "tree": _shape(cell.tree),
         "settings": "".join(f" {key} {value}" for key, value in factory.settings.items()),
         "t_draft_ms": 1e3 * cell.costs.draft_seconds(cell.tree.top_k),
         "t_ar_ms": 1e3 * cell.costs.plain_seconds,
@@ -131,18 +219,33 @@ def _measured(
     }
 
 
-def _prompts(name: str, target: Target, count: int) -> list[tuple[int, ...]]:
-    """Of a set, evenly over its categories, those that fit."""
-    template, file = target.template(), prompt_set(SETS.get(name, "mt_bench"))
+def _prompts(name: str, target: Target, count: int, tokens: int) -> list[tuple[int, ...]]:
+    """Of a set, evenly over its categories, those that fit; of `tokens` each for a number."""
+    template, file = target.template(), prompt_set(SETS.get(name, SETS["long"]))
     prompts = balanced(load_prompts([SourceSpec(source=file)], seed=0), None, 0)
     questions = [first_question(prompt, template).context for prompt in prompts]
     if name.isdecimal():
         chosen = range(0, len(questions), max(1, len(questions) // count))[:count]
-        return [fill_context(questions, index, int(name)) for index in chosen]
+        return [of_length(questions, index, tokens) for index in chosen]
     least = LONG if name == "long" else 1
     fitting = [question for question in questions if least <= len(question) <= LONGEST]
     step = max(1, len(fitting) // count)
     return fitting[::step][:count]
+
+
+def of_length(questions: Sequence[tuple[int, ...]], index: int, tokens: int) -> tuple[int, ...]:
+    """Question number `index`, cut in front or behind others, as a prompt of `tokens` tokens.
+
+    It begins as all of them do, with the template's own tokens.
+    """
+    pairs = zip(min(questions), max(questions), strict=False)  # what these share, all share
+    opening = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    bodies = [question[len(opening) :] for question in questions]
+    return (*opening, *fill_context(bodies, index, tokens - len(opening)))
+
+
+def _shape(tree: TreeSection) -> str:
+    return f"{tree.top_k}/{tree.steps}/{tree.nodes}"
 
 
 def _lengths(prompts: Sequence[tuple[int, ...]]) -> str:
@@ -150,7 +253,7 @@ def _lengths(prompts: Sequence[tuple[int, ...]]) -> str:
     return f"{len(prompts)} prompts of {lengths[0]:,} to {lengths[-1]:,} tokens"
 
 
-def _line(figures: dict[str, Any]) -> str:
+def _line(figures: Figures) -> str:
     return (
         f"τ {figures['tau']:.2f}  {figures['tokens_per_second']:6.1f} tokens/s  "
         f"{figures['speedup']:.2f}× plain (predicted {figures['predicted']:.2f}×)  "
@@ -172,6 +275,7 @@ def _options() -> argparse.Namespace:
     option("--sets", type=_sets, default=list(SETS), help=f"of {', '.join(SETS)}, or tokens")
     option("--prompts", type=int, default=8, help="prompts that are run, and as many for tuning")
     option("--new-tokens", type=int, default=64, help="tokens of each reply")
+    option("--tree", type=_tree, metavar="K/S/N", help="only τ, of this top_k/steps/nodes")
     option("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")
     return parser.parse_args()
@@ -179,6 +283,15 @@ def _options() -> argparse.Namespace:
 
 def _rows(text: str) -> list[Row]:
     return [Row.parse(part) for part in text.split(",") if part]
+
+
+def _tree(text: str) -> TreeSection:
+    try:
+        top_k, steps, nodes = map(int, text.split("/"))
+        return TreeSection(top_k=top_k, steps=steps, nodes=nodes)
+    except ValueError as error:  # pydantic's, too
+        brief = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{text} is no top_k/steps/nodes: {brief}") from None
 
 
 def _sets(text: str) -> list[str]:
