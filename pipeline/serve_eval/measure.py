@@ -19,7 +19,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
 from pipeline.eagle3.head import DraftingHead
-from pipeline.errors import TargetError
+from pipeline.errors import ConfigError, TargetError
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import Question, first_question, next_question
 from pipeline.target.load import LoadedTarget, pick_device
@@ -84,6 +84,12 @@ class Comparison:
         chosen = sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
         questions = [first_question(prompts[index], self._template) for index in chosen]
         contexts = [question.context for question in questions if self._fits(question)]
+        if not contexts:
+            raise ConfigError(
+                "no prompt that the tree would be picked with fits the target's positions",
+                where="eval.tree",
+                fix="choose shorter prompts, lower eval.max_new_tokens, or give a shape",
+            )
         notice("eval", f"tree: auto, trying the drafter on {len(contexts)} prompts")
         with long_step("eval", "tree: auto"):
             choice = tune(
