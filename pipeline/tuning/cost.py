@@ -38,7 +38,7 @@ NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BEAM_COUNTS = (1, 2, 4, 8)
 STEP_COUNTS = (1, 3, 6)
 
-#: Draft steps behind the first proposal whose mean is T_draft.
+#: Draft steps behind the first proposal whose mean is T_draft; fewer of a shallower drafter.
 _UNROLLED = 4
 #: Drafted tokens that the timed bookkeeping accepts.
 _ACCEPTED = 4
@@ -139,6 +139,7 @@ class CostMeter:
             raise ValueError(f"context is {context}, {problem} {model.max_length}")
         nodes = sorted({1, *node_counts})
         pieces = _Pieces(model, drafter, rows, context, longest, sampling=sampling)
+        self._unrolled = min(_UNROLLED, drafter.depth - 1)
         launches: dict[_Name, Callable[[], object]] = {}
         for count in nodes:
             launches["verify", count] = partial(pieces.verify, pieces.tree(count))
@@ -148,7 +149,7 @@ class CostMeter:
             launches["extend", steps] = partial(pieces.extend, steps)
         for beams in beam_counts:
             launches["propose", beams] = partial(pieces.draft, beams, 1)
-            launches["unroll", beams] = partial(pieces.draft, beams, 1 + _UNROLLED)
+            launches["unroll", beams] = partial(pieces.draft, beams, 1 + self._unrolled)
         self._seconds: Callable[[Callable[[], object]], float] = _host_seconds
         if model.device.type == "cuda":
             # Rounds run as graphs, and launches from Python would hide what kernels take.
@@ -178,7 +179,8 @@ class CostMeter:
 
         # The difference holds whole steps only: neither the first proposal nor the call itself.
         propose, unroll = curve("propose"), curve("unroll")
-        steps = {beams: (unroll[beams] - propose[beams]) / _UNROLLED for beams in propose}
+        count = max(self._unrolled, 1)  # who drafts one step has no other
+        steps = {beams: (unroll[beams] - propose[beams]) / count for beams in propose}
         draft = {beams: max(0.0, seconds) for beams, seconds in steps.items()}  # lookups are free
         return Costs(curve("verify"), draft, curve("extend"), curve("other"))
 

@@ -125,6 +125,25 @@ def test_the_fastest_variant_is_picked(
         assert alone.speedup <= cell.speedup
 
 
+@pytest.mark.parametrize("trained", [2, 3, 8])
+def test_blocks_of_every_size_are_timed_and_one_is_picked(
+    model: DecoderModel, trained: int
+) -> None:
+    """Also those that predict fewer tokens than a chain of the cost model has steps."""
+    head = block_head(model, proposed=torch.arange(8))
+    head.shape = head.shape.model_copy(update={"block_size": trained})
+    target: Any = None
+    factory = load_drafter(DrafterSection(name="dflash"), model, target, head)
+    assert factory is not None
+    prompts = [prompt[:20] for prompt in PROMPTS]
+    choice = tune.tune(model, factory, prompts, rows=(1,), new_tokens=8)[1]
+    assert choice.settings["block_size"] in {trained, trained // 2}
+    assert choice.shape.steps < choice.settings["block_size"]
+    traced = decode_plan.trace_variants(model, factory, prompts, 8)
+    cell = decode_plan.plan_cell(model, "dflash", traced, 2, 20)
+    assert cell.tree.steps < cell.factory.settings["block_size"] <= trained
+
+
 def test_what_is_left_open_needs_an_automatic_tree(model: DecoderModel) -> None:
     auto = {"name": "self_spec", "self_spec": {"budget": "auto"}}
     with pytest.raises(ValidationError, match=r"budget=auto is picked .* set tree to auto, or"):
