@@ -39,7 +39,7 @@ from tests.decoder.ops.biased import towards_drafts
 from tests.decoder.test_dflash import block_head
 
 SLOTS, TEMPERATURE = 128, 1.5
-REQUESTS, SIGNIFICANCE, BIAS = 4096, 1e-4, 0.08
+SIGNIFICANCE, BIAS = 1e-4, 0.08
 #: So few tokens that every sequence of LENGTH is seen often; the first is drawn behind the prompt.
 VOCABULARY, LENGTH = 10, 3
 TREE = TreeSection(top_k=3, steps=3, nodes=10)
@@ -52,6 +52,7 @@ class Case(NamedTuple):
 
     make: Make
     prompt: int = 12
+    requests: int = 4096
 
 
 def _eagle3(model: DecoderModel, other: DecoderModel) -> Drafter:
@@ -79,7 +80,7 @@ CASES = {
     "ngram": Case(lambda model, other: NgramDrafter(model, TREE, NgramSection())),
     "standalone": Case(lambda model, other: StandaloneDrafter(other, model, TREE)),
     "self_spec-streaming": Case(
-        lambda model, other: StreamingDrafter(model, TREE, budget=PAGE), 2 * PAGE + 1
+        lambda model, other: StreamingDrafter(model, TREE, budget=PAGE), 2 * PAGE + 1, requests=3072
     ),
     "self_spec-snapkv": Case(_snapkv, 20),
 }
@@ -171,10 +172,10 @@ def test_samples_follow_the_targets_distribution_and_a_planted_bias_does_not(
     model, other = _load(directory), _load(other_directory)
     drafter, prompt = case.make(model, other), _prompt(case)
     exact = _exact(directory, prompt)
-    tokens, rounds = _sampled(model, drafter, prompt, REQUESTS)
+    tokens, rounds = _sampled(model, drafter, prompt, case.requests)
     assert min(rounds) < LENGTH - 1 == max(rounds), "some drafts are accepted, and some are not"
     assert fmean(rounds) < 0.99 * (LENGTH - 1)
     assert _p_value(tokens, exact) > SIGNIFICANCE
     monkeypatch.setattr(model.ops, "sample", _planted(model.ops))
-    biased, _ = _sampled(model, case.make(model, other), prompt, REQUESTS)
+    biased, _ = _sampled(model, case.make(model, other), prompt, case.requests)
     assert _p_value(biased, exact) < SIGNIFICANCE
