@@ -28,7 +28,7 @@ from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter, name_of
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.dflash.checkpoint import load_any_head
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.decode_plan import fill_context
 from pipeline.serve_eval.questions import first_question

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.console import notice
+from pipeline.eagle3.any_head import load_any_head, save_any_head
 from pipeline.eagle3.checkpoint import (
     CARD,
     HEAD_FILES,
@@ -17,7 +18,6 @@ from pipeline.eagle3.checkpoint import (
     export_speculators,
     load_head,
 )
-from pipeline.eagle3.dflash.checkpoint import load_any_head, save_any_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.published import published
 from pipeline.errors import StoreError

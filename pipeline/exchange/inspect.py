@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pipeline.console import console, printable
+from pipeline.eagle3.any_head import empty_head, read_any_shape
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HEAD_FILES, WEIGHTS, read_card
-from pipeline.eagle3.dflash.checkpoint import empty_head, read_any_shape
 from pipeline.eagle3.head import DraftShape
 from pipeline.errors import HeadError
 from pipeline.store.location import Location, as_directory
