@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.eagle3.formats import sglang, speculators
-from pipeline.eagle3.head import Eagle3Head, HeadShape
+from pipeline.eagle3.head import DraftingHead, Eagle3Head, HeadShape
 from pipeline.errors import HeadError
 
-Dialect = Literal["sglang", "speculators"]
+Dialect = Literal["sglang", "speculators", "mtp"]
 
 _MAPS = ("d2t", "t2d")
 #: What trainers leave in their checkpoints and no head needs: the verifier's own weights.
@@ -38,13 +38,14 @@ _FETCH_AGAIN = "download or export the head again"
 
 @dataclass(frozen=True)
 class ForeignHead:
-    """What a directory holds, under the names of `Eagle3Head`."""
+    """What a directory holds, under our own names."""
 
     dialect: Dialect
     #: Output indices; None leaves them to the loader's default.
     capture_layers: tuple[int, int, int] | None
-    head: Eagle3Head  # float32
+    head: DraftingHead  # float32
     embedding: Tensor | None  # [V, H], when it ships one
+    lm_head: Tensor | None = None  # [V, H], when it ships one that is not the head's own
 
 
 def read_foreign(directory: Path) -> ForeignHead:
@@ -98,8 +99,8 @@ def _build_head(shape: HeadShape, tensors: dict[str, Tensor], *, where: str) -> 
             "t2d": torch.ones(shape.vocab_size, dtype=torch.bool),
         }
         tensors = {**identity, **tensors}
-    _check_tensors(expected, tensors, where)
-    target_ids = _target_ids(tensors["d2t"], tensors["t2d"], where)
+    check_tensors(expected, tensors, where)
+    target_ids = draft_ids(tensors["d2t"], tensors["t2d"], where)
     order = target_ids.argsort()
     weights = {name: tensor.float() for name, tensor in tensors.items() if name not in _MAPS}
     weights["lm_head.weight"] = weights["lm_head.weight"][order]
@@ -134,7 +135,7 @@ def _head_name(name: str) -> str:
     return name
 
 
-def _check_tensors(
+def check_tensors(
     expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], where: str
 ) -> None:
     missing = sorted(expected.keys() - tensors.keys())
@@ -157,7 +158,7 @@ def _check_tensors(
             raise HeadError(problem, where=where, fix=fix)
 
 
-def _target_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
+def draft_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
     """Target ids [Vd] of the draft rows, from their offsets d2t [Vd].
 
     Raises HeadError unless t2d [V] marks the same tokens, each once.
