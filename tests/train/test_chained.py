@@ -23,6 +23,8 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init
 from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.errors import ConfigError, HeadError
+from pipeline.exchange.export import export_head
+from pipeline.exchange.imports import import_head
 from pipeline.store.states import StatesSample
 from pipeline.target.forward import capture_states, register_packed_attention
 from pipeline.target.open import open_target
@@ -350,10 +352,13 @@ def test_heads_that_read_the_final_state_train(
     store_states: Store,
     states: list[StatesSample],
     target_directory: Path,
+    tmp_path: Path,
     init: str,
 ) -> None:
-    """Their states end with the last layer; others are refused."""
-    settings = {"epochs": 60, "batch_tokens": 48, "learning_rate": 1e-2, "checkpoint_every": 200}
+    """Their states end with the last layer; others are refused. What is trained without lm_head can
+    be exported, and comes back."""
+    settings: dict[str, Any] = {"epochs": 60, "batch_tokens": 48, "learning_rate": 1e-2}
+    settings |= {"checkpoint_every": 200, "train_lm_head": init == "random"}
     head = {**CHAIN, "chain_input": "final", "init_layer": init}
     refused = tiny_config("other", head=head, **settings)
     store_states(refused, states[:2])
@@ -388,6 +393,15 @@ def test_heads_that_read_the_final_state_train(
     assert float((seen - expected).norm() / expected.norm()) < 0.02
     drafted, undrafted = decoded(config, made, layers, states[0])
     assert drafted.token_ids == undrafted.token_ids
+    out, back = tmp_path / "mtp", tmp_path / "back"
+    if init == "random":
+        with pytest.raises(HeadError, match="lm_head was trained"):
+            export_head(str(head_of(config)), format="mtp", out=str(out))
+        return
+    export_head(str(head_of(config)), format="mtp", out=str(out))
+    import_head(str(out), target=str(target_directory), out=str(back))
+    stored = [(each / "model.safetensors").read_bytes() for each in (head_of(config), back)]
+    assert stored[0] == stored[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -232,7 +232,9 @@ def _check_steps(section: TrainSection, head: ChainedHead, *, where: str) -> Non
 
 def _kept(shape: DraftShape, field: str) -> Any:
     """A field of the earlier head; the default where its kind has none."""
-    return getattr(shape, field, HeadSection.model_fields[field].default)
+    if not hasattr(shape, field):
+        return HeadSection.model_fields[field].default
+    return getattr(shape, field)
 
 
 def _load_earlier(source: str, contract: TargetContract) -> tuple[DraftingHead, dict[str, Any]]:
