@@ -17,10 +17,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 from pipeline.config import TargetSection
 from pipeline.eagle3.any_head import load_any_head, save_any_head
 from pipeline.eagle3.chained.head import ChainedHead
-from pipeline.eagle3.chained.init import chained_shape_for
+from pipeline.eagle3.chained.init import chained_shape_for, start_chained_layers
 from pipeline.eagle3.checkpoint import HeadCard, load_head, save_head
 from pipeline.eagle3.head import HeadShape
-from pipeline.eagle3.init import random_init
+from pipeline.eagle3.init import behind_norm, random_init
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import HeadError
 from pipeline.exchange.export import Format, export_head
@@ -83,6 +83,30 @@ def chain_for(target: Target, **changes: Any) -> ChainedHead:
 @pytest.fixture
 def chain(target: Target) -> ChainedHead:
     return chain_for(target)
+
+
+def test_layers_start_as_the_targets_last_one(target: Target, chain: ChainedHead) -> None:
+    """Norms of queries and keys go into their projections; what the layer writes begins small."""
+    source = dict(target.weights.layer(7))
+    assert start_chained_layers(chain, source)[:2] == [
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    generator = torch.Generator().manual_seed(1)
+    read = source["input_layernorm.weight"].float()
+    x = torch.randn(16, 32, generator=generator) * read
+    theirs = (x @ source["self_attn.k_proj.weight"].float().T).view(16, 2, 8)
+    for layer in chain.layers:
+        _, key, _ = layer.self_attn.project_qkv(x, None)
+        torch.testing.assert_close(key.detach(), theirs)
+        written = 0.1 * source["self_attn.o_proj.weight"].float()
+        torch.testing.assert_close(layer.self_attn.o_proj.weight.detach(), written)
+    norm = torch.rand(8, generator=generator) + 0.5
+    start_chained_layers(chain, {**source, "self_attn.k_norm.weight": norm})
+    _, key, _ = chain.layers[1].self_attn.project_qkv(x, None)
+    folded = behind_norm(source["self_attn.k_proj.weight"], norm, read, 8)
+    torch.testing.assert_close(key.detach(), (x @ folded.T).view(16, 2, 8))
+    assert not torch.allclose(key.detach(), theirs)
 
 
 def saved(head: ChainedHead, contract: TargetContract, directory: Path) -> Path:

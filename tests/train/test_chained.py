@@ -17,10 +17,10 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.chained.head import ChainedHead, ChainedShape
-from pipeline.eagle3.chained.init import inverse_norm, start_chain
+from pipeline.eagle3.chained.init import start_chain
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init
+from pipeline.eagle3.init import inverse_norm, random_init
 from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.errors import ConfigError, HeadError
 from pipeline.exchange.export import export_head

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.eagle3.chained.head import ChainedHead, ChainedLayer, ChainedShape
 from pipeline.eagle3.head import DraftShape
-from pipeline.eagle3.init import behind_norm, copy_mlp, shape_for
+from pipeline.eagle3.init import behind_norm, copy_plain_layer, inverse_norm, shape_for
 
 #: What the layer of a head keeps of its first output: input_proj alone begins as an identity.
 _KEPT = 0.1
@@ -67,13 +67,6 @@ def start_chain(
     return begun
 
 
-def inverse_norm(weight: Tensor) -> Tensor:
-    """What takes a norm's weight [H] back: 1/w, where w is next to nothing less."""
-    weight = weight.float()
-    epsilon = (0.05 * weight.square().mean().sqrt()).square()
-    return weight / (weight.square() + epsilon)
-
-
 def start_chained_layers(head: ChainedHead, source: Mapping[str, Tensor]) -> list[str]:
     """Copy what fits of a target layer, named relative to it, into every head; what did.
 
@@ -82,32 +75,19 @@ def start_chained_layers(head: ChainedHead, source: Mapping[str, Tensor]) -> lis
     copied: list[str] = []
     with torch.no_grad():
         for layer in head.layers:
-            copied = _copy_layer(layer, source)
+            copied = copy_plain_layer(layer, _without_head_norms(layer, source))
             layer.self_attn.o_proj.weight.mul_(_KEPT)
             layer.mlp.down_proj.weight.mul_(_KEPT)
     return copied
 
 
-def _copy_layer(own: ChainedLayer, source: Mapping[str, Tensor]) -> list[str]:
-    sandwiched = "pre_feedforward_layernorm.weight" in source
-    before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
-    pairs = {
-        "input_layernorm": own.input_layernorm.weight,
-        before_mlp: own.post_attention_layernorm.weight,
-        "self_attn.q_proj": own.self_attn.q_proj.weight,
-        "self_attn.k_proj": own.self_attn.k_proj.weight,
-        "self_attn.v_proj": own.self_attn.v_proj.weight,
-        "self_attn.o_proj": own.self_attn.o_proj.weight,
-    }
-    copied = []
-    for name, weight in pairs.items():
-        tensor = source.get(f"{name}.weight")
-        if tensor is None or tensor.shape != weight.shape:
-            continue
-        kind = name.removeprefix("self_attn.")[0]
-        norm = source.get(f"self_attn.{kind}_norm.weight") if name.endswith("_proj") else None
-        if norm is not None:
-            tensor = behind_norm(tensor, norm, own.input_layernorm.weight, own.self_attn.head_dim)
-        weight.copy_(tensor)
-        copied.append(name)
-    return [*copied, *copy_mlp(own.mlp, source)]
+def _without_head_norms(own: ChainedLayer, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The layer with its norms of queries and keys inside their projections: a head has none."""
+    folded = dict(source)
+    read = source.get("input_layernorm.weight", own.input_layernorm.weight)
+    for name in ("q", "k"):
+        projection = f"self_attn.{name}_proj.weight"
+        norm = source.get(f"self_attn.{name}_norm.weight")
+        if norm is not None and projection in source and source[projection].shape[1] == len(read):
+            folded[projection] = behind_norm(source[projection], norm, read, own.self_attn.head_dim)
+    return folded

@@ -26,13 +26,8 @@ from torch import Tensor
 from pipeline.config import HeadSection
 from pipeline.console import notice
 from pipeline.eagle3.chained.head import ChainedHead, ChainedLayer, ChainedShape
-from pipeline.eagle3.chained.init import (
-    chained_shape_for,
-    inverse_norm,
-    start_chain,
-    start_chained_layers,
-)
-from pipeline.eagle3.init import DraftVocabulary, random_init
+from pipeline.eagle3.chained.init import chained_shape_for, start_chain, start_chained_layers
+from pipeline.eagle3.init import DraftVocabulary, inverse_norm, random_init
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import ConfigError
 from pipeline.records import TargetContract
@@ -44,9 +39,9 @@ from pipeline.train.start.least_squares import LEAST_SURE, Fit
 from pipeline.train.start.ridge import Ridge, Rows, solve_ridge
 from pipeline.train.ttt.attention import UnrolledAttention
 
-#: Keys of `train.head_config` that decide a chain, beside its sizes.
+#: Keys of `train.head_config` that decide a chain, beside the sizes of any head.
 CHAINED_FIXED = ("heads", "chain_input")
-_SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def chained_shape(
@@ -59,7 +54,7 @@ def chained_shape(
     from transformers import AutoConfig
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
-    asked = {name: getattr(section, name) for name in (*_SIZES, *CHAINED_FIXED)}
+    asked = {name: getattr(section, name) for name in (*SIZES, *CHAINED_FIXED)}
     shape = chained_shape_for(target, **asked)
     check_sizes(shape, "train.head_config")
     last = contract.num_layers - 1

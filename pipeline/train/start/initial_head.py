@@ -40,12 +40,11 @@ from pipeline.train.start.block_drafter import (
     dflash_shape,
     new_dflash_head,
 )
-from pipeline.train.start.chained_heads import CHAINED_FIXED, chained_shape, new_chain
+from pipeline.train.start.chained_heads import CHAINED_FIXED, SIZES, chained_shape, new_chain
 
 #: Fields of `train.head_config` that decide tensors of any head, and those of one head's.
 #: A fine-tuned head keeps its own.
-_SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-_FIXED = (*_SIZES, "fc_norm", "norm_output")
+_FIXED = (*SIZES, "fc_norm", "norm_output")
 EAGLE3_FIXED = (*_FIXED, *CHAINED_FIXED)
 
 

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from pipeline.eagle3.head import DraftingHead, Eagle3Head
+from pipeline.eagle3.init import inverse_norm
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch, read_batch
 from pipeline.train.data.corpus import Corpus
@@ -72,8 +73,7 @@ def start_by_least_squares(
     does not grow with the batches.
     """
     weight, size = head.norm.weight.clone(), head.shape.hidden_size
-    epsilon = (0.05 * weight.square().mean().sqrt()).square()
-    inverse = weight / (weight.square() + epsilon)  # [H], 1/w
+    inverse = inverse_norm(weight)
     head.midlayer.input_layernorm.weight.fill_(1.0)
     head.midlayer.post_attention_layernorm.weight.fill_(1.0)
     linear = solve_ridge(batches, _rows(head, embedding.float(), inverse))
