@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.batch import DecodeBatch, RowState
+from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.drafters.base import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.drafters.eagle3 import check_fits
 from pipeline.decoder.kv import Planes, PlaneShape
@@ -76,18 +76,14 @@ class ChainedDrafter(TreeDrafter):
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
         rows, following = read.rows, read.following.clamp(min=0)
         index = torch.arange(len(following), device=following.device)
-        starts, state = rows.starts[:-1], self._states(batch)
+        starts, last = rows.starts[:-1], (rows.starts[1:] - 1)[rows.row]  # of each token's row
         hidden, kept = self._first_hidden(read.aux), list[Tensor]()
         for k, link in enumerate(self.links):
-            missing = (k - batch.seq_lens).clamp(min=0)  # [B] tokens that no entry here reads
             if k:
-                before = hidden[(index - 1).clamp(min=0)]
-                before = torch.where((rows.within == 0)[:, None], state[rows.row, k - 1], before)
-                continued = (batch.seq_lens >= k)[rows.row, None]
-                hidden = torch.where(continued, before, hidden)
+                hidden = self._moved(k, hidden, batch, rows)
             behind = replace(batch, seq_lens=(batch.seq_lens - k).clamp(min=0))
             metadata = behind.metadata(self.ops, self.rotary, rows)
-            last = (rows.starts[1:] - 1)[rows.row]  # of each token's row
+            missing = (k - batch.seq_lens).clamp(min=0)  # [B] tokens in front of head k's first
             tokens = following[torch.minimum(index + missing[rows.row], last)]
             if k == self._kept:  # the last head's output is nobody's
                 self._write_keys(link, tokens, hidden, metadata, planes.drafter[k])
@@ -103,6 +99,18 @@ class ChainedDrafter(TreeDrafter):
         draft = _ChainedDraft(self, batch, planes, states, k)
         root = states[:, 0]
         return search_beams(self.ops, draft, vocabulary, root, root, place, steps, k, self.trace)
+
+    def _moved(self, k: int, hidden: Tensor, batch: DecodeBatch, rows: TokenRows) -> Tensor:
+        """What head k reads [T, H], of what head k-1 has just given [T, H].
+
+        Its entries begin one position further to the front, with what is kept of head k-1, unless
+        both begin at position 0.
+        """
+        index = torch.arange(len(hidden), device=hidden.device)
+        before = hidden[(index - 1).clamp(min=0)]
+        first, kept = (rows.within == 0)[:, None], self._states(batch)[rows.row, k - 1]
+        behind = (batch.seq_lens >= k)[rows.row, None]
+        return torch.where(behind, torch.where(first, kept, before), hidden)
 
     def step(
         self,
