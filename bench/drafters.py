@@ -37,7 +37,7 @@ from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter, name_of
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.dflash.checkpoint import load_any_head
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import Eagle3Error
 from pipeline.prompts import balanced, load_prompts

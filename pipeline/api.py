@@ -16,8 +16,8 @@ from pipeline.decoder.drafters.registry import load_drafter, name_of
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES
-from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.errors import Eagle3Error
 from pipeline.records import STAGES, Manifest, Sample, Stage
 from pipeline.store.location import Location, as_directory

@@ -36,7 +36,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself
 WINGS: dict[str, dict[str, set[str]]] = {
     "store": {".": {"states", "backends"}, "states": {"."}, "backends": set()},
-    "eagle3": {".": {"formats"}, "formats": {"."}, "dflash": {".", "formats"}},
+    "eagle3": {
+        ".": {"formats", "dflash", "chained"},
+        "formats": {"."},
+        "dflash": {".", "formats"},
+        "chained": {".", "formats"},
+    },
     "decoder": {
         ".": {"ops", "drafters"},
         "drafters": {".", "ops"},
@@ -51,11 +56,12 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "selection": set(),
     },
     "train": {
-        ".": {"data", "ttt", "dflash", "start"},
+        ".": {"data", "ttt", "chained", "dflash", "start"},
         "data": set(),
         "ttt": {"data"},
+        "chained": {"data", "ttt"},
         "dflash": {"data", "ttt"},
-        "start": {"data", "ttt", "dflash"},
+        "start": {"data", "ttt", "chained", "dflash"},
     },
 }
 

@@ -25,7 +25,7 @@ from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics
-from pipeline.eagle3.dflash.checkpoint import load_any_head
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.errors import StageConflict, TargetError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Record, Stage, digest

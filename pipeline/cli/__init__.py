@@ -5,7 +5,7 @@ eagle3 run    -c run.yaml …      the four stages in order
 eagle3 show   -c run.yaml …      the resolved configuration as YAML
 eagle3 schema                    the configuration's JSON schema
 eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance, metrics of a head
-eagle3 export HEAD --format sglang|speculators --out DIR [--target SOURCE]
+eagle3 export HEAD --format sglang|speculators|mtp --out DIR [--target SOURCE]
 eagle3 import DIR --target SOURCE --out HEAD
 eagle3 pii-score FILE… [-c run.yaml] [--json]   recall and precision of the personal-data filter
 eagle3 verify URI                re-check every byte of a run, and how its stages hang together

@@ -194,14 +194,14 @@ def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:
     inspect.add_argument("head", metavar="HEAD", help="head directory")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
-    written = "write a head in the format of SGLang, or of speculators and vLLM"
+    written = "write a head in the format of SGLang, of speculators and vLLM, or as MTP layers"
     export = _command(commands, "export", written)
     export.add_argument("head", metavar="HEAD", help="head directory")
     export.add_argument(
         "--format",
         required=True,
-        choices=("sglang", "speculators"),
-        help="sglang is the format of a head directory itself",
+        choices=("sglang", "speculators", "mtp"),
+        help="sglang is the format of a head directory itself, mtp that of chained heads",
     )
     export.add_argument("--out", required=True, metavar="DIR", help=f"directory to write; {empty}")
     export.add_argument(
@@ -210,7 +210,7 @@ def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:
         help="where the target is now, for its embedding; default: where the head was trained",
     )
 
-    read = "read a head of another trainer, in either format, and make a head directory of it"
+    read = "read a head of another trainer, in any format, and make a head directory of it"
     imported = _command(commands, "import", read)
     imported.add_argument(
         "head", metavar="DIR", help="directory with config.json and *.safetensors"

@@ -22,7 +22,9 @@ class DrafterInfo(NamedTuple):
 DRAFTERS: dict[DrafterName, DrafterInfo] = {
     "none": DrafterInfo("plain decoding, one token a round", "nothing"),
     "eagle3": DrafterInfo(
-        "an EAGLE-3 head of 2-5 % of the target's size, a dynamic tree", "a trained head", True
+        "an EAGLE-3 head of 2-5 % of the target's size, or chained heads; a dynamic tree",
+        "a trained head",
+        True,
     ),
     "dflash": DrafterInfo(
         "a block drafter: one forward for all depths, a tree of their marginals",

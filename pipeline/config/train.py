@@ -44,8 +44,24 @@ class HeadSection(Section):
     draft_window: int | None = Field(None, gt=0)
     """Recent positions that the head attends to, in training and in our decoder, in whole pages of
     64 beside the first page; None: all. Servers know no window."""
+    heads: int = Field(1, gt=0, le=8)
+    """Chained heads, one a step, each with a layer and keys and values of its own (multi-token
+    prediction); steps beyond reuse the last. 1: the EAGLE-3 head."""
+    chain_input: Literal["aux", "final"] = "aux"
+    """What the first of several heads reads: fc of the aux states, or the target's final state, as
+    the MTP classes of SGLang and vLLM do; that needs target.capture_layers to end with the last
+    layer."""
     max_share_of_target: float = Field(0.05, gt=0)
     """Refuse heads with more than this share of the target's parameters."""
+
+    @model_validator(mode="after")
+    def _asks_for_one_kind(self) -> HeadSection:
+        if self.heads == 1 and self.chain_input != "aux":
+            raise ValueError("chain_input is of several heads; set heads to 2 or more")
+        for name in ("fc_norm", "norm_output", "draft_window"):
+            if self.heads > 1 and getattr(self, name):
+                raise ValueError(f"{name} is of one head; leave it out, or set heads to 1")
+        return self
 
     @model_validator(mode="after")
     def _solves_for_the_targets_output(self) -> HeadSection:
@@ -191,6 +207,20 @@ class TrainSection(Section):
             return value
         rate = _LEARNING_RATES.get(str(value.get("algorithm")))
         return value if rate is None else {**value, "learning_rate": rate}
+
+    @model_validator(mode="after")
+    def _unrolls_all_heads(self) -> TrainSection:
+        heads = self.head_config.heads
+        if self.algorithm == "dflash" or heads == 1:
+            return self
+        if self.ttt_steps < heads:
+            raise ValueError(
+                f"ttt_steps is {self.ttt_steps}, too few to train {heads} heads: one a step"
+            )
+        for name in ("activation_checkpointing", "compile"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is of one head; leave it out for head_config.heads > 1")
+        return self
 
     @model_validator(mode="after")
     def _asks_nothing_of_the_other_algorithm(self) -> TrainSection:

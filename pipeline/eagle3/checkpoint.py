@@ -33,8 +33,8 @@ from pipeline.errors import HeadError, StoreError
 from pipeline.records import TargetContract, match_contracts
 
 HEAD_FILES = CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "eagle3.json"
-#: The architecture of the other kind of head (`eagle3/dflash/`).
-BLOCK_DRAFTER = "DFlashDraftModel"
+#: The architectures of the other kinds of head (`eagle3/dflash/`, `eagle3/chained/`).
+BLOCK_DRAFTER, CHAINED = "DFlashDraftModel", "ChainedDraftModel"
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,9 @@ def read_shape(directory: Path) -> HeadShape:
     if BLOCK_DRAFTER in (body.get("architectures") or ()):
         fix = "name the head of an EAGLE-3 training, or draft with drafter.name=dflash"
         raise HeadError(f"is of a block drafter ({BLOCK_DRAFTER})", where=where, fix=fix)
+    if CHAINED in (body.get("architectures") or ()):
+        fix = "name a head of one layer (train.head_config.heads=1), or export with --format mtp"
+        raise HeadError(f"is of chained heads ({CHAINED})", where=where, fix=fix)
     if MODEL_TYPE in body:
         fix = f"eagle3 import {directory} --target SOURCE --out HEAD"
         raise HeadError("is in the dialect of speculators", where=where, fix=fix)

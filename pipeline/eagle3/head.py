@@ -93,19 +93,22 @@ class HeadShape(DraftShape):
     draft_window: int = 0  # recent positions that a query sees; 0: all
 
 
-class _Attention(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
+class CausalAttention(nn.Module):
+    """The projections around attention that someone else computes."""
+
+    def __init__(self, shape: DraftShape, width: int, *, bias: bool = False) -> None:
+        """Queries, keys and values read inputs of `width`."""
         super().__init__()
         self.head_dim = shape.head_dim
         query = shape.num_attention_heads * shape.head_dim
         key = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden_size, query, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden_size, key, bias=False)
+        self.q_proj = nn.Linear(width, query, bias=bias)
+        self.k_proj = nn.Linear(width, key, bias=bias)
+        self.v_proj = nn.Linear(width, key, bias=bias)
         self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
 
     def project_qkv(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [.., 2H] → query [.., Q, d] of all or of `rows`, key and value [.., G, d]."""
+        """x [.., width] → query [.., Q, d] of all or of `rows`, key and value [.., G, d]."""
         wanted = x if rows is None else x[rows]
         return (
             self._by_head(self.q_proj(wanted)),
@@ -153,7 +156,7 @@ class _DraftLayer(nn.Module):
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = _Attention(shape)
+        self.self_attn = CausalAttention(shape, 2 * shape.hidden_size)
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = SwiGluMlp(shape)
 
@@ -208,9 +211,18 @@ class DraftingHead(nn.Module):
         self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
 
+    @property
+    def aux_projection(self) -> nn.Linear | None:
+        """What joins the aux states; None where the head reads none."""
+        return self.fc
+
     def normed_aux(self, aux_states: Tensor) -> Tensor:
         """What `fc` reads [.., 3H], of aux states [.., 3H]."""
         return aux_states
+
+    def normed_output(self, output: Tensor) -> Tensor:
+        """What `lm_head` reads, of an output of a step [.., H]."""
+        return output
 
     def target_ids(self) -> Tensor:
         """Target token of each draft row [Vd], ascending."""

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.head import BorrowedRows, DraftingHead, Eagle3Head, HeadShape, SwiGluMlp
+from pipeline.eagle3.head import (
+    BorrowedRows,
+    DraftingHead,
+    Eagle3Head,
+    HeadShape,
+    RmsNorm,
+    SwiGluMlp,
+)
 
 #: Standard deviation of randomly started matrices, as in the Llama family.
 _INIT_STD = 0.02
@@ -128,6 +135,13 @@ def lend_rows(head: DraftingHead, target_lm_head: Tensor) -> None:
         head.lm_head.weight = target_lm_head.detach().to(head.fc.weight)
 
 
+def inverse_norm(weight: Tensor) -> Tensor:
+    """What takes a norm's weight [H] back: 1/w, where w is next to nothing less."""
+    weight = weight.float()
+    epsilon = (0.05 * weight.square().mean().sqrt()).square()
+    return weight / (weight.square() + epsilon)
+
+
 def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
     """Copy what fits of a target layer, named relative to it, into the head's; returns what did.
 
@@ -145,13 +159,43 @@ def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
 def _copy_norms(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
     """The norms before attention and before the MLP, whatever the target calls the latter."""
     own = head.midlayer
-    sandwiched = "pre_feedforward_layernorm.weight" in layer
-    before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
+    before_mlp = _norm_before_mlp(layer)
     pairs = (("input_layernorm", own.hidden_norm), (before_mlp, own.post_attention_layernorm))
     fitting = [(name, norm) for name, norm in pairs if f"{name}.weight" in layer]
     for name, norm in fitting:
         norm.weight.copy_(layer[f"{name}.weight"])
     return ["norms"] if fitting else []
+
+
+def _norm_before_mlp(layer: Mapping[str, Tensor]) -> str:
+    """What a target calls it; where it norms attention's output as well, something else."""
+    sandwiched = "pre_feedforward_layernorm.weight" in layer
+    return "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
+
+
+class PlainLayer(Protocol):
+    """A head's layer that reads a residual stream alone, as the target's own do."""
+
+    input_layernorm: RmsNorm
+    post_attention_layernorm: RmsNorm
+    self_attn: Any  # q_proj, k_proj, v_proj and o_proj
+    mlp: SwiGluMlp
+
+
+def copy_plain_layer(own: PlainLayer, source: Mapping[str, Tensor]) -> list[str]:
+    """Copy what fits of a target layer, named relative to it; what did."""
+    pairs = {
+        "input_layernorm": own.input_layernorm,
+        _norm_before_mlp(source): own.post_attention_layernorm,
+        **{f"self_attn.{name}_proj": getattr(own.self_attn, f"{name}_proj") for name in "qkvo"},
+    }
+    copied = []
+    for name, module in pairs.items():
+        tensor = source.get(f"{name}.weight")
+        if tensor is not None and tensor.shape == module.weight.shape:
+            module.weight.copy_(tensor)
+            copied.append(name)
+    return [*copied, *copy_mlp(own.mlp, source)]
 
 
 def _copy_attention(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:

@@ -1,6 +1,6 @@
 """Heads in and out: export for other systems, import from other trainers, and a look inside.
 
-export.py    our head directory → SGLang's or speculators' dialect
+export.py    our head directory → SGLang's or speculators' dialect, chained heads → MTP layers
 imports.py   a head of another trainer → our head directory, with a contract made from the target
 inspect.py   contract, size, tensors, vocabulary, provenance and metrics of a head
 

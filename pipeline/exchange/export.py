@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.console import notice
+from pipeline.eagle3.any_head import load_any_head, save_any_head
+from pipeline.eagle3.chained.head import ChainedHead
+from pipeline.eagle3.chained.mtp import export_mtp
 from pipeline.eagle3.checkpoint import (
     CARD,
     HEAD_FILES,
@@ -17,14 +20,13 @@ from pipeline.eagle3.checkpoint import (
     export_speculators,
     load_head,
 )
-from pipeline.eagle3.dflash.checkpoint import load_any_head, save_any_head
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.eagle3.published import published
-from pipeline.errors import StoreError
+from pipeline.errors import HeadError, StoreError
 from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target, open_contracted_target
 
-Format = Literal["sglang", "speculators"]
+Format = Literal["sglang", "speculators", "mtp"]
 
 #: What vLLM drafts a round when the head does not say how far it was unrolled.
 _SPECULATIVE_TOKENS = 3
@@ -37,17 +39,41 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
     exported head names without its path. SGLang's dialect does not need it. Raises HeadError,
     TargetError or ContractMismatch.
     """
-    read = load_any_head if format == "sglang" else load_head
+    read = load_head if format == "speculators" else load_any_head
     with as_directory(Location(head_uri), HEAD_FILES) as directory:
         head, card = read(directory)
+    _check_format(head, format, where=f"head {head_uri}")
     with output_directory(out) as folder:
         if format == "sglang":
             save_any_head(folder, head, published(card))
+        elif isinstance(head, ChainedHead):
+            opened = open_contracted_target(card.contract, target, where=f"head {head_uri}")
+            given = opened.weights.embedding(), opened.weights.lm_head()
+            export_mtp(folder, head, published(card), embedding=given[0], lm_head=given[1])
+            _say_who_drafts(head.shape.heads)
         else:
             assert isinstance(head, Eagle3Head), "load_head reads no other"
             opened = open_contracted_target(card.contract, target, where=f"head {head_uri}")
             _export_speculators(folder, head, card, opened)
     notice("export", f"{format}: {out}")
+
+
+def _check_format(head: DraftingHead, format: Format, *, where: str) -> None:
+    """Raise HeadError for a kind of head that a format has no place for."""
+    if isinstance(head, ChainedHead) and format == "sglang":
+        problem = "SGLang's EAGLE-3 class has one head, this one is a chain"
+        raise HeadError(problem, where=where, fix="export with --format mtp")
+    if format == "mtp" and not isinstance(head, ChainedHead):
+        problem = "MTP layers join token and hidden state before the layer, this head inside it"
+        fix = "export with --format sglang, or train with train.head_config.heads above 1"
+        raise HeadError(problem, where=where, fix=fix)
+
+
+def _say_who_drafts(heads: int) -> None:
+    """What today's servers do with more than one head of this layout."""
+    if heads > 1:
+        vllm = "vLLM's MiMoMTPModel drafts with the first head alone"
+        notice("export", f"{heads} heads: {vllm}, SGLang's MiMoMTP keeps the last it reads")
 
 
 @contextmanager

@@ -9,10 +9,11 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.console import notice
+from pipeline.eagle3.any_head import save_any_head
+from pipeline.eagle3.chained.mtp import complete_mtp, is_mtp, read_mtp
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HeadCard, read_card
-from pipeline.eagle3.dflash.checkpoint import save_any_head
 from pipeline.eagle3.dflash.foreign import is_block_drafter, read_foreign_blocks
-from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign
+from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign, read_json
 from pipeline.eagle3.published import last_part
 from pipeline.errors import HeadError
 from pipeline.exchange.export import output_directory
@@ -40,6 +41,9 @@ def import_head(source: str, *, target: str, out: str) -> None:
     kwargs = card.contract.chat_template_kwargs if card else {}
     section = TargetSection(source=target, chat_template_kwargs=kwargs)
     opened = open_target(section)
+    if foreign.dialect == "mtp":
+        given = opened.weights.lm_head(), opened.weights.final_norm()
+        complete_mtp(foreign, *given, where=f"head {source}")
     contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     _check_embedding(foreign, opened, where=source)
     if foreign.lacks_rows:
@@ -64,7 +68,10 @@ def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
         raise HeadError(f"has no {CONFIG}", where=f"head {source}", fix=fix)
     with as_directory(location, names) as directory:
         card = directory / CARD
-        read = read_foreign_blocks if is_block_drafter(directory) else read_foreign
+        if is_block_drafter(directory):
+            read = read_foreign_blocks
+        else:
+            read = read_mtp if is_mtp(read_json(directory / CONFIG)) else read_foreign
         return read(directory), read_card(card) if card.is_file() else None
 
 
@@ -75,7 +82,10 @@ def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> 
         if of_target != of_head:
             problem = f"{name} is {of_head}, the target's {of_target}"
             raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)
-    layers = foreign.capture_layers or contract.capture_layers
+    low, middle, _ = default = contract.capture_layers
+    if foreign.dialect == "mtp":  # the high state has to become the final one
+        default = low, middle, contract.num_layers - 1
+    layers = foreign.capture_layers or default
     if max(layers) >= contract.num_layers:
         reached = f"its aux layers reach output index {max(layers)}"
         problem = f"{reached}, the target has {contract.num_layers} layers"

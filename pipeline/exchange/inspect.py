@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from pipeline.console import console, printable
+from pipeline.eagle3.any_head import empty_head, read_any_shape
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HEAD_FILES, WEIGHTS, read_card
-from pipeline.eagle3.dflash.checkpoint import empty_head, read_any_shape
 from pipeline.eagle3.head import DraftShape
 from pipeline.errors import HeadError
 from pipeline.store.location import Location, as_directory
 
-_MAPS = ("d2t", "t2d")
+#: The vocabulary's map, and what chained heads keep of the target.
+_NOT_TRAINED = ("d2t", "t2d", "target_norm")
 #: Fields of the shape that one row of the table shows together.
 _VOCABULARIES = ("draft_vocab_size", "vocab_size")
 
@@ -67,7 +68,7 @@ def inspect_head(uri: str) -> Inspection:
         shape, card = read_any_shape(directory), read_card(directory / CARD)
     tensors = _read_header(location, sizes[WEIGHTS])
     _check(tensors, shape, where=f"head {uri}: {WEIGHTS}")
-    parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.name not in _MAPS)
+    parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.name not in _NOT_TRAINED)
     draft_vocabulary = {
         "size": shape.draft_vocab_size,
         "of": shape.vocab_size,

@@ -25,6 +25,8 @@ class HeadSize:
         if section.algorithm == "dflash":
             return BlockHeadSize.of_blocks(section, target)
         asked = section.head_config
+        if asked.heads > 1:
+            return ChainedHeadSize.of_chain(section, target)
         return cls(
             hidden=target.hidden,
             intermediate=asked.intermediate_size or target.intermediate,
@@ -62,6 +64,44 @@ class HeadSize:
         """
         step = (8 if checkpointing else 6) * self.layer + 6 * self.lm_head
         return steps * step + 6 * self.fc + 2 * self.lm_head
+
+
+@dataclass(frozen=True)
+class ChainedHeadSize(HeadSize):
+    """Matrices of chained heads."""
+
+    heads: int = 2
+    reads_aux: bool = True
+
+    @classmethod
+    def of_chain(cls, section: TrainSection, target: TargetShape) -> ChainedHeadSize:
+        """As training would build them for `target`."""
+        asked = section.head_config
+        return cls(
+            hidden=target.hidden,
+            intermediate=asked.intermediate_size or target.intermediate,
+            queries=(asked.num_attention_heads or target.heads) * target.head_dim,
+            keys=(asked.num_key_value_heads or target.groups) * target.head_dim,
+            draft_vocabulary=asked.draft_vocab_size,
+            heads=asked.heads,
+            reads_aux=asked.chain_input == "aux",
+        )
+
+    @property
+    def fc(self) -> int:
+        """3H → H, where head 0 reads aux states."""
+        return 3 * self.hidden * self.hidden * self.reads_aux
+
+    @property
+    def layer(self) -> int:
+        """One of them: 2H → H before it; q, k and v read H, o writes H; gate, up and down."""
+        attention = self.hidden * (self.queries + 2 * self.keys) + self.queries * self.hidden
+        return 2 * self.hidden**2 + attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def parameters(self) -> int:
+        """The matrices and five norms a head."""
+        return self.fc + self.heads * (self.layer + 5 * self.hidden) + self.lm_head
 
 
 @dataclass(frozen=True)

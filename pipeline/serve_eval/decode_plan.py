@@ -11,8 +11,8 @@ from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES
-from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings

@@ -8,8 +8,8 @@ import torch
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard
-from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import EvalReport, Manifest, Prompt

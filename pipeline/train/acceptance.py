@@ -33,7 +33,7 @@ from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.eagle3.dflash.checkpoint import empty_head
+from pipeline.eagle3.any_head import empty_head
 from pipeline.eagle3.head import DraftShape
 from pipeline.errors import ConfigError, TargetError
 from pipeline.target.open import Target

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline.config import RunConfig, world_size
 from pipeline.console import notice
+from pipeline.eagle3.any_head import empty_head, save_any_head
 from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.dflash.checkpoint import empty_head, save_any_head
 from pipeline.eagle3.head import DraftingHead, DraftShape
 from pipeline.eagle3.init import DraftVocabulary
 from pipeline.eagle3.published import without_places
@@ -41,7 +41,7 @@ def chosen_head(
         tau = f"τ {reported.tau:.3f} ± {reported.tau_error:.3f} (standard error)"
         notice("train", f"{tau} on {len(reported.rounds)} samples that did not choose it")
         weights = checkpoints.read_best(best)
-    head = empty_head(shape).to(weights["fc.weight"].dtype)
+    head = empty_head(shape).to(weights["lm_head.weight"].dtype)
     head.load_state_dict(weights)
     return head
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig, rank
 from pipeline.console import long_step, notice
+from pipeline.eagle3.chained.head import ChainedHead
 from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head
 from pipeline.records import Manifest
@@ -28,6 +29,7 @@ from pipeline.train.data.schedule import Schedule
 from pipeline.train.data.stored import StoredCorpus, open_corpus
 from pipeline.train.group import first_decides, own_part, take_from_first, together
 from pipeline.train.start.block_least_squares import start_blocks_by_least_squares
+from pipeline.train.start.chained_heads import solve_chain
 from pipeline.train.start.least_squares import (
     SCALE_BATCHES,
     FirstBatches,
@@ -92,6 +94,8 @@ def solve(config: RunConfig, head: DraftingHead, target: Target, data: Data) -> 
     with long_step("train", "solving the head by least squares"):
         if isinstance(head, DflashHead):
             first_decides(lambda: _solve_blocks(config, head, target, data))
+        elif isinstance(head, ChainedHead):
+            first_decides(lambda: _solve_chain(config, head, target, data))
         else:
             assert isinstance(head, Eagle3Head)
             first_decides(lambda: _solve(config, head, target, data))
@@ -127,6 +131,22 @@ def _solve_blocks(config: RunConfig, head: DflashHead, target: Target, data: Dat
     first = f"{solved.explained:.0%} of the target's states explained at position 1"
     every = f"{solved.explained_by_attention:.0%} at all by attention"
     notice("train", f"{held_out}: {first}, {every}")
+
+
+def _solve_chain(config: RunConfig, head: ChainedHead, target: Target, data: Data) -> None:
+    device, wanted = target.device, rows_wanted(head.shape.hidden_size)
+    tokens = config.train.head_config.init_tokens
+    many, few = (
+        FirstBatches(data.corpus, data.schedule, tokens=tokens, labels=labels)
+        for labels in (wanted, wanted // 2)  # input_proj has half of fc's regressors
+    )
+    weights = target.weights
+    given = weights.embedding().to(device), weights.final_norm().to(device)
+    fits = solve_chain(head.to(device), *given, many, few)
+    head.cpu()
+    explained = ", ".join(f"{fit.explained:.0%}" for fit in fits)
+    notice("train", f"heads solved by least squares on {fits[0].rows:,} labels")
+    notice("train", f"of the target's states they explain {explained}, head by head")
 
 
 def _solve(config: RunConfig, head: Eagle3Head, target: Target, data: Data) -> None:

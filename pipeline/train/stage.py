@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeline.config import RunConfig, prepare_process, rank, world_size
 from pipeline.console import console, long_step, notice
+from pipeline.eagle3.chained.head import ChainedHead
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.head import BorrowedRows, DraftingHead, DraftShape, Eagle3Head
@@ -35,6 +36,7 @@ from pipeline.target.load import pick_device
 from pipeline.target.open import Target, open_target
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import log_coverage
+from pipeline.train.chained.model import ChainedModel
 from pipeline.train.checkpoints import Checkpoint, Checkpoints, workspace
 from pipeline.train.data.corpus import HeldOut
 from pipeline.train.data.schedule import Schedule
@@ -228,15 +230,18 @@ def _model(config: RunConfig, head: DraftingHead, target: Target, longest: int) 
         asked, teacher = section.dflash, (section.loss, section.teacher_temperature)
         blocks = BlockObjective(asked.anchors, asked.position_decay, config.run.seed, *teacher)
         return DflashModel(head, embedding, lm_head, blocks, max_length=longest, dtype=dtype)
+    decay, temperature = section.step_decay, section.teacher_temperature
+    objective = Objective(section.ttt_steps, decay, section.loss, temperature)
+    reach, given = section.position_reach or 0, (embedding, lm_head, objective)
+    if isinstance(head, ChainedHead):
+        return ChainedModel(head, *given, max_length=longest, dtype=dtype, reach=reach)
     assert isinstance(head, Eagle3Head)
     return TttModel(
         head,
-        embedding,
-        lm_head,
-        Objective(section.ttt_steps, section.step_decay, section.loss, section.teacher_temperature),
+        *given,
         max_length=longest,
         dtype=dtype,
-        reach=section.position_reach or 0,
+        reach=reach,
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,
     )

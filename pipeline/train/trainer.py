@@ -244,10 +244,13 @@ class Trainer:
 
 def _groups(model: TrainedModel, fc_scale: float) -> list[dict[str, Any]]:
     """What is trained, in groups of one learning rate each."""
-    fc = model.head.fc.weight
-    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    others = [parameter for parameter in trained if parameter is not fc]
-    return [{"params": others, "scale": 1.0}, {"params": [fc], "scale": fc_scale}]
+    projection = model.head.aux_projection
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if projection is None:
+        return [{"params": trained, "scale": 1.0}]
+    others = [parameter for parameter in trained if parameter is not projection.weight]
+    scaled = {"params": [projection.weight], "scale": fc_scale}
+    return [{"params": others, "scale": 1.0}, scaled]
 
 
 def _settings(section: TrainSection) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch
 
 from bench import drafters
 from bench.drafters import Row, of_length
+from pipeline.eagle3.any_head import save_any_head
 from pipeline.eagle3.checkpoint import HeadCard, save_head
-from pipeline.eagle3.dflash.checkpoint import save_any_head
 from pipeline.eagle3.head import HeadShape
 from pipeline.records import TargetContract
 from tests.eagle3.conftest import make_head

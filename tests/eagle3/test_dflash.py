@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.eagle3.any_head import load_any_head, save_any_head
 from pipeline.eagle3.checkpoint import HeadCard, load_head
-from pipeline.eagle3.dflash.checkpoint import load_any_head, save_any_head
 from pipeline.eagle3.dflash.head import DflashHead, DflashShape
 from pipeline.eagle3.dflash.init import dflash_shape_for, start_block_layers
 from pipeline.eagle3.init import random_init

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.eagle3.any_head import load_any_head, save_any_head
 from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.dflash.checkpoint import load_any_head, save_any_head
 from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.dflash.init import dflash_shape_for
 from pipeline.eagle3.init import random_init

@@ -22,13 +22,17 @@ from torch import Tensor
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
 from pipeline.config import TreeSection
+from pipeline.decoder.drafters.chained import ChainedDrafter
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
+from pipeline.eagle3.chained.head import ChainedHead
+from pipeline.eagle3.chained.init import chained_shape_for
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.eagle3.init import random_init
 from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from tests.gpu.training import attention_agrees, losses_agree
 
@@ -196,6 +200,29 @@ def greedy_is_lossless(
     return {"tokens": 3 * sum(map(len, plain.values()))}
 
 
+def chained_is_lossless(device: torch.device) -> dict[str, Any]:
+    """fp32: likewise with chained heads, of which each has a plane of its own."""
+    model = model_of(LLAMA, device, torch.float32)
+    vocabulary = torch.arange(0, model.vocabulary, 2)
+    shape = chained_shape_for(
+        model.config,
+        heads=3,
+        chain_input="aux",
+        draft_vocab_size=len(vocabulary),
+        intermediate_size=96,
+        num_attention_heads=None,
+        num_key_value_heads=None,
+    )
+    head = ChainedHead(shape)
+    random_init(head, 3)
+    head.set_vocabulary(vocabulary)
+    plain, tree = decode(Engine(model), requests()), next(iter(TREES.values()))
+    for slots in (1, 3, 8):
+        engine = Engine(model, drafter=ChainedDrafter(head, model, tree), slots=slots)
+        assert decode(engine, requests()) == plain, f"batch {slots} differs"
+    return {"tokens": 3 * sum(map(len, plain.values()))}
+
+
 def sampling_is_lossless(device: torch.device, top_p: float, top_k: int) -> dict[str, Any]:
     """fp32: with a drafter, every token is the one that its seed draws from the plain model."""
     model, wanted = model_of(LLAMA, device, torch.float32), requests(0.8, top_p, top_k)
@@ -347,6 +374,7 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"near ties in bf16, {name}", partial(near_ties, shape, device)
         for title, tree in TREES.items():
             yield f"greedy, {name}, {title}", partial(greedy_is_lossless, shape, tree, device)
+    yield "chained heads", partial(chained_is_lossless, device)
     yield "sampling", partial(sampling_is_lossless, device, 1.0, 0)
     yield "sampling, top-p and top-k", partial(sampling_is_lossless, device, 0.9, 40)
     for length in (LENGTH, LENGTH - 24):

@@ -29,6 +29,7 @@ NAMES = [
     "logits, llama",
     "near ties in bf16, llama",
     "greedy, llama, tree",
+    "chained heads",
     "sampling",
     "sampling, top-p and top-k",
     "length limit, 256",

@@ -18,8 +18,8 @@ from pipeline.decoder.drafters.dflash import DflashDrafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import load_head
-from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.eagle3.dflash.head import BlockLayer, DflashHead, DflashShape
 from pipeline.eagle3.init import random_init
 from pipeline.eagle3.layers import RotaryTable, rotate

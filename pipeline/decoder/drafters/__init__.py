@@ -3,6 +3,7 @@
 base.py         the protocol that the engine talks to
 registry.py     drafters by name
 eagle3.py       the EAGLE-3 head
+chained.py      a head for each step
 dflash.py       the block drafter
 ngram.py        prompt lookup and suffix matching
 chains.py       several continuations as one tree

@@ -146,11 +146,11 @@ class Eagle3Drafter(TreeDrafter):
 
 def check_fits(head: DraftingHead, model: DecoderModel) -> None:
     """Raise HeadError where the head's shape contradicts the target's."""
-    hidden = model.config.hidden_size
+    hidden, projection = model.config.hidden_size, head.aux_projection
     for field, value, wanted in (
         ("hidden_size", head.shape.hidden_size, hidden),
         ("vocab_size", head.shape.vocab_size, model.vocabulary),
-        ("aux states", head.fc.in_features, 3 * hidden),
+        ("aux states", projection.in_features if projection else 3 * hidden, 3 * hidden),
     ):
         if value != wanted:
             raise HeadError(

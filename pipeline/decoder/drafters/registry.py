@@ -14,6 +14,7 @@ from pipeline.config import (
 )
 from pipeline.decoder.drafters.base import Drafter, Trees
 from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.chained.head import ChainedHead
 from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.errors import ConfigError
@@ -186,6 +187,14 @@ def draft_with(
         from pipeline.decoder.drafters.dflash import DflashDrafter
 
         return DflashDrafter(head, model, trees)
+    if isinstance(head, ChainedHead):
+        from pipeline.decoder.drafters.chained import ChainedDrafter
+
+        if window is not None:
+            problem = "chained heads see the whole text"
+            fix = "leave it out, or draft with a head that was trained with one layer"
+            raise ConfigError(problem, where="drafter.eagle3.draft_window", fix=fix)
+        return ChainedDrafter(head, model, trees)
     from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 
     assert isinstance(head, Eagle3Head)

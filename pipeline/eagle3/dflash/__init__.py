@@ -2,6 +2,6 @@
 
 head.py        DflashShape and DflashHead: the maths, with attention passed in
 init.py        shape and first weights, taken from the target
-checkpoint.py  its directory, in the layout of DFlashDraftModel; heads of either kind, read
+checkpoint.py  its directory, in the layout of DFlashDraftModel
 foreign.py     that layout as others write it
 """

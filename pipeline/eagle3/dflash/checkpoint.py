@@ -1,4 +1,4 @@
-"""A block drafter on disk, in the layout of DFlashDraftModel; and heads of either kind.
+"""A block drafter on disk, in the layout of DFlashDraftModel.
 
     config.json        DFlashDraftModel on the fields of Qwen3, as SGLang and vLLM read it
     model.safetensors  fc, hidden_norm, layers.*, norm; lm_head, d2t, t2d; no embedding, and no
@@ -14,20 +14,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.eagle3.checkpoint import (
-    BLOCK_DRAFTER,
-    CONFIG,
-    HeadCard,
-    open_files,
-    read_shape,
-    read_weights,
-    save_head,
-    write_files,
-)
-from pipeline.eagle3.dflash.head import MOST_BLOCK, DflashHead, DflashShape
+from pipeline.eagle3.checkpoint import BLOCK_DRAFTER, CONFIG
+from pipeline.eagle3.dflash.head import MOST_BLOCK, DflashShape
 from pipeline.eagle3.formats.fields import layer_config, validated
 from pipeline.eagle3.formats.foreign import read_json
-from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head, HeadShape
 from pipeline.errors import HeadError
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 
@@ -87,41 +77,3 @@ def check_numbers(shape: DflashShape, where: str) -> None:
         problem = f"target_lm_head proposes all {shape.vocab_size} tokens of the target"
         own = f"draft_vocab_size is {shape.draft_vocab_size}"
         raise HeadError(f"{problem}, and {own}", where=where, fix="export the head again")
-
-
-def load_any_head(
-    directory: Path, *, expected: TargetContract | None = None
-) -> tuple[DraftingHead, HeadCard]:
-    """Read a head directory of either kind, as its architecture says, in float32.
-
-    Raises HeadError, or ContractMismatch when it is for another target than `expected`.
-    """
-    card = open_files(directory, expected)
-    head = empty_head(read_any_shape(directory))
-    read_weights(directory, head)
-    return head.float(), card
-
-
-def read_any_shape(directory: Path) -> DraftShape:
-    """The shape in a head directory's config.json, as its architecture says. Raises HeadError."""
-    if BLOCK_DRAFTER in (read_json(directory / CONFIG).get("architectures") or ()):
-        return read_dflash_shape(directory)
-    return read_shape(directory)
-
-
-def save_any_head(directory: Path, head: DraftingHead, card: HeadCard) -> None:
-    """Write a head of either kind atomically, weights in bfloat16; an existing one is replaced."""
-    if isinstance(head, DflashHead):
-        config = dflash_config(head.shape, card.contract)
-        write_files(directory, config, head.state_dict(), card)
-    else:
-        assert isinstance(head, Eagle3Head)
-        save_head(directory, head, card)
-
-
-def empty_head(shape: DraftShape) -> DraftingHead:
-    """A head of the kind that a shape is of, not started."""
-    if isinstance(shape, DflashShape):
-        return DflashHead(shape)
-    assert isinstance(shape, HeadShape)
-    return Eagle3Head(shape)

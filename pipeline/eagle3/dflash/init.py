@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.eagle3.dflash.head import BlockLayer, DflashHead, DflashShape
 from pipeline.eagle3.head import DraftShape
-from pipeline.eagle3.init import copy_mlp, shape_for
+from pipeline.eagle3.init import copy_plain_layer, shape_for
 
 
 def dflash_shape_for(
@@ -74,22 +74,7 @@ def start_block_layers(head: DflashHead, sources: Sequence[Mapping[str, Tensor]]
 
 
 def _copy_layer(own: BlockLayer, source: Mapping[str, Tensor]) -> list[str]:
-    sandwiched = "pre_feedforward_layernorm.weight" in source
-    before_mlp = "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm"
-    pairs = {
-        "input_layernorm": own.input_layernorm.weight,
-        before_mlp: own.post_attention_layernorm.weight,
-        "self_attn.q_proj": own.self_attn.q_proj.weight,
-        "self_attn.k_proj": own.self_attn.k_proj.weight,
-        "self_attn.v_proj": own.self_attn.v_proj.weight,
-        "self_attn.o_proj": own.self_attn.o_proj.weight,
-    }
-    copied = []
-    for name, weight in pairs.items():
-        tensor = source.get(f"{name}.weight")
-        if tensor is not None and tensor.shape == weight.shape:
-            weight.copy_(tensor)
-            copied.append(name)
+    copied = copy_plain_layer(own, source)
     for name in ("q", "k"):
         norm, wanted = source.get(f"self_attn.{name}_norm.weight"), own.self_attn.head_dim
         weight = getattr(own.self_attn, f"{name}_norm").weight
@@ -98,7 +83,7 @@ def _copy_layer(own: BlockLayer, source: Mapping[str, Tensor]) -> list[str]:
         elif norm is None:
             projection = getattr(own.self_attn, f"{name}_proj").weight
             weight.fill_(_typical(projection, own.input_layernorm.weight))
-    return [*copied, *copy_mlp(own.mlp, source)]
+    return copied
 
 
 def _typical(weight: Tensor, read: Tensor) -> float:

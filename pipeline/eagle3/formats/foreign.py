@@ -24,7 +24,7 @@ from pipeline.eagle3.formats import sglang, speculators
 from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.errors import HeadError
 
-Dialect = Literal["sglang", "speculators", "dflash"]
+Dialect = Literal["sglang", "speculators", "dflash", "mtp"]
 
 _MAPS = ("d2t", "t2d")
 #: What trainers leave in their checkpoints and no head needs: the verifier's own weights.
@@ -46,6 +46,7 @@ class ForeignHead:
     head: DraftingHead  # float32
     embedding: Tensor | None  # [V, H], when it ships one
     lacks_rows: bool = False  # its lm_head is the target's rows of its draft vocabulary
+    lm_head: Tensor | None = None  # [V, H], when it ships one that is not the head's own
 
 
 def read_foreign(directory: Path) -> ForeignHead:
@@ -99,8 +100,8 @@ def fill_head(head: DraftingHead, tensors: dict[str, Tensor], *, where: str) -> 
             "t2d": torch.ones(shape.vocab_size, dtype=torch.bool),
         }
         tensors = {**identity, **tensors}
-    _check_tensors(expected, tensors, where)
-    target_ids = _target_ids(tensors["d2t"], tensors["t2d"], where)
+    check_tensors(expected, tensors, where)
+    target_ids = draft_ids(tensors["d2t"], tensors["t2d"], where)
     order = target_ids.argsort()
     weights = {name: tensor.float() for name, tensor in tensors.items() if name not in _MAPS}
     if "lm_head.weight" in weights:
@@ -136,7 +137,7 @@ def _head_name(name: str) -> str:
     return name
 
 
-def _check_tensors(
+def check_tensors(
     expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], where: str
 ) -> None:
     missing = sorted(expected.keys() - tensors.keys())
@@ -159,7 +160,7 @@ def _check_tensors(
             raise HeadError(problem, where=where, fix=fix)
 
 
-def _target_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
+def draft_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
     """Target ids [Vd] of the draft rows, from their offsets d2t [Vd].
 
     Raises HeadError unless t2d [V] marks the same tokens, each once.

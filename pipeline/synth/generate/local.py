@@ -17,8 +17,8 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.request import Completion, Request
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES
-from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.errors import OutOfMemory, brief, is_out_of_memory
 from pipeline.records import Arithmetic
 from pipeline.store.location import Location, as_directory

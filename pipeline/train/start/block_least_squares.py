@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.eagle3.dflash.head import BlockLayer, BlockQkv, ContextKeys, DflashHead
+from pipeline.eagle3.init import inverse_norm
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.dflash.blocks import BlockAttention, cut_blocks, draw_anchors
@@ -73,8 +74,7 @@ def start_blocks_by_least_squares(
     anchors, decay and seed are those of training. Deterministic; sums are kept, not rows.
     """
     embedding, weight = embedding.float(), head.norm.weight.clone()
-    epsilon = (0.05 * weight.square().mean().sqrt()).square()
-    inverse = weight / (weight.square() + epsilon)  # [H], 1/w
+    inverse = inverse_norm(weight)
     first = _blank_layers(head)
     linear = solve_ridge(batches, _rows(first, embedding, inverse))
     size = head.shape.hidden_size

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from pipeline.config import DflashSection, HeadSection, TrainSection
 from pipeline.console import notice
+from pipeline.eagle3.any_head import empty_head, load_any_head
+from pipeline.eagle3.chained.head import ChainedHead, ChainedShape
 from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS
-from pipeline.eagle3.dflash.checkpoint import empty_head, load_any_head
 from pipeline.eagle3.dflash.head import DflashHead, DflashShape
 from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head, HeadShape
 from pipeline.eagle3.init import (
@@ -40,16 +41,12 @@ from pipeline.train.start.block_drafter import (
     dflash_shape,
     new_dflash_head,
 )
+from pipeline.train.start.chained_heads import CHAINED_FIXED, SIZES, chained_shape, new_chain
 
-#: Fields of `train.head_config` that decide tensors. A fine-tuned head keeps its own.
-_FIXED = (
-    "draft_vocab_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "fc_norm",
-    "norm_output",
-)
+#: Fields of `train.head_config` that decide tensors of any head, and those of one head's.
+#: A fine-tuned head keeps its own.
+_FIXED = (*SIZES, "fc_norm", "norm_output")
+EAGLE3_FIXED = (*_FIXED, *CHAINED_FIXED)
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,8 @@ def choose_start(section: TrainSection, target_directory: Path, contract: Target
             shape = earlier.shape = earlier.shape.model_copy(update={"draft_window": window})
     elif section.algorithm == "dflash":
         shape = dflash_shape(section.dflash, target_directory, contract)
+    elif section.head_config.heads > 1:
+        shape = chained_shape(section.head_config, target_directory, contract)
     else:
         shape = head_shape(section.head_config, target_directory, contract.vocab_size)
     own, name = asked_for(section)
@@ -132,8 +131,10 @@ def _own_head(
     layers, given = target.contract.num_layers, (vocabulary, target.weights)
     if isinstance(start.shape, DflashShape):
         return new_dflash_head(section.dflash, start.shape, *given, layers=layers, seed=seed)
-    assert isinstance(start.shape, HeadShape)
     last = layers - 1
+    if isinstance(start.shape, ChainedShape):
+        return new_chain(section.head_config, start.shape, *given, last_layer=last, seed=seed)
+    assert isinstance(start.shape, HeadShape)
     return new_head(section.head_config, start.shape, *given, last_layer=last, seed=seed)
 
 
@@ -209,10 +210,12 @@ def _check_kept(section: TrainSection, head: DraftingHead, *, where: str) -> Non
             where="train.algorithm",
             fix=f"set train.algorithm={kind}, or start from another head",
         )
+    if isinstance(head, ChainedHead):
+        _check_steps(section, head, where=where)
     own, name = asked_for(section)
-    fixed = DFLASH_FIXED if section.algorithm == "dflash" else {key: key for key in _FIXED}
+    fixed = DFLASH_FIXED if section.algorithm == "dflash" else {key: key for key in EAGLE3_FIXED}
     for key, field in fixed.items():
-        asked, kept = getattr(own, key), getattr(head.shape, field)
+        asked, kept = getattr(own, key), _kept(head.shape, field)
         if asked not in (type(own).model_fields[key].default, kept):
             other = f"the head that training starts from has {kept} ({where})"
             new = "without train.start_from a new head takes any value"
@@ -221,6 +224,25 @@ def _check_kept(section: TrainSection, head: DraftingHead, *, where: str) -> Non
                 where=f"{name}.{key}",
                 fix=f"leave it out or set it to {kept}; {new}",
             )
+
+
+def _check_steps(section: TrainSection, head: ChainedHead, *, where: str) -> None:
+    """Raise ConfigError where `section` asks what chained heads cannot."""
+    if section.ttt_steps < (heads := head.shape.heads):
+        problem = f"{section.ttt_steps} steps are too few for the {heads} heads of {where}"
+        fix = f"set at least {heads}, one a head"
+        raise ConfigError(problem, where="train.ttt_steps", fix=fix)
+    for name in ("activation_checkpointing", "compile"):
+        if getattr(section, name):
+            problem = f"the head that training starts from has several heads ({where})"
+            raise ConfigError(problem, where=f"train.{name}", fix="leave it out")
+
+
+def _kept(shape: DraftShape, field: str) -> Any:
+    """A field of the earlier head; the default where its kind has none."""
+    if not hasattr(shape, field):
+        return HeadSection.model_fields[field].default
+    return getattr(shape, field)
 
 
 def _load_earlier(source: str, contract: TargetContract) -> tuple[DraftingHead, dict[str, Any]]:

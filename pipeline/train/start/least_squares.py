@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from pipeline.eagle3.head import DraftingHead, Eagle3Head
+from pipeline.eagle3.init import inverse_norm
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch, read_batch
 from pipeline.train.data.corpus import Corpus
@@ -44,7 +45,7 @@ from pipeline.train.ttt.unroll import Layer, unroll
 #: Labels for each regressor of the linear part: with fewer, it is too much that of the sample.
 ROWS_PER_REGRESSOR = 30
 #: The least share of its own scale that the final norm keeps, where a prediction is worth nothing.
-_LEAST_SURE = 0.05
+LEAST_SURE = 0.05
 #: What the parts that read the hidden state keep of their first values.
 _KEPT = 0.1
 #: Batches that the scale of `fc` is measured on.
@@ -72,8 +73,7 @@ def start_by_least_squares(
     does not grow with the batches.
     """
     weight, size = head.norm.weight.clone(), head.shape.hidden_size
-    epsilon = (0.05 * weight.square().mean().sqrt()).square()
-    inverse = weight / (weight.square() + epsilon)  # [H], 1/w
+    inverse = inverse_norm(weight)
     head.midlayer.input_layernorm.weight.fill_(1.0)
     head.midlayer.post_attention_layernorm.weight.fill_(1.0)
     linear = solve_ridge(batches, _rows(head, embedding.float(), inverse))
@@ -81,7 +81,7 @@ def start_by_least_squares(
     covariance = linear.moments[3 * size :, 3 * size :].clone()
     covariance.diagonal().add_(1e-4)
     _factorise_values(head, linear.weights[3 * size :].T.float(), covariance.float())
-    head.norm.weight.copy_(weight * max(linear.cosine, _LEAST_SURE))
+    head.norm.weight.copy_(weight * max(linear.cosine, LEAST_SURE))
     head.midlayer.mlp.down_proj.weight.zero_()
     by_mlp = solve_ridge(batches, _activations(head, embedding.float(), inverse))
     head.midlayer.mlp.down_proj.weight.copy_(by_mlp.weights.T)
@@ -124,7 +124,10 @@ def fc_scale(head: DraftingHead, batches: Iterable[TrainBatch]) -> float:
     head are normed to one. A step of Adam moves every weight alike, so it would move fc's output
     that much further. Two digits, so that the order of a sum on another machine changes nothing.
     """
-    plain = (batch.to(head.fc.weight.device, torch.float32) for batch in batches)
+    if head.aux_projection is None:
+        return 1.0
+    device = head.aux_projection.weight.device
+    plain = (batch.to(device, torch.float32) for batch in batches)
     read = torch.cat([head.normed_aux(batch.aux_states[batch.labels - 2]) for batch in plain])
     return float(f"{min(1.0, 1 / float(read.square().mean().sqrt())):.2g}")
 

@@ -22,7 +22,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.divergence import OutputLoss, Teacher
 from pipeline.train.ttt.trained import (
     ComputeHead,
+    Kind,
     StepResult,
     TrainedModel,
     count_coarse_rows,
@@ -50,21 +51,21 @@ class Objective(NamedTuple):
     temperature: float = 1.0  # of the teacher's softmax
 
 
-class TttModel(TrainedModel):
-    """The head with what it is trained against; `forward(batch)` is one unroll and its loss.
+class UnrolledModel(TrainedModel, Generic[Kind]):
+    """A head with what it is trained against; `forward(batch)` is one unroll and its loss.
 
     The target's embedding [V, H] and its output rows, those of the draft vocabulary [Vd, H] or for
     losses of acceptance all [V, H], are constants: buffers that no checkpoint holds.
     """
 
-    head: Eagle3Head
+    head: Kind
     embedding: Tensor
     target_output_rows: Tensor
     target_columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in all rows
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: Kind,
         embedding: Tensor,
         target_lm_head: Tensor,
         objective: Objective,
@@ -72,8 +73,6 @@ class TttModel(TrainedModel):
         max_length: int,
         dtype: torch.dtype,
         reach: int = 0,
-        checkpointing: bool = False,
-        compiled: bool = False,
     ) -> None:
         """target_lm_head [V, H]; max_length is the longest document, reach as in `position_skips`;
         dtype is the compute type.
@@ -90,11 +89,9 @@ class TttModel(TrainedModel):
         self.register_buffer("target_columns", columns, persistent=False)
         own = next(head.parameters()).dtype
         self._compute = None if dtype == own else ComputeHead(head, dtype)
-        computing = self._compute.head if self._compute else head
-        self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
         self._reach = reach
         self._length = max(max_length, reach) + objective.steps
-        self._rotary: Any = None
+        self._rotary: RotaryTable | None = None
 
     def counted(self, batch: TrainBatch) -> int:
         return len(batch.labels)
@@ -106,13 +103,6 @@ class TttModel(TrainedModel):
         """
         if divisor is None:
             divisor = self.counted(batch)
-        if self._rotary is None:  # now, because only now are device and type final
-            self._rotary = RotaryTable(
-                self.head.shape.rope_config(),
-                self._length,
-                device=self.embedding.device,
-                dtype=self.embedding.dtype,
-            )
         head = self.head
         if self._compute:
             self._compute.refresh()
@@ -120,17 +110,26 @@ class TttModel(TrainedModel):
         steps = self.objective.steps
         counted = self._counted(batch)
         rows = predicting_rows(batch, counted, steps)
-        unrolled = unroll(
-            head,
-            self.embedding,
-            batch,
-            self._rotary,
-            rows=rows,
-            steps=steps,
-            layer=self._layer,
-            offsets=position_skips(batch, self._reach) if self._reach else None,
-        )
+        offsets = position_skips(batch, self._reach) if self._reach else None
+        unrolled = self.unrolled(head, batch, rows, offsets)
         return self._compare(head, unrolled, batch, counted, divisor)
+
+    def unrolled(
+        self, head: Kind, batch: TrainBatch, rows: Tensor, offsets: Tensor | None
+    ) -> Unroll:
+        """All steps of `head`, which computes, for `rows` [A]; offsets as of `position_skips`."""
+        raise NotImplementedError
+
+    def rotary(self) -> RotaryTable:
+        """Covers the longest document and all steps."""
+        if self._rotary is None:  # now, because only now are device and type final
+            self._rotary = RotaryTable(
+                self.head.shape.rope_config(),
+                self._length,
+                device=self.embedding.device,
+                dtype=self.embedding.dtype,
+            )
+        return self._rotary
 
     def _counted(self, batch: TrainBatch) -> Tensor:
         """Labels that give loss [S]: those inside the draft vocabulary, or all."""
@@ -139,7 +138,7 @@ class TttModel(TrainedModel):
 
     def _compare(
         self,
-        head: Eagle3Head,
+        head: Kind,
         unrolled: Unroll,
         batch: TrainBatch,
         counted: Tensor,
@@ -168,6 +167,43 @@ class TttModel(TrainedModel):
         )
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
         return StepResult(value, hits, predicted.sum(1), coarse_rows)
+
+
+class TttModel(UnrolledModel[Eagle3Head]):
+    """One head, unrolled on its own outputs."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embedding: Tensor,
+        target_lm_head: Tensor,
+        objective: Objective,
+        *,
+        max_length: int,
+        dtype: torch.dtype,
+        reach: int = 0,
+        checkpointing: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        """As of `UnrolledModel`; the last two as of `Layer`."""
+        given = head, embedding, target_lm_head, objective
+        super().__init__(*given, max_length=max_length, dtype=dtype, reach=reach)
+        computing = self._compute.head if self._compute else head
+        self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
+
+    def unrolled(
+        self, head: Eagle3Head, batch: TrainBatch, rows: Tensor, offsets: Tensor | None
+    ) -> Unroll:
+        return unroll(
+            head,
+            self.embedding,
+            batch,
+            self.rotary(),
+            rows=rows,
+            steps=self.objective.steps,
+            layer=self._layer,
+            offsets=offsets,
+        )
 
 
 def gather_predictions(unrolled: Unroll, labels: Tensor) -> Tensor:

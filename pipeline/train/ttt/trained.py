@@ -1,6 +1,7 @@
 """What the trainer steps, whichever algorithm trains the head: its loss on one micro-batch.
 
 eagle3   ttt/model.py      the head unrolled on its own outputs, K steps
+         chained/model.py  a head for each step, then the last one unrolled
 dflash   dflash/model.py   blocks behind anchors, K = block size - 1 positions
 """
 
@@ -50,7 +51,8 @@ class ComputeHead(Generic[Kind]):
                 continue
             path, _, own = name.rpartition(".")
             setattr(self.head.get_submodule(path), own, parameter.to(self._dtype))
-        self.head.d2t, self.head.t2d = self._of.d2t, self._of.t2d
+        for name, buffer in self._of.named_buffers():
+            setattr(self.head, name, buffer)
 
 
 class TrainedModel(nn.Module):

@@ -117,17 +117,22 @@ def unroll(
     """
     layer = layer or Layer.of(head)
     attention = UnrolledAttention(batch.lengths, rows, rotary, offsets, head.shape.draft_window)
-    inputs = _embed(embedding, batch, _all_positions(batch) + 1)
+    inputs = embed_tokens(embedding, batch, _all_positions(batch) + 1)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [])
     outputs, past = [hidden], [own]
     for k in range(1, steps):
-        inputs = _embed(embedding, batch, rows + k + 1)
+        inputs = embed_tokens(embedding, batch, rows + k + 1)
         hidden, own = layer.step(k, inputs, hidden, attention, list(past))
         outputs.append(hidden)
         past.append(own)
+    return Unroll(tuple(outputs), rows, rows_by_position(batch, rows))
+
+
+def rows_by_position(batch: TrainBatch, rows: Tensor) -> Tensor:
+    """Index of each flat position [N] in `rows` [A]; 0 when it is not in there."""
     row_of = torch.zeros_like(batch.token_ids)
     row_of[rows] = torch.arange(len(rows), device=rows.device)
-    return Unroll(tuple(outputs), rows, row_of)
+    return row_of
 
 
 def step_logits(
@@ -174,7 +179,7 @@ def _all_positions(batch: TrainBatch) -> Tensor:
     return torch.arange(batch.tokens, device=batch.token_ids.device)
 
 
-def _embed(embedding: Tensor, batch: TrainBatch, positions: Tensor) -> Tensor:
+def embed_tokens(embedding: Tensor, batch: TrainBatch, positions: Tensor) -> Tensor:
     """Embeddings of the tokens at flat `positions`.
 
     Beyond its document a position reads a neighbour's token; such positions carry no label, and
