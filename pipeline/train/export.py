@@ -41,7 +41,8 @@ def chosen_head(
         tau = f"τ {reported.tau:.3f} ± {reported.tau_error:.3f} (standard error)"
         notice("train", f"{tau} on {len(reported.rounds)} samples that did not choose it")
         weights = checkpoints.read_best(best)
-    head = empty_head(shape).to(weights["lm_head.weight"].dtype)
+    dtype = next(each.dtype for each in weights.values() if each.is_floating_point())
+    head = empty_head(shape).to(dtype)
     head.load_state_dict(weights)
     return head
 
