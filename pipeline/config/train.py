@@ -14,8 +14,8 @@ ACCEPTANCE_LOSSES: frozenset[Loss] = frozenset(("tv", "lk", "lk_hybrid"))
 
 
 #: AdamW's peak rate where none is given. A block drafter starts as a least-squares solution, which
-#: larger steps destroy.
-_LEARNING_RATES = {"eagle3": 1e-3, "dflash": 2e-4}
+#: larger steps destroy, and so do all but the first of chained heads.
+_LEARNING_RATES = {"eagle3": 1e-3, "chained": 3e-4, "dflash": 2e-4}
 
 
 class HeadSection(Section):
@@ -152,7 +152,8 @@ class TrainSection(Section):
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
     learning_rate: float = Field(_LEARNING_RATES["eagle3"], gt=0)
-    """Peak rate of AdamW. Where none is given: 1e-3, under algorithm dflash 2e-4."""
+    """Peak rate of AdamW. Where none is given: 1e-3, of chained heads 3e-4, under algorithm dflash
+    2e-4."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
     """Share of the steps with linear warm-up; the rest follows a cosine to 5 % of the peak."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -205,7 +206,11 @@ class TrainSection(Section):
     def _takes_the_algorithm_s_own_rate(cls, value: Any) -> Any:
         if not isinstance(value, dict) or "learning_rate" in value:
             return value
-        rate = _LEARNING_RATES.get(str(value.get("algorithm")))
+        kind, head = str(value.get("algorithm", "eagle3")), value.get("head_config")
+        heads = head.get("heads", 1) if isinstance(head, dict) else getattr(head, "heads", 1)
+        rate = _LEARNING_RATES.get(
+            "chained" if kind == "eagle3" and heads not in (1, "1") else kind
+        )
         return value if rate is None else {**value, "learning_rate": rate}
 
     @model_validator(mode="after")
