@@ -208,9 +208,9 @@ class TrainSection(Section):
             return value
         kind, head = str(value.get("algorithm", "eagle3")), value.get("head_config")
         heads = head.get("heads", 1) if isinstance(head, dict) else getattr(head, "heads", 1)
-        rate = _LEARNING_RATES.get(
-            "chained" if kind == "eagle3" and heads not in (1, "1") else kind
-        )
+        if kind == "eagle3" and heads not in (1, "1"):
+            kind = "chained"
+        rate = _LEARNING_RATES.get(kind)
         return value if rate is None else {**value, "learning_rate": rate}
 
     @model_validator(mode="after")
