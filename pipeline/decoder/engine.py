@@ -5,6 +5,13 @@
     for completion in engine.generate(requests): …         # in order of completion
     for emission in engine.stream(requests): …             # token by token
 
+Or by hand, for requests that come and go while others run, as a server has them:
+
+    engine.add(request)
+    while engine.busy:
+        for emission in engine.step(): …                   # one round of all
+    engine.abort(request.request_id)                       # its pages are free at once
+
 A request's life:
 
     1  it waits for a slot and for all the pages that it can ever need, so it is never preempted
@@ -22,6 +29,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -115,7 +123,9 @@ class Engine:
             self._runner = RoundRunner(
                 model, planes, drafter, self._batch, buckets=buckets, verify=verify
             )
+        self._waiting = _WaitingQueue()
         self._running: list[RunningRequest] = []  # request r holds row r
+        self._in_flight: deque[list[_Launch]] = deque()  # not yet read; a list for each step
         self._ready: deque[Emission] = deque()
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -124,20 +134,88 @@ class Engine:
             if emission.completion is not None:
                 yield emission.completion
 
-    @torch.inference_mode()
     def stream(self, requests: Iterable[Request]) -> Iterator[Emission]:
         """Tokens as they are emitted, of all requests in turn."""
-        waiting = _WaitingQueue(requests)
-        in_flight: deque[list[_Launch]] = deque()  # not yet read; a list for each pass of this loop
+        self._waiting.read_from(requests)
         try:
-            while waiting or self._prefill.requests or self._running or in_flight:
-                in_flight.append(self._launch(waiting))
-                while in_flight and (len(in_flight) > self._max_unread or not in_flight[-1]):
-                    self._collect(in_flight.popleft())
-                while self._ready:
-                    yield self._ready.popleft()
+            while self.busy:
+                yield from self.step()
         finally:
-            self._abandon()
+            self.abandon()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do: a request waits or runs, or tokens are unread."""
+        return bool(self._waiting or self._prefill.requests or self._running or self._in_flight)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running) + len(self._prefill.requests)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait; `step` emits its tokens. Its id is no other open request's."""
+        self._waiting.add(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[Emission]:
+        """One pass: admit, read prompts, run a round; and what came out of this or an earlier one.
+
+        Waits for tokens, but not for those of the round that it launches where rounds overlap.
+        """
+        in_flight = self._in_flight
+        in_flight.append(self._launch(self._waiting))
+        while in_flight and (len(in_flight) > self._max_unread or not in_flight[-1]):
+            self._collect(in_flight.popleft())
+        emitted = list(self._ready)
+        self._ready.clear()
+        return emitted
+
+    @torch.inference_mode()
+    def abort(self, request_id: str) -> Completion | None:
+        """End a request now: its slot and its pages are free, and it emits nothing any more.
+
+        None for one that is not here, which may have ended by itself.
+        """
+        if self._waiting.remove(request_id):
+            return Completion(request_id, (), "abort", Statistics())
+        reading = self._prefill.requests
+        for ended in (*self._running, *reading):
+            if ended.request.request_id != request_id:
+                continue
+            ended.finish_reason = "abort"  # tokens in flight are not handed out
+            if ended in reading:
+                self._prefill.remove(reading.index(ended))
+                self._free(ended)
+            else:
+                self._retire(ended)
+            return ended.completion()
+        return None
+
+    @torch.inference_mode()
+    def abandon(self) -> None:
+        """Drop everything, for a caller that stopped listening."""
+        self._waiting = _WaitingQueue()
+        for running in list(self._running):
+            self._retire(running)
+        for reading in self._prefill.requests:
+            self._free(reading)
+        self._prefill.drop(len(self._prefill.requests))
+        self._in_flight.clear()
+        self._ready.clear()
+
+    def problem(self, request: Request) -> Problem | None:
+        """Why a request can never be run here; None when it can."""
+        model, capacity = self.model, self.pools.shared.capacity
+        problem = request.problem(vocabulary=model.vocabulary, max_length=model.max_length)
+        if problem is None and (need := self._pages_of(request)) > capacity:
+            what = f"needs {need} pages of key/value memory, the pool has {capacity}"
+            return Problem(what, "give the engine more pages")
+        return problem
+
+    def _pages_of(self, request: Request) -> int:
+        """Pages that a request can ever need."""
+        return pages_for(len(request.prompt_ids) + request.max_new_tokens + self._spare)
 
     def _launch(self, waiting: _WaitingQueue) -> list[_Launch]:
         """Read prompts, within the budget, and run one round of the running requests."""
@@ -170,35 +248,24 @@ class Engine:
 
     def _admit(self, waiting: _WaitingQueue) -> RunningRequest | None:
         """The next request that can run; None without one, a free slot or enough pages."""
-        while waiting and len(self._running) + len(self._prefill.requests) < self.slots:
-            request = waiting.first
-            need = pages_for(len(request.prompt_ids) + request.max_new_tokens + self._spare)
-            problem = self._problem(request, need)
+        while waiting and self.running < self.slots:
+            request, since = waiting.first
+            problem = self.problem(request)
             if problem is not None:
                 waiting.pop()
                 failed = Completion(request.request_id, (), "error", Statistics(), problem)
                 self._ready.append(Emission(request.request_id, (), failed))
                 continue
-            pages = self.pools.shared.allocate(need)
+            pages = self.pools.shared.allocate(self._pages_of(request))
             if pages is None:
                 return None
             own = self.pools.own.allocate(self._own_pages)
             assert own is not None, "the drafter's pool has room for every slot"
             waiting.pop()
             now = time.perf_counter()
-            queued = now - waiting.opened
-            statistics = Statistics(simulated=self._simulated, queued_seconds=queued)
+            statistics = Statistics(simulated=self._simulated, queued_seconds=now - since)
             return RunningRequest(request, pages, now, own, statistics=statistics)
         return None
-
-    def _problem(self, request: Request, need: int) -> Problem | None:
-        """Why a request that needs so many pages can never be run here."""
-        model, capacity = self.model, self.pools.shared.capacity
-        problem = request.problem(vocabulary=model.vocabulary, max_length=model.max_length)
-        if problem is None and need > capacity:
-            what = f"needs {need} pages of key/value memory, the pool has {capacity}"
-            return Problem(what, "give the engine more pages")
-        return problem
 
     def _collect(self, launched: list[_Launch]) -> None:
         """Hand out what launches emitted, and retire the requests that ended."""
@@ -225,31 +292,37 @@ class Engine:
         self.pools.shared.free(running.pages)
         self.pools.own.free(running.own_pages)
 
-    def _abandon(self) -> None:
-        """Drop everything, for a caller that stopped listening."""
-        for running in list(self._running):
-            self._retire(running)
-        for reading in self._prefill.requests:
-            self._free(reading)
-        self._prefill.drop(len(self._prefill.requests))
-        self._ready.clear()
-
 
 class _WaitingQueue:
-    """Requests that wait to be admitted, read from the caller's iterable one ahead."""
+    """Requests that wait to be admitted: those added, then a caller's iterable, read one ahead."""
 
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._source = iter(requests)
-        self.opened = time.perf_counter()
-        self.pop()
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Request, float]] = deque()  # and when they were submitted
+        self._source: Iterator[Request] = iter(())
+        self._opened = 0.0
+
+    def read_from(self, requests: Iterable[Request]) -> None:
+        self._source, self._opened = iter(requests), time.perf_counter()
+
+    def add(self, request: Request) -> None:
+        self._waiting.append((request, time.perf_counter()))
+
+    def remove(self, request_id: str) -> bool:
+        """Whether the request waited here."""
+        for entry in self._waiting:
+            if entry[0].request_id == request_id:
+                self._waiting.remove(entry)
+                return True
+        return False
 
     def __bool__(self) -> bool:
-        return self._first is not None
+        if not self._waiting:
+            self._waiting.extend((request, self._opened) for request in islice(self._source, 1))
+        return bool(self._waiting)
 
     @property
-    def first(self) -> Request:
-        assert self._first is not None
-        return self._first
+    def first(self) -> tuple[Request, float]:
+        return self._waiting[0]
 
     def pop(self) -> None:
-        self._first = next(self._source, None)
+        self._waiting.popleft()

@@ -92,6 +92,14 @@ class Prefill:
             for row in range(self._opened):
                 self.batch.copy_rows(row, self.batch.rows(row + count, row + count + 1))
 
+    def remove(self, index: int) -> None:
+        """Forget one request; those behind it move up."""
+        del self.requests[index]
+        if index < self._opened:
+            self._opened -= 1
+            for row in range(index, self._opened):
+                self.batch.copy_rows(row, self.batch.rows(row + 1, row + 2))
+
     def _launch(
         self, tokens: list[int], following: list[int], counts: list[int], ended: int
     ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,10 @@ class RunningRequest:
         else:
             self.statistics.count_round(len(emitted), len(taken))
             self.statistics.decode_seconds = since - self.statistics.first_token_seconds
-        return Emission(self.request.request_id, tuple(taken), self._completion())
+        return Emission(self.request.request_id, tuple(taken), self.completion())
 
-    def _completion(self) -> Completion | None:
+    def completion(self) -> Completion | None:
+        """What has become of it; None while it runs."""
         reason, error = self.finish_reason, self.error
         if reason is None:
             return None

@@ -172,3 +172,59 @@ def test_statistics_tell_rounds_acceptance_and_times(model: DecoderModel, head: 
         assert statistics.seconds_per_token > 0
         assert statistics.first_token_seconds > 0
     assert torch.is_grad_enabled(), "the engine's inference mode must not leak"
+
+
+def _step_through(engine: Engine) -> dict[str, Completion]:
+    done: dict[str, Completion] = {}
+    while engine.busy:
+        ended = [emission.completion for emission in engine.step()]
+        done |= {each.request_id: each for each in ended if each}
+    return done
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_join_while_others_run(
+    model: DecoderModel, head: Eagle3Head, expected: dict[str, tuple[int, ...]], overlap: bool
+) -> None:
+    engine = Engine(model, drafter=Eagle3Drafter(head, model, TREE), slots=4, overlap=overlap)
+    done: dict[str, tuple[int, ...]] = {}
+    for request in GOOD:
+        engine.add(request)
+        for emission in engine.step():
+            if emission.completion:
+                done[emission.request_id] = emission.completion.token_ids
+    done |= {name: each.token_ids for name, each in _step_through(engine).items()}
+    assert done == expected
+    assert not engine.busy and engine.running == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_aborted_requests_leave_their_pages_and_nobody_notices(
+    model: DecoderModel,
+    head: Eagle3Head,
+    expected: dict[str, tuple[int, ...]],
+    overlap: bool,
+    steps: int,
+) -> None:
+    drafter = Eagle3Drafter(head, model, TREE)
+    engine = Engine(model, drafter=drafter, slots=3, prefill_tokens=5, overlap=overlap)
+    for request in GOOD:
+        engine.add(request)
+    done = [emission.completion for _ in range(steps) for emission in engine.step()]
+    early = {each.request_id: each.token_ids for each in done if each}
+    for name in ("1", "2", "4"):  # running, being read or waiting, as the steps have it
+        free = engine.pools.shared.free_pages
+        held = engine.running
+        ended = engine.abort(name)
+        assert (ended is None) == (name in early)
+        if ended is not None:
+            assert ended.finish_reason == "abort"
+            assert ended.token_ids == expected[name][: len(ended.token_ids)]
+            assert engine.pools.shared.free_pages - free == held - engine.running
+        assert engine.abort(name) is None
+    rest = {name: each.token_ids for name, each in _step_through(engine).items()}
+    aborted = {"1", "2", "4"} - set(early)
+    assert early | rest == {name: ids for name, ids in expected.items() if name not in aborted}
+    assert engine.pools.shared.free_pages == engine.pools.shared.capacity
+    assert engine.pools.own.free_pages == engine.pools.own.capacity
