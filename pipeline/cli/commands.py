@@ -140,6 +140,21 @@ def _decode_plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> D
     )
 
 
+def _serve(arguments: argparse.Namespace) -> int:
+    asked = {
+        "serve.host": arguments.host,
+        "serve.port": arguments.port,
+        "eval.head": arguments.head,
+    }
+    # JSON is YAML, and a path that looks like a number stays a text.
+    given = [f"{key}={json.dumps(value)}" for key, value in asked.items() if value is not None]
+    config = load(arguments.config, [*arguments.overrides, *given])
+    from pipeline.server.start import serve
+
+    serve(config)
+    return 0
+
+
 def _inspect(arguments: argparse.Namespace) -> int:
     from pipeline.exchange.inspect import inspect_head, print_inspection
 
@@ -233,6 +248,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "schema": _schema,
     "drafters": _drafters,
     "plan-decode": _plan_decode,
+    "serve": _serve,
     "inspect": _inspect,
     "export": _export,
     "import": _import,

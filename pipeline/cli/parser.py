@@ -124,6 +124,7 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     _command(commands, "schema", "print the JSON schema of the configuration")
     _command(commands, "drafters", "list what can draft, what it needs, and its settings")
     _add_plan_decode(commands, configured)
+    _add_serve(commands, configured)
 
 
 def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: Parser) -> None:
@@ -159,6 +160,15 @@ def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: P
     )
     option("--budget", type=int, default=512, metavar="N", help="self_spec's compressed cache")
     option("--draft", metavar="NAME", help="the standalone drafter: a well-known target's name")
+
+
+def _add_serve(commands: argparse._SubParsersAction[Parser], configured: Parser) -> None:
+    offered = "serve the target with eval's drafter and tree under OpenAI's API; docs/serving.md"
+    served = _command(commands, "serve", offered, configured)
+    option = served.add_argument
+    option("--host", metavar="ADDRESS", help="as serve.host; default 127.0.0.1")
+    option("--port", type=int, metavar="N", help="as serve.port; default 8000, 0 takes a free one")
+    option("--head", metavar="DIR", help="as eval.head: the head directory to draft with")
 
 
 def _words(text: str) -> list[str]:

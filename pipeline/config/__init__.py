@@ -35,6 +35,7 @@ from pipeline.config.process import (
 from pipeline.config.reading import load, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import Section, TreeSection
+from pipeline.config.serve import ServeSection
 from pipeline.config.synth import (
     DlpSection,
     GeneratorSection,
@@ -67,6 +68,7 @@ __all__ = [
     "SecretSpec",
     "Section",
     "SelfSpecSection",
+    "ServeSection",
     "SourceSpec",
     "StageJobSection",
     "StandaloneSection",

@@ -12,6 +12,7 @@ from pipeline.config.drafter import DrafterSection
 from pipeline.config.jobs import JobsSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.section import Section, TreeSection
+from pipeline.config.serve import ServeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
 from pipeline.config.train import TrainSection
 from pipeline.records import STATES_FORMAT, Stage, digest
@@ -242,6 +243,8 @@ class RunConfig(Section):
     """States to head."""
     eval: EvalSection = EvalSection()
     """Head to report."""
+    serve: ServeSection = ServeSection()
+    """The reference server; part of no hash."""
     jobs: JobsSection = JobsSection()
     """What a cluster gives to the stages; part of no hash."""
     plan: PlanSection = PlanSection()

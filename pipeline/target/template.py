@@ -149,9 +149,18 @@ class ChatTemplate:
         """Ids as text; special tokens only show with `special`."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text that already holds every special token that belongs there."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Ids of a text that already holds every special token that belongs there, unless the
+        tokenizer is to add those that it begins a text with."""
+        return list(self._tokenizer(text, add_special_tokens=add_special)["input_ids"])
+
+    def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a whole conversation, each message with `role` and `content`, and the opening of
+        the next reply: what a server reads. Raises TemplateError."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        if any(message["role"] == "system" for message in messages):
+            system = []
+        return self.encode(self._rendered([*system, *messages]))
 
     def _render(
         self,
@@ -161,8 +170,6 @@ class ChatTemplate:
         tool_turns: Collection[int] = (),
     ) -> str:
         """Turns and replies in alternation, then the opening of the next reply."""
-        from jinja2 import TemplateError as JinjaError
-
         assert len(turns) == len(replies) + 1
         system = system or self._system
         messages = [{"role": "system", "content": system}] if system else []
@@ -171,9 +178,14 @@ class ChatTemplate:
             messages.append({"role": role, "content": turn})
             if index < len(replies):
                 messages.append({"role": "assistant", "content": replies[index]})
+        return self._rendered(messages)
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
+        from jinja2 import TemplateError as JinjaError
+
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._kwargs
+                list(messages), tokenize=False, add_generation_prompt=True, **self._kwargs
             )
         except (JinjaError, TypeError, ValueError) as error:
             problem = f"the chat template cannot be rendered: {error}"

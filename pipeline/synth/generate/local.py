@@ -121,6 +121,7 @@ def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Draf
 
 
 def _reply(completion: Completion) -> Reply:
+    assert completion.finish_reason != "abort", "nobody aborts these"
     if completion.finish_reason == "error":
         assert completion.error is not None
         return Reply(completion.request_id, error=(completion.error.what, completion.error.fix))

@@ -1,0 +1,219 @@
+"""What is asked: bodies of requests, strict, and errors in OpenAI's shape.
+
+A field that this server cannot obey is refused by name, unless its value asks for nothing; no
+field is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import TypeVar
+
+#: Fields of OpenAI's and vLLM's APIs that are not supported, and values of them that ask for
+#: nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_p": (0, 0.0),
+    "min_tokens": (0,),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error: an HTTP status and OpenAI's description."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self.body: dict[str, Any] = {"error": error}
+
+
+class StrictBody(BaseModel):
+    """Base of what clients send."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+
+class StreamOptions(StrictBody):
+    """What else a stream tells."""
+
+    include_usage: bool = False
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class GenerationBody(StrictBody):
+    """What both kinds of requests may ask."""
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more)] = (
+        Field([], max_length=16)
+    )
+    stop_token_ids: list[int] = []
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _streams(self) -> GenerationBody:
+        if self.stream_options.include_usage and not self.stream:
+            raise ValueError("stream_options belongs to stream=true")
+        return self
+
+
+def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """A prompt or a list of prompts, each a text or token ids, as a tuple of prompts."""
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        if isinstance(text, str):
+            text.encode()  # raises for half a surrogate pair
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(type(token) is int for token in value):
+            return (tuple(value),)
+        if all(isinstance(text, str) for text in value):
+            return tuple(value)
+        ids = all(isinstance(part, list) and part for part in value)
+        if ids and all(type(token) is int for part in value for token in part):
+            return tuple(map(tuple, value))
+    raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    max_tokens: int = Field(16, ge=1)
+    add_special_tokens: bool = True
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+
+class TextPart(StrictBody):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class ChatMessage(StrictBody):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_parts)]
+    name: None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    chat_template_kwargs: dict[str, str | int | float | bool] = {}
+
+    @property
+    def limit(self) -> int | None:
+        """None: all that the context leaves."""
+        given = [each for each in (self.max_tokens, self.max_completion_tokens) if each]
+        return min(given, default=None)
+
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def parse_body(kind: type[Body], data: bytes) -> Body:
+    """Raises ApiError (400), which names the first field that is wrong and quotes nothing."""
+    try:
+        tree = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON", code="invalid_json") from None
+    if not isinstance(tree, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate(_supported(tree))
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ApiError(400, message, param=where or None) from None
+
+
+def _supported(tree: dict[str, Any]) -> dict[str, Any]:
+    """All but what asks for nothing: nulls, and unsupported fields at values without effect."""
+    kept = {}
+    for name, value in tree.items():
+        if value is None:
+            continue
+        if name not in _UNSUPPORTED:
+            kept[name] = value
+        elif not any(type(value) is type(idle) and value == idle for idle in _UNSUPPORTED[name]):
+            problem = f"{name} is not supported by this server; leave it out"
+            raise ApiError(400, problem, param=name, code="unsupported_parameter")
+    return kept
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def stop_ids_of(body: GenerationBody, own: Sequence[int]) -> tuple[int, ...]:
+    """Tokens that end a reply; `own` are the target's."""
+    return tuple(dict.fromkeys([*([] if body.ignore_eos else own), *body.stop_token_ids]))

@@ -1,0 +1,205 @@
+"""`eagle3 serve`: load what `eval` would measure, listen, and end when told to.
+
+SIGTERM ─▶ new requests get 503 ─▶ running ones end, or grace_seconds are over ─▶ exit code 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from pipeline.config import RunConfig, ServeSection, prepare_process
+from pipeline.console import long_step, notice
+from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.dflash.checkpoint import load_any_head
+from pipeline.eagle3.head import DraftingHead
+from pipeline.errors import ConfigError
+from pipeline.server.app import ServerApp
+from pipeline.server.metrics import missing
+from pipeline.store.location import Location, as_directory
+from pipeline.store.manifest import stage_location
+from pipeline.target.open import Target, open_target
+
+if TYPE_CHECKING:
+    import socket
+
+    import uvicorn
+
+#: Once the replies are made: how long slow readers may take to fetch what is left of them.
+_FETCH_SECONDS = 5
+
+
+def serve(config: RunConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError, MissingPackage, TargetError, HeadError."""
+    section, key = config.serve, check_address(config.serve)
+    listening = _listen(section)
+    with listening:
+        prepare_process(config.run)
+        app = make_app(config, key)
+        server = make_server(app, section)
+        host, port = listening.getsockname()[:2]
+        notice("serve", f"listening at http://{host}:{port}/v1", port=port)
+        run_server(server, app, [listening], section.grace_seconds)
+    notice("serve", "ended")
+
+
+def check_address(section: ServeSection) -> str | None:
+    """The key that clients must send. Raises ConfigError for a port that is open to everybody."""
+    key = os.environ.get(section.api_key_env) if section.api_key_env else None
+    if section.api_key_env and not key:
+        raise ConfigError(
+            f"the environment variable {section.api_key_env} is not set",
+            where="serve.api_key_env",
+            fix="set it to the key that clients must send",
+        )
+    if key is None and not section.allow_anonymous and not _is_loopback(section.host):
+        raise ConfigError(
+            f"{section.host} can be reached from other machines, and no key is asked for",
+            where="serve.host",
+            fix="set serve.api_key_env, or serve.allow_anonymous=true where everybody may use it",
+        )
+    return key
+
+
+def make_app(config: RunConfig, key: str | None) -> ServerApp:
+    """Target, drafter and tree of `eval`, and the routes over them."""
+    section = config.serve
+    if config.eval.tree.auto:
+        raise ConfigError(
+            "the server picks no tree by itself",
+            where="eval.tree",
+            fix="name one, such as the one that `eagle3 eval` has printed for tree: auto",
+        )
+    target = open_target(config.target, decoded=True)
+    head = _head(config, target)
+    positions = head.shape.max_position_embeddings if head else target.positions
+    longest = min(positions, target.positions or positions)
+    if section.max_length is not None and section.max_length > longest:
+        problem = f"target and head were made for {longest} tokens"
+        fix = "lower it, or leave it out"
+        raise ConfigError(problem, where="serve.max_length", fix=fix)
+    with long_step("serve", "loading the target"):
+        model = DecoderModel.load(
+            target.directory,
+            target.contract.capture_layers,
+            device=target.device,
+            dtype=target.dtype,
+            max_length=section.max_length or longest,
+        )
+        factory = load_drafter(config.eval.drafter, model, target, head)
+        drafter = factory(config.eval.tree) if factory else None
+        engine = Engine(model, drafter=drafter, slots=section.slots)
+    template = target.template(system_prompt=config.eval.system_prompt)
+    if config.eval.chat_template_kwargs:
+        template = template.varied(kwargs=config.eval.chat_template_kwargs, where="eval")
+    name = section.model or config.target.source
+    return ServerApp(engine, template, section, model=name, key=key)
+
+
+def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:
+    """Raises MissingPackage."""
+    try:
+        import uvicorn
+    except ImportError:
+        raise missing("uvicorn") from None
+    settings = uvicorn.Config(
+        app.routes(),
+        log_config=None,
+        access_log=False,  # no address and no prompt is written anywhere
+        lifespan="off",
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        server_header=False,
+        limit_concurrency=section.max_connections,
+        timeout_graceful_shutdown=_FETCH_SECONDS,
+    )
+    return uvicorn.Server(settings)
+
+
+def run_server(
+    server: uvicorn.Server, app: ServerApp, listening: Sequence[socket.socket], grace: float
+) -> None:
+    """Serve until a signal, or until `server.should_exit` is set; then all requests have ended."""
+
+    async def run() -> None:
+        loop, asked = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if app.worker.closing:  # the second one: at once
+                server.should_exit = server.force_exit = True
+            app.worker.close()
+            loop.call_soon_threadsafe(asked.set)
+
+        server.handle_exit = on_signal  # type: ignore[method-assign, assignment]
+        draining = asyncio.create_task(_drain(server, app, asked, grace))
+        try:
+            await server.serve(sockets=list(listening))
+        finally:
+            draining.cancel()
+            with suppress(asyncio.CancelledError):
+                await draining
+
+    app.worker.start()
+    try:
+        asyncio.run(run())
+    finally:
+        app.worker.stop()
+
+
+async def _drain(
+    server: uvicorn.Server, app: ServerApp, asked: asyncio.Event, grace: float
+) -> None:
+    """Once asked, let the requests that are here end, within limits, and then the server."""
+    await asked.wait()
+    notice("serve", f"ending: {app.worker.open_jobs} requests go on for at most {grace:g} seconds")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(grace):
+            while app.worker.open_jobs:
+                await asyncio.sleep(0.02)
+    await asyncio.to_thread(app.worker.stop)  # what is left ends with an error
+    server.should_exit = True
+
+
+def _listen(section: ServeSection) -> socket.socket:
+    """A socket that is bound: a port in use is said before a model is loaded. It listens later."""
+    import socket
+
+    listening = socket.socket(socket.AF_INET6 if ":" in section.host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel, too, gives up on who reads nothing
+        stalled_ms = int(1000 * section.stall_seconds)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_ms)
+    try:
+        listening.bind((section.host, section.port))
+        return listening
+    except OSError as error:
+        listening.close()
+        problem = f"cannot listen at {section.host}:{section.port}: {error}"
+        fix = "choose another serve.port or serve.host"
+        raise ConfigError(problem, where="serve.port", fix=fix) from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _head(config: RunConfig, target: Target) -> DraftingHead | None:
+    """`eval.head`, or the run's own; None for a drafter without."""
+    if not config.eval.drafter.needs_head:
+        return None
+    own = stage_location(config.run.uri, "train").child("head")
+    location = Location(config.eval.head) if config.eval.head else own
+    with as_directory(location, HEAD_FILES) as directory:
+        return load_any_head(directory, expected=target.contract)[0]
