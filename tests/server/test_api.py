@@ -1,0 +1,344 @@
+"""Replies equal the engine's plain output, through OpenAI's own client; errors by name."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pipeline.config import ServeSection
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.model import DecoderModel
+from pipeline.errors import ConfigError
+from pipeline.server.start import check_address
+from pipeline.target.template import ChatTemplate
+from tests.server.conftest import MODEL, PROMPTS, Running, Start, plain_ids, slow_down
+
+
+@pytest.fixture
+def served(start: Start) -> Running:
+    return start()
+
+
+def test_completions_are_the_plain_output(
+    served: Running, model: DecoderModel, template: ChatTemplate
+) -> None:
+    client = served.client()
+    for prompt in PROMPTS:
+        ids = template.encode(prompt)
+        expected = plain_ids(model, ids, 24, template.stop_ids)
+        for asked in (prompt, ids):
+            reply: Any = client.completions.create(
+                model=MODEL,
+                prompt=asked,
+                max_tokens=24,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+            (choice,) = reply.choices
+            assert tuple(choice.token_ids) == expected
+            assert choice.prompt_token_ids == ids
+            ended = expected[-1] in template.stop_ids
+            assert choice.text == template.text(expected[: len(expected) - ended])
+            assert choice.finish_reason == ("stop" if ended else "length")
+            assert reply.usage.prompt_tokens == len(ids)
+            assert reply.usage.completion_tokens == len(expected)
+            assert reply.usage.total_tokens == len(ids) + len(expected)
+            made = reply.meta_info
+            verified = len(expected) - 1
+            assert made["spec_accept_length"] == verified / made["spec_verify_ct"]
+            assert sum(made["spec_correct_drafts_histogram"]) == made["spec_verify_ct"]
+            assert made["spec_num_proposed_drafts"] == 7 * made["spec_verify_ct"]
+    served.wait_idle()
+
+
+def test_chat_and_its_stream_are_the_plain_output(
+    served: Running, model: DecoderModel, template: ChatTemplate
+) -> None:
+    messages: Any = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Why?"}]},
+        {"role": "assistant", "content": "So."},
+        {"role": "user", "content": "And then?"},
+    ]
+    plain = [message | {"content": _text(message["content"])} for message in messages]
+    ids = template.conversation(plain)
+    expected = plain_ids(model, ids, 30, template.stop_ids)
+    client, more = served.client(), {"return_token_ids": True}
+    options: Any = {"model": MODEL, "messages": messages, "temperature": 0, "extra_body": more}
+    whole: Any = client.chat.completions.create(max_completion_tokens=30, **options)
+    assert tuple(whole.choices[0].token_ids) == expected
+    assert whole.choices[0].message.role == "assistant"
+    usage = {"include_usage": True}
+    stream = client.chat.completions.create(
+        max_tokens=30, stream=True, stream_options=usage, **options
+    )
+    chunks: list[Any] = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == (
+        whole.choices[0].message.content
+    )
+    streamed = [token for each in chunks[1:-1] for token in each.choices[0].token_ids]
+    assert tuple(streamed) == expected
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert [each.choices[0].finish_reason for each in chunks[:-2]] == [None] * (len(chunks) - 2)
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert chunks[-1].meta_info == whole.meta_info
+    assert len({each.id for each in chunks}) == 1
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def test_chat_without_a_limit_goes_on_to_the_end_of_the_context(
+    served: Running, model: DecoderModel
+) -> None:
+    reply = served.client().chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Why?"}],
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == model.max_length
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_many_clients_at_once_get_what_each_gets_alone(
+    served: Running, model: DecoderModel, template: ChatTemplate
+) -> None:
+    def ask(number: int) -> tuple[int, ...]:
+        sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": number % 5}
+        body = {"prompt": PROMPTS[number % 3], "max_tokens": 5 + number, **sampling}
+        reply = served.post(**body, return_token_ids=True)
+        return tuple(reply.json()["choices"][0]["token_ids"])
+
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(ask, range(32)))
+    for number, reply in enumerate(replies):
+        ids = template.encode(PROMPTS[number % 3])
+        sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": number % 5}
+        assert reply == plain_ids(model, ids, 5 + number, template.stop_ids, **sampling)
+    served.wait_idle()
+
+
+def test_several_prompts_in_one_request(served: Running) -> None:
+    body = {"prompt": PROMPTS, "max_tokens": 9, "temperature": 0}
+    together = served.post(**body).json()
+    alone = [served.post(**body | {"prompt": prompt}).json() for prompt in PROMPTS]
+    texts = [choice["text"] for choice in together["choices"]]
+    assert texts == [each["choices"][0]["text"] for each in alone]
+    made = sum(each["usage"]["total_tokens"] for each in alone)
+    assert together["usage"]["total_tokens"] == made
+
+
+def test_seeds_decide_what_is_drawn(served: Running) -> None:
+    def ask(**seed: int) -> Any:
+        body = {"prompt": "Why?", "max_tokens": 20, "return_token_ids": True}
+        return served.post(**body, **seed).json()["choices"][0]["token_ids"]
+
+    assert ask(seed=1) == ask(seed=1) != ask(seed=2)
+    assert ask() != ask()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_and_stop_tokens(served: Running, stream: bool) -> None:
+    client = served.client()
+    options: Any = {"model": MODEL, "prompt": "Why?", "max_tokens": 60, "temperature": 0}
+    more = {"ignore_eos": True, "return_token_ids": True}
+    free: Any = client.completions.create(**options, extra_body=more)
+    text, ids = free.choices[0].text, free.choices[0].token_ids
+    stop = text[10:17]  # several tokens
+    ends = text.index(stop)
+
+    def ask(**more_options: Any) -> tuple[str, str, Any, list[int]]:
+        reply: Any = client.completions.create(**options, **more_options, stream=stream)
+        choices = [each.choices[0] for each in reply] if stream else [reply.choices[0]]
+        made = [token for choice in choices for token in choice.token_ids]
+        last = choices[-1]
+        return "".join(each.text for each in choices), last.finish_reason, last.stop_reason, made
+
+    by_text = ask(stop=["never seen", stop], extra_body=more)
+    assert by_text[:3] == (text[:ends], "stop", stop)
+    assert by_text[3] == ids[: len(by_text[3])] and len(by_text[3]) < len(ids)
+    by_token = ask(extra_body={**more, "stop_token_ids": [ids[20]]})
+    until = ids.index(ids[20]) + 1
+    assert by_token[1:] == ("stop", ids[20], ids[:until])
+    served.wait_idle()
+
+
+def test_counters_equal_the_sums_of_usages(served: Running) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        bodies = [{"prompt": PROMPTS[n % 3], "max_tokens": 3 + n, "seed": n} for n in range(12)]
+        replies = list(pool.map(lambda body: served.post(**body).json(), bodies))
+    served.wait_idle()
+    counted = served.metrics()
+
+    def total(part: str, name: str) -> int:
+        return sum(reply[part][name] for reply in replies)
+
+    assert counted["vllm:prompt_tokens_total"] == total("usage", "prompt_tokens")
+    assert counted["vllm:generation_tokens_total"] == total("usage", "completion_tokens")
+    drafts = total("meta_info", "spec_verify_ct")
+    assert counted["vllm:spec_decode_num_drafts_total"] == drafts
+    drafted = total("meta_info", "spec_num_proposed_drafts")
+    assert counted["vllm:spec_decode_num_draft_tokens_total"] == drafted
+    accepted = total("meta_info", "spec_num_correct_drafts")
+    assert counted["vllm:spec_decode_num_accepted_tokens_total"] == accepted
+    by_depth = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert sum(value for name, value in counted.items() if by_depth in name) == accepted
+    reasons = [reply["choices"][0]["finish_reason"] for reply in replies]
+    ended = {
+        reason: counted.get(f'vllm:request_success_total{{finished_reason="{reason}"}}', 0)
+        for reason in ("stop", "length")
+    }
+    assert ended == {reason: reasons.count(reason) for reason in ended}
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert counted[f"vllm:{name}_seconds_count"] == 12
+    assert counted["vllm:num_requests_running"] == counted["vllm:num_requests_waiting"] == 0
+    assert counted["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_plain_engine_reports_no_drafts(start: Start, model: DecoderModel) -> None:
+    served = start(Engine(model, slots=2))
+    assert served.post(prompt="Why?", temperature=0).json()["meta_info"] == {}
+    assert served.metrics()["vllm:spec_decode_num_drafts_total"] == 0
+
+
+CHAT = [{"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("completions", {}, 400, "prompt"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": ""}, 400, "prompt_ids is empty"),
+        ("completions", {"prompt": [1, "a"]}, 400, "prompt"),
+        ("completions", {"prompt": [True]}, 400, "prompt"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt"),
+        ("completions", {"prompt": [100000]}, 400, "token 100000"),
+        ("completions", {"prompt": [-1]}, 400, "token -1"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 2.5}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "a", "seed": -1}, 400, "seed"),
+        ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
+        ("completions", {"prompt": "a", "n": 2}, 400, "n is not supported"),
+        ("completions", {"prompt": "a", "logprobs": 0}, 400, "logprobs is not supported"),
+        ("completions", {"prompt": "a", "echo": True}, 400, "echo is not supported"),
+        ("completions", {"prompt": "a", "new_field": 1}, 400, "new_field"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream"),
+        ("completions", {"prompt": "a", "model": "other"}, 404, "no such model"),
+        ("completions", {"prompt": "a " * 400}, 400, "context holds 256 tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 999}, 400, "context holds 256 tokens"),
+        ("completions", {"prompt": ["a"] * 99}, 400, "99 prompts"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "cat", "content": ""}]}, 400, "role"),
+        ("chat/completions", {"messages": CHAT, "tools": [{}]}, 400, "tools is not supported"),
+        ("chat/completions", {"messages": CHAT, "logprobs": True}, 400, "logprobs"),
+        (
+            "chat/completions",
+            {"messages": CHAT, "chat_template_kwargs": {"no_such": 1}},
+            400,
+            "no variable 'no_such'",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    served: Running, path: str, body: dict[str, Any], status: int, said: str
+) -> None:
+    for stream in (False, True):
+        reply = served.post(path, **body, **({"stream": True} if stream else {}))
+        error = reply.json()["error"]
+        assert (reply.status_code, said in error["message"]) == (status, True), error
+        assert error["type"] == "invalid_request_error"
+        if "context holds" in said:
+            assert error["code"] == "context_length_exceeded"
+    served.wait_idle()
+
+
+def test_values_that_ask_for_nothing_are_taken(served: Running) -> None:
+    idle = {"n": 1, "logprobs": None, "tools": None, "presence_penalty": 0, "top_k": -1}
+    assert served.post(prompt="a", **idle).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("data", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"[1]", {}, 400),
+        (b"\xff\xfe", {}, 400),
+        (b"[" * 100_000, {}, 400),
+        (b'{"prompt": "a", "temperature": NaN}', {}, 400),
+        (b'{"prompt": "a", "temperature": 1e999}', {}, 400),
+        (b'{"prompt": "' + b"a" * 200_000 + b'"}', {}, 413),
+        (b'{"prompt": "a"}', {"content-type": "text/plain"}, 415),
+    ],
+)
+def test_bodies_that_are_none(
+    start: Start, data: bytes, headers: dict[str, str], status: int
+) -> None:
+    served = start(max_body_bytes=100_000)
+    sent = {"content-type": "application/json", **headers}
+    url = f"{served.url}/v1/completions"
+    assert httpx.post(url, content=data, headers=sent).status_code == status
+    pieces = (data[at : at + 5000] for at in range(0, len(data), 5000))  # no content-length
+    assert httpx.post(url, content=pieces, headers=sent).status_code == status
+
+
+def test_other_pages(served: Running) -> None:
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    assert [each.id for each in served.client().models.list()] == [MODEL]
+    assert httpx.get(f"{served.url}/v1/nothing").json()["error"]["code"] is None
+    assert httpx.get(f"{served.url}/v1/completions").status_code == 405
+
+
+def test_a_full_queue_says_when_to_come_back(start: Start) -> None:
+    served = start(max_waiting=2)
+    slow_down(served.engine, 0.02)
+    body = {"prompt": "Why?", "max_tokens": 60, "ignore_eos": True}
+    with ThreadPoolExecutor(20) as pool:
+        replies = list(pool.map(lambda _: served.post(**body), range(20)))
+    refused = [reply for reply in replies if reply.status_code == 429]
+    assert {reply.status_code for reply in replies} == {200, 429}
+    assert all(reply.headers["retry-after"] == "1" for reply in refused)
+    assert 20 - len(refused) >= 6
+    served.wait_idle()
+
+
+def test_the_key_is_asked_for(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    served = start(key="se-cret")
+    assert served.client().models.list().data
+    for wrong in ("se-cre", "", "se-cret2", "é"):
+        url, header = f"{served.url}/v1/models", {"authorization": f"Bearer {wrong}".encode()}
+        reply = httpx.get(url, headers=header)
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        wrong_client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+        wrong_client.completions.create(model=MODEL, prompt="a")
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    written = capfd.readouterr()
+    assert "se-cret" not in written.out + written.err + httpx.get(f"{served.url}/metrics").text
+
+
+def test_open_ports_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        with pytest.raises(ConfigError, match="no key is asked for"):
+            check_address(ServeSection(host=host))
+        assert check_address(ServeSection(host=host, allow_anonymous=True)) is None
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        assert check_address(ServeSection(host=host)) is None
+    section = ServeSection(host="0.0.0.0", api_key_env="SERVER_KEY")
+    monkeypatch.delenv("SERVER_KEY", raising=False)
+    with pytest.raises(ConfigError, match="SERVER_KEY is not set"):
+        check_address(section)
+    monkeypatch.setenv("SERVER_KEY", "k")
+    assert check_address(section) == "k"
