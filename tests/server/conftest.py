@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +91,9 @@ class Running:
         samples = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
         labels = f'model_name="{MODEL}"'
         return {
-            name.replace(f"{labels},", "").replace(f"{{{labels}}}", ""): float(value)
+            name.replace(f"{labels},", "").replace(f",{labels}", "").replace(f"{{{labels}}}", ""): (
+                float(value)
+            )
             for name, value in samples
         }
 
@@ -157,7 +158,3 @@ def plain_ids(
     request = Request("alone", tuple(prompt), new, stop, **sampling)
     (done,) = Engine(model).generate([request])
     return done.token_ids
-
-
-async def gather(*work: Any) -> list[Any]:
-    return list(await asyncio.gather(*work))
