@@ -64,6 +64,8 @@ SLOW = (
     "synth/test_score.py",
     "synth/test_screen.py",
     "synth/test_secrets.py",
+    "server/test_api.py",
+    "server/test_robust.py",
     "jobs/test_slurm.py",
     "jobs/test_launch.py",
     "test_api.py",

@@ -94,11 +94,10 @@ class Prefill:
 
     def remove(self, index: int) -> None:
         """Forget one request; those behind it move up."""
+        # Whoever else a read has opened was read whole and dropped: no other row has to move.
+        assert self._opened <= 1, "between two reads only the first request may hold a row"
         del self.requests[index]
-        if index < self._opened:
-            self._opened -= 1
-            for row in range(index, self._opened):
-                self.batch.copy_rows(row, self.batch.rows(row + 1, row + 2))
+        self._opened -= index < self._opened
 
     def _launch(
         self, tokens: list[int], following: list[int], counts: list[int], ended: int

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 
-from pipeline.config import ServeSection
+from bench.random_target import random_head
+from pipeline.config import ServeSection, parse
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.request import Request
+from pipeline.eagle3.checkpoint import HeadCard, save_head
 from pipeline.errors import ConfigError
-from pipeline.server.start import check_address
+from pipeline.server.start import check_address, make_app
+from pipeline.synth.generate.servers import CompletionsApi
+from pipeline.target.architecture import read_config
+from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
 from tests.server.conftest import MODEL, PROMPTS, Running, Start, plain_ids, slow_down
 
@@ -68,15 +77,17 @@ def test_chat_and_its_stream_are_the_plain_output(
     ids = template.conversation(plain)
     expected = plain_ids(model, ids, 30, template.stop_ids)
     client, more = served.client(), {"return_token_ids": True}
-    options: Any = {"model": MODEL, "messages": messages, "temperature": 0, "extra_body": more}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": messages,
+        "temperature": 0,
+        "extra_body": more,
+    }
     whole: Any = client.chat.completions.create(max_completion_tokens=30, **options)
     assert tuple(whole.choices[0].token_ids) == expected
     assert whole.choices[0].message.role == "assistant"
-    usage = {"include_usage": True}
-    stream = client.chat.completions.create(
-        max_tokens=30, stream=True, stream_options=usage, **options
-    )
-    chunks: list[Any] = list(stream)
+    streaming = {"max_tokens": 30, "stream": True, "stream_options": {"include_usage": True}}
+    chunks: list[Any] = list(client.chat.completions.create(**options, **streaming))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == (
         whole.choices[0].message.content
@@ -112,22 +123,22 @@ def test_many_clients_at_once_get_what_each_gets_alone(
     served: Running, model: DecoderModel, template: ChatTemplate
 ) -> None:
     def ask(number: int) -> tuple[int, ...]:
-        sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": number % 5}
-        body = {"prompt": PROMPTS[number % 3], "max_tokens": 5 + number, **sampling}
-        reply = served.post(**body, return_token_ids=True)
+        sampling: Any = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": number % 5}
+        prompt = PROMPTS[number % 3]
+        reply = served.post(prompt=prompt, max_tokens=5 + number, return_token_ids=True, **sampling)
         return tuple(reply.json()["choices"][0]["token_ids"])
 
     with ThreadPoolExecutor(16) as pool:
         replies = list(pool.map(ask, range(32)))
     for number, reply in enumerate(replies):
         ids = template.encode(PROMPTS[number % 3])
-        sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": number % 5}
+        sampling: Any = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": number % 5}
         assert reply == plain_ids(model, ids, 5 + number, template.stop_ids, **sampling)
     served.wait_idle()
 
 
 def test_several_prompts_in_one_request(served: Running) -> None:
-    body = {"prompt": PROMPTS, "max_tokens": 9, "temperature": 0}
+    body: Any = {"prompt": PROMPTS, "max_tokens": 9, "temperature": 0}
     together = served.post(**body).json()
     alone = [served.post(**body | {"prompt": prompt}).json() for prompt in PROMPTS]
     texts = [choice["text"] for choice in together["choices"]]
@@ -137,8 +148,8 @@ def test_several_prompts_in_one_request(served: Running) -> None:
 
 
 def test_seeds_decide_what_is_drawn(served: Running) -> None:
-    def ask(**seed: int) -> Any:
-        body = {"prompt": "Why?", "max_tokens": 20, "return_token_ids": True}
+    def ask(**seed: Any) -> Any:
+        body: Any = {"prompt": "Why?", "max_tokens": 20, "return_token_ids": True}
         return served.post(**body, **seed).json()["choices"][0]["token_ids"]
 
     assert ask(seed=1) == ask(seed=1) != ask(seed=2)
@@ -209,6 +220,20 @@ def test_plain_engine_reports_no_drafts(start: Start, model: DecoderModel) -> No
     assert served.metrics()["vllm:spec_decode_num_drafts_total"] == 0
 
 
+def test_synth_may_ask_it_as_a_vllm_server(
+    served: Running, model: DecoderModel, template: ChatTemplate
+) -> None:
+    api = CompletionsApi(MODEL, extended=True, as_text=None)
+    for number, temperature in enumerate((0.0, 0.9)):
+        ids = tuple(template.encode(PROMPTS[number]))
+        request = Request("a", ids, 40, template.stop_ids, temperature=temperature, seed=number)
+        reply = api.read(served.post(**api.payload(request)).json())
+        (expected,) = Engine(model).generate([request])
+        assert reply.token_ids == expected.token_ids
+        assert (reply.finish_reason, reply.prompt_ids) == (expected.finish_reason, ids)
+        assert reply.completion_tokens == len(expected.token_ids)
+
+
 CHAT = [{"role": "user", "content": "Why?"}]
 
 
@@ -264,7 +289,7 @@ def test_what_cannot_be_done_is_refused_by_name(
 
 
 def test_values_that_ask_for_nothing_are_taken(served: Running) -> None:
-    idle = {"n": 1, "logprobs": None, "tools": None, "presence_penalty": 0, "top_k": -1}
+    idle: Any = {"n": 1, "logprobs": None, "tools": None, "presence_penalty": 0, "top_k": -1}
     assert served.post(prompt="a", **idle).status_code == 200
 
 
@@ -303,7 +328,7 @@ def test_other_pages(served: Running) -> None:
 def test_a_full_queue_says_when_to_come_back(start: Start) -> None:
     served = start(max_waiting=2)
     slow_down(served.engine, 0.02)
-    body = {"prompt": "Why?", "max_tokens": 60, "ignore_eos": True}
+    body: Any = {"prompt": "Why?", "max_tokens": 60, "ignore_eos": True}
     with ThreadPoolExecutor(20) as pool:
         replies = list(pool.map(lambda _: served.post(**body), range(20)))
     refused = [reply for reply in replies if reply.status_code == 429]
@@ -317,8 +342,8 @@ def test_the_key_is_asked_for(start: Start, capfd: pytest.CaptureFixture[str]) -
     served = start(key="se-cret")
     assert served.client().models.list().data
     for wrong in ("se-cre", "Se-cret", "se-cret2", "é"):
-        url, header = f"{served.url}/v1/models", {"authorization": f"Bearer {wrong}".encode()}
-        reply = httpx.get(url, headers=header)
+        header = {b"authorization": f"Bearer {wrong}".encode()}
+        reply = httpx.get(f"{served.url}/v1/models", headers=header)
         assert reply.status_code == 401
         assert reply.json()["error"]["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
@@ -342,3 +367,18 @@ def test_open_ports_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         check_address(section)
     monkeypatch.setenv("SERVER_KEY", "k")
     assert check_address(section) == "k"
+
+
+def test_the_application_drafts_with_the_head_that_is_named(target: Target, tmp_path: Path) -> None:
+    shape = read_config(target.directory, "target")
+    head = random_head(shape, torch.arange(0, 64), intermediate_size=48, seed=3, scale=12)
+    save_head(tmp_path / "head", head, HeadCard(target.contract))
+    tree: dict[str, Any] = {
+        "target": {"source": target.section.source, "dtype": "float32", "device": "cpu"},
+        "eval": {"head": str(tmp_path / "head"), "tree": {"top_k": 2, "steps": 2, "nodes": 5}},
+        "serve": {"slots": 3, "max_length": 128},
+    }
+    app = make_app(parse(tree), None)
+    engine = app._engine
+    assert isinstance(engine.drafter, Eagle3Drafter) and engine.drafter.nodes == 5
+    assert (engine.slots, engine.model.max_length) == (3, 128)

@@ -25,7 +25,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from tests.server.conftest import PROMPTS, Running, Start, slow_down
 
-LONG = {"prompt": "Why?", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": "Why?", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 def wait_for(condition: Any, seconds: float = 10) -> None:
