@@ -18,8 +18,8 @@ from pipeline.console import long_step, notice
 from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
+from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES
-from pipeline.eagle3.dflash.checkpoint import load_any_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.server.app import ServerApp

@@ -86,7 +86,11 @@ def test_chat_and_its_stream_are_the_plain_output(
     whole: Any = client.chat.completions.create(max_completion_tokens=30, **options)
     assert tuple(whole.choices[0].token_ids) == expected
     assert whole.choices[0].message.role == "assistant"
-    streaming = {"max_tokens": 30, "stream": True, "stream_options": {"include_usage": True}}
+    streaming: dict[str, Any] = {
+        "max_tokens": 30,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     chunks: list[Any] = list(client.chat.completions.create(**options, **streaming))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == (
