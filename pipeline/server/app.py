@@ -24,7 +24,7 @@ from pipeline.server.protocol import (
 )
 from pipeline.server.replies import JSON, Answer, Exchange, ReplyStyle, as_json, refusal
 from pipeline.server.text import TextPieces
-from pipeline.server.worker import Job, Worker, wake
+from pipeline.server.worker import EngineWorker, Job, wake
 from pipeline.target.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ServerApp:
         """`model` is what clients call it; `key` is what they must send. Raises MissingPackage."""
         drafted = engine.drafter.nodes - 1 if engine.drafter else 0
         self.metrics = ServerMetrics(model, drafted=drafted)
-        self.worker = Worker(engine, self.metrics, max_waiting=section.max_waiting)
+        self.worker = EngineWorker(engine, self.metrics, max_waiting=section.max_waiting)
         self._engine, self._template, self._section = engine, template, section
         self._model, self._key = model, key.encode() if key else None
         self._drafted = drafted

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from pipeline.decoder.request import Completion, Statistics, pool_acceptance
 from pipeline.server.protocol import ApiError
-from pipeline.server.worker import Job, Piece, Worker
+from pipeline.server.worker import EngineWorker, Job, ReplyPiece
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -64,7 +64,7 @@ class ReplyStyle:
             ids = {"prompt_token_ids": list(job.request.prompt_ids)} if self.with_ids else {}
             yield self._event([self._delta(index, {"role": "assistant", "content": ""})], ids)
 
-    def events(self, index: int, job: Job, piece: Piece) -> Iterator[bytes]:
+    def events(self, index: int, job: Job, piece: ReplyPiece) -> Iterator[bytes]:
         """What one piece adds to a stream."""
         ended = piece.completion
         ids = {"token_ids": piece.token_ids} if self.with_ids else {}
@@ -179,7 +179,7 @@ class Exchange:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: EngineWorker,
         jobs: Sequence[Job],
         changed: asyncio.Event,
         style: ReplyStyle,

@@ -27,7 +27,7 @@ from pipeline.server.text import TextPieces
 
 
 @dataclass
-class Piece:
+class ReplyPiece:
     """What a job has emitted since its connection last looked."""
 
     text: str = ""
@@ -49,14 +49,14 @@ class Job:
         self.first_token = self.last_tokens = 0.0  # perf_counter
         self.stop_reason: int | str | None = None
         self._pieces, self._arrived = pieces, arrived
-        self._lock, self._piece = threading.Lock(), Piece()
+        self._lock, self._piece = threading.Lock(), ReplyPiece()
         self.tokens: list[int] = []
         self.completion: Completion | None = None
 
-    def take(self) -> Piece:
+    def take(self) -> ReplyPiece:
         """All that has arrived and was not taken before."""
         with self._lock:
-            piece, self._piece = self._piece, Piece()
+            piece, self._piece = self._piece, ReplyPiece()
             return piece
 
     def emit(self, emission: Emission) -> bool:
@@ -94,7 +94,7 @@ class Job:
         return Completion(name, tokens, "stop", statistics)
 
 
-class Worker:
+class EngineWorker:
     """Owns the engine. Its thread ends with `stop`, or with the engine's first error."""
 
     def __init__(self, engine: Engine, metrics: ServerMetrics, *, max_waiting: int) -> None:
