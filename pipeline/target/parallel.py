@@ -17,6 +17,7 @@ At the top of this module there is no torch: a finished stage needs none.
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import time
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ class Group:
             if not (self._over or _comes_from_the_group(error)):
                 self._tell(exit_code(error))
         finally:
-            self._leave()
+            self.leave()
 
     def _tell(self, code: int) -> None:
         """From rank 0 to the others' next `broadcast`: it has failed with `code`."""
@@ -109,7 +110,7 @@ class Group:
         if self.rank > 0 and length < 0:
             self._end(-1 - length)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """End gloo's threads: one that still holds a Python object would abort a process that ends.
 
         NCCL is left to the launcher: it may be waiting for a process that is gone.
@@ -117,6 +118,8 @@ class Group:
         from torch import distributed
 
         control, self._control = self._control, None
+        if control is None or not distributed.is_initialized():
+            return
         everything = distributed.get_backend() == "gloo"
         distributed.destroy_process_group(None if everything else control)
 
@@ -213,7 +216,9 @@ def _join(target: TargetSection, timeout: float) -> Group:
     if not distributed.is_initialized():
         distributed.init_process_group("nccl" if cuda else "gloo", timeout=limit)
     control = distributed.new_group(backend="gloo", timeout=limit)
-    return Group(distributed.get_rank(), distributed.get_world_size(), timeout, control)
+    group = Group(distributed.get_rank(), distributed.get_world_size(), timeout, control)
+    atexit.register(group.leave)
+    return group
 
 
 def _comes_from_the_group(error: BaseException) -> bool:

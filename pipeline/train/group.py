@@ -61,7 +61,8 @@ def join_group(device: torch.device, *, minutes: float) -> Any:
 
 
 def _leave_group() -> None:
-    if torch.distributed.is_initialized():
+    """NCCL is left to the launcher: it may be waiting for a process that is gone."""
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
         torch.distributed.destroy_process_group()
 
 

@@ -20,12 +20,42 @@ from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.states import StatesReader, StatesSample
 
-LAUNCHER = "torch.distributed.run --standalone --nproc-per-node=2 -m pipeline.cli features -c"
+TWO = "torch.distributed.run --standalone --nproc-per-node=2"
+LAUNCHER = f"{TWO} -m pipeline.cli features -c"
+
+#: What it registers first is done last.
+PROGRAM = """
+import atexit, os, sys
+from pathlib import Path
+
+@atexit.register
+def write():
+    left = not torch.distributed.is_initialized()
+    Path(sys.argv[1], os.environ["RANK"]).write_text(str(left))
+
+import torch
+from pipeline.config import FeaturesSection, TargetSection
+from pipeline.target.parallel import joined
+
+target = TargetSection(source="not read", device="cpu")
+with joined(FeaturesSection(parallel="tensor"), target) as group:
+    group.broadcast("said to all")
+"""
 
 
 def stored(uri: str, manifest: Manifest) -> list[StatesSample]:
     readers = [StatesReader(stage_location(uri, "features"), shard) for shard in manifest.shards]
     return [reader.sample(index) for reader in readers for index in range(len(reader))]
+
+
+def test_the_group_is_left_before_the_interpreter_ends(tmp_path: Path) -> None:
+    """gloo's threads abort a process now and then that ends with them, and so its launcher."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    command = [sys.executable, "-m", *TWO.split(), str(file), str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
 
 
 def test_two_processes_of_a_launcher_store_the_states_of_one(
