@@ -5,7 +5,6 @@ Sample   written by synth/        read by features
 Shard    written by store/        listed in every Manifest
 Manifest written by every stage   read by the next one
 TargetContract written by synth   copied into every later manifest and into the head
-EvalReport written by serve_eval  read by people
 """
 
 from __future__ import annotations
@@ -289,35 +288,6 @@ class Plan(Record):
     zero: tuple[ZeroMemory, ...] = ()  # of training, by stage
     problems: tuple[str, ...] = ()  # why it cannot be done so
     basis: tuple[str, ...]  # one line an assumption
-
-
-class PromptResult(Record):
-    """One evaluated prompt."""
-
-    id: str
-    category: str
-    rounds: int
-    tokens: int
-    acceptance_length: float
-    tokens_per_second: dict[str, float]  # speculative, plain, hf
-    identical_fp32: bool | None  # None: not checked
-
-
-class EvalReport(Record):
-    """`report.json`. Later versions add keys and rename none."""
-
-    acceptance_length: float  # τ: tokens a round, bonus token included, prefill's excluded
-    alpha: tuple[float, ...]  # α_k, k = 1…: accepted at depth k given accepted at k-1
-    tokens_per_second: dict[str, float]  # speculative, plain, hf: medians over prompts
-    speedup: dict[str, float]  # over plain, over hf
-    lossless: dict[str, Any]  # greedy_fp32: bool, prompts_checked: int
-    head: dict[str, Any]  # parameters, share_of_target, draft_vocab_size, coverage; {}: no head
-    drafter: dict[str, Any] = {"name": "eagle3"}  # its name, and what was set of it
-    by_category: dict[str, dict[str, float]]
-    contract: TargetContract
-    provenance: dict[str, Any]  # manifests' hashes, licences, sources, rejected counts
-    settings: dict[str, Any]  # tree shape, threads, dtype, prompts, machine
-    prompts: tuple[PromptResult, ...]
 
 
 def match_contracts(target: TargetContract, other: TargetContract, *, where: str) -> None:

@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from pipeline.console import console, logs_json, notice, one_line
-from pipeline.records import EvalReport
+from pipeline.reports import EvalReport
 from pipeline.serve_eval import charts
 
 #: Characters shown of a category in a figure, its caption or the terminal's table.

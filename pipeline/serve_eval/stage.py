@@ -12,7 +12,8 @@ from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
-from pipeline.records import EvalReport, Manifest, Prompt
+from pipeline.records import Manifest, Prompt
+from pipeline.reports import EvalReport
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
 from pipeline.serve_eval.report import print_table, write_html

@@ -15,7 +15,8 @@ from pipeline.config import DrafterSection, RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import DraftingHead
-from pipeline.records import Arithmetic, EvalReport, PromptResult, TargetContract
+from pipeline.records import Arithmetic, TargetContract
+from pipeline.reports import EvalReport, PromptResult
 from pipeline.serve_eval.measure import Measured
 from pipeline.tuning.tune import Choice
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.planning.decode import DecodePlan
-from pipeline.records import EvalReport
+from pipeline.reports import EvalReport
 
 Write = Callable[..., Path]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import isa
-from pipeline.records import STAGES, EvalReport
+from pipeline.records import STAGES
+from pipeline.reports import EvalReport
 from pipeline.store.manifest import read_manifest
 
 Write = Callable[..., Path]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.records import EvalReport, PromptResult, TargetContract
+from pipeline.records import TargetContract
+from pipeline.reports import EvalReport, PromptResult
 from pipeline.serve_eval.report import print_table, write_html
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect", "circle"}

@@ -9,7 +9,8 @@ from pipeline.config import TreeSection, parse
 from pipeline.decoder.request import Completion, Statistics
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.records import Arithmetic, EvalReport
+from pipeline.records import Arithmetic
+from pipeline.reports import EvalReport
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.report import write_html

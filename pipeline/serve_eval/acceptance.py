@@ -1,0 +1,78 @@
+"""Acceptance of a group of requests from their counters, with intervals.
+
+    pooled       Σ tokens / Σ rounds            conditional   accepted[k] / accepted[k-1]
+    by request   mean of tokens / rounds        joint         accepted[k] / rounds
+
+Intervals draw *prompts* with replacement, not requests: the turns of a prompt, or its replies at
+several temperatures, are alike, and counting them as independent would make intervals too small.
+The draws are the same in every call with as many prompts, so that figures of the same prompts can
+be compared draw by draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.reports import AcceptanceFigures, Estimate, RoundCounters
+
+DRAWS = 2_000
+_SEED = 0
+
+_Floats = npt.NDArray[np.float64]
+
+
+def acceptance_figures(
+    counters: Sequence[RoundCounters], prompts: Sequence[str]
+) -> AcceptanceFigures | None:
+    """Figures of requests with rounds, and for each the prompt that it belongs to; None without."""
+    rows = [(each, name) for each, name in zip(counters, prompts, strict=True) if each.rounds]
+    if not rows:
+        return None
+    depth = max(len(each.accepted) for each, _ in rows)
+    # Of a request: rounds, tokens, 1, τ, accepted at 1…depth.
+    table = np.array([[each.rounds, each.tokens, 1, each.acceptance_length] for each, _ in rows])
+    kept = np.array([_padded(each.accepted, depth) for each, _ in rows], float).reshape(-1, depth)
+    sums = drawn_sums(np.hstack([table, kept]), [name for _, name in rows])  # [1 + DRAWS, 4 + D]
+    rounds, tokens, requests, ratios = sums[:, :4].T
+    reached = np.hstack([rounds[:, None], sums[:, 4:]])  # [1 + DRAWS, 1 + D]
+    drafted = sum(each.drafted for each, _ in rows)
+    accepted = sum(each.accepted_tokens for each, _ in rows)
+    return AcceptanceFigures(
+        requests=len(rows),
+        rounds=int(rounds[0]),
+        acceptance_length=estimate(tokens / rounds),
+        request_acceptance_length=estimate(ratios / requests),
+        conditional=tuple(_ratio(reached[:, k], reached[:, k - 1]) for k in range(1, depth + 1)),
+        joint=tuple(_ratio(reached[:, k], rounds) for k in range(1, depth + 1)),
+        accept_rate=accepted / drafted if drafted else 0.0,
+    )
+
+
+def drawn_sums(rows: _Floats, prompts: Sequence[str]) -> _Floats:
+    """Sums of `rows` [R, C] over all requests, and below over draws of prompts: [1 + DRAWS, C]."""
+    names = list(dict.fromkeys(prompts))
+    place = {name: index for index, name in enumerate(names)}
+    by_prompt = np.zeros((len(names), rows.shape[1]))
+    np.add.at(by_prompt, [place[name] for name in prompts], rows)
+    random = np.random.default_rng(_SEED)
+    weights = random.multinomial(len(names), np.full(len(names), 1 / len(names)), size=DRAWS)
+    return np.vstack([by_prompt.sum(0), weights @ by_prompt])
+
+
+def estimate(figures: _Floats) -> Estimate:
+    """The figure, which is the first entry, and the middle 95 % of its draws, the others."""
+    low, high = np.quantile(figures[1:], (0.025, 0.975))
+    return Estimate(value=float(figures[0]), low=float(low), high=float(high))
+
+
+def _ratio(above: _Floats, below: _Floats) -> Estimate:
+    """Draws without a case to count are left out: nothing is known from them."""
+    known = below > 0
+    return estimate(above[known] / below[known])
+
+
+def _padded(values: Sequence[int], length: int) -> list[int]:
+    return [*values, *[0] * (length - len(values))]
