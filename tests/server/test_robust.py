@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -266,14 +267,16 @@ def test_a_crowd_leaves_nothing_behind(start: Start) -> None:
     assert served.post(prompt="Why?").status_code == 200
 
 
-def test_the_command_serves_and_ends_by_sigterm(tiny_target: Path, tmp_path: Path) -> None:
+@contextmanager
+def command_serving(target: Path, folder: Path, **section: Any) -> Iterator[tuple[Any, str]]:
+    """`eagle3 serve` as a process, and its URL, once it answers."""
     tree: dict[str, Any] = {
-        "run": {"uri": str(tmp_path / "run"), "threads": 1},
-        "target": {"source": str(tiny_target), "dtype": "float32", "device": "cpu"},
+        "run": {"uri": str(folder / "run"), "threads": 1},
+        "target": {"source": str(target), "dtype": "float32", "device": "cpu"},
         "eval": {"drafter": {"name": "ngram"}, "tree": {"top_k": 1, "steps": 3, "nodes": 4}},
-        "serve": {"model": "tiny", "slots": 2, "grace_seconds": 20},
+        "serve": {"model": "tiny", "slots": 2, **section},
     }
-    config = tmp_path / "run.yaml"
+    config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "pipeline.cli", "serve", "-c", str(config), "--port", "0"]
     environment = os.environ | {"EAGLE3_LOG": "json", "PYTHONUNBUFFERED": "1"}
@@ -281,13 +284,9 @@ def test_the_command_serves_and_ends_by_sigterm(tiny_target: Path, tmp_path: Pat
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
-        assert process.stdout is not None and process.stderr is not None
-        port = 0
-        for line in process.stdout:
-            if "listening" in line:
-                port = json.loads(line)["port"]
-                break
-        url = f"http://127.0.0.1:{port}"
+        assert process.stdout is not None
+        listening = next(line for line in process.stdout if "listening" in line)
+        url = f"http://127.0.0.1:{json.loads(listening)['port']}"
         until = time.monotonic() + 20
         while True:
             try:
@@ -296,7 +295,15 @@ def test_the_command_serves_and_ends_by_sigterm(tiny_target: Path, tmp_path: Pat
             except httpx.ConnectError:
                 assert time.monotonic() < until
                 time.sleep(0.02)
-        body = {"model": "tiny", "prompt": "Why?", "max_tokens": 300, "ignore_eos": True}
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_command_serves_and_ends_by_sigterm(tiny_target: Path, tmp_path: Path) -> None:
+    body = {"model": "tiny", "prompt": "Why?", "max_tokens": 300, "ignore_eos": True}
+    with command_serving(tiny_target, tmp_path, grace_seconds=20) as (process, url):
         with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as reply:
             parts = reply.iter_text()
             text = next(parts)
@@ -305,9 +312,22 @@ def test_the_command_serves_and_ends_by_sigterm(tiny_target: Path, tmp_path: Pat
         assert text.endswith("data: [DONE]\n\n") and '"finish_reason": "length"' in text
         assert process.wait(20) == 0
         assert "Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
-        process.communicate()
+
+
+def test_a_second_signal_does_not_wait_for_replies(tiny_target: Path, tmp_path: Path) -> None:
+    """A thousand replies of 400 tokens take minutes, and there are ten of grace."""
+    body = {"model": "tiny", "prompt": ["Why?"] * 1000, "max_tokens": 400, "ignore_eos": True}
+    limits = {"grace_seconds": 600, "max_waiting": 1000}
+    with (
+        command_serving(tiny_target, tmp_path, **limits) as (process, url),
+        httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as reply,
+    ):
+        next(reply.iter_text())
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
 
 
 @pytest.mark.parametrize(
