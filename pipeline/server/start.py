@@ -131,16 +131,15 @@ def run_server(
     """Serve until a signal, or until `server.should_exit` is set; then all requests have ended."""
 
     async def run() -> None:
-        loop, asked = asyncio.get_running_loop(), asyncio.Event()
+        loop, asked, again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            if app.worker.closing:  # the second one: at once
-                server.should_exit = server.force_exit = True
+            signalled = again if app.worker.closing else asked
             app.worker.close()
-            loop.call_soon_threadsafe(asked.set)
+            loop.call_soon_threadsafe(signalled.set)
 
         server.handle_exit = on_signal  # type: ignore[method-assign, assignment]
-        draining = asyncio.create_task(_drain(server, app, asked, grace))
+        draining = asyncio.create_task(_drain(server, app, asked, again, grace))
         try:
             await server.serve(sockets=list(listening))
         finally:
@@ -156,14 +155,19 @@ def run_server(
 
 
 async def _drain(
-    server: uvicorn.Server, app: ServerApp, asked: asyncio.Event, grace: float
+    server: uvicorn.Server,
+    app: ServerApp,
+    asked: asyncio.Event,
+    again: asyncio.Event,
+    grace: float,
 ) -> None:
-    """Once asked, let the requests that are here end, within limits, and then the server."""
+    """Once asked, let the requests that are here end, within limits or until asked `again`, and
+    then the server."""
     await asked.wait()
     notice("serve", f"ending: {app.worker.open_jobs} requests go on for at most {grace:g} seconds")
     with suppress(TimeoutError):
         async with asyncio.timeout(grace):
-            while app.worker.open_jobs:
+            while app.worker.open_jobs and not again.is_set():
                 await asyncio.sleep(0.02)
     await asyncio.to_thread(app.worker.stop)  # what is left ends with an error
     server.should_exit = True
