@@ -66,7 +66,11 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), F.silu(gate).mul_(grads[0])
+        with torch.enable_grad():  # silu's own rule, and its value, which up's gradient needs
+            leaf = gate.detach().requires_grad_()
+            active = F.silu(leaf)
+        (slope,) = torch.autograd.grad(active, leaf, grads[0] * up)
+        return slope, active.detach().mul_(grads[0])
 
 
 class RotaryTable:

@@ -132,24 +132,28 @@ class _BlockedAttention(torch.autograd.Function):
             budget -= weights.numel()
             kept.append(weights if budget >= 0 else None)
         output += chain_weights @ chain_values
+        output = output.view_as(query)
         ctx.blocks, ctx.kept = blocks, kept
-        ctx.save_for_backward(query, keys, values, chain_keys, chain_values, chain_weights)
-        return output.view_as(query)
+        inputs = query, keys, values, chain_keys, chain_values
+        ctx.save_for_backward(*inputs, chain_weights, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Softmax's own rule block by block.
+        """Softmax's own rule block by block: of weights p with slope s, p · (s - Σ p s).
 
-        Gradients of keys and values add up in float32 or wider.
+        The sum over all keys is that of output and its gradient over d (Dao et al. 2022,
+        arXiv:2205.14135, appendix B.2). Gradients of keys and values add up in float32 or wider.
         """
-        query, keys, values, chain_keys, chain_values, chain_weights = ctx.saved_tensors
+        query, keys, values, chain_keys, chain_values, chain_weights, output = ctx.saved_tensors
         split = _split(query, keys)  # [A, G, s, d]
         grad = grads[0].reshape(split.shape)
+        minus_mean = -(grad * output.view_as(split)).sum(-1, keepdim=True)  # [A, G, s, 1]
         chain_scores = chain_weights  # [A, G, s, k]
         if None in ctx.kept:
             chain_scores = split @ chain_keys.transpose(-1, -2)
         # [A, G, s, k], of the weights, then of the scores
-        chain_slope = grad @ chain_values.transpose(-1, -2)
+        chain_slope = grad @ chain_values.transpose(-1, -2) + minus_mean
         chain_values_grad = chain_weights.transpose(-1, -2) @ grad
         query_grad = torch.empty_like(split)
         keys_grad, values_grad = (_zeros_for_sums(keys).transpose(0, 1) for _ in range(2))
@@ -159,9 +163,10 @@ class _BlockedAttention(torch.autograd.Function):
             past, chain = slice(0, block.width), slice(block.width, None)
             rows_grad = _stack(grad, block)  # [G, s·B, d]
             slope = torch.empty_like(weights)  # [G, s·B, T + k]
-            torch.bmm(rows_grad, values[block.keys].permute(1, 2, 0), out=slope[..., past])
+            keys_values = values[block.keys].permute(1, 2, 0)  # [G, d, T]
+            torch.baddbmm(_stack(minus_mean, block), rows_grad, keys_values, out=slope[..., past])
             slope[..., chain] = _stack(chain_slope, block)
-            slope = torch.ops.aten._softmax_backward_data(slope, weights, -1, weights.dtype)
+            slope.mul_(weights)
             chain_slope[block.rows] = _unstack(slope[..., chain], split)
             slope = slope[..., past]
             rows_query_grad = torch.bmm(slope, keys[block.keys].transpose(0, 1))
