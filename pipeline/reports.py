@@ -8,7 +8,8 @@ EvalReport         all of it, with the target, the head and the machine
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -41,6 +42,18 @@ class RoundCounters(Record):
             raise ValueError("a position is accepted more often than it was proposed")
         return self
 
+    @classmethod
+    def total(cls, counters: Iterable[RoundCounters]) -> RoundCounters:
+        """Of all requests together."""
+        each = list(counters)
+        return cls(
+            rounds=sum(one.rounds for one in each),
+            tokens=sum(one.tokens for one in each),
+            drafted=sum(one.drafted for one in each),
+            accepted_lengths=_added(one.accepted_lengths for one in each),
+            proposed=_added(one.proposed for one in each),
+        )
+
     @property
     def accepted(self) -> tuple[int, ...]:
         """Entry k - 1: rounds that accepted position k, and so all before it."""
@@ -58,6 +71,11 @@ class RoundCounters(Record):
     def acceptance_length(self) -> float:
         """τ; 0 without rounds."""
         return self.tokens / self.rounds if self.rounds else 0.0
+
+
+def _added(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Entry by entry; shorter rows end in zeros."""
+    return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
 
 class Estimate(Record):
@@ -133,6 +151,11 @@ class PromptResult(Record):
     counters: RoundCounters | None = None  # None: of a report that is older than they are
     identical_fp32: bool | None  # None: not checked
 
+    @property
+    def prompt(self) -> str:
+        """The id of the prompt that it is a turn of: that of its first turn."""
+        return self.id.removesuffix(f"#{self.turn}") if self.turn > 1 else self.id
+
 
 class EvalReport(Record):
     """`report.json`. Later versions add keys and rename none."""
@@ -147,6 +170,7 @@ class EvalReport(Record):
     by_category: dict[str, dict[str, float]]
     acceptance: AcceptanceFigures | None = None  # of all requests
     groups: dict[str, dict[str, AcceptanceFigures]] = Field({})  # by category, turn and context
+    names: dict[str, dict[str, Any]] = Field({})  # vllm, sglang, speed_bench: as they define theirs
     load: tuple[LoadCurve, ...] = ()
     contract: TargetContract
     provenance: dict[str, Any]  # manifests' hashes, licences, sources, rejected counts

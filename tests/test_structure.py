@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 MAX_LINES, MAX_FILES = 400, 14
 
-BASE = {"config", "records", "reports", "errors", "console", "streams", "telemetry"}
+BASE = {"config", "records", "reports", "metric_names", "errors", "console", "streams", "telemetry"}
 SHARED = {"store", "prompts", "target", "eagle3", "decoder", "tuning", "planning"}
 STAGES = {"synth", "features", "train", "serve_eval"}
 

@@ -68,6 +68,7 @@ class DecodeBatch:
     drafter_state: Tensor  # [S, M] what the drafter keeps of each row from round to round
     emitted: Tensor  # [S, E] tokens of the last round
     counts: Tensor  # [S] how many of them
+    proposed: Tensor  # [S, 2] nodes that the round drafted, and the depth of the deepest
 
     @classmethod
     def empty(
@@ -100,6 +101,7 @@ class DecodeBatch:
             drafter_state=zeros(state.size, dtype=state.dtype),
             emitted=zeros(emitted),
             counts=zeros(),
+            proposed=zeros(2),
         )
 
     def __len__(self) -> int:
@@ -177,10 +179,14 @@ class DecodeBatch:
             mask=mask,
         )
 
-    def advance(self, accepted: VerifyOutput) -> None:
-        """Commit what a round emitted; inert rows stay where they are."""
+    def advance(self, accepted: VerifyOutput, proposed: Tensor | None) -> None:
+        """Commit what a round emitted, having `proposed` [B, 2]; inert rows stay where they are."""
         last = accepted.tokens.gather(1, accepted.counts[:, None] - 1)[:, 0]
         self.roots.copy_(last.clamp(min=0))  # -1 marks NaN logits; the engine ends such a request
         self.seq_lens.add_(accepted.counts * self.active)
         self.counts.copy_(accepted.counts)
         self.emitted[:, : accepted.tokens.shape[1]].copy_(accepted.tokens)
+        if proposed is None:
+            self.proposed.zero_()
+        else:
+            self.proposed.copy_(proposed)

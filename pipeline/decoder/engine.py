@@ -271,10 +271,10 @@ class Engine:
         """Hand out what launches emitted, and retire the requests that ended."""
         for requests, pending in launched:
             emitted, now = pending.wait(), time.perf_counter()
-            for running, tokens in zip(requests, emitted, strict=True):
+            for running, row in zip(requests, emitted, strict=True):
                 if running.finish_reason is not None:
                     continue  # ended while this round was under way
-                self._ready.append(running.take(tokens, now))
+                self._ready.append(running.take(row.tokens, now, row.drafted, row.deepest))
                 if running.finish_reason is not None:
                     self._retire(running)
 

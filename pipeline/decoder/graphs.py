@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -127,28 +127,37 @@ def captured(
     return graph
 
 
+class EmittedRow(NamedTuple):
+    """What a launch did for one row."""
+
+    tokens: list[int]
+    drafted: int  # nodes that were proposed, not counting the root
+    deepest: int  # of them; 0 without
+
+
 class PendingTokens:
     """Tokens of one launch on their way to the host."""
 
-    def __init__(self, emitted: Tensor, counts: Tensor, arrived: torch.cuda.Event | None) -> None:
-        self._emitted, self._counts, self._arrived = emitted, counts, arrived
+    def __init__(self, copies: Sequence[Tensor], arrived: torch.cuda.Event | None) -> None:
+        """`copies` of a batch's `emitted`, `counts` and `proposed`."""
+        self._copies, self._arrived = copies, arrived
 
-    def wait(self) -> list[list[int]]:
-        """Tokens of each row; waits for the copy, not for later rounds."""
+    def wait(self) -> list[EmittedRow]:
+        """Of each row; waits for the copy, not for later rounds."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows = zip(self._emitted.tolist(), self._counts.tolist(), strict=True)
-        return [tokens[:count] for tokens, count in rows]
+        rows = zip(*(tensor.tolist() for tensor in self._copies), strict=True)
+        return [EmittedRow(tokens[:count], *proposed) for tokens, count, proposed in rows]
 
 
 def copy_to_host(batch: DecodeBatch) -> PendingTokens:
     """Start copying what the last launch emitted; the batch may be used again at once."""
+    leaving = batch.emitted, batch.counts, batch.proposed
     if batch.roots.device.type != "cuda":
-        return PendingTokens(batch.emitted.clone(), batch.counts.clone(), None)
-    emitted = torch.empty(batch.emitted.shape, dtype=torch.int64, pin_memory=True)
-    counts = torch.empty(batch.counts.shape, dtype=torch.int64, pin_memory=True)
-    emitted.copy_(batch.emitted, non_blocking=True)
-    counts.copy_(batch.counts, non_blocking=True)
+        return PendingTokens([each.clone() for each in leaving], None)
+    pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in leaving]
+    for copy, each in zip(pinned, leaving, strict=True):
+        copy.copy_(each, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
-    return PendingTokens(emitted, counts, arrived)
+    return PendingTokens(pinned, arrived)

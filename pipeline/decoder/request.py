@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Literal, NamedTuple
 
+from pipeline.reports import RoundCounters
+
 FinishReason = Literal["stop", "length", "error", "abort"]
 
 
@@ -63,6 +65,9 @@ class Statistics:
     round_tokens: int = 0  # emitted by rounds, bonus included
     #: Entry k: rounds in which k drafted tokens were accepted, or more.
     reached: list[int] = field(default_factory=list)
+    drafted: int = 0  # tokens that were proposed, and verified
+    #: Entry k - 1: rounds that proposed a token at depth k.
+    proposed: list[int] = field(default_factory=list)
     queued_seconds: float = 0.0  # submitted to admitted
     first_token_seconds: float = 0.0  # admitted to first token
     decode_seconds: float = 0.0  # first token to last
@@ -77,13 +82,31 @@ class Statistics:
         """TPOT: mean time between two tokens after the first."""
         return self.decode_seconds / self.round_tokens if self.round_tokens else 0.0
 
-    def count_round(self, emitted: int, taken: int) -> None:
-        """A round emitted `emitted` tokens, of which the request took `taken` before it ended."""
+    def counters(self) -> RoundCounters:
+        """What reports and servers tell of it."""
+        return RoundCounters(
+            rounds=self.rounds,
+            tokens=self.round_tokens,
+            drafted=self.drafted,
+            accepted_lengths=tuple(more - less for more, less in pairwise([*self.reached, 0])),
+            proposed=tuple(self.proposed),
+        )
+
+    def count_round(self, emitted: int, taken: int, drafted: int = 0, deepest: int = 0) -> None:
+        """A round drafted `drafted` tokens, `deepest` deep, and emitted `emitted`, of which the
+        request took `taken` before it ended."""
         self.rounds += 1
         self.round_tokens += taken
-        self.reached.extend([0] * (emitted - len(self.reached)))
-        for depth in range(emitted):
-            self.reached[depth] += 1
+        self.drafted += drafted
+        _count_up_to(emitted, self.reached)
+        _count_up_to(deepest, self.proposed)
+
+
+def _count_up_to(depth: int, counts: list[int]) -> None:
+    """One more in each of the first `depth` entries."""
+    counts.extend([0] * (depth - len(counts)))
+    for entry in range(depth):
+        counts[entry] += 1
 
 
 class Acceptance(NamedTuple):
@@ -140,8 +163,13 @@ class RunningRequest:
     finish_reason: FinishReason | None = None
     error: Problem | None = None
 
-    def take(self, emitted: Sequence[int], now: float) -> Emission:
-        """Append what a round (or prefill) emitted, up to a stop token or the limit."""
+    def take(
+        self, emitted: Sequence[int], now: float, drafted: int = 0, deepest: int = 0
+    ) -> Emission:
+        """Append what a round (or prefill) emitted, up to a stop token or the limit.
+
+        The round had drafted `drafted` tokens, `deepest` deep.
+        """
         first, taken = not self.tokens, []
         for token in emitted:
             if token < 0:
@@ -161,7 +189,7 @@ class RunningRequest:
         if first:
             self.statistics.first_token_seconds = since
         else:
-            self.statistics.count_round(len(emitted), len(taken))
+            self.statistics.count_round(len(emitted), len(taken), drafted, deepest)
             self.statistics.decode_seconds = since - self.statistics.first_token_seconds
         return Emission(self.request.request_id, tuple(taken), self.completion())
 

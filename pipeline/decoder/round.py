@@ -11,6 +11,7 @@ run eagerly on a CPU and, captured once, as one CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from pipeline.decoder.drafters.base import Drafter, ReadTokens
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.tree import Tree, VerifyOutput, root_only
 
 #: (tree, the target's choices [B, N], deepest draft) → what is accepted.
@@ -43,27 +45,45 @@ def decode_round(
     """
     shape = None if drafter is None else drafter.shape_for(len(batch))
     if drafter is None or shape is None:
-        tree, depth = root_only(batch.roots), 0
+        tree, depth, proposed = root_only(batch.roots), 0, None
     else:
-        tree, depth = draft_tree(model.ops, drafter, batch, planes, shape), shape.steps
-    advance(model, planes, drafter, batch, tree, depth, sampling=sampling, verify=verify)
+        tree, proposed = draft_tree(model.ops, drafter, batch, planes, shape)
+        depth = shape.steps
+    advance(
+        *(model, planes, drafter, batch, tree, depth, proposed), sampling=sampling, verify=verify
+    )
 
 
 def draft_tree(
     ops: TorchOps, drafter: Drafter, batch: DecodeBatch, planes: Planes, shape: TreeSection
-) -> Tree:
-    """The best of what the drafter proposes, below the roots.
+) -> tuple[Tree, Tensor | None]:
+    """The best of what the drafter proposes, below the roots; and how much: `count_proposed`, or
+    None where that is nothing.
 
     A score of -inf proposes nothing. A host that can look leaves out the nodes that no row proposes
     anything for, and decodes plainly where there is no other.
     """
-    tokens, parents, scores, _ = drafter.candidates(batch, planes, shape)
+    candidates = drafter.candidates(batch, planes, shape)
+    tokens, parents, scores, _ = candidates
     nodes = shape.nodes
     if scores.device.type == "cpu":
         nodes = min(nodes, 1 + int((scores > -torch.inf).sum(1).max()))
         if nodes == 1:
-            return root_only(batch.roots)
-    return ops.grow_tree(batch.roots, tokens, parents, scores, nodes)
+            return root_only(batch.roots), None
+    tree = ops.grow_tree(batch.roots, tokens, parents, scores, nodes)
+    return tree, count_proposed(candidates, tree)
+
+
+def count_proposed(candidates: Candidates, tree: Tree) -> Tensor:
+    """Nodes of each tree that its row proposes, and the depth of the deepest: [B, 2].
+
+    The others pad the tree, and have the lowest scores: either all nodes are proposed, or all
+    candidates that are became nodes. So the deepest is the shallower of the two's.
+    """
+    real = candidates.scores > -torch.inf  # [B, C]
+    nodes = real.sum(1).clamp(max=tree.tokens.shape[1] - 1)
+    deepest = (real * candidates.depths).amax(1)
+    return torch.stack((nodes, torch.minimum(deepest, tree.depth.amax(1))), dim=1)
 
 
 def advance(
@@ -73,13 +93,21 @@ def advance(
     batch: DecodeBatch,
     tree: Tree,
     depth: int,
+    proposed: Tensor | None = None,
     *,
     sampling: bool,
     verify: Verify | None = None,
 ) -> None:
-    """The round behind the draft: verify trees of `depth` D, accept, compact, extend, commit."""
+    """The round behind the draft: verify trees of `depth` D, accept, compact, extend, commit.
+
+    `proposed` [B, 2] is `count_proposed` of the trees: a node that pads a tree of nothing else is
+    not accepted, whatever the target says. None: they have no nodes but the roots.
+    """
     aux, predicted = read_tree(model, planes, batch, tree, depth, sampling=sampling)
     accepted = (verify or model.ops.verify)(tree, predicted, depth)
+    if proposed is not None:
+        counts = torch.minimum(accepted.counts, 1 + proposed[:, 1])
+        accepted = replace(accepted, counts=counts)
     if depth:
         model.ops.compact(planes.target, batch.block_table, batch.seq_lens, accepted.path)
     if drafter is not None:
@@ -93,7 +121,7 @@ def advance(
             counts=accepted.counts,
         )
         drafter.extend(batch, planes, read)
-    batch.advance(accepted)
+    batch.advance(accepted, proposed)
 
 
 def read_tree(

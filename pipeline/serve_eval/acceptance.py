@@ -34,7 +34,9 @@ def acceptance_figures(
     depth = max(len(each.accepted) for each, _ in rows)
     # Of a request: rounds, tokens, 1, τ, accepted at 1…depth.
     table = np.array([[each.rounds, each.tokens, 1, each.acceptance_length] for each, _ in rows])
-    kept = np.array([_padded(each.accepted, depth) for each, _ in rows], float).reshape(-1, depth)
+    kept = np.array([_padded(each.accepted, depth) for each, _ in rows], float).reshape(
+        len(rows), depth
+    )
     sums = drawn_sums(np.hstack([table, kept]), [name for _, name in rows])  # [1 + DRAWS, 4 + D]
     rounds, tokens, requests, ratios = sums[:, :4].T
     reached = np.hstack([rounds[:, None], sums[:, 4:]])  # [1 + DRAWS, 1 + D]

@@ -20,6 +20,8 @@ class Question:
     request_id: str
     category: str
     context: tuple[int, ...]
+    source: str = ""
+    turn: int = 1
 
 
 def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -44,7 +46,8 @@ def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 def first_question(prompt: Prompt, template: ChatTemplate) -> Question:
     """The prompt's first turn. Raises TemplateError for tools that the template does not know."""
     context = tuple(_with_tools(template, prompt).start(prompt.turns[0], system=prompt.system))
-    return Question(f"{prompt.source}/{prompt.sample_id}", prompt.category, context)
+    name = f"{prompt.source}/{prompt.sample_id}"
+    return Question(name, prompt.category, context, prompt.source)
 
 
 def next_question(
@@ -54,7 +57,8 @@ def next_question(
     closed = reply.finish_reason == "stop"
     followed = follow_up(prompt, turn, template, closed=closed)
     context = (*question.context, *reply.token_ids, *followed)
-    return Question(f"{prompt.source}/{prompt.sample_id}#{turn + 1}", prompt.category, context)
+    name = f"{prompt.source}/{prompt.sample_id}#{turn + 1}"
+    return Question(name, prompt.category, context, prompt.source, turn + 1)
 
 
 def follow_up(prompt: Prompt, turn: int, template: ChatTemplate, *, closed: bool) -> list[int]:

@@ -17,6 +17,7 @@ from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import DraftingHead
 from pipeline.records import Arithmetic, TargetContract
 from pipeline.reports import EvalReport, PromptResult
+from pipeline.serve_eval.groups import grouped_acceptance
 from pipeline.serve_eval.measure import Measured
 from pipeline.tuning.tune import Choice
 
@@ -74,6 +75,7 @@ def summarise(
         drafter=_drafter(config.eval.drafter, measurements.choice) | apart,
         head=_head(*loaded, contract) | apart if loaded else {},
         by_category=_by_category(measured),
+        **grouped_acceptance(results)._asdict(),
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},
         settings={
@@ -144,13 +146,23 @@ def _predicted(measurements: Measurements) -> dict[str, Any] | None:
 
 def _result(item: Measured, identical: bool) -> PromptResult:
     statistics = item.speculative.statistics
+    timed = {"speculative": statistics, "plain": item.plain.statistics}
     return PromptResult(
         id=item.question.request_id,
         category=item.question.category,
+        source=item.question.source,
+        turn=item.question.turn,
+        context_tokens=len(item.question.context),
+        finish_reason=item.speculative.finish_reason,
         rounds=statistics.rounds,
         tokens=len(item.speculative.token_ids),
         acceptance_length=round(statistics.acceptance_length, 4),
         tokens_per_second={mode: round(rate, 2) for mode, rate in item.rates.items()},
+        ttft_seconds={name: each.first_token_seconds for name, each in timed.items()},
+        tpot_seconds={
+            name: each.seconds_per_token for name, each in timed.items() if each.round_tokens
+        },
+        counters=statistics.counters(),
         identical_fp32=identical,
     )
 

@@ -45,12 +45,11 @@ class ServerApp:
         key: str | None = None,
     ) -> None:
         """`model` is what clients call it; `key` is what they must send. Raises MissingPackage."""
-        drafted = engine.drafter.nodes - 1 if engine.drafter else 0
-        self.metrics = ServerMetrics(model, drafted=drafted)
+        self._drafts = engine.drafter is not None
+        self.metrics = ServerMetrics(model, drafts=self._drafts)
         self.worker = EngineWorker(engine, self.metrics, max_waiting=section.max_waiting)
         self._engine, self._template, self._section = engine, template, section
         self._model, self._key = model, key.encode() if key else None
-        self._drafted = drafted
 
     def routes(self) -> Starlette:
         """The application. Raises MissingPackage."""
@@ -186,7 +185,7 @@ class ServerApp:
         style = ReplyStyle(
             chat=isinstance(body, ChatBody),
             model=self._model,
-            drafted=self._drafted,
+            drafts=self._drafts,
             with_ids=body.return_token_ids,
             with_usage=body.stream_options.include_usage,
         )

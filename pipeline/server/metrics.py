@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion
 from pipeline.errors import MissingPackage
+from pipeline.metric_names import vllm_names
 
 if TYPE_CHECKING:
     from pipeline.server.worker import Job
@@ -24,9 +25,8 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 class ServerMetrics:
     """The numbers of one server, in a registry of their own."""
 
-    def __init__(self, model: str, *, drafted: int) -> None:
-        """`drafted` tokens are verified in each round; 0 for plain decoding. Raises
-        MissingPackage."""
+    def __init__(self, model: str, *, drafts: bool) -> None:
+        """`drafts`: not plain decoding. Raises MissingPackage."""
         try:
             from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
         except ImportError:
@@ -44,13 +44,13 @@ class ServerMetrics:
             made = Histogram(f"vllm:{name}", text, labels, registry=registry, buckets=buckets)
             return made.labels(model)
 
-        self._model, self.drafted = model, drafted
+        self._model, self._counts_drafts = model, drafts
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests").labels(model)
         generated = counter("generation_tokens", "Tokens generated for ended requests")
         self._generated = generated.labels(model)
         self._success = counter("request_success", "Ended requests", "finished_reason")
-        drafts = counter("spec_decode_num_drafts", "Rounds in which a tree was drafted")
-        self._drafts = drafts.labels(model)
+        drafted = counter("spec_decode_num_drafts", "Rounds in which anything was drafted")
+        self._drafts = drafted.labels(model)
         verified = counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified")
         self._draft_tokens = verified.labels(model)
         accepted = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
@@ -98,12 +98,12 @@ class ServerMetrics:
         self._prompt.inc(len(job.request.prompt_ids))
         self._generated.inc(len(completion.token_ids))
         self._success.labels(self._model, completion.finish_reason).inc()
-        statistics = completion.statistics
-        if self.drafted:
-            self._drafts.inc(statistics.rounds)
-            self._draft_tokens.inc(statistics.rounds * self.drafted)
-            self._accepted.inc(sum(statistics.reached[1:]))
-            for depth, rounds in enumerate(statistics.reached[1:]):
+        if self._counts_drafts:
+            counted = vllm_names([completion.statistics.counters()])
+            self._drafts.inc(counted["num_drafts"])
+            self._draft_tokens.inc(counted["num_draft_tokens"])
+            self._accepted.inc(counted["num_accepted_tokens"])
+            for depth, rounds in enumerate(counted["num_accepted_tokens_per_pos"]):
                 self._by_depth.labels(self._model, str(depth)).inc(rounds)
         self._whole.observe(perf_counter() - job.submitted)
         if len(completion.token_ids) > 1 and completion.finish_reason in ("stop", "length"):

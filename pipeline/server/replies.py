@@ -15,11 +15,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from pipeline.decoder.request import Completion, Statistics, pool_acceptance
+from pipeline.decoder.request import Completion, Statistics
+from pipeline.metric_names import sglang_names
 from pipeline.server.protocol import ApiError
 from pipeline.server.worker import EngineWorker, Job, ReplyPiece
 
@@ -40,7 +40,7 @@ class ReplyStyle:
 
     chat: bool
     model: str
-    drafted: int  # tokens a round verifies beside the last one; 0 for plain decoding
+    drafts: bool  # not plain decoding
     with_ids: bool  # return_token_ids
     with_usage: bool  # stream_options.include_usage
     created: int = field(default_factory=lambda: int(time.time()))
@@ -119,7 +119,8 @@ class ReplyStyle:
         usage = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
         statistics = [each.statistics for each in done]
         times = {"metrics": _times(statistics[0])} if len(done) == 1 else {}
-        return {"usage": usage, "meta_info": _acceptance(statistics, self.drafted), **times}
+        acceptance = sglang_names([each.counters() for each in statistics]) if self.drafts else {}
+        return {"usage": usage, "meta_info": acceptance, **times}
 
 
 DONE = b"data: [DONE]\n\n"
@@ -141,27 +142,6 @@ def problem_of(job: Job) -> ApiError | None:
 
 def _finish(job: Job, completion: Completion) -> dict[str, Any]:
     return {"finish_reason": completion.finish_reason, "stop_reason": job.stop_reason}
-
-
-def _acceptance(statistics: Sequence[Statistics], drafted: int) -> dict[str, Any]:
-    """Of all rounds of some requests; of plain decoding, nothing."""
-    if not drafted:
-        return {}
-    rounds = sum(each.rounds for each in statistics)
-    deepest = max((len(each.reached) for each in statistics), default=0)
-    reached = [0] * (deepest + 1)
-    for each in statistics:
-        for depth, count in enumerate(each.reached):
-            reached[depth] += count
-    accepted = sum(reached[1:])
-    return {
-        "spec_verify_ct": rounds,
-        "spec_accept_length": pool_acceptance(statistics).tau,
-        "spec_accept_rate": accepted / (rounds * drafted) if rounds else 0.0,
-        "spec_num_proposed_drafts": rounds * drafted,
-        "spec_num_correct_drafts": accepted,
-        "spec_correct_drafts_histogram": [more - less for more, less in pairwise(reached)],
-    }
 
 
 def _times(statistics: Statistics) -> dict[str, float]:

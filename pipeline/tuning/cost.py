@@ -22,7 +22,6 @@ from functools import partial
 from statistics import fmean
 
 import torch
-from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
@@ -30,7 +29,8 @@ from pipeline.decoder.drafters.base import Drafter, ReadTokens
 from pipeline.decoder.graphs import capture_stream, captured
 from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.round import read_tree
+from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.round import count_proposed, read_tree
 from pipeline.decoder.tree import WINDOW, Tree, root_only
 
 #: Where the curves are measured; between two points they are taken to be straight.
@@ -253,7 +253,7 @@ class _Pieces:
         roots = self._batch.roots
         if nodes == 1:
             return root_only(roots)
-        return self._model.ops.grow_tree(roots, *self._candidates, nodes)
+        return self._model.ops.grow_tree(roots, *self._candidates[:3], nodes)
 
     def verify(self, tree: Tree) -> object:
         model, batch = self._model, self._batch
@@ -284,14 +284,15 @@ class _Pieces:
         batch, ops = self._batch, self._model.ops
         # The target agrees with the second of each pair: see `_candidates`.
         predicted = self._candidates[0][:, 1 : nodes + 1]
-        accepted = ops.verify(self.tree(nodes), predicted, _ACCEPTED)
+        tree = self.tree(nodes)
+        accepted = ops.verify(tree, predicted, _ACCEPTED)
         ops.compact(self._planes.target, batch.block_table, batch.seq_lens, accepted.path)
-        batch.advance(accepted)
+        batch.advance(accepted, count_proposed(self._candidates, tree))
         batch.seq_lens.fill_(self._context)
 
 
-def _candidates(batch: DecodeBatch, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates of any tree up to the window, as `grow_tree` wants them: each [B, C].
+def _candidates(batch: DecodeBatch, vocabulary: int) -> Candidates:
+    """Candidates of any tree up to the window, C of them.
 
     Pairs of siblings below the second one of the pair above, so that an accepted branch is never
     contiguous and its keys have to be moved:
@@ -303,10 +304,11 @@ def _candidates(batch: DecodeBatch, vocabulary: int) -> tuple[Tensor, Tensor, Te
     """
     index = torch.arange(WINDOW + 2, device=batch.roots.device)  # [C]
     each = (len(batch), -1)
-    return (
+    return Candidates(
         (index % vocabulary).expand(each).contiguous(),
         (index // 2 * 2 - 1).expand(each).contiguous(),
         (-index.float()).expand(each).contiguous(),
+        index // 2 + 1,
     )
 
 

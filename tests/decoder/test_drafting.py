@@ -106,7 +106,7 @@ def test_plain_rounds_leave_the_drafter_ready(model: DecoderModel, head: Eagle3H
     torch.testing.assert_close(batch.drafter_state, whole.drafter_state, atol=1e-4, rtol=1e-4)
     drafting = Eagle3Drafter(head, model, TREE)
     ours, theirs = (
-        draft_tree(model.ops, drafting, rows, plane, TREE)
+        draft_tree(model.ops, drafting, rows, plane, TREE)[0]
         for rows, plane in ((batch, planes), (whole, others))
     )
     assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.parents, theirs.parents)

@@ -59,7 +59,7 @@ class _Drafting:
         """Trees below a root, and every step's logits [B, beams, Vd]."""
         self.batch.roots.fill_(root)
         self.drafter.trace = []
-        tree = draft_tree(self.drafter.ops, self.drafter, self.batch, self.planes, shape)
+        tree, _ = draft_tree(self.drafter.ops, self.drafter, self.batch, self.planes, shape)
         return tree, self.drafter.trace
 
 

@@ -10,7 +10,8 @@ from pipeline.decoder.request import Completion, Statistics
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.records import Arithmetic
-from pipeline.reports import EvalReport
+from pipeline.reports import EvalReport, RoundCounters
+from pipeline.serve_eval.groups import context_bucket
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.report import write_html
@@ -30,12 +31,20 @@ ARITHMETIC = Arithmetic(
 )
 
 
-def _measured(name: str, category: str, reached: list[int], rates: dict[str, float]) -> Measured:
+def _measured(
+    name: str, category: str, reached: list[int], rates: dict[str, float], context: int = 1
+) -> Measured:
     """`reached[k]` rounds accepted k drafted tokens or more: each entry is a token emitted."""
-    statistics = Statistics(rounds=reached[0], round_tokens=sum(reached), reached=reached)
+    statistics = Statistics(
+        rounds=reached[0],
+        round_tokens=sum(reached),
+        reached=reached,
+        drafted=3 * reached[0],
+        proposed=[reached[0]] * 3,
+    )
     alone = Statistics(rounds=2, round_tokens=2, reached=[2])
     return Measured(
-        Question(name, category, (1,)),
+        Question(name, category, (1,) * context, "set", 2 if "#" in name else 1),
         Completion(name, (1, 2, 3), "length", alone),
         Completion(name, (1, 2, 3), "length", statistics),
         rates,
@@ -129,3 +138,56 @@ def test_the_head(report: EvalReport) -> None:
         "share_of_target"
     ] == pytest.approx(parameters / 100_000)
     assert report.head["coverage"] == 0.9 and report.settings["threads"] == torch.get_num_threads()
+
+
+def test_requests_are_told_with_their_counters(report: EvalReport) -> None:
+    first = report.prompts[0]
+    assert (first.source, first.turn, first.context_tokens) == ("set", 1, 1)
+    assert (first.finish_reason, first.prompt) == ("length", "a")
+    assert first.counters == RoundCounters(
+        rounds=10, tokens=22, drafted=30, accepted_lengths=(2, 4, 4), proposed=(10, 10, 10)
+    )
+    assert first.ttft_seconds == {"speculative": 0.0, "plain": 0.0}
+    assert report.acceptance is not None
+    assert report.acceptance.acceptance_length.value == report.acceptance_length
+    assert [each.value for each in report.acceptance.conditional] == pytest.approx(report.alpha)
+    assert set(report.groups["category"]) == {"chat", "math"}
+    chat = report.groups["category"]["chat"]
+    assert chat.acceptance_length.value == report.by_category["chat"]["acceptance_length"]
+    assert (chat.requests, chat.rounds) == (2, 20)
+
+
+def test_turns_of_a_prompt_stay_together_and_contexts_are_buckets() -> None:
+    rates = {"speculative": 1.0, "plain": 1.0}
+    items = [
+        _measured("a#2", "chat", [10, 5], rates, context=700),
+        _measured("a", "chat", [4, 2], rates, context=64),
+        _measured("b", "math", [8, 8, 8], rates, context=127),
+        _measured("c", "math", [0], rates, context=5),
+    ]
+    report = summarise(
+        parse({"target": {"source": "x"}}),
+        CONTRACT,
+        None,
+        Measurements(items, [True] * 4, [], TREE, None, ARITHMETIC),
+    )
+    rounds = {
+        kind: {name: (each.requests, each.rounds) for name, each in groups.items()}
+        for kind, groups in report.groups.items()
+    }
+    assert rounds == {
+        "category": {"chat": (2, 14), "math": (1, 8)},
+        "turn": {"2": (1, 10), "1": (2, 12)},
+        "context": {"64-127": (2, 12), "512-1023": (1, 10)},
+    }, "a request without rounds is in no group"
+    assert [each.prompt for each in report.prompts] == ["a", "a", "b", "c"]
+    # Both turns of `a` are one request of SPEED-Bench, and the intervals draw them together.
+    lengths = report.names["speed_bench"]["Request_AL"]
+    assert lengths == {"a": 21 / 14, "b": 3.0}
+    chat = report.groups["category"]["chat"].acceptance_length
+    assert chat.low == chat.value == chat.high == 1.5, "one prompt, one draw"
+
+
+def test_context_buckets() -> None:
+    names = [context_bucket(tokens) for tokens in (0, 1, 2, 3, 4, 511, 512, 1023, 1024)]
+    assert names == ["0-1", "0-1", "2-3", "2-3", "4-7", "256-511", *["512-1023"] * 2, "1024-2047"]
