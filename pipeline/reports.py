@@ -98,6 +98,17 @@ class AcceptanceFigures(Record):
     accept_rate: float  # accepted / drafted tokens; 0 where nothing was drafted
 
 
+class ShapeAcceptance(Record):
+    """Acceptance with trees of one shape, greedy, on some prompts' first turns."""
+
+    name: str  # steps/top_k/nodes, which is SGLang's order
+    own: bool  # the tree of the report
+    steps: int  # draft depth
+    top_k: int  # beams a step; 1: a chain
+    nodes: int  # verified at once, root included
+    acceptance: AcceptanceFigures
+
+
 class Percentiles(Record):
     """Of one measure over requests."""
 
@@ -171,6 +182,7 @@ class EvalReport(Record):
     acceptance: AcceptanceFigures | None = None  # of all requests
     groups: dict[str, dict[str, AcceptanceFigures]] = Field({})  # by category, turn and context
     names: dict[str, dict[str, Any]] = Field({})  # vllm, sglang, speed_bench: as they define theirs
+    shapes: tuple[ShapeAcceptance, ...] = ()  # what servers draft, replayed from one run
     load: tuple[LoadCurve, ...] = ()
     contract: TargetContract
     provenance: dict[str, Any]  # manifests' hashes, licences, sources, rejected counts

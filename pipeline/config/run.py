@@ -185,6 +185,16 @@ class FeaturesSection(Section):
         return self
 
 
+#: Chains as vLLM and SGLang draft them, and trees of SGLang's documentation.
+SERVERS_SHAPES = tuple(
+    TreeSection(steps=steps, top_k=top_k, nodes=nodes)
+    for steps, top_k, nodes in (
+        *((3, 1, 4), (5, 1, 6), (7, 1, 8)),
+        *((5, 4, 8), (7, 4, 8), (8, 8, 64)),
+    )
+)
+
+
 class EvalSection(Section):
     """Acceptance and speed of a head."""
 
@@ -210,9 +220,17 @@ class EvalSection(Section):
     """System message; None keeps the template's own default, as in synth."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field({})
     """Variables of the chat template over the target's, such as a mode of synth.mix."""
+    shapes: tuple[TreeSection, ...] = SERVERS_SHAPES
+    """Trees whose acceptance is replayed, exactly, from one run over some of the prompts, beside
+    that of `tree`: by default what servers use. []: none."""
+    shape_prompts: int = Field(16, gt=0)
+    """At most so many prompts for `shapes`, evenly over those measured. Every position of their
+    replies is drafted once for each top_k, as deep as the deepest shape."""
 
     @model_validator(mode="after")
     def _has_something_to_measure(self) -> EvalSection:
+        if any(shape.auto for shape in self.shapes):
+            raise ValueError("shapes has no auto; give top_k, steps and nodes, or set tree to auto")
         if self.drafter.name == "none":
             raise ValueError(
                 "drafter none is what every drafter is compared with; choose another "

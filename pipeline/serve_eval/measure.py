@@ -14,7 +14,7 @@ import torch
 
 from pipeline.config import RunConfig, TreeSection
 from pipeline.console import long_step, notice
-from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
@@ -113,6 +113,11 @@ class Comparison:
             plainly = "tree: one node, plain decoding: no tree is predicted to be faster"
             notice("eval", f"{plainly}; the drafter is measured on the default tree")
         return choice
+
+    @property
+    def factory(self) -> DrafterFactory:
+        """Of the drafter that is measured, with the settings that were chosen."""
+        return self._factory
 
     def settle(self, tree: TreeSection, settings: Mapping[str, int]) -> None:
         """Decode with this tree and these settings of the drafter from now on."""

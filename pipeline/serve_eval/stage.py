@@ -17,6 +17,7 @@ from pipeline.reports import EvalReport
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
+from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.store.location import Location, as_directory
 from pipeline.store.manifest import manifest_where, read_manifest, stage_location
@@ -118,14 +119,17 @@ def _evaluate(
             where="eval.sources",
             fix="choose shorter prompts or lower eval.max_new_tokens",
         )
-    tree = own.tree
+    tree, questions = own.tree, [item.question for item in measured]
+    replayed = replay_shapes(own, questions, template.stop_ids, section)
     del hf, own, model  # the fp32 copy takes their memory
     with long_step("eval", "loading the target in fp32"):
         exact = comparison(torch.float32)
     exact.settle(tree, choice.settings if choice else {})
-    identical = _check_lossless(exact, [item.question for item in measured])
+    identical = _check_lossless(exact, questions)
     measurements = Measurements(
-        measured, identical, left_out, tree, choice, arithmetic, tuned_apart=bool(others)
+        *(measured, identical, left_out, tree, choice, arithmetic),
+        tuned_apart=bool(others),
+        replayed=replayed,
     )
     return summarise(config, target.contract, loaded, measurements)
 

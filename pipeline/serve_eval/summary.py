@@ -19,6 +19,7 @@ from pipeline.records import Arithmetic, TargetContract
 from pipeline.reports import EvalReport, PromptResult
 from pipeline.serve_eval.groups import grouped_acceptance
 from pipeline.serve_eval.measure import Measured
+from pipeline.serve_eval.shapes import ReplayedShapes
 from pipeline.tuning.tune import Choice
 
 
@@ -32,6 +33,7 @@ class Measurements(NamedTuple):
     choice: Choice | None  # of `tree: auto`
     arithmetic: Arithmetic  # of speed and acceptance; losslessness is checked in fp32
     tuned_apart: bool = False  # `tree: auto` tried the drafter on other prompts than these
+    replayed: ReplayedShapes = ReplayedShapes((), {})
 
     @property
     def drafts(self) -> bool:
@@ -76,6 +78,7 @@ def summarise(
         head=_head(*loaded, contract) | apart if loaded else {},
         by_category=_by_category(measured),
         **grouped_acceptance(results)._asdict(),
+        shapes=measurements.replayed.shapes,
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},
         settings={
@@ -93,6 +96,7 @@ def summarise(
             },
             "prompts": len(measured),
             "left_out": {"prompt_too_long": len(measurements.left_out)},
+            "shapes_left_out": measurements.replayed.left_out,
         },
         prompts=results,
     )

@@ -8,13 +8,14 @@ taken into a tree in order of their cumulative log-probability, so a tree of n n
     rank, by depth     1   4   14          accepted   0   1       2        3
 
 Ranks depend on how many beams a draft has (k) and on how deep it goes (s); they are kept for every
-k that is asked for and every s, and so the replay is exact, not an estimate.
+k that is asked for and every s, and so the replay is exact, not an estimate. So are the ranks of
+the best candidate of each depth, and how many candidates there are, which say what was proposed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from pipeline.decoder.request import Request
 from pipeline.decoder.round import advance, read_prompt
 from pipeline.decoder.tree import WINDOW, root_only
 from pipeline.errors import DataError, TargetError
+from pipeline.reports import RoundCounters
 from pipeline.tuning.cost import open_batch
 
 #: Rank of what was not drafted.
@@ -34,6 +36,32 @@ _NEVER = 1 << 30
 
 #: Of each position.
 _Drafts = list[Candidates]
+
+
+@dataclass
+class _TracedReply:
+    """A reply, a stop token included, and how the text goes on: the round that a reply ends in may
+    accept more than it takes."""
+
+    stop_ids: frozenset[int]
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    length: int = 0  # of the reply; 0 while it goes on
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if not self.length and (token in self.stop_ids or len(self.tokens) == self.limit):
+            self.length = len(self.tokens)
+
+    @property
+    def beyond(self) -> int:
+        """Tokens behind its end; -1 before it."""
+        return len(self.tokens) - self.length if self.length else -1
+
+    @property
+    def positions(self) -> int:
+        """Its tokens but the last, for rounds begin at those."""
+        return self.length - 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +72,10 @@ class Traces:
     lengths: tuple[int, ...]
     #: By beams, [T, D, D] int32: rank of the continuation's token d + 1 in a draft of s + 1 steps.
     ranks: Mapping[int, Tensor]
+    #: By beams, [T, D, D] int32: rank of the best candidate of depth d + 1 in such a draft.
+    best: Mapping[int, Tensor]
+    #: By beams, [T, D] int64: candidates of a draft of s + 1 steps.
+    sizes: Mapping[int, Tensor]
 
     def covers(self, shape: TreeSection) -> bool:
         """Can this shape be replayed?"""
@@ -77,25 +109,36 @@ def trace(
         if width <= shape.top_k
     }
     lengths: list[int] = []
-    ranks: dict[int, list[Tensor]] = {width: [] for width in shapes}
+    traced: dict[int, list[list[Tensor]]] = {width: [] for width in shapes}
     for first in range(0, len(prompts), slots):
         some = prompts[first : first + slots]
         replies, drafts = _decode(model, drafter, some, new_tokens, shapes, frozenset(stop_ids))
-        positions = [len(reply) - 1 for reply in replies]
+        positions = [reply.positions for reply in replies]
         lengths += positions
         if not any(positions):
             continue
-        following = _continuations(replies, shape.steps).to(model.device)  # [B, P, D]
         for width, drafted in drafts.items():
-            by_row = continuation_ranks(drafted, following)  # [B, P, D, D]
-            ranks[width] += [by_row[row, :count] for row, count in enumerate(positions)]
+            following = _continuations(replies, shape.steps).to(model.device)  # [B, P, D]
+            by_row = (
+                continuation_ranks(drafted, following),  # [B, P, D, D]
+                *proposed_ranks(drafted, shape.steps),  # [B, P, D, D], [B, P, D]
+            )
+            for row, count in enumerate(positions):
+                traced[width].append([part[row, :count] for part in by_row])
     if not any(lengths):
         raise DataError(
             "no reply is longer than its first token",
             where="prompts",
             fix="trace other prompts, or more of them",
         )
-    return Traces(tuple(lengths), {width: torch.cat(parts).cpu() for width, parts in ranks.items()})
+    joined = {
+        width: [torch.cat(parts).cpu() for parts in zip(*rows, strict=True)]
+        for width, rows in traced.items()
+    }
+    ranks, best, sizes = (
+        {width: parts[index] for width, parts in joined.items()} for index in range(3)
+    )
+    return Traces(tuple(lengths), ranks, best, sizes)
 
 
 def replay(traces: Traces, shape: TreeSection) -> list[int]:
@@ -106,21 +149,55 @@ def replay(traces: Traces, shape: TreeSection) -> list[int]:
     between two candidates go the other way. Raises ValueError for a shape that the traces do not
     cover.
     """
+    accepted = _in_tree(traces, traces.ranks, shape).tolist()  # [T]
+    return [len(rounds) for rounds in _rounds(traces.lengths, accepted)]
+
+
+def replay_counters(traces: Traces, shape: TreeSection) -> list[RoundCounters]:
+    """What the engine would count for each traced reply; exact as `replay` is, and raises as it."""
+    accepted = _in_tree(traces, traces.ranks, shape)  # [T]
+    deepest = _in_tree(traces, traces.best, shape)  # [T]
+    drafted = traces.sizes[shape.top_k][:, shape.steps - 1].clamp(max=shape.nodes - 1)  # [T]
+    counters = []
+    rounds_of = _rounds(traces.lengths, accepted.tolist())
+    for length, rounds in zip(traces.lengths, rounds_of, strict=True):
+        depths = deepest[rounds]  # [R]
+        counters.append(
+            RoundCounters(
+                rounds=len(rounds),
+                tokens=length,
+                drafted=int(drafted[rounds].sum()),
+                accepted_lengths=tuple(torch.bincount(accepted[rounds]).tolist()),
+                proposed=tuple(
+                    int((depths >= depth).sum())
+                    for depth in range(1, 1 + max(depths.tolist(), default=0))
+                ),
+            )
+        )
+    return counters
+
+
+def _in_tree(traces: Traces, ranks: Mapping[int, Tensor], shape: TreeSection) -> Tensor:
+    """How many of a chain of ranks the tree of each position holds [T]: a node's ancestors, and
+    the best candidates of smaller depths, all have lower ranks."""
     if not traces.covers(shape):
         beams = sorted(traces.ranks)
         raise ValueError(f"traces hold {beams} beams, not {shape}; trace a wider and deeper shape")
-    ranks = traces.ranks[shape.top_k][:, : shape.steps, shape.steps - 1]  # [T, steps]
-    # A node's ancestors all have lower ranks.
-    accepted = (ranks < shape.nodes - 1).sum(1).tolist()  # [T]
-    rounds, first = [], 0
-    for length in traces.lengths:
-        position, count = first, 0
+    chain = ranks[shape.top_k][:, : shape.steps, shape.steps - 1]  # [T, steps]
+    return (chain < shape.nodes - 1).sum(1)
+
+
+def _rounds(lengths: Sequence[int], accepted: Sequence[int]) -> list[list[int]]:
+    """The positions at which each reply's rounds begin."""
+    replies, first = [], 0
+    for length in lengths:
+        position, rounds = first, []
         first += length
         while position < first:
+            rounds.append(position)
             position += accepted[position] + 1
-            count += 1
-        rounds.append(count)
-    return rounds
+        replies.append(rounds)
+    return replies
 
 
 def acceptance(traces: Traces, shape: TreeSection) -> float:
@@ -143,43 +220,41 @@ def _decode(
     new_tokens: int,
     shapes: Mapping[int, TreeSection],
     stop_ids: frozenset[int],
-) -> tuple[list[list[int]], dict[int, _Drafts]]:
-    """Greedy replies, a stop token included, and the drafts below each of their tokens."""
-    # Drafted entries stand behind the reply.
-    entries = max(len(prompt) for prompt in prompts) + new_tokens + WINDOW
+) -> tuple[list[_TracedReply], dict[int, _Drafts]]:
+    """Greedy replies, and the drafts below each of their tokens."""
+    beyond = max((shape.steps for shape in shapes.values()), default=0)
+    # Drafted entries stand behind the reply, and what a last round may accept beyond its end.
+    entries = max(len(prompt) for prompt in prompts) + new_tokens + beyond + WINDOW
     batch, planes = open_batch(model, drafter, len(prompts), entries, emitted=1)
     for row, prompt in enumerate(prompts):
         tokens = torch.tensor(prompt, device=model.device)
         read_prompt(model, planes, drafter, batch.rows(row, row + 1), tokens)
-    replies = [[token] for token in batch.emitted[:, 0].tolist()]
+    replies = [_TracedReply(stop_ids, new_tokens) for _ in prompts]
+    for reply, token in zip(replies, batch.emitted[:, 0].tolist(), strict=True):
+        reply.append(token)
     drafts: dict[int, _Drafts] = {width: [] for width in shapes}
-    for _ in range(new_tokens - 1):
-        if all(reply[-1] in stop_ids for reply in replies):
-            break
-        for width, shape in shapes.items():
-            drafts[width].append(drafter.candidates(batch, planes, shape))
+    while any(reply.beyond < beyond for reply in replies):
+        if any(reply.beyond < 0 for reply in replies):
+            for width, shape in shapes.items():
+                drafts[width].append(drafter.candidates(batch, planes, shape))
         advance(model, planes, drafter, batch, root_only(batch.roots), 0, sampling=False)
         for reply, token in zip(replies, batch.emitted[:, 0].tolist(), strict=True):
-            if (
-                reply[-1] not in stop_ids
-            ):  # rows that have ended go on, and what they emit is dropped
-                reply.append(token)
-    if any(token < 0 for reply in replies for token in reply):
+            reply.append(token)
+    if any(token < 0 for reply in replies for token in reply.tokens[: reply.positions + 1]):
         fix = "check the target's weights and target.dtype"
         raise TargetError("the logits were NaN", where="target", fix=fix)
     return replies, drafts
 
 
-def _continuations(replies: Sequence[Sequence[int]], depth: int) -> Tensor:
-    """The tokens that follow each token of each reply: [B, P, D], -1 beyond the end.
+def _continuations(replies: Sequence[_TracedReply], depth: int) -> Tensor:
+    """The tokens that follow each token of each reply, or its end: [B, P, D].
 
-    reply  a b c d        position of a   b c d -1
-                                      b   c d -1 -1
-                                      c   d -1 -1 -1
+    reply  a b c d | e f g      position of a   b c d e
+                                            b   c d e f
+                                            c   d e f g
     """
-    longest = max(map(len, replies)) - 1 + depth
-    padded = [[*reply[1:], *[-1] * (longest - len(reply))] for reply in replies]
-    return torch.tensor(padded).unfold(1, depth, 1)  # of [B, P + D - 1]
+    longest = max(reply.positions for reply in replies) + depth
+    return torch.tensor([reply.tokens[1:longest] for reply in replies]).unfold(1, depth, 1)
 
 
 def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
@@ -212,3 +287,24 @@ def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
         counted = (better.float() @ drafted_by).int()  # [T, D]
         ranks[:, step] = torch.where(alive & (steps >= step), counted, _NEVER)
     return ranks.view(rows, positions, depth, depth)
+
+
+def proposed_ranks(drafts: _Drafts, depth: int) -> tuple[Tensor, Tensor]:
+    """What drafts of D = `depth` steps propose: ranks of the best of each depth [B, P, D, D], as
+    `continuation_ranks` has them, and numbers of candidates [B, P, D] of the first s + 1 steps."""
+    scores = torch.stack([draft.scores for draft in drafts], dim=1)  # [B, P, C]
+    rows, positions, count = scores.shape
+    scores, depths = scores.flatten(0, 1), drafts[0].depths  # [T, C], [C]
+    ranks = depths.new_full((len(scores), depth, depth), _NEVER, dtype=torch.int32)
+    index = torch.arange(count, device=scores.device)  # [C]
+    steps = torch.arange(depth, device=scores.device)  # [D]
+    drafted_by = (depths[:, None] <= steps + 1).float()  # [C, D] candidates of s + 1 steps
+    for step in range(depth):
+        of_depth = scores.where(depths == step + 1, -torch.inf)
+        own = of_depth.amax(1, keepdim=True)  # [T, 1]
+        node = (of_depth == own).int().argmax(1, keepdim=True)  # of equals the first
+        better = (scores > own) | ((scores == own) & (index < node))  # [T, C]
+        counted = (better.float() @ drafted_by).int()  # [T, D]
+        ranks[:, step] = torch.where((own > -torch.inf) & (steps >= step), counted, _NEVER)
+    sizes = ((scores > -torch.inf).float() @ drafted_by).long()
+    return ranks.view(rows, positions, depth, depth), sizes.view(rows, positions, depth)

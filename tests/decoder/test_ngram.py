@@ -37,7 +37,13 @@ from pipeline.decoder.round import decode_round, read_prompt
 from pipeline.errors import ConfigError, DataError
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.score import draw_gap
-from pipeline.tuning.trace import acceptance, continuation_ranks, replay, trace
+from pipeline.tuning.trace import (
+    acceptance,
+    continuation_ranks,
+    replay,
+    replay_counters,
+    trace,
+)
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 from tests.decoder.drafting import no_values
 
@@ -616,6 +622,7 @@ def test_a_trace_replays_the_engines_rounds(looping: DecoderModel) -> None:
         done = run(engine, requests)
         measured = [done[str(n)].statistics for n in range(len(prompts))]
         assert replay(traces, shape) == [each.rounds for each in measured]
+        assert replay_counters(traces, shape) == [each.counters() for each in measured]
         assert acceptance(traces, shape) == pool_acceptance(measured).tau
         taus.add(acceptance(traces, shape))
     assert max(taus) > 1.5 and len(taus) > 2

@@ -20,7 +20,14 @@ from pipeline.decoder.request import Request, Statistics, pool_acceptance
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import DataError, TargetError
 from pipeline.tuning.cost import Costs
-from pipeline.tuning.trace import Traces, acceptance, continuation_ranks, replay, trace
+from pipeline.tuning.trace import (
+    Traces,
+    acceptance,
+    continuation_ranks,
+    replay,
+    replay_counters,
+    trace,
+)
 from pipeline.tuning.tune import BEAM_WIDTHS, CANDIDATE_SHAPES, WIDEST, best_shapes
 
 NEW_TOKENS = 40
@@ -102,6 +109,7 @@ def _costs(*, node: float, step: float) -> Costs:
 def test_replayed_rounds_are_the_engines(pair: Pair, traces: Traces, shape: TreeSection) -> None:
     measured = _decode(pair, shape)
     assert replay(traces, shape) == [each.rounds for each in measured]
+    assert replay_counters(traces, shape) == [each.counters() for each in measured]
     assert list(traces.lengths) == [each.round_tokens for each in measured]
     assert acceptance(traces, shape) == pool_acceptance(measured).tau > 1.1
 
@@ -122,6 +130,7 @@ def test_replies_end_at_stop_tokens(pair: Pair) -> None:
     )
     measured = _decode(pair, shape, stop_ids=(6, 4))
     assert replay(stopped, shape) == [each.rounds for each in measured]
+    assert replay_counters(stopped, shape) == [each.counters() for each in measured]
     assert list(stopped.lengths) == [each.round_tokens for each in measured]
     assert len(set(stopped.lengths)) > 3
 
@@ -182,7 +191,7 @@ def test_replay_by_hand() -> None:
     twice = [[0, 0], [never, 1]]
     once = [[0, 0], [never, never]]
     not_once = [[never, never], [never, never]]
-    traces = Traces((3, 1), {1: torch.tensor([twice, not_once, once, once])})
+    traces = Traces((3, 1), {1: torch.tensor([twice, not_once, once, once])}, {}, {})
     two, one = (TreeSection(top_k=1, steps=steps, nodes=steps + 1) for steps in (2, 1))
     assert replay(traces, two) == [1, 1]
     assert replay(traces, one) == [2, 1]  # two tokens, then two of which one is left

@@ -36,6 +36,8 @@ class DrafterFactory:
     #: Depths of the trees that are worth a try, ascending: what a drafter can do, and where it may
     #: still pay.
     depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    #: Its every step is a forward of a whole model.
+    costly: bool = False
     #: What was chosen where the configuration leaves it open, such as {"budget": 512}.
     settings: Mapping[str, int] = field(default_factory=dict)
     #: Behind so many tokens or fewer it does what a smaller choice does.
@@ -107,7 +109,7 @@ def _standalone(section: StandaloneSection, model: DecoderModel, target: Target)
         max_length=model.max_length,
         ops=model.ops,
     )
-    return DrafterFactory(lambda trees: StandaloneDrafter(draft, model, trees))
+    return DrafterFactory(lambda trees: StandaloneDrafter(draft, model, trees), costly=True)
 
 
 def _self_spec(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
@@ -115,7 +117,7 @@ def _self_spec(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
         return _with_budget(section, model, section.budget)
     budgets = _budgets(section.recent, model.max_length)
     choices = tuple(_with_budget(section, model, budget) for budget in budgets)
-    return DrafterFactory(_refuse_undecided, depths=_COSTLY, choices=choices)
+    return DrafterFactory(_refuse_undecided, depths=_COSTLY, costly=True, choices=choices)
 
 
 def _with_budget(section: SelfSpecSection, model: DecoderModel, budget: int) -> DrafterFactory:
@@ -129,7 +131,8 @@ def _with_budget(section: SelfSpecSection, model: DecoderModel, budget: int) -> 
             return StreamingDrafter(model, trees, budget=budget)
         return SnapKvDrafter(model, trees, budget=budget, **kept)
 
-    return DrafterFactory(make, _COSTLY, {"budget": budget}, from_context=budget)
+    settings = {"budget": budget}
+    return DrafterFactory(make, _COSTLY, costly=True, settings=settings, from_context=budget)
 
 
 def _budgets(recent: int, longest: int) -> list[int]:
@@ -160,7 +163,8 @@ def _dflash(head: DflashHead, model: DecoderModel, block_size: int | None) -> Dr
         def make(trees: Trees) -> Drafter:
             return DflashDrafter(head, model, trees, block_size=size)
 
-        return DrafterFactory(make, tuple(range(1, size)), {"block_size": size}, choices=choices)
+        depths, settings = tuple(range(1, size)), {"block_size": size}
+        return DrafterFactory(make, depths, settings=settings, choices=choices)
 
     if block_size is not None:
         check_block(block_size, trained)

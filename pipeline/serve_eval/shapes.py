@@ -1,0 +1,128 @@
+"""Acceptance with the chains and trees that servers draft, exact, from one wide run.
+
+Every position of some replies is drafted once, as wide and as deep as any of the shapes asks for;
+what a shape accepts is then read off, without another forward: see `pipeline.tuning.trace`. A
+record's name has SGLang's order:
+
+    5/4/8   --speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8
+            tree: {steps: 5, top_k: 4, nodes: 8}, the root being one of the nodes in both
+    5/1/6   a chain of five drafted tokens: num_speculative_tokens 5 of vLLM
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.config import EvalSection, TreeSection
+from pipeline.console import long_step, notice
+from pipeline.decoder.drafters.registry import DrafterFactory
+from pipeline.decoder.tree import WINDOW
+from pipeline.errors import ConfigError, DataError
+from pipeline.reports import ShapeAcceptance
+from pipeline.serve_eval.acceptance import acceptance_figures
+from pipeline.serve_eval.measure import Comparison
+from pipeline.serve_eval.questions import Question
+from pipeline.tuning.trace import replay_counters, trace
+
+#: Replies traced together.
+_SLOTS = 8
+
+
+class ReplayedShapes(NamedTuple):
+    """Records in the order of the configuration, the report's own tree last; and why others, by
+    name, are not among them."""
+
+    shapes: tuple[ShapeAcceptance, ...]
+    left_out: dict[str, str]
+
+
+def replay_shapes(
+    own: Comparison, questions: Sequence[Question], stop_ids: Sequence[int], section: EvalSection
+) -> ReplayedShapes:
+    """Of `eval.shapes` and the tree that is measured, on the first turns of at most
+    `eval.shape_prompts` prompts, evenly over `questions`."""
+    first = [question for question in questions if question.turn == 1]
+    chosen = first[:: max(1, -(-len(first) // section.shape_prompts))]
+    if not section.shapes or not chosen:
+        return ReplayedShapes((), {})
+    shapes = list(dict.fromkeys((*section.shapes, own.tree.model_copy(update={"auto": False}))))
+    reasons = {shape: _obstacle(own.factory, shape) for shape in shapes}
+    left_out = {shape_name(shape): reason for shape, reason in reasons.items() if reason}
+    for name, reason in left_out.items():
+        notice("eval", f"shape {name} is left out: {reason}")
+    drafted = [shape for shape in shapes if not reasons[shape]]
+    records: dict[TreeSection, ShapeAcceptance] = {}
+    with long_step("eval", f"trying {len(drafted)} shapes on {len(chosen)} prompts"):
+        for group in _together(drafted):
+            records |= _replay(own, chosen, stop_ids, section.max_new_tokens, group)
+    return ReplayedShapes(tuple(records[shape] for shape in drafted if shape in records), left_out)
+
+
+def shape_name(shape: TreeSection) -> str:
+    """SGLang's order: steps/topk/num_draft_tokens."""
+    return f"{shape.steps}/{shape.top_k}/{shape.nodes}"
+
+
+def _obstacle(factory: DrafterFactory, shape: TreeSection) -> str:
+    """Why such a drafter does not draft this shape; nothing where it does."""
+    if factory.costly and shape.steps > max(factory.depths):
+        return f"every step is a forward of a whole model; at most {max(factory.depths)} are tried"
+    try:
+        factory(shape)
+    except ConfigError as error:
+        return error.problem
+    return ""
+
+
+def _together(shapes: Sequence[TreeSection]) -> list[list[TreeSection]]:
+    """Groups that one draft covers: as many steps as any, as wide as any, within a mask."""
+    groups: list[list[TreeSection]] = []
+    for shape in shapes:
+        for group in groups:
+            steps, top_k = _widest([*group, shape])
+            if (steps - 1) * top_k <= WINDOW:
+                group.append(shape)
+                break
+        else:
+            groups.append([shape])
+    return groups
+
+
+def _widest(shapes: Sequence[TreeSection]) -> tuple[int, int]:
+    return max(shape.steps for shape in shapes), max(shape.top_k for shape in shapes)
+
+
+def _replay(
+    own: Comparison,
+    questions: Sequence[Question],
+    stop_ids: Sequence[int],
+    new_tokens: int,
+    shapes: Sequence[TreeSection],
+) -> dict[TreeSection, ShapeAcceptance]:
+    """Of shapes that one draft covers. A shape without a round has no record."""
+    steps, top_k = _widest(shapes)
+    widest = TreeSection(steps=steps, top_k=top_k, nodes=WINDOW)
+    try:
+        traces = trace(
+            own.model,
+            own.factory(widest),
+            [question.context for question in questions],
+            new_tokens,
+            widest,
+            widths=sorted({shape.top_k for shape in shapes}),
+            slots=_SLOTS,
+            stop_ids=stop_ids,
+        )
+    except DataError:  # every reply ends with its first token
+        return {}
+    prompts = [question.request_id for question in questions]
+    records = {}
+    for shape in shapes:
+        figures = acceptance_figures(replay_counters(traces, shape), prompts)
+        if figures:
+            numbers = shape.model_dump(exclude={"auto"})
+            records[shape] = ShapeAcceptance(
+                name=shape_name(shape), own=shape == own.tree, **numbers, acceptance=figures
+            )
+    return records
