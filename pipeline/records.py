@@ -137,21 +137,38 @@ class Sample(Record):
 class TargetContract(Record):
     """Everything that must be equal between data, head and target for a head to work."""
 
-    source: str  # as the user wrote it in `target.source`
-    revision: str  # hub commit, package version, or "local"
-    fingerprint: str  # SHA-256 over the weights, see target/contract.py
-    dtype: str  # that its weights are stored in; what computes with them is in `Arithmetic`
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    source: str
+    """As the user wrote it in target.source."""
+    revision: str
+    """Hub commit, package version, or local."""
+    fingerprint: str
+    """SHA-256 over the weights."""
+    dtype: str
+    """Type that its weights are stored in; what computes with them is in Arithmetic."""
     hidden_size: int
+    """Of its states."""
     num_layers: int
+    """Decoder layers."""
     vocab_size: int
-    rope: dict[str, Any]  # rope_theta, rope_type, …, as transformers' `rope_parameters`
+    """Rows of its embedding."""
+    rope: dict[str, Any]
+    """As transformers' rope_parameters: rope_theta, rope_type, …"""
     capture_layers: tuple[int, ...]
+    """Output indices of the three aux layers."""
     capture_convention: str = CAPTURE_CONVENTION
-    final_state_normed: bool = True  # final states are taken after the target's last norm
+    """What a layer's index means."""
+    final_state_normed: bool = True
+    """Final states are taken after the target's last norm."""
     tokenizer_hash: str
+    """SHA-256 over the tokenizer."""
     chat_template_hash: str
-    chat_template_kwargs: dict[str, Any] = {}  # passed to the template, such as enable_thinking
-    parameters: int  # of the target, tied weights counted once
+    """SHA-256 over the chat template."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the template, such as enable_thinking."""
+    parameters: int
+    """Of the target, tied weights counted once."""
 
 
 #: Fields that may differ between stages: where a target was found, and the type of weights whose

@@ -12,12 +12,18 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from pipeline.records import Record, TargetContract
 
 
-class RoundCounters(Record):
+class ReportRecord(Record):
+    """A part of a report: every field is described below it, and so in docs/report-schema.json."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class RoundCounters(ReportRecord):
     """What the rounds of one request drafted and accepted; prefill's token is in none of it.
 
     drafted      accepted    position  1  2  3        accepted tokens   0  1  2  3
@@ -26,10 +32,15 @@ class RoundCounters(Record):
     """
 
     rounds: int
-    tokens: int  # taken from rounds, bonus included; the last round may be cut by a stop or limit
-    drafted: int  # drafted tokens that were verified: all nodes of the trees but the roots
-    accepted_lengths: tuple[int, ...]  # entry n: rounds that accepted n drafted tokens
-    proposed: tuple[int, ...]  # entry k - 1: rounds with a drafted token at position k
+    """Rounds of the decoder, each a draft and a verification, or a plain forward."""
+    tokens: int
+    """Tokens taken from rounds, bonus included; the last round may be cut by a stop or a limit."""
+    drafted: int
+    """Drafted tokens that were verified: all nodes of the trees but the roots."""
+    accepted_lengths: tuple[int, ...]
+    """Entry n: rounds that accepted n drafted tokens; a last round counts uncut."""
+    proposed: tuple[int, ...]
+    """Entry k - 1: rounds with a drafted token at position k."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> RoundCounters:
@@ -78,89 +89,139 @@ def _added(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
 
-class Estimate(Record):
+class Estimate(ReportRecord):
     """A figure and its 95 % interval, by drawing prompts with replacement."""
 
     value: float
+    """The figure over all requests."""
     low: float
+    """Lower end of the interval."""
     high: float
+    """Upper end of the interval."""
 
 
-class AcceptanceFigures(Record):
+class AcceptanceFigures(ReportRecord):
     """Acceptance of a group of requests."""
 
     requests: int
+    """Those with rounds."""
     rounds: int
-    acceptance_length: Estimate  # τ: Σ tokens / Σ rounds, a long reply counts for more
-    request_acceptance_length: Estimate  # mean over requests of each one's tokens / rounds
-    conditional: tuple[Estimate, ...]  # α_k, k = 1…: position k accepted, given k - 1 was
-    joint: tuple[Estimate, ...]  # position k accepted, of all rounds
-    accept_rate: float  # accepted / drafted tokens; 0 where nothing was drafted
+    """Of all of them."""
+    acceptance_length: Estimate
+    """τ: Σ tokens / Σ rounds; a long reply counts for more."""
+    request_acceptance_length: Estimate
+    """Mean over requests of each one's tokens / rounds."""
+    conditional: tuple[Estimate, ...]
+    """α_k, k = 1…: position k accepted, of the rounds that accepted k - 1."""
+    joint: tuple[Estimate, ...]
+    """Position k = 1… accepted, of all rounds."""
+    accept_rate: float
+    """Accepted / drafted tokens; 0 where nothing was drafted."""
 
 
-class ShapeAcceptance(Record):
+class ShapeAcceptance(ReportRecord):
     """Acceptance with trees of one shape, greedy, on some prompts' first turns."""
 
-    name: str  # steps/top_k/nodes, which is SGLang's order
-    own: bool  # the tree of the report
-    steps: int  # draft depth
-    top_k: int  # beams a step; 1: a chain
-    nodes: int  # verified at once, root included
+    name: str
+    """steps/top_k/nodes: the order of SGLang's steps, topk and num_draft_tokens."""
+    own: bool
+    """Whether it is the tree of the report."""
+    steps: int
+    """Draft depth."""
+    top_k: int
+    """Beams a step; 1 is a chain."""
+    nodes: int
+    """Tokens verified at once, root included."""
     acceptance: AcceptanceFigures
+    """Of the replies it was tried on."""
 
 
-class Percentiles(Record):
+class Percentiles(ReportRecord):
     """Of one measure over requests."""
 
     mean: float
+    """Mean over requests."""
     p50: float
+    """Median."""
     p90: float
+    """90th percentile."""
     p99: float
+    """99th percentile."""
 
 
-class LoadPoint(Record):
+class LoadPoint(ReportRecord):
     """Requests with so many of them open at a time: as one ends the next is sent."""
 
     concurrency: int
+    """Requests that are open at a time."""
     temperature: float
-    requests: int  # that ended well; speed and acceptance are theirs
+    """Of the sampling; 0 is greedy."""
+    requests: int
+    """Requests that ended well; speed and acceptance are theirs."""
     failed: int
-    seconds: float  # first sent to last ended
-    tokens: int  # generated
-    throughput: float  # tokens a second over all requests
-    ttft_seconds: Percentiles  # sent to first token
-    tpot_seconds: Percentiles  # mean time of a token behind the first, by request
-    acceptance: AcceptanceFigures | None = None  # None: nothing was drafted, or nobody told
+    """Requests that did not."""
+    seconds: float
+    """First request sent to last ended."""
+    tokens: int
+    """Generated tokens."""
+    throughput: float
+    """Generated tokens a second over all requests."""
+    ttft_seconds: Percentiles
+    """Sent to first token."""
+    tpot_seconds: Percentiles
+    """Mean time of a token behind the first, by request."""
+    acceptance: AcceptanceFigures | None = None
+    """None: nothing was drafted, or nobody told."""
     peak_memory_bytes: int | None = None
-    round_seconds: dict[str, float] = Field({})  # a round by part: draft, verify, extend
-    efficiency: float | None = None  # η: measured over the roofline's speedup
+    """Of the device while it ran; None where it is not measured."""
+    round_seconds: dict[str, float] = Field({})
+    """A round by part: draft, verify, extend."""
+    efficiency: float | None = None
+    """η: measured over the roofline's speedup."""
 
 
-class LoadCurve(Record):
+class LoadCurve(ReportRecord):
     """What the charts of TPOT and throughput against concurrency draw as a line."""
 
-    name: str  # "speculative", "plain", or what a server is called
-    settings: dict[str, Any]  # what differs from the report's own
+    name: str
+    """Way of decoding, speculative or plain, or what a server is called."""
+    settings: dict[str, Any]
+    """What differs from the report's own."""
     points: tuple[LoadPoint, ...]
+    """By concurrency, the smallest first."""
 
 
-class PromptResult(Record):
+class PromptResult(ReportRecord):
     """One request: a turn of a prompt."""
 
     id: str
+    """SOURCE/ID of the prompt; #TURN behind it from the second turn on."""
     category: str
+    """Of the prompt."""
     source: str = ""
+    """Data set of the prompt."""
     turn: int = 1
+    """Number of the turn, from 1."""
     context_tokens: int = 0
+    """Tokens before the reply, templates included."""
     finish_reason: str = ""
+    """Why the reply ended: stop, length, or what a server says."""
     rounds: int
-    tokens: int  # of the reply
+    """Rounds of the reply."""
+    tokens: int
+    """Tokens of the reply."""
     acceptance_length: float
-    tokens_per_second: dict[str, float]  # speculative, plain, hf
-    ttft_seconds: dict[str, float] = Field({})  # by way of decoding, as tokens_per_second
+    """τ of this reply."""
+    tokens_per_second: dict[str, float]
+    """Decoding rate by way: speculative, plain, hf."""
+    ttft_seconds: dict[str, float] = Field({})
+    """Admitted or sent to first token, by way of decoding."""
     tpot_seconds: dict[str, float] = Field({})
-    counters: RoundCounters | None = None  # None: of a report that is older than they are
-    identical_fp32: bool | None  # None: not checked
+    """Mean time of a token behind the first, by way of decoding."""
+    counters: RoundCounters | None = None
+    """None in a report that is older than they are, or where a server does not tell."""
+    identical_fp32: bool | None
+    """Whether speculative and plain decoding in fp32 gave the same tokens; None: not checked."""
 
     @property
     def prompt(self) -> str:
@@ -168,23 +229,49 @@ class PromptResult(Record):
         return self.id.removesuffix(f"#{self.turn}") if self.turn > 1 else self.id
 
 
-class EvalReport(Record):
+class EvalReport(ReportRecord):
     """`report.json`. Later versions add keys and rename none."""
 
-    acceptance_length: float  # τ: tokens a round, bonus token included, prefill's excluded
-    alpha: tuple[float, ...]  # α_k, k = 1…: accepted at depth k given accepted at k-1
-    tokens_per_second: dict[str, float]  # speculative, plain, hf: medians over prompts
-    speedup: dict[str, float]  # over plain, over hf
-    lossless: dict[str, Any]  # greedy_fp32: bool, prompts_checked: int
-    head: dict[str, Any]  # parameters, share_of_target, draft_vocab_size, coverage; {}: no head
-    drafter: dict[str, Any] = Field({"name": "eagle3"})  # its name, and what was set of it
+    acceptance_length: float
+    """τ: tokens a round over all requests, bonus token included, prefill's excluded."""
+    alpha: tuple[float, ...]
+    """α_k, k = 1…: accepted at depth k, of the rounds that accepted at depth k - 1."""
+    tokens_per_second: dict[str, float]
+    """By way of decoding (speculative, plain, hf): medians over requests."""
+    speedup: dict[str, float]
+    """Over plain and over hf: medians of ratios on the same request."""
+    lossless: dict[str, Any]
+    """Whether greedy_fp32 holds, prompts_checked, and how far any token of the run's own type is
+    from the plain model's best."""
+    head: dict[str, Any]
+    """Its parameters, share_of_target, draft_vocab_size, coverage; {} without a head."""
+    drafter: dict[str, Any] = Field({"name": "eagle3"})
+    """Its name, and what was set of it."""
     by_category: dict[str, dict[str, float]]
-    acceptance: AcceptanceFigures | None = None  # of all requests
-    groups: dict[str, dict[str, AcceptanceFigures]] = Field({})  # by category, turn and context
-    names: dict[str, dict[str, Any]] = Field({})  # vllm, sglang, speed_bench: as they define theirs
-    shapes: tuple[ShapeAcceptance, ...] = ()  # what servers draft, replayed from one run
+    """Of each category: prompts, acceptance_length, tokens_per_second, speedup_plain."""
+    acceptance: AcceptanceFigures | None = None
+    """Of all requests."""
+    groups: dict[str, dict[str, AcceptanceFigures]] = Field({})
+    """By kind (category, turn, context) and name; contexts are buckets such as 512-1023 tokens."""
+    names: dict[str, dict[str, Any]] = Field({})
+    """Acceptance under the names of vllm, sglang and speed_bench, as they define it."""
+    shapes: tuple[ShapeAcceptance, ...] = ()
+    """Acceptance with trees that servers draft, replayed exactly from one run."""
     load: tuple[LoadCurve, ...] = ()
+    """Speed against concurrency, a curve for each way of decoding."""
     contract: TargetContract
-    provenance: dict[str, Any]  # manifests' hashes, licences, sources, rejected counts
-    settings: dict[str, Any]  # tree shape, threads, dtype, prompts, machine
+    """What target this is about."""
+    provenance: dict[str, Any]
+    """Of the head: manifests' hashes, licences, sources, rejected counts."""
+    settings: dict[str, Any]
+    """Tree, threads, type, prompts, machine."""
     prompts: tuple[PromptResult, ...]
+    """Every request."""
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON schema of `report.json`, which docs/report-schema.json holds."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **EvalReport.model_json_schema(),
+    }

@@ -84,6 +84,19 @@ def test_schema_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(json.loads(capsys.readouterr().out)["properties"]) == set(RunConfig.model_fields)
 
 
+def test_published_schema_of_reports_is_the_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema", "report"]) == 0
+    printed = capsys.readouterr().out
+    published = Path(__file__).resolve().parents[1] / "docs/report-schema.json"
+    assert published.read_text(encoding="utf-8") == printed, (
+        "write it again: eagle3 schema report > docs/report-schema.json"
+    )
+    schema = json.loads(printed)
+    for name, part in {"EvalReport": schema, **schema["$defs"]}.items():
+        for field, about in part["properties"].items():
+            assert about.get("description"), f"{name}.{field} is not described"
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
@@ -102,7 +115,8 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["bogus"], "bogus"),
         ([], "command"),
         (["train", "-c", "FILE", "--frce"], "unknown option '--frce'"),
-        (["schema", "more"], "takes no argument 'more'"),
+        (["schema", "more"], "'more'"),
+        (["drafters", "more"], "takes no argument 'more'"),
         (["inspect"], "HEAD"),
         (["inspect", "head", "more"], "takes no argument 'more'"),
         (["export", "head", "--out", "there"], "--format"),

@@ -3,7 +3,7 @@
 eagle3 synth|features|train|eval -c run.yaml [section.key=value …] [--plan] [--force]
 eagle3 run    -c run.yaml …      the four stages in order
 eagle3 show   -c run.yaml …      the resolved configuration as YAML
-eagle3 schema                    the configuration's JSON schema
+eagle3 schema [report]           the JSON schema of the configuration, or of report.json
 eagle3 serve  -c run.yaml … [--host ADDRESS] [--port N] [--head DIR]    OpenAI's API
 eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance, metrics of a head
 eagle3 export HEAD --format sglang|speculators|mtp --out DIR [--target SOURCE]

@@ -18,6 +18,7 @@ from pipeline.console import fail, readable_bytes
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan
 from pipeline.records import STAGES, Plan, Stage
+from pipeline.reports import report_schema
 from pipeline.runtime import ROOMS, run
 from pipeline.store.manifest import find_manifest
 
@@ -78,7 +79,8 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _schema(arguments: argparse.Namespace) -> int:
-    print(json.dumps(RunConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    schema = report_schema() if arguments.what == "report" else RunConfig.model_json_schema()
+    print(json.dumps(schema, indent=2, ensure_ascii=False))
     return 0
 
 

@@ -121,7 +121,8 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     in_order = "the four stages in order; finished ones are left as they are"
     _command(commands, "run", in_order, configured, staged)
     _command(commands, "show", "print the resolved configuration as YAML", configured)
-    _command(commands, "schema", "print the JSON schema of the configuration")
+    schema = _command(commands, "schema", "print the JSON schema of the configuration, or a report")
+    schema.add_argument("what", nargs="?", choices=("config", "report"), default="config")
     _command(commands, "drafters", "list what can draft, what it needs, and its settings")
     _add_plan_decode(commands, configured)
     _add_serve(commands, configured)

@@ -9,6 +9,7 @@ it is counted under its reason and left out, as long as a source has few of them
     record:fields       no field with turns, or one that holds something else than it should
     record:blank        a turn or a system prompt without text
     record:not_unicode  half of a surrogate pair, which no file can hold
+    record:placeholder  a note where a benchmark's text belongs
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _MOST = 0.05
 _AT_THE_START = 100
 _SHOWN = 3
 
-Reason = Literal["not_utf8", "not_json", "not_object", "fields", "blank", "not_unicode"]
+Reason = Literal[
+    "not_utf8", "not_json", "not_object", "fields", "blank", "not_unicode", "placeholder"
+]
 
 
 class BadRecord(DataError):

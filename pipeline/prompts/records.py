@@ -35,6 +35,9 @@ _FIELDS = (
     *("prompt", "instruction", "question", "query"),
 )
 _SYSTEM_FIELDS = ("system", "system_prompt")
+#: What SPEED-Bench publishes in place of texts that it may not (NVIDIA/Model-Optimizer,
+#: specdec_bench/datasets/speed.py).
+_UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 def to_prompt(
@@ -54,6 +57,7 @@ def to_prompt(
     tool_turns = tuple(number for number, turn in enumerate(turns) if isinstance(turn, _ToolTurn))
     for number, turn in enumerate(turns, start=1):
         _check(turn, f"user turn {number}", where)
+        _check_resolved(turn, number, where)
     if system is not None:
         _check(system, "the system prompt", where)
     question_id = _text_field(record, "question_id", sample_id, where)
@@ -74,6 +78,16 @@ def _check(text: Any, name: str, where: str) -> None:
     if problem:
         fix = "correct the text, or remove the record"
         raise BadRecord(f"{name} is {problem}", where=where, fix=fix, reason=reason)
+
+
+def _check_resolved(turn: str, number: int, where: str) -> None:
+    if turn.lstrip().startswith(_UNRESOLVED):
+        problem = f"user turn {number} is a placeholder of SPEED-Bench, not a prompt"
+        fix = (
+            "run prepare_data.py of specdec_bench (NVIDIA/Model-Optimizer, examples): it fetches "
+            "the texts from their sources; name the file that it writes"
+        )
+        raise BadRecord(problem, where=where, fix=fix, reason="placeholder")
 
 
 def _problem(text: Any) -> tuple[str, Reason]:
