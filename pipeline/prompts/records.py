@@ -84,8 +84,8 @@ def _check_resolved(turn: str, number: int, where: str) -> None:
     if turn.lstrip().startswith(_UNRESOLVED):
         problem = f"user turn {number} is a placeholder of SPEED-Bench, not a prompt"
         fix = (
-            "run prepare_data.py of specdec_bench (NVIDIA/Model-Optimizer, examples), which fetches "
-            "the texts from their sources, and name the file that it writes"
+            "run prepare_data.py of specdec_bench (NVIDIA/Model-Optimizer, examples): it fetches "
+            "the texts from their sources; name the file that it writes"
         )
         raise BadRecord(problem, where=where, fix=fix, reason="placeholder")
 

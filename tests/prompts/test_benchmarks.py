@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as parquet  # type: ignore[import-untyped]
 import pytest
 
 from pipeline.config import SourceSpec, parse
