@@ -23,6 +23,10 @@ class ReportRecord(Record):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
+#: The report in the directory of stage eval.
+REPORT = "report.json"
+
+
 class RoundCounters(ReportRecord):
     """What the rounds of one request drafted and accepted; prefill's token is in none of it.
 

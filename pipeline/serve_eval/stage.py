@@ -13,7 +13,7 @@ from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import Manifest, Prompt
-from pipeline.reports import EvalReport
+from pipeline.reports import REPORT, EvalReport
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
@@ -26,7 +26,7 @@ from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
-REPORT, PAGE = "report.json", "report.html"
+PAGE = "report.html"
 #: Where the measurements go that the stage does not stand for.
 NOT_LOSSLESS = "not-lossless"
 

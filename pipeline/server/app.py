@@ -48,7 +48,7 @@ class ServerApp:
         self._drafts = engine.drafter is not None
         self.metrics = ServerMetrics(model, drafts=self._drafts)
         self.worker = EngineWorker(engine, self.metrics, max_waiting=section.max_waiting)
-        self._engine, self._template, self._section = engine, template, section
+        self.engine, self._template, self._section = engine, template, section
         self._model, self._key = model, key.encode() if key else None
 
     def routes(self) -> Starlette:
@@ -110,7 +110,7 @@ class ServerApp:
         return Response(self.metrics.text(), headers={"content-type": kind})
 
     async def _models(self, request: Request) -> Answer:
-        longest = self._engine.model.max_length
+        longest = self.engine.model.max_length
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "eagle3"}
         return as_json({"object": "list", "data": [model | {"max_model_len": longest}]})
 
@@ -199,7 +199,7 @@ class ServerApp:
         self, body: GenerationBody, prompts: Iterable[tuple[int, ...]], limit: int | None
     ) -> list[EngineRequest]:
         """The engine's requests. Raises ApiError (400) for one that it could never run."""
-        longest, vocabulary = self._engine.model.max_length, self._engine.model.vocabulary
+        longest, vocabulary = self.engine.model.max_length, self.engine.model.vocabulary
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         asked = []
         for ids in prompts:
@@ -220,7 +220,7 @@ class ServerApp:
                 top_k=min(max(body.top_k, 0), vocabulary),
                 seed=seed,
             )
-            if (wrong := self._engine.problem(request)) is not None:
+            if (wrong := self.engine.problem(request)) is not None:
                 raise ApiError(400, wrong.what)
             asked.append(request)
         return asked

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from pipeline.config import RunConfig, ServeSection, prepare_process
+from pipeline.config import RunConfig, ServeSection, TreeSection, prepare_process
 from pipeline.console import long_step, notice
 from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
@@ -22,10 +22,11 @@ from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
+from pipeline.reports import REPORT, EvalReport
 from pipeline.server.app import ServerApp
 from pipeline.server.metrics import missing
 from pipeline.store.location import Location, as_directory
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.open import Target, open_target
 
 if TYPE_CHECKING:
@@ -71,13 +72,7 @@ def check_address(section: ServeSection) -> str | None:
 
 def make_app(config: RunConfig, key: str | None) -> ServerApp:
     """Target, drafter and tree of `eval`, and the routes over them."""
-    section = config.serve
-    if config.eval.tree.auto:
-        raise ConfigError(
-            "the server picks no tree by itself",
-            where="eval.tree",
-            fix="name one, such as the one that `eagle3 eval` has printed for tree: auto",
-        )
+    section, (tree, settings) = config.serve, _tree(config)
     target = open_target(config.target, decoded=True)
     head = _head(config, target)
     positions = head.shape.max_position_embeddings if head else target.positions
@@ -95,13 +90,37 @@ def make_app(config: RunConfig, key: str | None) -> ServerApp:
             max_length=section.max_length or longest,
         )
         factory = load_drafter(config.eval.drafter, model, target, head)
-        drafter = factory(config.eval.tree) if factory else None
+        drafter = factory.variant(settings)(tree) if factory and tree else None
         engine = Engine(model, drafter=drafter, slots=section.slots)
     template = target.template(system_prompt=config.eval.system_prompt)
     if config.eval.chat_template_kwargs:
         template = template.varied(kwargs=config.eval.chat_template_kwargs, where="eval")
     name = section.model or config.target.source
     return ServerApp(engine, template, section, model=name, key=key)
+
+
+def _tree(config: RunConfig) -> tuple[TreeSection | None, Mapping[str, int]]:
+    """The tree to draft, and what was chosen with it: for `tree: auto` those of the run's report.
+
+    No tree where eval saw that plain decoding is faster.
+    """
+    section = config.eval
+    if not section.tree.auto:
+        return section.tree, {}
+    location = stage_location(config.run.uri, "eval")
+    where, fix = location.where(REPORT), "run `eagle3 eval` with tree: auto first, or name a tree"
+    if find_manifest(config.run.uri, "eval") is None:
+        problem = "tree: auto is what eval has picked, and it has not finished in this run"
+        raise ConfigError(problem, where="eval.tree", fix=fix)
+    report = EvalReport.parse(location.read(REPORT), where=where, fix=fix)
+    choice = report.settings.get("tree_auto")
+    if choice is None or report.drafter["name"] != section.drafter.name:
+        problem = f"this report is of drafter {report.drafter['name']}, or of a tree that was named"
+        raise ConfigError(problem, where=where, fix=fix)
+    nodes = report.settings["tree"]["nodes"]
+    tree = TreeSection.model_validate(report.settings["tree"]) if nodes > 1 else None
+    notice("serve", f"tree: auto, as in {where}: {tree or 'plain decoding'}")
+    return tree, choice["settings"]
 
 
 def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:

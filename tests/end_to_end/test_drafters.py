@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import main
+from pipeline.config import load
+from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan
 from pipeline.reports import EvalReport
+from pipeline.server.start import make_app
 
 Write = Callable[..., Path]
 
@@ -54,6 +57,31 @@ def test_a_budget_is_picked_with_the_tree_and_named(
     assert report.drafter["budget"] == 128
     assert report.settings["tree_auto"]["settings"] == {"budget": 128}
     assert report.lossless["greedy_fp32"] is True
+
+
+def test_the_server_drafts_what_eval_has_picked(
+    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["eval.drafter.name=self_spec", "eval.drafter.self_spec.budget=auto"]
+    settings += ["eval.tree=auto", "eval.hf_prompts=0", "eval.shapes=[]"]
+    path = write_config()
+    config = load(path, settings)
+    with pytest.raises(ConfigError, match="has not finished in this run"):
+        make_app(config, None)
+    assert main(["eval", "-c", str(path), *settings]) == 0
+    reported = tmp_path / "run/eval/report.json"
+    told = json.loads(reported.read_text())
+    # What pays differs from machine to machine: once a tree, once plain decoding.
+    told["settings"]["tree"] = {"auto": False, "top_k": 2, "steps": 3, "nodes": 5}
+    reported.write_text(json.dumps(told))
+    drafter = make_app(config, None).engine.drafter
+    assert drafter is not None and (drafter.depth, drafter.nodes) == (3, 5)
+    told["settings"]["tree"] = {"nodes": 1}
+    reported.write_text(json.dumps(told))
+    assert make_app(config, None).engine.drafter is None
+    with pytest.raises(ConfigError, match="is of drafter self_spec"):
+        make_app(load(path, ["eval.drafter.name=ngram", "eval.tree=auto"]), None)
+    capsys.readouterr()
 
 
 def test_a_head_for_a_drafter_that_has_none_is_refused(

@@ -382,6 +382,6 @@ def test_the_application_drafts_with_the_head_that_is_named(target: Target, tmp_
         "serve": {"slots": 3, "max_length": 128},
     }
     app = make_app(parse(tree), None)
-    engine = app._engine
+    engine = app.engine
     assert isinstance(engine.drafter, Eagle3Drafter) and engine.drafter.nodes == 5
     assert (engine.slots, engine.model.max_length) == (3, 128)
