@@ -15,11 +15,13 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError
 from pipeline.records import Prompt
 from pipeline.reports import RoundCounters
+from pipeline.serve_eval import shapes
 from pipeline.serve_eval.acceptance import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import Question, first_question
 from pipeline.serve_eval.shapes import ReplayedShapes, replay_shapes
 from pipeline.target.open import open_target
+from pipeline.tuning.trace import trace
 from tests.eagle3.conftest import head, shape
 
 __all__ = ["head", "shape"]
@@ -83,16 +85,24 @@ def test_replayed_figures_are_the_engines(tiny_target: Path, head: Eagle3Head, n
 
 
 def test_a_share_of_the_prompts_is_tried_and_later_turns_are_not(
-    tiny_target: Path, head: Eagle3Head
+    tiny_target: Path, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(tiny_target, shape_prompts=2, shapes=[{"steps": 2, "top_k": 2, "nodes": 4}])
     own, questions, stop_ids = _open(tiny_target, config, head)
     later = Question("s/0#2", "c", questions[0].context, "s", 2)
+    traced: list[Any] = []
+
+    def recording(*arguments: Any, **named: Any) -> Any:
+        traced.append(arguments[2])
+        return trace(*arguments, **named)
+
+    monkeypatch.setattr(shapes, "trace", recording)
     replayed = replay_shapes(own, [questions[0], later, *questions[1:]], stop_ids, config.eval)
     (first, second) = replayed.shapes
     assert (first.name, second.name, second.own) == ("2/2/4", "5/4/16", True)
     shape = TreeSection(steps=2, top_k=2, nodes=4)
     chosen = [questions[0], questions[3]]
+    assert traced == [[question.context for question in chosen]], "once, for both shapes"
     counted = _counted(own, chosen, stop_ids, shape)
     assert first.acceptance == acceptance_figures(counted, ["s/0", "s/3"])
     none = config.eval.model_copy(update={"shapes": ()})
