@@ -25,8 +25,9 @@ from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import Question
 from pipeline.tuning.trace import replay_counters, trace
 
-#: Replies traced together.
+#: Replies traced together, fewer where their keys and values would be more entries than these.
 _SLOTS = 8
+_ENTRIES = 32_768
 
 
 class ReplayedShapes(NamedTuple):
@@ -62,6 +63,12 @@ def replay_shapes(
 def shape_name(shape: TreeSection) -> str:
     """SGLang's order: steps/topk/num_draft_tokens."""
     return f"{shape.steps}/{shape.top_k}/{shape.nodes}"
+
+
+def slots_for(questions: Sequence[Question], new_tokens: int) -> int:
+    """How many of them are traced together: a trace allocates for the longest, in every slot."""
+    longest = new_tokens + max(len(question.context) for question in questions)
+    return min(_SLOTS, max(1, _ENTRIES // longest))
 
 
 def _obstacle(factory: DrafterFactory, shape: TreeSection) -> str:
@@ -111,7 +118,7 @@ def _replay(
             new_tokens,
             widest,
             widths=sorted({shape.top_k for shape in shapes}),
-            slots=_SLOTS,
+            slots=slots_for(questions, new_tokens),
             stop_ids=stop_ids,
         )
     except DataError:  # every reply ends with its first token

@@ -19,7 +19,7 @@ from pipeline.serve_eval import shapes
 from pipeline.serve_eval.acceptance import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import Question, first_question
-from pipeline.serve_eval.shapes import ReplayedShapes, replay_shapes
+from pipeline.serve_eval.shapes import ReplayedShapes, replay_shapes, slots_for
 from pipeline.target.open import open_target
 from pipeline.tuning.trace import trace
 from tests.eagle3.conftest import head, shape
@@ -122,6 +122,12 @@ def test_shapes_that_a_drafter_cannot_draft_are_named(
     assert "forward of a whole model; at most 4" in replayed.left_out["5/1/6"]
     printed = capsys.readouterr()
     assert "shape 8/8/64 is left out" in printed.err + printed.out
+
+
+def test_long_contexts_are_traced_a_few_at_a_time() -> None:
+    short, long = (Question(str(tokens), "c", (1,) * tokens) for tokens in (100, 16_000))
+    assert slots_for([short, short], 64) == 8
+    assert slots_for([short, long], 64) == 2 and slots_for([long], 17_000) == 1
 
 
 def test_shapes_have_numbers() -> None:
