@@ -22,7 +22,8 @@
     ├── OutOfMemory            half a batch did not fit into the memory either (75)
     ├── TooLargeForMemory      what cannot be halved without a person's decision did not fit
     ├── MissingPackage         an optional dependency that this command needs
-    └── NotLossless            speculative output differs from plain output (1)
+    ├── NotLossless            speculative output differs from plain output (1)
+    └── Regression             an evaluation is worse than an earlier one (1)
 
 Each carries *where* (file and field), *problem* and *fix*; the command line prints them on one
 line and exits with `exit_code`, without a traceback: 75 (EX_TEMPFAIL) where the same command may
@@ -158,6 +159,12 @@ class MissingPackage(Eagle3Error):
 
 class NotLossless(Eagle3Error):
     """Speculative greedy output differs from plain greedy output."""
+
+    exit_code = 1
+
+
+class Regression(Eagle3Error):
+    """An evaluation is worse than the one that it is held against, by more than noise."""
 
     exit_code = 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -233,6 +233,35 @@ class PromptResult(ReportRecord):
         return self.id.removesuffix(f"#{self.turn}") if self.turn > 1 else self.id
 
 
+Verdict = Literal["better", "worse", "no difference seen"]
+
+
+class PairedComparison(ReportRecord):
+    """Two drafters on the same requests: the report's own, and a rival."""
+
+    rival: str
+    """What the rival is called."""
+    settings: dict[str, Any]
+    """The rival's head, drafter and tree, or the report that it was read from."""
+    requests: int
+    """That both decoded, from the same prompt tokens."""
+    prompts: int
+    """That these are turns of, and that are drawn for the intervals."""
+    acceptance_length: Estimate
+    """τ of the rival."""
+    difference: Estimate
+    """Own τ less the rival's, on the same draws of prompts."""
+    speed_ratio: Estimate | None = None
+    """Own tokens per second over the rival's: geometric mean over requests; None: not both timed in
+    one run."""
+    verdict: Verdict
+    """Of the report's own drafter by τ: better or worse where the interval of `difference` leaves
+    out 0."""
+    smallest_seen: float
+    """About the smallest difference of τ that so many prompts would have shown: half the interval's
+    width."""
+
+
 class EvalReport(ReportRecord):
     """`report.json`. Later versions add keys and rename none."""
 
@@ -261,6 +290,8 @@ class EvalReport(ReportRecord):
     """Acceptance under the names of vllm, sglang and speed_bench, as they define it."""
     shapes: tuple[ShapeAcceptance, ...] = ()
     """Acceptance with trees that servers draft, replayed exactly from one run."""
+    comparisons: tuple[PairedComparison, ...] = ()
+    """With what `eval.compare` names."""
     load: tuple[LoadCurve, ...] = ()
     """Speed against concurrency, a curve for each way of decoding."""
     contract: TargetContract

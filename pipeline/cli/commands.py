@@ -142,6 +142,16 @@ def _decode_plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> D
     )
 
 
+def _compare(arguments: argparse.Namespace) -> int:
+    from pipeline.serve_eval.compare import check_regression, compare_reports, read_report, sentence
+
+    own, earlier = read_report(arguments.report), read_report(arguments.earlier)
+    compared = compare_reports(own, earlier, where=arguments.earlier)
+    print(compared.model_dump_json(indent=1) if arguments.json else sentence(compared))
+    check_regression(compared, arguments.tolerance, where=arguments.report)
+    return 0
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     asked = {
         "serve.host": arguments.host,
@@ -251,6 +261,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "drafters": _drafters,
     "plan-decode": _plan_decode,
     "serve": _serve,
+    "compare": _compare,
     "inspect": _inspect,
     "export": _export,
     "import": _import,

@@ -126,6 +126,7 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     _command(commands, "drafters", "list what can draft, what it needs, and its settings")
     _add_plan_decode(commands, configured)
     _add_serve(commands, configured)
+    _add_compare(commands)
 
 
 def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: Parser) -> None:
@@ -161,6 +162,22 @@ def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: P
     )
     option("--budget", type=int, default=512, metavar="N", help="self_spec's compressed cache")
     option("--draft", metavar="NAME", help="the standalone drafter: a well-known target's name")
+
+
+def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
+    gate = "compare two evaluations on the prompts of both; exit code 1 where the first is worse"
+    compared = _command(commands, "compare", gate)
+    option = compared.add_argument
+    option("report", help="report.json, or the URI of a run")
+    option("earlier", help="the one that it should not be worse than")
+    option(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="τ",
+        help="how much lower the acceptance length may be; default 0",
+    )
+    option("--json", action="store_true", help="print the comparison as JSON")
 
 
 def _add_serve(commands: argparse._SubParsersAction[Parser], configured: Parser) -> None:

@@ -18,6 +18,7 @@ from pipeline.config.drafter import (
     SelfSpecSection,
     StandaloneSection,
 )
+from pipeline.config.evaluation import EvalSection, LoadSection, RivalSection
 from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
@@ -33,7 +34,7 @@ from pipeline.config.process import (
     world_size,
 )
 from pipeline.config.reading import load, parse
-from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
+from pipeline.config.run import FeaturesSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.serve import ServeSection
 from pipeline.config.synth import (
@@ -58,11 +59,13 @@ __all__ = [
     "GeneratorSection",
     "HeadSection",
     "JobsSection",
+    "LoadSection",
     "NgramSection",
     "PiiSection",
     "PlanSection",
     "QualitySection",
     "RecognizerSpec",
+    "RivalSection",
     "RunConfig",
     "RunSection",
     "SecretSpec",

@@ -8,12 +8,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
-from pipeline.config.drafter import DrafterSection
+from pipeline.config.evaluation import EvalSection
 from pipeline.config.jobs import JobsSection
 from pipeline.config.plan import PlanSection
-from pipeline.config.section import Section, TreeSection
+from pipeline.config.section import Section
 from pipeline.config.serve import ServeSection
-from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
+from pipeline.config.synth import TRANSPORT_KEYS, SynthSection
 from pipeline.config.train import TrainSection
 from pipeline.records import STATES_FORMAT, Stage, digest
 
@@ -182,67 +182,6 @@ class FeaturesSection(Section):
             raise ValueError(
                 "a device_map places whole layers and parallel=tensor splits each one; choose one"
             )
-        return self
-
-
-#: Chains as vLLM and SGLang draft them, and trees of SGLang's documentation.
-SERVERS_SHAPES = tuple(
-    TreeSection(steps=steps, top_k=top_k, nodes=nodes)
-    for steps, top_k, nodes in (
-        *((3, 1, 4), (5, 1, 6), (7, 1, 8)),
-        *((5, 4, 8), (7, 4, 8), (8, 8, 64)),
-    )
-)
-
-
-class EvalSection(Section):
-    """Acceptance and speed of a head."""
-
-    head: str | None = None
-    """Head directory; None takes the run's own, where the drafter needs one."""
-    prompts: str | None = None
-    """JSONL file with `turns`; replaces `sources` when set."""
-    sources: tuple[SourceSpec, ...] = ()
-    """Evaluation prompts."""
-    drafter: DrafterSection = DrafterSection()
-    """What drafts; plain decoding is measured beside it."""
-    max_prompts: int | None = Field(None, gt=0)
-    """At most this many prompts, drawn evenly over categories."""
-    max_turns: int = Field(1, gt=0)
-    """Turns decoded per prompt, each in the context of the target's own earlier replies."""
-    max_new_tokens: int = Field(64, gt=0)
-    """Length limit of one reply."""
-    tree: TreeSection = TreeSection()
-    """Draft tree."""
-    hf_prompts: int = Field(8, ge=0)
-    """Prompts also timed with Hugging Face `generate`, spread over categories."""
-    system_prompt: str | None = None
-    """System message; None keeps the template's own default, as in synth."""
-    chat_template_kwargs: dict[str, str | int | float | bool] = Field({})
-    """Variables of the chat template over the target's, such as a mode of synth.mix."""
-    shapes: tuple[TreeSection, ...] = SERVERS_SHAPES
-    """Trees whose acceptance is replayed, exactly, from one run over some of the prompts, beside
-    that of `tree`: by default what servers use. []: none."""
-    shape_prompts: int = Field(16, gt=0)
-    """At most so many prompts for `shapes`, evenly over those measured. Every position of their
-    replies is drafted once for each top_k, as deep as the deepest shape."""
-
-    @model_validator(mode="after")
-    def _has_something_to_measure(self) -> EvalSection:
-        if any(shape.auto for shape in self.shapes):
-            raise ValueError("shapes has no auto; give top_k, steps and nodes, or set tree to auto")
-        if self.drafter.name == "none":
-            raise ValueError(
-                "drafter none is what every drafter is compared with; choose another "
-                "(`eagle3 drafters`)"
-            )
-        if self.drafter.is_open and not self.tree.auto:
-            raise ValueError(
-                "drafter.self_spec.budget=auto is picked together with the tree; "
-                "set tree to auto, or budget to a number of entries"
-            )
-        if self.head is not None and not self.drafter.needs_head:
-            raise ValueError(f"head belongs to a trained drafter, not to {self.drafter.name}")
         return self
 
 

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from pipeline.config import RunConfig, TreeSection
+from pipeline.config import RivalSection, RunConfig, TreeSection
 from pipeline.console import long_step, notice
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
+from pipeline.eagle3.any_head import load_any_head
+from pipeline.eagle3.checkpoint import HEAD_FILES
 from pipeline.eagle3.head import DraftingHead
-from pipeline.errors import ConfigError, TargetError
+from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import Question, first_question, next_question
+from pipeline.store.location import Location, as_directory
 from pipeline.target.load import LoadedTarget, pick_device
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
@@ -46,6 +49,7 @@ class Measured:
     speculative: Completion
     rates: dict[str, float]
     gaps: Gaps  # of the speculative reply, in the run's own type
+    rivals: dict[str, Completion] = field(default_factory=dict)  # by name, of `eval.compare`
 
 
 class Comparison:
@@ -73,6 +77,7 @@ class Comparison:
         factory = load_drafter(config.eval.drafter, self.model, target, head)
         assert factory is not None, "the configuration refuses drafter none"
         self._factory, self.tree = factory, config.eval.tree
+        self._target, self._rivals = target, dict[str, Engine]()
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
         """Pick the tree for batch 1, and what the drafter leaves open, by trying it on some of the
@@ -119,6 +124,18 @@ class Comparison:
         """Of the drafter that is measured, with the settings that were chosen."""
         return self._factory
 
+    def add_rivals(self, rivals: Sequence[RivalSection]) -> None:
+        """Let these drafters take their turns on every question, beside the report's own."""
+        for rival in rivals:
+            head: DraftingHead | None = None
+            if rival.head:
+                with as_directory(Location(rival.head), HEAD_FILES) as directory:
+                    head, _ = load_any_head(directory, expected=self._target.contract)
+                _check_positions(head, self.model.max_length, rival.name)
+            factory = load_drafter(rival.drafter, self.model, self._target, head)
+            assert factory is not None, "the configuration refuses drafter none"
+            self._rivals[rival.name] = Engine(self.model, drafter=factory(rival.tree))
+
     def settle(self, tree: TreeSection, settings: Mapping[str, int]) -> None:
         """Decode with this tree and these settings of the drafter from now on."""
         self.tree, self._factory = tree, self._factory.variant(settings)
@@ -135,6 +152,7 @@ class Comparison:
         engines = {
             "plain": self.engine(speculative=False),
             "speculative": self.engine(speculative=True),
+            **self._rivals,
         }
         with_hf = _spread(len(prompts), hf_prompts)
         for index, prompt in enumerate(prompts):
@@ -187,7 +205,8 @@ class Comparison:
         if hf:
             rates["hf"] = _hf_rate(hf, request, warm_up=warm_up)
         gaps = greedy_gaps(self.model, request.prompt_ids, done["speculative"].token_ids)
-        return Measured(question, done["plain"], done["speculative"], rates, gaps)
+        plain, speculative = done.pop("plain"), done.pop("speculative")
+        return Measured(question, plain, speculative, rates, gaps, done)
 
     def _request(self, question: Question) -> Request:
         limit, stop_ids = self._section.max_new_tokens, self._template.stop_ids
@@ -195,6 +214,13 @@ class Comparison:
 
     def _fits(self, question: Question) -> bool:
         return len(question.context) + self._section.max_new_tokens <= self.model.max_length
+
+
+def _check_positions(head: DraftingHead, longest: int, name: str) -> None:
+    if (positions := head.shape.max_position_embeddings) < longest:
+        problem = f"{name} was made for {positions} positions, the longest request has {longest}"
+        fix = "choose shorter prompts, lower eval.max_new_tokens, or leave it out"
+        raise HeadError(problem, where="eval.compare", fix=fix)
 
 
 def _no_deeper_than(depths: Sequence[int]) -> TreeSection:

@@ -23,6 +23,11 @@ class Question:
     source: str = ""
     turn: int = 1
 
+    @property
+    def prompt(self) -> str:
+        """The id of the prompt that it is a turn of: that of its first turn."""
+        return self.request_id.removesuffix(f"#{self.turn}") if self.turn > 1 else self.request_id
+
 
 def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """What is measured of `eval.prompts`, when set, otherwise of `eval.sources`; and all others.

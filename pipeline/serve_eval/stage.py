@@ -103,6 +103,7 @@ def _evaluate(
     stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
     # What is measured should not have chosen how it is measured.
     choice = own.tune(others or prompts) if section.tree.auto else None
+    own.add_rivals(section.compare)
     measured: list[Measured] = []
     left_out: list[str] = []
     turns = sum(min(len(prompt.turns), section.max_turns) for prompt in prompts)

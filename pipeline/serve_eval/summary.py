@@ -17,6 +17,7 @@ from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import DraftingHead
 from pipeline.records import Arithmetic, TargetContract
 from pipeline.reports import EvalReport, PromptResult
+from pipeline.serve_eval.compare import compare_rivals
 from pipeline.serve_eval.groups import grouped_acceptance
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.shapes import ReplayedShapes
@@ -79,6 +80,7 @@ def summarise(
         by_category=_by_category(measured),
         **grouped_acceptance(results)._asdict(),
         shapes=measurements.replayed.shapes,
+        comparisons=compare_rivals(measurements.measured, config.eval.compare),
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},
         settings={

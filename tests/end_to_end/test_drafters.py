@@ -59,6 +59,36 @@ def test_a_budget_is_picked_with_the_tree_and_named(
     assert report.lossless["greedy_fp32"] is True
 
 
+def test_rivals_take_turns_on_the_same_prompts(
+    write_config: Write, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft model that is the target is always right: better than n-grams, equal to itself."""
+    prompts = tmp_path / "questions.jsonl"
+    asked = [{"turns": [f"What is {n} plus {n * n}?"], "category": "sums"} for n in range(9)]
+    prompts.write_text("\n".join(json.dumps(each) for each in asked))
+    exact = {"name": "standalone", "standalone": {"source": str(tiny_target)}}
+    rivals = [
+        {"name": "n-grams", "drafter": {"name": "ngram"}, "tree": {"steps": 3, "top_k": 1}},
+        {"name": "itself", "drafter": exact, "tree": {"steps": 3, "top_k": 1, "nodes": 4}},
+    ]
+    command = ["eval", "-c", str(write_config()), "eval.hf_prompts=0", "eval.shapes=[]"]
+    command += [f"eval.drafter={json.dumps(exact)}", f"eval.prompts={prompts}"]
+    command += ["eval.tree={steps: 3, top_k: 1, nodes: 4}", "eval.max_new_tokens=24"]
+    refused = [{**rivals[0], "name": "plain"}]
+    assert main([*command, f"eval.compare={json.dumps(refused)}"]) == 2
+    assert "names of compare" in capsys.readouterr().err
+    assert main([*command, f"eval.compare={json.dumps(rivals)}"]) == 0
+    report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
+    other, same = report.comparisons
+    assert (other.rival, other.verdict, other.prompts) == ("n-grams", "better", 9)
+    assert other.difference.value == pytest.approx(
+        report.acceptance_length - other.acceptance_length.value
+    )
+    assert same.verdict == "no difference seen" and same.difference.value == 0
+    assert same.speed_ratio is not None and same.settings["tree"]["nodes"] == 4
+    capsys.readouterr()
+
+
 def test_the_server_drafts_what_eval_has_picked(
     write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

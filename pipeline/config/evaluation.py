@@ -1,0 +1,128 @@
+"""Evaluation: what drafts, on which prompts, at which loads, and beside what."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from pipeline.config.drafter import DrafterSection
+from pipeline.config.section import Section, TreeSection
+from pipeline.config.synth import SourceSpec
+
+#: Ways of decoding that a report has anyway.
+_RESERVED = ("speculative", "plain", "hf")
+
+
+#: Chains as vLLM and SGLang draft them, and trees of SGLang's documentation.
+SERVERS_SHAPES = tuple(
+    TreeSection(steps=steps, top_k=top_k, nodes=nodes)
+    for steps, top_k, nodes in (
+        *((3, 1, 4), (5, 1, 6), (7, 1, 8)),
+        *((5, 4, 8), (7, 4, 8), (8, 8, 64)),
+    )
+)
+
+
+class RivalSection(Section):
+    """What is compared with the report's own drafter."""
+
+    name: str = Field(min_length=1)
+    """How the report calls it."""
+    head: str | None = None
+    """Head directory, for a trained drafter."""
+    drafter: DrafterSection = DrafterSection()
+    """What drafts."""
+    tree: TreeSection = TreeSection()
+    """Its draft tree."""
+
+    @model_validator(mode="after")
+    def _is_settled(self) -> RivalSection:
+        if self.tree.auto or self.drafter.is_open:
+            raise ValueError("a rival's tree and settings are given, not picked: auto is refused")
+        if self.drafter.name == "none":
+            raise ValueError("plain decoding is measured anyway; leave it out")
+        if self.drafter.needs_head != (self.head is not None):
+            verb = "needs" if self.drafter.needs_head else "has no"
+            raise ValueError(f"drafter {self.drafter.name} {verb} head")
+        return self
+
+
+class LoadSection(Section):
+    """Closed-loop load on our own decoder: as a request ends, the next begins."""
+
+    concurrency: tuple[int, ...] = ()
+    """Requests at a time, a point of each curve: 1, 4, 16. (): no load is measured."""
+    temperatures: tuple[float, ...] = Field((0.0,), min_length=1)
+    """A pair of curves for each; above 0 replies are drawn by seed."""
+    modes: dict[str, dict[str, str | int | float | bool]] = Field({})
+    """A pair of curves for each name: variables of the chat template over the report's own, such as
+    {thinking: {enable_thinking: true}, direct: {enable_thinking: false}}. {}: the report's own."""
+    requests: int | None = Field(None, gt=0)
+    """At each point. None: four times the concurrency, and no fewer than there are prompts."""
+
+    @model_validator(mode="after")
+    def _can_be_run(self) -> LoadSection:
+        if any(count < 1 for count in self.concurrency):
+            raise ValueError("concurrency is at least 1")
+        if any(temperature < 0 for temperature in self.temperatures):
+            raise ValueError("a temperature is not negative")
+        return self
+
+
+class EvalSection(Section):
+    """Acceptance and speed of a head."""
+
+    head: str | None = None
+    """Head directory; None takes the run's own, where the drafter needs one."""
+    prompts: str | None = None
+    """JSONL file with `turns`; replaces `sources` when set."""
+    sources: tuple[SourceSpec, ...] = ()
+    """Evaluation prompts."""
+    drafter: DrafterSection = DrafterSection()
+    """What drafts; plain decoding is measured beside it."""
+    max_prompts: int | None = Field(None, gt=0)
+    """At most this many prompts, drawn evenly over categories."""
+    max_turns: int = Field(1, gt=0)
+    """Turns decoded per prompt, each in the context of the target's own earlier replies."""
+    max_new_tokens: int = Field(64, gt=0)
+    """Length limit of one reply."""
+    tree: TreeSection = TreeSection()
+    """Draft tree."""
+    hf_prompts: int = Field(8, ge=0)
+    """Prompts also timed with Hugging Face `generate`, spread over categories."""
+    system_prompt: str | None = None
+    """System message; None keeps the template's own default, as in synth."""
+    chat_template_kwargs: dict[str, str | int | float | bool] = Field({})
+    """Variables of the chat template over the target's, such as a mode of synth.mix."""
+    shapes: tuple[TreeSection, ...] = SERVERS_SHAPES
+    """Trees whose acceptance is replayed, exactly, from one run over some of the prompts, beside
+    that of `tree`: by default what servers use. []: none."""
+    shape_prompts: int = Field(16, gt=0)
+    """At most so many prompts for `shapes`, evenly over those measured. Every position of their
+    replies is drafted once for each top_k, as deep as the deepest shape."""
+
+    compare: tuple[RivalSection, ...] = ()
+    """Other heads, drafters or trees that decode the same prompts in the same turns; the report has
+    the differences, paired by prompt."""
+    load: LoadSection = LoadSection()
+    """Speed with several requests at a time."""
+
+    @model_validator(mode="after")
+    def _has_something_to_measure(self) -> EvalSection:
+        if any(shape.auto for shape in self.shapes):
+            raise ValueError("shapes has no auto; give top_k, steps and nodes, or set tree to auto")
+        if self.drafter.name == "none":
+            raise ValueError(
+                "drafter none is what every drafter is compared with; choose another "
+                "(`eagle3 drafters`)"
+            )
+        if self.drafter.is_open and not self.tree.auto:
+            raise ValueError(
+                "drafter.self_spec.budget=auto is picked together with the tree; "
+                "set tree to auto, or budget to a number of entries"
+            )
+        if self.head is not None and not self.drafter.needs_head:
+            raise ValueError(f"head belongs to a trained drafter, not to {self.drafter.name}")
+        names = [rival.name for rival in self.compare]
+        if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
+            raise ValueError(f"names of compare differ from one another and from {_RESERVED}")
+        return self
