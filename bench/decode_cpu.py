@@ -21,7 +21,7 @@ import torch
 
 from bench.prompt_sets import prompt_set
 from bench.random_target import random_head
-from bench.report import contested, read_bandwidth
+from bench.report import contested
 from bench.rivals import hf_generate, hf_rate, llama_cpp
 from pipeline.config import SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
@@ -34,6 +34,7 @@ from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import Target, open_target
+from pipeline.tuning.machine import read_bandwidth
 from pipeline.tuning.roofline import model_bytes
 from pipeline.tuning.simulate import ImposedAcceptance
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bench.random_target import LLAMA_8B, random_head, random_model
-from bench.report import interleaved, matmul_rate, read_bandwidth, share_of
+from bench.report import interleaved, share_of
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
@@ -40,6 +40,7 @@ from pipeline.decoder.request import Request, pool_acceptance
 from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.tuning.cost import Costs, measure_costs
+from pipeline.tuning.machine import matmul_rate, read_bandwidth
 from pipeline.tuning.roofline import (
     Roofline,
     best_speedup,

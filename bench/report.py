@@ -8,9 +8,7 @@ import platform
 import re
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,62 +77,6 @@ def peak_gigabytes() -> float:
     """Peak memory of this process so far. Not ru_maxrss: a child starts with its parent's there."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024 / 1e9
-
-
-def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
-    """Bytes per second of a sequential read (CPU) or of a copy, both directions counted (CUDA).
-
-    On a CPU it is that of the faster reader: a sum keeps one stream a thread in flight, a product
-    of a matrix and a vector reads several rows at once, which most machines need for their all.
-    """
-    import torch
-
-    source = torch.ones(megabytes * 2**20 // 4, device=device)
-    matrix, vector = source.view(-1, 2048), torch.ones(2048, device=device)
-    target = torch.empty_like(source) if device.type == "cuda" else source
-    readers: dict[str, Callable[[], object]] = {
-        "sum": source.sum,
-        "product": lambda: matrix @ vector,
-    }
-    if device.type == "cuda":
-        readers = {"copy": lambda: target.copy_(source)}
-    moved = source.numel() * 4 * (1 if device.type == "cpu" else 2)
-
-    def rate(read: Callable[[], object]) -> float:
-        _synchronize(device)
-        started = time.perf_counter()
-        read()
-        _synchronize(device)
-        return moved / (time.perf_counter() - started)
-
-    cases = {name: partial(rate, read) for name, read in readers.items()}
-    return max(interleaved(cases, runs=runs).values())
-
-
-def matmul_rate(device: torch.device, *, size: int, dtype: torch.dtype | None = None) -> float:
-    """FLOP/s of a square product, in bf16 if nothing else is said."""
-    import torch
-
-    left, right = (
-        torch.randn(size, size, device=device, dtype=dtype or torch.bfloat16) for _ in range(2)
-    )
-
-    def run() -> float:
-        _synchronize(device)
-        started = time.perf_counter()
-        for _ in range(5):
-            left @ right
-        _synchronize(device)
-        return 5 * 2 * size**3 / (time.perf_counter() - started)
-
-    return interleaved({"matmul": run}, runs=5)["matmul"]
-
-
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def machine(device: torch.device) -> str:

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.report import ROOT, matmul_rate, peak_gigabytes, publish, rounded
+from bench.report import ROOT, peak_gigabytes, publish, rounded
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import random_init
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.start.least_squares import start_by_least_squares
+from pipeline.tuning.machine import matmul_rate
 
 #: Share of the final state's variance that is linear in what the head reads.
 LINEAR, RANK = 0.6, 64

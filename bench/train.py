@@ -31,13 +31,14 @@ from torch import Tensor
 
 from bench.levels import measure_at
 from bench.peers.turns import DECAY, DRAFT, HIDDEN, LAYER, STEPS, VOCABULARY
-from bench.report import ROOT, contested, interleaved, matmul_rate, peak_gigabytes, publish, rounded
+from bench.report import ROOT, contested, interleaved, peak_gigabytes, publish, rounded
 from pipeline.config.isa import machine_levels
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.eagle3.init import random_init
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.model import Objective, TttModel
+from pipeline.tuning.machine import matmul_rate
 from tests.train.dense import dense_loss
 
 SUPERVISED = 0.72

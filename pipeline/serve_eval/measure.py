@@ -14,6 +14,7 @@ import torch
 
 from pipeline.config import RivalSection, RunConfig, TreeSection
 from pipeline.console import long_step, notice
+from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -88,7 +89,7 @@ class Comparison:
         """
         chosen = sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
         questions = [first_question(prompts[index], self._template) for index in chosen]
-        contexts = [question.context for question in questions if self._fits(question)]
+        contexts = [question.context for question in questions if self.fits(question.context)]
         if not contexts:
             raise ConfigError(
                 "no prompt that the tree would be picked with fits the target's positions",
@@ -142,8 +143,12 @@ class Comparison:
 
     def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
         """A fresh engine over the shared weights."""
-        drafter = self._factory(self.tree) if speculative else None
+        drafter = self.drafter() if speculative else None
         return Engine(self.model, drafter=drafter, slots=slots)
+
+    def drafter(self) -> Drafter:
+        """A fresh one, with the settled tree."""
+        return self.factory(self.tree)
 
     def measure(
         self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int
@@ -160,7 +165,7 @@ class Comparison:
             for turn in range(min(len(prompt.turns), self._section.max_turns)):
                 if reply:
                     question = next_question(question, reply, prompt, turn, self._template)
-                if not self._fits(question):
+                if not self.fits(question.context):
                     yield question.request_id
                     break
                 rival = hf if index in with_hf else None
@@ -169,14 +174,20 @@ class Comparison:
                 yield measured
 
     def check_lossless(
-        self, questions: Sequence[Question], advance: Callable[[int], None]
+        self,
+        questions: Sequence[Question],
+        advance: Callable[[int], None],
+        temperature: float = 0.0,
     ) -> list[bool]:
-        """Of each question: whether speculative is plain greedy decoding, token for token.
+        """Of each question: whether speculative is plain decoding, token for token.
 
+        Draws above temperature 0 have a seed, which gives the same tokens however they are drafted.
         `advance` is given 1 for each reply, two a question.
         """
         requests = [
-            replace(self._request(question), request_id=str(index))
+            replace(
+                self._request(question), request_id=str(index), temperature=temperature, seed=index
+            )
             for index, question in enumerate(questions)
         ]
         slots = min(_LOSSLESS_SLOTS, len(requests))
@@ -212,8 +223,9 @@ class Comparison:
         limit, stop_ids = self._section.max_new_tokens, self._template.stop_ids
         return Request(question.request_id, question.context, limit, stop_ids)
 
-    def _fits(self, question: Question) -> bool:
-        return len(question.context) + self._section.max_new_tokens <= self.model.max_length
+    def fits(self, context: Sequence[int]) -> bool:
+        """Whether a reply fits behind it."""
+        return len(context) + self._section.max_new_tokens <= self.model.max_length
 
 
 def _check_positions(head: DraftingHead, longest: int, name: str) -> None:

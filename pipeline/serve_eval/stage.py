@@ -14,6 +14,7 @@ from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import Manifest, Prompt
 from pipeline.reports import REPORT, EvalReport
+from pipeline.serve_eval.load import measure_load
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
 from pipeline.serve_eval.report import print_table, write_html
@@ -29,6 +30,8 @@ from pipeline.target.template import ChatTemplate
 PAGE = "report.html"
 #: Where the measurements go that the stage does not stand for.
 NOT_LOSSLESS = "not-lossless"
+#: Requests of each temperature of the load whose draws are compared in fp32.
+_SAMPLED = 16
 
 
 def run(config: RunConfig) -> Manifest:
@@ -56,7 +59,9 @@ def run(config: RunConfig) -> Manifest:
             loaded = load_any_head(directory, expected=contract)
     # The one that is there is a faster process's, or of an attempt that was killed after it.
     report = _committed(stage_run) or _evaluate(config, stage_run, target, loaded)
-    if not report.lossless["greedy_fp32"]:
+    if not (
+        report.lossless["greedy_fp32"] and all(report.lossless.get("sampled_fp32", {}).values())
+    ):
         raise _not_lossless(stage_run, report)
     data = stage_run.location.create(REPORT, _as_json(report))
     report = _parse(stage_run, data)
@@ -122,24 +127,32 @@ def _evaluate(
         )
     tree, questions = own.tree, [item.question for item in measured]
     replayed = replay_shapes(own, questions, template.stop_ids, section)
+    load = measure_load(own, prompts, template, section)
     del hf, own, model  # the fp32 copy takes their memory
     with long_step("eval", "loading the target in fp32"):
         exact = comparison(torch.float32)
     exact.settle(tree, choice.settings if choice else {})
     identical = _check_lossless(exact, questions)
+    drawn = [each for each in section.load.temperatures if each and section.load.concurrency]
+    sampled = {each: _check_lossless(exact, questions[:_SAMPLED], each) for each in drawn}
     measurements = Measurements(
         *(measured, identical, left_out, tree, choice, arithmetic),
         tuned_apart=bool(others),
         replayed=replayed,
+        load=load,
+        sampled=sampled,
     )
     return summarise(config, target.contract, loaded, measurements)
 
 
-def _check_lossless(comparison: Comparison, questions: list[Question]) -> list[bool]:
+def _check_lossless(
+    comparison: Comparison, questions: list[Question], temperature: float = 0.0
+) -> list[bool]:
     """Of each question: whether speculative and plain decoding in fp32 give the same tokens."""
     note, replies = "lossless in fp32?", 2 * len(questions)
+    note = f"{note} temperature {temperature:g}" if temperature else note
     with progress_bar("eval", unit="replies", total=replies, note=note) as bar:
-        return comparison.check_lossless(questions, bar.advance)
+        return comparison.check_lossless(questions, bar.advance, temperature)
 
 
 def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:
@@ -180,6 +193,9 @@ def _not_lossless(stage_run: StageRun, report: EvalReport) -> NotLossless:
     print_table(report)
     different = report.lossless["different"]
     problem = f"speculative output differs from plain output in fp32 on {len(different)} prompts"
+    problem = (
+        f"{problem}, first {different[0]}" if different else "draws differ in fp32 by drafting"
+    )
     fix = "do not ship this build of the decoder; report the prompt, the head and the target"
     where = stage_run.location.where(f"{NOT_LOSSLESS}.html")
-    return NotLossless(f"{problem}, first {different[0]}", where=where, fix=fix)
+    return NotLossless(problem, where=where, fix=fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import DraftingHead
 from pipeline.records import Arithmetic, TargetContract
-from pipeline.reports import EvalReport, PromptResult
+from pipeline.reports import EvalReport, LoadCurve, PromptResult
 from pipeline.serve_eval.compare import compare_rivals
 from pipeline.serve_eval.groups import grouped_acceptance
 from pipeline.serve_eval.measure import Measured
@@ -35,6 +35,8 @@ class Measurements(NamedTuple):
     arithmetic: Arithmetic  # of speed and acceptance; losslessness is checked in fp32
     tuned_apart: bool = False  # `tree: auto` tried the drafter on other prompts than these
     replayed: ReplayedShapes = ReplayedShapes((), {})
+    load: tuple[LoadCurve, ...] = ()
+    sampled: Mapping[float, Sequence[bool]] = {}  # by temperature, as `identical`
 
     @property
     def drafts(self) -> bool:
@@ -66,6 +68,7 @@ def summarise(
         lossless={
             "greedy_fp32": all(identical) and bool(identical),
             "prompts_checked": len(identical),
+            "sampled_fp32": {f"{each:g}": all(same) for each, same in measurements.sampled.items()},
             "different": sorted(each.id for each in results if not each.identical_fp32),
             "identical_in_run_dtype": sum(
                 item.plain.token_ids == item.speculative.token_ids for item in drafted
@@ -80,6 +83,7 @@ def summarise(
         by_category=_by_category(measured),
         **grouped_acceptance(results)._asdict(),
         shapes=measurements.replayed.shapes,
+        load=measurements.load,
         comparisons=compare_rivals(measurements.measured, config.eval.compare),
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},

@@ -89,6 +89,40 @@ def test_rivals_take_turns_on_the_same_prompts(
     capsys.readouterr()
 
 
+def test_load_is_measured_with_and_without_the_drafter(
+    write_config: Write, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In fp32 both ways write the same tokens, at every concurrency, drawn or not."""
+    exact = {"name": "standalone", "standalone": {"source": str(tiny_target)}}
+    load = {"concurrency": [3, 1], "temperatures": [0, 0.8], "requests": 7}
+    command = ["eval", "-c", str(write_config()), "eval.hf_prompts=0", "eval.shapes=[]"]
+    command += [f"eval.drafter={json.dumps(exact)}", f"eval.load={json.dumps(load)}"]
+    command += ["eval.tree={steps: 3, top_k: 1, nodes: 4}", "eval.max_new_tokens=16"]
+    assert main(command) == 0
+    report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
+    curves = {(each.name, each.settings["temperature"]): each.points for each in report.load}
+    assert set(curves) == {(way, t) for way in ("plain", "speculative") for t in (0.0, 0.8)}
+    for temperature in (0.0, 0.8):
+        pairs = zip(curves["plain", temperature], curves["speculative", temperature], strict=True)
+        for count, (plain, drafted) in zip((1, 3), pairs, strict=True):
+            assert plain.concurrency == drafted.concurrency == count
+            assert plain.requests == drafted.requests == 7 and plain.failed == drafted.failed == 0
+            assert plain.tokens == drafted.tokens > 7
+            assert plain.acceptance is None and drafted.acceptance is not None
+            assert drafted.acceptance.rounds < plain.tokens - 7
+            assert drafted.throughput == pytest.approx(drafted.tokens / drafted.seconds)
+            for point in (plain, drafted):
+                assert 0 < point.tpot_seconds.p50 <= point.tpot_seconds.p99 < point.seconds
+                assert 0 < point.ttft_seconds.p50 <= point.ttft_seconds.p99 < point.seconds
+            parts = drafted.round_seconds
+            assert set(parts) == {"plain", "verify", "draft", "extend", "other"}
+            assert min(parts.values()) > 0 and drafted.efficiency is None
+    greedy = curves["speculative", 0.0][0].acceptance
+    assert greedy is not None and greedy.acceptance_length.value > 2, "the draft is always right"
+    assert report.lossless["sampled_fp32"] == {"0.8": True}
+    capsys.readouterr()
+
+
 def test_the_server_drafts_what_eval_has_picked(
     write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,196 @@
+"""Speed with several requests at a time: closed loops on our own decoder, with and without drafter.
+
+    concurrency 2    slot 0  ├─ a ─┤├──── c ────┤├─ d ─┤        as one request ends, the next begins
+                     slot 1  ├──── b ────┤├─ e ─┤ …
+
+Both ways take turns on blocks of the same requests, so that whatever else the machine does hits
+both. Replies above temperature 0 are drawn by seed, the same seeds for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import EvalSection
+from pipeline.console import progress_bar
+from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.engine import Engine
+from pipeline.decoder.request import Completion, Request
+from pipeline.records import Prompt
+from pipeline.reports import LoadCurve, LoadPoint, Percentiles
+from pipeline.serve_eval.acceptance import acceptance_figures
+from pipeline.serve_eval.measure import Comparison
+from pipeline.serve_eval.questions import first_question
+from pipeline.target.template import ChatTemplate
+from pipeline.tuning.cost import measure_costs
+from pipeline.tuning.machine import matmul_rate, read_bandwidth
+from pipeline.tuning.roofline import Roofline, best_speedup, eta
+
+#: Blocks of a point's requests, in which both ways take turns.
+_BLOCKS = 4
+#: Requests of a point for each that is open, so that the end, where slots are empty, weighs little.
+_PER_SLOT = 4
+_WAYS = ("plain", "speculative")
+
+
+def measure_load(
+    own: Comparison, prompts: Sequence[Prompt], template: ChatTemplate, section: EvalSection
+) -> tuple[LoadCurve, ...]:
+    """A curve of each way for every mode and temperature of `eval.load`, first turns alone."""
+    load = section.load
+    if not load.concurrency:
+        return ()
+    machine = _machine(own)
+    modes = load.modes or {"": {}}
+    curves = []
+    points = len(modes) * len(load.temperatures) * len(load.concurrency)
+    with progress_bar("eval", unit="points", total=points, note="load") as bar:
+        for mode, kwargs in modes.items():
+            asked = template.varied(kwargs=kwargs, where="eval.load.modes") if kwargs else template
+            contexts = [first_question(prompt, asked).context for prompt in prompts]
+            contexts = [each for each in contexts if own.fits(each)]
+            for temperature in load.temperatures:
+                settings: dict[str, Any] = {"temperature": temperature}
+                settings |= {"mode": mode, **kwargs} if mode else {}
+                pairs = []
+                for count in sorted(set(load.concurrency)):
+                    total = load.requests or max(_PER_SLOT * count, len(contexts))
+                    requests = list(_requests(contexts, total, temperature, asked, section))
+                    pairs.append(_points(own, requests, count, temperature, machine))
+                    bar.advance(1)
+                for name, points_of in zip(_WAYS, zip(*pairs, strict=True), strict=True):
+                    curves.append(LoadCurve(name=name, settings=settings, points=points_of))
+    return tuple(curves)
+
+
+def _requests(
+    contexts: Sequence[tuple[int, ...]],
+    total: int,
+    temperature: float,
+    template: ChatTemplate,
+    section: EvalSection,
+) -> Iterator[Request]:
+    """`total` requests; ids say which prompt each is of, seeds differ where prompts repeat."""
+    limit, stop_ids = section.max_new_tokens, template.stop_ids
+    for index, (number, context) in enumerate(islice(cycle(enumerate(contexts)), total)):
+        name = f"{number}:{index}"
+        yield Request(name, context, limit, stop_ids, temperature=temperature, seed=index)
+
+
+def _points(
+    own: Comparison,
+    requests: Sequence[Request],
+    count: int,
+    temperature: float,
+    machine: tuple[float, float],
+) -> tuple[LoadPoint, LoadPoint]:
+    """Plain and speculative at one concurrency."""
+    engines = [own.engine(speculative=way == "speculative", slots=count) for way in _WAYS]
+    for engine in engines:  # first uses allocate
+        list(engine.generate(requests[:count]))
+    done: list[list[Completion]] = [[], []]
+    seconds = [0.0, 0.0]
+    size = -(-len(requests) // min(_BLOCKS, max(1, len(requests) // count)))
+    for turn, first in enumerate(range(0, len(requests), size)):
+        for way in (0, 1) if turn % 2 else (1, 0):
+            started = perf_counter()
+            done[way] += engines[way].generate(requests[first : first + size])
+            seconds[way] += perf_counter() - started
+    plain, drafted = (
+        _point(some, count, temperature, spent, drafts=bool(way))
+        for way, (some, spent) in enumerate(zip(done, seconds, strict=True))
+    )
+    context = int(median(len(request.prompt_ids) for request in requests))
+    context += requests[0].max_new_tokens // 2
+    parts = _round_seconds(own, count, context, sampling=temperature > 0)
+    gain = drafted.throughput / plain.throughput if plain.throughput else 0.0
+    efficiency = _efficiency(own, engines[1], drafted, gain, count, context, machine)
+    return plain, drafted.model_copy(update={"round_seconds": parts, "efficiency": efficiency})
+
+
+def _point(
+    done: Sequence[Completion], count: int, temperature: float, seconds: float, *, drafts: bool
+) -> LoadPoint:
+    """In a closed loop a request is sent when its slot is free: to wait for one is not its time."""
+    well = [each for each in done if each.error is None]
+    statistics = [each.statistics for each in well]
+    tokens = sum(len(each.token_ids) for each in well)
+    later = [each.seconds_per_token for each in statistics if each.round_tokens]
+    prompts = [each.request_id.partition(":")[0] for each in well]
+    counters = [each.counters() for each in statistics]
+    return LoadPoint(
+        concurrency=count,
+        temperature=temperature,
+        requests=len(well),
+        failed=len(done) - len(well),
+        seconds=seconds,
+        tokens=tokens,
+        throughput=tokens / seconds,
+        ttft_seconds=percentiles([each.first_token_seconds for each in statistics]),
+        tpot_seconds=percentiles(later),
+        acceptance=acceptance_figures(counters, prompts) if drafts else None,
+    )
+
+
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Zeros of nothing."""
+    if not values:
+        return Percentiles(mean=0.0, p50=0.0, p90=0.0, p99=0.0)
+    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+    return Percentiles(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)
+
+
+def _round_seconds(
+    own: Comparison, count: int, context: int, *, sampling: bool
+) -> dict[str, float]:
+    """A round by part, timed alone at this batch size; `draft` holds all its steps."""
+    tree = own.tree
+    costs = measure_costs(
+        own.model,
+        own.drafter(),
+        count,
+        min(context, own.model.max_length - tree.steps - 1),
+        (tree.nodes,),
+        beam_counts=(tree.top_k,),
+        step_counts=(tree.steps,),
+        repeats=5,
+        sampling=sampling,
+    )
+    return {
+        "plain": costs.plain_seconds,
+        "verify": costs.verify_seconds(tree.nodes),
+        "draft": (tree.steps - 1) * costs.draft_seconds(tree.top_k),
+        "extend": costs.extend_seconds(tree.steps),
+        "other": costs.other_seconds(tree.nodes),
+    }
+
+
+def _machine(own: Comparison) -> tuple[float, float]:
+    """Bytes and operations a second, now."""
+    device = own.model.device
+    size = 8192 if device.type == "cuda" else 2048
+    return read_bandwidth(device), matmul_rate(device, size=size, dtype=own.model.dtype)
+
+
+def _efficiency(
+    own: Comparison,
+    engine: Engine,
+    drafted: LoadPoint,
+    gain: float,
+    count: int,
+    context: int,
+    machine: tuple[float, float],
+) -> float | None:
+    """η of an EAGLE-3 head; the floors of other drafters are not written down."""
+    drafter = engine.drafter
+    if not isinstance(drafter, Eagle3Drafter) or drafted.acceptance is None:
+        return None
+    roofline = Roofline(*machine, rows=count, context=context)
+    tau = drafted.acceptance.acceptance_length.value
+    return eta(gain, best_speedup(own.model, drafter, own.tree, tau, roofline))
