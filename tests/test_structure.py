@@ -56,6 +56,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "generate": set(),
         "selection": set(),
     },
+    "serve_eval": {".": {"page"}, "page": set()},
     "train": {
         ".": {"data", "ttt", "chained", "dflash", "start"},
         "data": set(),
@@ -175,7 +176,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
     ("file", "source"),
     [
         ("synth/stage.py", "from pipeline.features import run"),
-        ("train/loop.py", "import pipeline.serve_eval.report"),
+        ("train/loop.py", "import pipeline.serve_eval.page.report"),
         ("features/stage.py", "def later():\n    from pipeline import train"),
         ("eagle3/module.py", "from pipeline.target.load import load_target"),
         ("eagle3/module.py", "from ..decoder import Engine"),
@@ -190,7 +191,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
         ("decoder/engine.py", "from pipeline.tuning.simulate import ImposedAcceptance"),
         ("synth/privacy/filter.py", "from pipeline.synth.selection.select import select"),
         ("synth/generate/local.py", "from pipeline.synth.privacy.filter import PiiFilter"),
-        ("server/app.py", "from pipeline.serve_eval.report import write_html"),
+        ("server/app.py", "from pipeline.serve_eval.page.report import write_html"),
         ("decoder/engine.py", "from pipeline.server.metrics import ServerMetrics"),
         ("train/data/batches.py", "from pipeline.train.ttt.unroll import unroll"),
         ("train/ttt/model.py", "from pipeline.train.loop import run_loop"),

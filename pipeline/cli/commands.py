@@ -99,7 +99,7 @@ def _drafters(arguments: argparse.Namespace) -> int:
 def _plan_decode(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from pipeline.serve_eval.decode_page import print_plan, write_page
+    from pipeline.serve_eval.page.decode_page import print_plan, write_page
 
     config = load(arguments.config, arguments.overrides)
     plan = _decode_plan_on_paper(config, arguments) if arguments.paper else None

@@ -16,8 +16,8 @@ from pipeline.records import Manifest, Prompt
 from pipeline.reports import REPORT, EvalReport
 from pipeline.serve_eval.load import measure_load
 from pipeline.serve_eval.measure import Comparison, Measured
+from pipeline.serve_eval.page.report import print_table, write_html
 from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
-from pipeline.serve_eval.report import print_table, write_html
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.store.location import Location, as_directory

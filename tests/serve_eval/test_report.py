@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.records import TargetContract
 from pipeline.reports import EvalReport, PromptResult
-from pipeline.serve_eval.report import print_table, write_html
+from pipeline.serve_eval.page.report import print_table, write_html
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect", "circle"}
 

@@ -13,8 +13,8 @@ from pipeline.records import Arithmetic
 from pipeline.reports import EvalReport, RoundCounters
 from pipeline.serve_eval.groups import context_bucket
 from pipeline.serve_eval.measure import Measured
+from pipeline.serve_eval.page.report import write_html
 from pipeline.serve_eval.questions import Question
-from pipeline.serve_eval.report import write_html
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.tuning.score import Gaps
 from pipeline.tuning.tune import Choice

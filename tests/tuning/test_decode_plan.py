@@ -14,7 +14,7 @@ from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.drafters.registry import DrafterFactory
 from pipeline.decoder.model import DecoderModel
 from pipeline.planning.decode import Crossing, DecodePlan, PlannedDecoding
-from pipeline.serve_eval.decode_page import write_page
+from pipeline.serve_eval.page.decode_page import write_page
 from pipeline.tuning.cost import Costs
 from pipeline.tuning.decode_plan import (
     Measurement,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pipeline.console import console, logs_json, notice, one_line
 from pipeline.reports import EvalReport
-from pipeline.serve_eval import charts
+from pipeline.serve_eval.page import charts
 
 #: Characters shown of a category in a figure, its caption or the terminal's table.
 _LONGEST_NAME = 60
@@ -72,7 +72,7 @@ def write_html(report: EvalReport) -> str:
 
 def page_source(name: str) -> str:
     """A template or style of this package, as it is stored."""
-    file = resources.files("pipeline.serve_eval").joinpath(name)
+    file = resources.files("pipeline.serve_eval.page").joinpath(name)
     return file.read_text(encoding="utf-8")
 
 

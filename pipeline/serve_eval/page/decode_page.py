@@ -6,8 +6,8 @@ from typing import Any
 
 from pipeline.console import console, notice
 from pipeline.planning.decode import DecodePlan, PlannedDecoding
-from pipeline.serve_eval import charts
-from pipeline.serve_eval.report import page_source, page_style
+from pipeline.serve_eval.page import charts
+from pipeline.serve_eval.page.report import page_source, page_style
 
 
 def print_plan(plan: DecodePlan) -> None:
