@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -233,6 +233,94 @@ class PromptResult(ReportRecord):
         return self.id.removesuffix(f"#{self.turn}") if self.turn > 1 else self.id
 
 
+class GoldenPrompt(ReportRecord):
+    """A prompt and what the decoder's rounds did for it."""
+
+    id: str
+    """As in `prompts`."""
+    prompt_ids: tuple[int, ...]
+    """Token ids, to be sent as they are."""
+    reply_ids: tuple[int, ...]
+    """The greedy reply, end token included."""
+    counters: RoundCounters
+    """Of that reply."""
+
+
+class GoldenFigure(ReportRecord):
+    """τ that a right server has on these prompts: what `eagle3 check-serving` compares with."""
+
+    head_fingerprint: str
+    """SHA-256 of the head's weights; empty without a head."""
+    target_fingerprint: str
+    """Of the target, as in its contract."""
+    drafter: str
+    """Its name."""
+    tree: dict[str, Any]
+    """top_k, steps, nodes."""
+    temperature: float
+    """0: greedy, so that a right server's rounds are the same up to near-ties."""
+    max_new_tokens: int
+    """Length limit of a reply."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a reply."""
+    prompts_digest: str
+    """SHA-256 over the prompts' token ids."""
+    acceptance_length: Estimate
+    """τ on these prompts."""
+    prompts: tuple[GoldenPrompt, ...]
+    """Some first turns of the report, evenly over them."""
+
+
+class Finding(ReportRecord):
+    """Something about a server that a person should know."""
+
+    severity: Literal["error", "warning", "note"]
+    """error: what the server does is not what the report stands for."""
+    name: str
+    """Short and constant, for machines."""
+    text: str
+    """What was seen."""
+    fix: str
+    """What to do."""
+
+
+class ServerResult(ReportRecord):
+    """One run of `eagle3 eval --server`: what a running server did with the evaluation prompts."""
+
+    url: str
+    """Where it was asked."""
+    kind: Literal["sglang", "vllm", "eagle3"]
+    """Whose server it is."""
+    version: str
+    """As it told; empty where it does not tell."""
+    model: str
+    """What it calls its model."""
+    created: str
+    """When the run ended, UTC."""
+    asked: dict[str, Any]
+    """Prompts, max_new_tokens, temperature and prompts_digest of what was sent."""
+    told: dict[str, Any]
+    """Settings that it told, speculative ones above all."""
+    curve: LoadCurve
+    """By concurrency. Acceptance that a server tells for all requests together has an interval of
+    width 0 (see `pooled`)."""
+    pooled: tuple[int, ...]
+    """Concurrencies whose acceptance was told for all requests together."""
+    failures: dict[str, int]
+    """Attempts that failed, by reason; those that were repeated begin with retried_."""
+    expected: dict[str, Any]
+    """What it was compared with: τ of the decoder on the same prompts; {} without a report."""
+    prompts: tuple[PromptResult, ...]
+    """Requests at the lowest concurrency."""
+    findings: tuple[Finding, ...]
+    """The gravest first."""
+
+    @property
+    def passed(self) -> bool:
+        """No finding is an error."""
+        return all(each.severity != "error" for each in self.findings)
+
+
 class EvalReport(ReportRecord):
     """`report.json`. Later versions add keys and rename none."""
 
@@ -263,6 +351,10 @@ class EvalReport(ReportRecord):
     """Acceptance with trees that servers draft, replayed exactly from one run."""
     load: tuple[LoadCurve, ...] = ()
     """Speed against concurrency, a curve for each way of decoding."""
+    golden: GoldenFigure | None = None
+    """τ for `eagle3 check-serving`; None in an older report."""
+    servers: tuple[ServerResult, ...] = ()
+    """Running servers on the same prompts; in the stage they are files of their own, servers/."""
     contract: TargetContract
     """What target this is about."""
     provenance: dict[str, Any]

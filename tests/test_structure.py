@@ -56,6 +56,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "generate": set(),
         "selection": set(),
     },
+    "serve_eval": {".": {"live"}, "live": {"."}},
     "train": {
         ".": {"data", "ttt", "chained", "dflash", "start"},
         "data": set(),

@@ -32,10 +32,11 @@ from pipeline.config.process import (
     take_settings,
     world_size,
 )
-from pipeline.config.reading import load, parse
+from pipeline.config.reading import load, overridden, parse
 from pipeline.config.run import EvalSection, FeaturesSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.serve import ServeSection
+from pipeline.config.server import LiveServerSection
 from pipeline.config.synth import (
     DlpSection,
     GeneratorSection,
@@ -58,6 +59,7 @@ __all__ = [
     "GeneratorSection",
     "HeadSection",
     "JobsSection",
+    "LiveServerSection",
     "NgramSection",
     "PiiSection",
     "PlanSection",
@@ -81,6 +83,7 @@ __all__ = [
     "is_launched",
     "load",
     "local_rank",
+    "overridden",
     "parse",
     "prepare_process",
     "rank",

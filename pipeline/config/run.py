@@ -13,6 +13,7 @@ from pipeline.config.jobs import JobsSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.serve import ServeSection
+from pipeline.config.server import LiveServerSection
 from pipeline.config.synth import TRANSPORT_KEYS, SourceSpec, SynthSection
 from pipeline.config.train import TrainSection
 from pipeline.records import STATES_FORMAT, Stage, digest
@@ -50,6 +51,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "wandb",
         "wandb_project",
     },
+    "eval": {"server"},
 }
 #: Likewise of a training that evaluates nothing.
 _ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree", "early_stop"}
@@ -226,6 +228,8 @@ class EvalSection(Section):
     shape_prompts: int = Field(16, gt=0)
     """At most so many prompts for `shapes`, evenly over those measured. Every position of their
     replies is drafted once for each top_k, as deep as the deepest shape."""
+    server: LiveServerSection = LiveServerSection()
+    """A running server to evaluate; part of no hash."""
 
     @model_validator(mode="after")
     def _has_something_to_measure(self) -> EvalSection:
