@@ -47,9 +47,12 @@ def digest(value: Any) -> str:
 
 
 class Record(BaseModel):
-    """Frozen and strict: unknown fields on disk are an error, not a surprise."""
+    """Frozen and strict: unknown fields on disk are an error, not a surprise.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    A text below a field is its description, which docs/report-schema.json shows.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @classmethod
     def parse(cls, data: bytes, *, where: str, fix: str) -> Self:
@@ -136,8 +139,6 @@ class Sample(Record):
 
 class TargetContract(Record):
     """Everything that must be equal between data, head and target for a head to work."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     source: str
     """As the user wrote it in target.source."""

@@ -12,22 +12,15 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.records import Record, TargetContract
-
-
-class ReportRecord(Record):
-    """A part of a report: every field is described below it, and so in docs/report-schema.json."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
 
 #: The report in the directory of stage eval.
 REPORT = "report.json"
 
 
-class RoundCounters(ReportRecord):
+class RoundCounters(Record):
     """What the rounds of one request drafted and accepted; prefill's token is in none of it.
 
     drafted      accepted    position  1  2  3        accepted tokens   0  1  2  3
@@ -93,7 +86,7 @@ def _added(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
 
 
-class Estimate(ReportRecord):
+class Estimate(Record):
     """A figure and its 95 % interval, by drawing prompts with replacement."""
 
     value: float
@@ -104,7 +97,7 @@ class Estimate(ReportRecord):
     """Upper end of the interval."""
 
 
-class AcceptanceFigures(ReportRecord):
+class AcceptanceFigures(Record):
     """Acceptance of a group of requests."""
 
     requests: int
@@ -123,7 +116,7 @@ class AcceptanceFigures(ReportRecord):
     """Accepted / drafted tokens; 0 where nothing was drafted."""
 
 
-class ShapeAcceptance(ReportRecord):
+class ShapeAcceptance(Record):
     """Acceptance with trees of one shape, greedy, on some prompts' first turns."""
 
     name: str
@@ -140,7 +133,7 @@ class ShapeAcceptance(ReportRecord):
     """Of the replies it was tried on."""
 
 
-class Percentiles(ReportRecord):
+class Percentiles(Record):
     """Of one measure over requests."""
 
     mean: float
@@ -153,7 +146,7 @@ class Percentiles(ReportRecord):
     """99th percentile."""
 
 
-class LoadPoint(ReportRecord):
+class LoadPoint(Record):
     """Requests with so many of them open at a time: as one ends the next is sent."""
 
     concurrency: int
@@ -184,7 +177,7 @@ class LoadPoint(ReportRecord):
     """η: measured over the roofline's speedup."""
 
 
-class LoadCurve(ReportRecord):
+class LoadCurve(Record):
     """What the charts of TPOT and throughput against concurrency draw as a line."""
 
     name: str
@@ -195,7 +188,7 @@ class LoadCurve(ReportRecord):
     """By concurrency, the smallest first."""
 
 
-class PromptResult(ReportRecord):
+class PromptResult(Record):
     """One request: a turn of a prompt."""
 
     id: str
@@ -236,7 +229,7 @@ class PromptResult(ReportRecord):
 Verdict = Literal["better", "worse", "no difference seen"]
 
 
-class PairedComparison(ReportRecord):
+class PairedComparison(Record):
     """Two drafters on the same requests: the report's own, and a rival."""
 
     rival: str
@@ -262,7 +255,95 @@ class PairedComparison(ReportRecord):
     width."""
 
 
-class EvalReport(ReportRecord):
+class GoldenPrompt(Record):
+    """A prompt and what the decoder's rounds did for it."""
+
+    id: str
+    """As in `prompts`."""
+    prompt_ids: tuple[int, ...]
+    """Token ids, to be sent as they are."""
+    reply_ids: tuple[int, ...]
+    """The greedy reply, end token included."""
+    counters: RoundCounters
+    """Of that reply."""
+
+
+class GoldenFigure(Record):
+    """τ that a right server has on these prompts: what `eagle3 check-serving` compares with."""
+
+    head_fingerprint: str
+    """SHA-256 of the head's weights; empty without a head."""
+    target_fingerprint: str
+    """Of the target, as in its contract."""
+    drafter: str
+    """Its name."""
+    tree: dict[str, Any]
+    """top_k, steps, nodes."""
+    temperature: float
+    """0: greedy, so that a right server's rounds are the same up to near-ties."""
+    max_new_tokens: int
+    """Length limit of a reply."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a reply."""
+    prompts_digest: str
+    """SHA-256 over the prompts' token ids."""
+    acceptance_length: Estimate
+    """τ on these prompts."""
+    prompts: tuple[GoldenPrompt, ...]
+    """Some first turns of the report, evenly over them."""
+
+
+class ServerFinding(Record):
+    """Something about a server that a person should know."""
+
+    severity: Literal["error", "warning", "note"]
+    """error: what the server does is not what the report stands for."""
+    name: str
+    """Short and constant, for machines."""
+    text: str
+    """What was seen."""
+    fix: str
+    """What to do."""
+
+
+class ServerResult(Record):
+    """One run of `eagle3 eval --server`: what a running server did with the evaluation prompts."""
+
+    url: str
+    """Where it was asked."""
+    kind: Literal["sglang", "vllm", "eagle3"]
+    """Whose server it is."""
+    version: str
+    """As it told; empty where it does not tell."""
+    model: str
+    """What it calls its model."""
+    created: str
+    """When the run ended, UTC."""
+    asked: dict[str, Any]
+    """Prompts, max_new_tokens, temperature and prompts_digest of what was sent."""
+    told: dict[str, Any]
+    """Settings that it told, speculative ones above all."""
+    curve: LoadCurve
+    """By concurrency. Acceptance that a server tells for all requests together has an interval of
+    width 0 (see `pooled`)."""
+    pooled: tuple[int, ...]
+    """Concurrencies whose acceptance was told for all requests together."""
+    failures: dict[str, int]
+    """Attempts that failed, by reason; those that were repeated begin with retried_."""
+    expected: dict[str, Any]
+    """What it was compared with: τ of the decoder on the same prompts; {} without a report."""
+    prompts: tuple[PromptResult, ...]
+    """Requests at the lowest concurrency."""
+    findings: tuple[ServerFinding, ...]
+    """The gravest first."""
+
+    @property
+    def passed(self) -> bool:
+        """No finding is an error."""
+        return all(each.severity != "error" for each in self.findings)
+
+
+class EvalReport(Record):
     """`report.json`. Later versions add keys and rename none."""
 
     acceptance_length: float
@@ -294,6 +375,10 @@ class EvalReport(ReportRecord):
     """With what `eval.compare` names."""
     load: tuple[LoadCurve, ...] = ()
     """Speed against concurrency, a curve for each way of decoding."""
+    golden: GoldenFigure | None = None
+    """τ for `eagle3 check-serving`; None in an older report."""
+    servers: tuple[ServerResult, ...] = ()
+    """Running servers on the same prompts; in the stage they are files of their own, servers/."""
     contract: TargetContract
     """What target this is about."""
     provenance: dict[str, Any]

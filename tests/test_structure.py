@@ -56,7 +56,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "generate": set(),
         "selection": set(),
     },
-    "serve_eval": {".": {"page"}, "page": set()},
+    "serve_eval": {".": {"page", "live"}, "page": set(), "live": {"."}},
     "train": {
         ".": {"data", "ttt", "chained", "dflash", "start"},
         "data": set(),

@@ -6,6 +6,8 @@ eagle3 show   -c run.yaml …      the resolved configuration as YAML
 eagle3 schema [report]           the JSON schema of the configuration, or of report.json
 eagle3 compare REPORT EARLIER [--tolerance τ]    a gate: exit code 1 where acceptance is worse
 eagle3 serve  -c run.yaml … [--host ADDRESS] [--port N] [--head DIR]    OpenAI's API
+eagle3 eval   -c run.yaml … --server URL        a running SGLang, vLLM or eagle3 server
+eagle3 check-serving --server URL -c run.yaml | --report FILE   its τ against the report's
 eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance, metrics of a head
 eagle3 export HEAD --format sglang|speculators|mtp --out DIR [--target SOURCE]
 eagle3 import DIR --target SOURCE --out HEAD
@@ -35,8 +37,8 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it; also after SIGTERM
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 done, 1 not lossless, or worse than an earlier report, 2 a person has to act, 75 try again,
-    130 interrupted.
+    0 done, 1 not lossless, worse than an earlier report or a server that differs from its report,
+    2 a person has to act, 75 try again, 130 interrupted.
     """
     open_streams()
     arguments = parse_arguments(argv)

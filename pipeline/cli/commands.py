@@ -28,6 +28,8 @@ _READING: tuple[Stage, ...] = ("features", "train")
 
 def run_stages(arguments: argparse.Namespace) -> int:
     """`eagle3 synth|features|train|eval|run`, or their plans."""
+    if vars(arguments).get("server"):
+        return _evaluate_server(arguments)
     options = {"force": arguments.force, "shard": arguments.shard}
     config = load(arguments.config, _overrides(arguments), **options)
     stages = STAGES if arguments.command == "run" else (cast(Stage, arguments.command),)
@@ -38,6 +40,30 @@ def run_stages(arguments: argparse.Namespace) -> int:
         arguments.stage = stage  # for what is said of an error
         run(config, stage)
     return 0
+
+
+def _evaluate_server(arguments: argparse.Namespace) -> int:
+    if arguments.plan or arguments.force or arguments.shard:
+        problem = "a running server has no --plan, --force or --shard"
+        raise ConfigError(problem, where="--server", fix="leave them out")
+    config = load(arguments.config, [*arguments.overrides, _server(arguments)])
+    from pipeline.serve_eval.live.stage import evaluate_server
+
+    return 0 if evaluate_server(config).passed else 1
+
+
+def _check_serving(arguments: argparse.Namespace) -> int:
+    overrides = [*arguments.overrides, _server(arguments)]
+    config = load(arguments.config, overrides) if arguments.config else None
+    from pipeline.serve_eval.live.check import check_report, check_run
+
+    if config is not None:
+        return 0 if check_run(config) else 1
+    return 0 if check_report(arguments.report, overrides) else 1
+
+
+def _server(arguments: argparse.Namespace) -> str:
+    return f"eval.server.url={json.dumps(arguments.server)}"
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
@@ -262,6 +288,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "plan-decode": _plan_decode,
     "serve": _serve,
     "compare": _compare,
+    "check-serving": _check_serving,
     "inspect": _inspect,
     "export": _export,
     "import": _import,

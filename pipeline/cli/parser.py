@@ -117,7 +117,9 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
         "75 says that other parts are missing",
     )
     for stage in STAGES:
-        _command(commands, stage, _STAGES[stage], configured, staged)
+        command = _command(commands, stage, _STAGES[stage], configured, staged)
+        if stage == "eval":
+            _add_server(command, "evaluate a running server with the same prompts instead")
     in_order = "the four stages in order; finished ones are left as they are"
     _command(commands, "run", in_order, configured, staged)
     _command(commands, "show", "print the resolved configuration as YAML", configured)
@@ -127,6 +129,7 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_plan_decode(commands, configured)
     _add_serve(commands, configured)
     _add_compare(commands)
+    _add_check_serving(commands)
 
 
 def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: Parser) -> None:
@@ -187,6 +190,31 @@ def _add_serve(commands: argparse._SubParsersAction[Parser], configured: Parser)
     option("--host", metavar="ADDRESS", help="as serve.host; default 127.0.0.1")
     option("--port", type=int, metavar="N", help="as serve.port; default 8000, 0 takes a free one")
     option("--head", metavar="DIR", help="as eval.head: the head directory to draft with")
+
+
+def _add_server(command: Parser, help: str, *, required: bool = False) -> None:
+    about = f"{help}: SGLang, vLLM or `eagle3 serve`; as eval.server.url (docs/evaluation.md)"
+    command.add_argument("--server", metavar="URL", required=required, help=about)
+
+
+def _add_check_serving(commands: argparse._SubParsersAction[Parser]) -> None:
+    about = (
+        "ask a running server a few prompts of a report: exit code 1 unless its τ is the report's"
+    )
+    command = _command(commands, "check-serving", about)
+    _add_server(command, "the server to check", required=True)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("-c", "--config", metavar="FILE", help="the run whose report is taken")
+    source.add_argument(
+        "--report", metavar="FILE", help="a report.json; needs no run and no target"
+    )
+    command.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="eval.server.key=value",
+        help="such as eval.server.tolerance=0.05; the value is YAML",
+    )
 
 
 def _words(text: str) -> list[str]:

@@ -33,10 +33,11 @@ from pipeline.config.process import (
     take_settings,
     world_size,
 )
-from pipeline.config.reading import load, parse
+from pipeline.config.reading import load, overridden, parse
 from pipeline.config.run import FeaturesSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import Section, TreeSection
 from pipeline.config.serve import ServeSection
+from pipeline.config.server import LiveServerSection
 from pipeline.config.synth import (
     DlpSection,
     GeneratorSection,
@@ -59,6 +60,7 @@ __all__ = [
     "GeneratorSection",
     "HeadSection",
     "JobsSection",
+    "LiveServerSection",
     "LoadSection",
     "NgramSection",
     "PiiSection",
@@ -84,6 +86,7 @@ __all__ = [
     "is_launched",
     "load",
     "local_rank",
+    "overridden",
     "parse",
     "prepare_process",
     "rank",

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from pipeline.config.drafter import DrafterSection
 from pipeline.config.section import Section, TreeSection
+from pipeline.config.server import LiveServerSection
 from pipeline.config.synth import SourceSpec
 
 #: Ways of decoding that a report has anyway.
@@ -105,6 +106,9 @@ class EvalSection(Section):
     the differences, paired by prompt."""
     load: LoadSection = LoadSection()
     """Speed with several requests at a time."""
+
+    server: LiveServerSection = LiveServerSection()
+    """A running server to evaluate; part of no hash."""
 
     @model_validator(mode="after")
     def _has_something_to_measure(self) -> EvalSection:

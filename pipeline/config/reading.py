@@ -36,6 +36,13 @@ def load(
     return parse(tree, where=str(path))
 
 
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """A nested mapping with `section.key=value` laid over it. Raises ConfigError."""
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse(tree, where="command line")
+
+
 def parse(tree: dict[str, Any], *, where: str = "config") -> RunConfig:
     """Validate a nested mapping."""
     refuse_credentials(tree, where)

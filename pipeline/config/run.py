@@ -50,6 +50,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "wandb",
         "wandb_project",
     },
+    "eval": {"server"},
 }
 #: Likewise of a training that evaluates nothing.
 _ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree", "early_stop"}

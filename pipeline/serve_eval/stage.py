@@ -9,11 +9,12 @@ import torch
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES, HeadCard
+from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS, HeadCard
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import Manifest, Prompt
-from pipeline.reports import REPORT, EvalReport
+from pipeline.reports import REPORT, EvalReport, GoldenPrompt
+from pipeline.serve_eval.live.golden import golden_figure
 from pipeline.serve_eval.load import measure_load
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.page.report import print_table, write_html
@@ -142,7 +143,28 @@ def _evaluate(
         load=load,
         sampled=sampled,
     )
-    return summarise(config, target.contract, loaded, measurements)
+    report = summarise(config, target.contract, loaded, measurements)
+    if not measurements.drafts:
+        return report
+    golden = golden_figure(
+        [_golden(item) for item in measured if item.question.turn == 1],
+        head=_head_location(config).sha256(WEIGHTS) if loaded else "",
+        target=target.contract.fingerprint,
+        drafter=section.drafter.name,
+        tree=tree,
+        max_new_tokens=section.max_new_tokens,
+        stop_ids=template.stop_ids,
+    )
+    return report.model_copy(update={"golden": golden})
+
+
+def _golden(item: Measured) -> GoldenPrompt:
+    return GoldenPrompt(
+        id=item.question.request_id,
+        prompt_ids=item.question.context,
+        reply_ids=item.speculative.token_ids,
+        counters=item.speculative.statistics.counters(),
+    )
 
 
 def _check_lossless(

@@ -19,7 +19,7 @@ from pipeline.target.architecture import DECODED, Architecture, read_architectur
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.contract import read_contract
 from pipeline.target.load import LoadedTarget, load_model, pick_device
-from pipeline.target.resolve import ResolvedTarget, resolve
+from pipeline.target.resolve import ResolvedTarget, resolve, resolve_tokenizer
 from pipeline.target.template import ChatTemplate, load_template
 from pipeline.target.weights import TargetWeights
 
@@ -114,6 +114,17 @@ def open_target(
     target = Target(section, resolved, contract, architecture)
     target.weights.check()
     return target
+
+
+def open_template(section: TargetSection, *, system_prompt: str | None = None) -> ChatTemplate:
+    """The target's template alone: its weights need not be here, nor be anything that the decoder
+    runs. Raises TargetError, TemplateError."""
+    return load_template(
+        resolve_tokenizer(section).directory,
+        source=section.source,
+        system_prompt=system_prompt,
+        kwargs=section.chat_template_kwargs,
+    )
 
 
 def open_contracted_target(

@@ -30,6 +30,8 @@ from pipeline.target.architecture import read_architecture, read_config
 _STORED = "bfloat16"
 _SAMPLE_BYTES = 1 << 20
 _SAMPLES = 64
+#: Files of a hub repository that are not weights.
+_SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,19 @@ def resolve(target: TargetSection, *, decoded: bool = False) -> ResolvedTarget:
         fix = "pass a directory that holds config.json and *.safetensors"
         raise TargetError("no such directory", where=where, fix=fix)
     return _from_hub(source, target.revision, decoded)
+
+
+def resolve_tokenizer(target: TargetSection) -> ResolvedTarget:
+    """A target of which only config and tokenizer are needed: of a hub id nothing else is fetched,
+    and a directory may lack the weights. Raises TargetError."""
+    source = target.source
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return ResolvedTarget(source, "local", path)
+    is_local = source.startswith((".", "/", "~", "package:")) or path.suffix == ".gguf"
+    if is_local or source.count("/") > 1:
+        return resolve(target)
+    return _tokenizer_from_hub(source, target.revision)
 
 
 def content_fingerprint(path: Path) -> str:
@@ -173,18 +188,33 @@ def _from_hub(source: str, revision: str | None, decoded: bool) -> ResolvedTarge
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    where, small = f"target.source={source}", ["*.json", "*.jinja", "tokenizer*", "*.model"]
+    where = f"target.source={source}"
     try:
-        directory = Path(snapshot_download(source, revision=revision, allow_patterns=small))
+        directory = Path(snapshot_download(source, revision=revision, allow_patterns=_SMALL))
         if (directory / "config.json").is_file():  # refused before its weights are fetched
             read_architecture(read_config(directory, where), where, decoded=decoded)
-        patterns = [*small, "*.safetensors"]
+        patterns = [*_SMALL, "*.safetensors"]
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        problem = f"cannot be fetched from the hub: {_first_line(error)}"
-        fix = "check the id, the network and `hf auth login`, or pass a local directory"
-        raise TargetError(problem, where=where, fix=fix) from error
+        raise _unfetched(source, error) from error
     return ResolvedTarget(source, directory.name, _checked_directory(directory, source))
+
+
+def _tokenizer_from_hub(source: str, revision: str | None) -> ResolvedTarget:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        got = snapshot_download(source, revision=revision, allow_patterns=_SMALL)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise _unfetched(source, error) from error
+    return ResolvedTarget(source, Path(got).name, Path(got))
+
+
+def _unfetched(source: str, error: Exception) -> TargetError:
+    problem = f"cannot be fetched from the hub: {_first_line(error)}"
+    fix = "check the id, the network and `hf auth login`, or pass a local directory"
+    return TargetError(problem, where=f"target.source={source}", fix=fix)
 
 
 def _first_line(error: Exception) -> str:

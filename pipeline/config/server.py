@@ -1,0 +1,45 @@
+"""A running server that is evaluated: where it listens and how it is asked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.credentials import VariableName, check_endpoint
+from pipeline.config.section import Section
+
+
+class LiveServerSection(Section):
+    """`eagle3 eval --server` and `eagle3 check-serving`."""
+
+    url: str | None = None
+    """Its address, with or without /v1 (`--server`)."""
+    kind: Literal["auto", "sglang", "vllm", "eagle3"] = "auto"
+    """Whose it is; auto asks it."""
+    model: str | None = None
+    """What it calls the model; None takes the first that it lists."""
+    api_key_env: VariableName | None = Field(None, repr=False)
+    """Name, in capitals, of the environment variable that holds the key which it wants."""
+    allow_plain_http: bool = False
+    """Send the key over http:// to another machine."""
+    concurrency: tuple[int, ...] = Field((1, 4, 16), min_length=1)
+    """Requests that are open at a time, one measurement for each."""
+    timeout_seconds: float = Field(120, gt=0)
+    """Of one request with its repetitions: a server that is busy for longer has failed it."""
+    drafts: int | None = Field(None, gt=0)
+    """Drafted tokens that it should verify in a round. None: as many as the tree of this run's
+    report has, where there is one."""
+    tolerance: float = Field(0.03, gt=0, lt=1)
+    """How far its τ may be from the decoder's on the same prompts, as a share."""
+    check_prompts: int = Field(16, gt=0)
+    """Prompts of `eagle3 check-serving`, at most those that the report keeps for it."""
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> LiveServerSection:
+        if self.url is not None:
+            with_key = self.api_key_env is not None and not self.allow_plain_http
+            check_endpoint(self.url, with_key=with_key)
+        if any(count < 1 for count in self.concurrency):
+            raise ValueError("concurrency must be positive")
+        return self

@@ -1,0 +1,190 @@
+"""HTTP to one server: pages, streams of server-sent events, and why an attempt failed.
+
+429, 503                 asked again after Retry-After, until the request's time is up
+other 4xx and 5xx        failed, named after the status
+an error in the stream   failed: stream_error
+a stream without its end failed: truncated
+nothing listens          ServerGone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config import LiveServerSection
+from pipeline.errors import ConfigError, EndpointError, MissingPackage
+
+if TYPE_CHECKING:
+    import httpx
+
+_BUSY = frozenset({429, 503})
+_CONNECT_SECONDS = 10.0
+_LONGEST_WAIT = 10.0
+
+
+class AttemptFailed(Exception):
+    """A request that failed; its text is a reason that can be counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.detail = detail
+
+
+class ServerGone(Exception):
+    """Nothing listens there."""
+
+
+class LiveClient:
+    """Requests to one server, and a count of those that failed."""
+
+    def __init__(self, http: httpx.AsyncClient, section: LiveServerSection) -> None:
+        self._http, self._timeout = http, section.timeout_seconds
+        self.failures: Counter[str] = Counter()
+
+    async def page(self, path: str) -> httpx.Response | None:
+        """A page; None where there is none. Raises ServerGone."""
+        import httpx
+
+        try:
+            reply = await self._http.get(path, timeout=min(self._timeout, 30.0))
+        except httpx.TransportError:
+            raise ServerGone from None
+        if reply.status_code in (401, 403):
+            raise _refused(str(self._http.base_url), reply.status_code)
+        return reply if reply.status_code == 200 else None
+
+    async def json_page(self, path: str) -> Any:
+        """Its JSON; None where there is none."""
+        reply = await self.page(path)
+        try:
+            return None if reply is None else reply.json()
+        except ValueError:
+            return None
+
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of a whole reply; None where the server does not give one. Raises ServerGone."""
+        import httpx
+
+        try:
+            reply = await self._http.post(path, json=body)
+            return reply.json() if reply.status_code == 200 else None
+        except httpx.ConnectError:
+            raise ServerGone from None
+        except (httpx.HTTPError, ValueError):
+            return None
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events of a streamed reply, in time. Raises AttemptFailed, ServerGone."""
+        import httpx
+
+        until = asyncio.get_running_loop().time() + self._timeout
+        try:
+            async with asyncio.timeout_at(until):
+                async with self._opened(path, body) as reply:
+                    async for event in _read_events(reply):
+                        yield event
+        except (TimeoutError, httpx.TimeoutException):
+            raise AttemptFailed("timeout") from None
+        except httpx.ConnectError:
+            raise ServerGone from None
+        except httpx.HTTPError:
+            raise AttemptFailed("disconnected") from None
+
+    @asynccontextmanager
+    async def _opened(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+        """The reply's head has arrived with status 200; while the server is busy it is asked
+        again."""
+        while True:
+            async with self._http.stream("POST", path, json=body) as reply:
+                status = reply.status_code
+                if status == 200:
+                    yield reply
+                    return
+                detail = " ".join((await reply.aread()).decode(errors="replace").split())[:200]
+            if status in (401, 403):
+                raise _refused(str(self._http.base_url), status)
+            if status not in _BUSY:
+                raise AttemptFailed(f"http_{status}", detail)
+            self.failures[f"retried_{status}"] += 1
+            await asyncio.sleep(_wait_seconds(reply))
+
+
+async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Raises AttemptFailed where a stream tells an error, is no JSON, or lacks its end."""
+    async for line in reply.aiter_lines():
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if data == "[DONE]":
+            return
+        if not data:
+            continue
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise AttemptFailed("unreadable") from None
+        if not isinstance(event, dict):
+            raise AttemptFailed("unreadable")
+        if event.get("error"):
+            raise AttemptFailed("stream_error", str(event["error"])[:200])
+        yield event
+    raise AttemptFailed("truncated")
+
+
+@asynccontextmanager
+async def open_client(section: LiveServerSection) -> AsyncIterator[LiveClient]:
+    """The connections of one event loop. Raises ConfigError, MissingPackage."""
+    try:
+        import httpx
+    except ImportError:
+        problem, fix = "needs the pip package httpx", "pip install httpx"
+        raise MissingPackage(problem, where="eval.server", fix=fix) from None
+    if section.url is None:
+        fix = "pass --server URL"
+        raise ConfigError("no server is named", where="eval.server.url", fix=fix)
+    async with httpx.AsyncClient(
+        base_url=section.url.rstrip("/").removesuffix("/v1"),
+        headers=_headers(section),
+        limits=httpx.Limits(max_connections=None),
+        timeout=httpx.Timeout(section.timeout_seconds, connect=_CONNECT_SECONDS),
+        trust_env=False,  # a proxy would be measured too
+    ) as http:
+        yield LiveClient(http, section)
+
+
+def _headers(section: LiveServerSection) -> dict[str, str]:
+    if section.api_key_env is None:
+        return {}
+    key = os.environ.get(section.api_key_env, "").strip()
+    if not key or not (key.isascii() and key.isprintable()):
+        what = "no header can carry the value of" if key else "the environment has no"
+        raise ConfigError(
+            f"{what} {section.api_key_env}",
+            where="eval.server.api_key_env",
+            fix=f"export {section.api_key_env}=…",
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _refused(url: str, status: int) -> EndpointError:
+    fix = "name the variable that holds its key in eval.server.api_key_env"
+    return EndpointError(f"the server wants another key (HTTP {status})", where=url, fix=fix)
+
+
+def _wait_seconds(reply: httpx.Response) -> float:
+    """As Retry-After says, in seconds or as a date; a second without."""
+    text, seconds = reply.headers.get("Retry-After", "").strip(), 1.0
+    try:
+        if text.isdecimal():
+            seconds = float(text)
+        elif text:
+            seconds = parsedate_to_datetime(text).timestamp() - datetime.now(UTC).timestamp()
+    except (ValueError, OverflowError):
+        pass
+    return min(max(seconds, 0.05), _LONGEST_WAIT)

@@ -1,0 +1,316 @@
+"""A closed loop: so many requests are open at a time, and as one ends the next is sent.
+
+Times are those of the client: sent to first token, and the mean time of each token behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import EndpointError, EndpointsUnavailable
+from pipeline.reports import AcceptanceFigures, LoadPoint, Percentiles
+from pipeline.serve_eval.acceptance import acceptance_figures, drawn_sums, estimate
+from pipeline.serve_eval.live.client import AttemptFailed, LiveClient, ServerGone
+from pipeline.serve_eval.live.servers import (
+    LiveServer,
+    MetricCounts,
+    ToldRounds,
+    read_metrics,
+    rounds_told,
+)
+from pipeline.serve_eval.questions import Question
+
+#: How long counters are waited for: vLLM counts a step after it has sent the step's tokens.
+_SETTLE_SECONDS = 2.0
+_CUT = frozenset({"disconnected", "truncated"})
+
+
+@dataclass(frozen=True)
+class LiveReply:
+    """A reply that ended well."""
+
+    question: Question
+    tokens: int
+    token_ids: tuple[int, ...] | None  # None: the server does not give them
+    prompt_tokens: int | None
+    finish_reason: str
+    ttft_seconds: float
+    tpot_seconds: float | None  # None: no token behind the first
+    told: ToldRounds | None
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """All requests at one concurrency."""
+
+    concurrency: int
+    replies: tuple[LiveReply, ...]
+    failed: Counter[str]
+    seconds: float
+    counted: MetricCounts | None  # by the server meanwhile
+    pooled: ToldRounds | None  # only where its replies tell nothing
+
+    @property
+    def tokens(self) -> int:
+        return sum(reply.tokens for reply in self.replies)
+
+    @property
+    def told(self) -> list[ToldRounds]:
+        """By request, else of all together; empty where nobody tells."""
+        each = [reply.told for reply in self.replies if reply.told is not None]
+        return each or ([self.pooled] if self.pooled else [])
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """τ over all requests; None where nobody tells."""
+        rounds = sum(each.rounds for each in self.told)
+        return sum(each.tokens for each in self.told) / rounds if rounds else None
+
+    def point(self) -> LoadPoint:
+        """As reports have it."""
+        tpots = [each.tpot_seconds for each in self.replies if each.tpot_seconds is not None]
+        return LoadPoint(
+            concurrency=self.concurrency,
+            temperature=0.0,
+            requests=len(self.replies),
+            failed=self.failed.total(),
+            seconds=self.seconds,
+            tokens=self.tokens,
+            throughput=self.tokens / self.seconds if self.seconds else 0.0,
+            ttft_seconds=_percentiles([each.ttft_seconds for each in self.replies]),
+            tpot_seconds=_percentiles(tpots),
+            acceptance=self._figures(),
+        )
+
+    def _figures(self) -> AcceptanceFigures | None:
+        rows = [(each, each.told) for each in self.replies if each.told is not None]
+        if not rows:
+            return figures_of([self.pooled], ["all"]) if self.pooled else None
+        return figures_of(
+            [told for _, told in rows], [each.question.request_id for each, _ in rows]
+        )
+
+
+def figures_of(told: Sequence[ToldRounds], prompts: Sequence[str]) -> AcceptanceFigures | None:
+    """τ alone, without α, where the server does not say how many tokens each round accepted."""
+    counters = [each.counters for each in told if each.counters is not None]
+    if len(counters) == len(told):
+        return acceptance_figures(counters, prompts)
+    table = np.array([[each.rounds, each.tokens, 1, each.tokens / each.rounds] for each in told])
+    rounds, tokens, requests, ratios = drawn_sums(table.astype(float), prompts).T
+    drafted = sum(each.drafted for each in told)
+    return AcceptanceFigures(
+        requests=len(told),
+        rounds=int(rounds[0]),
+        acceptance_length=estimate(tokens / rounds),
+        request_acceptance_length=estimate(ratios / requests),
+        conditional=(),
+        joint=(),
+        accept_rate=sum(each.accepted for each in told) / drafted if drafted else 0.0,
+    )
+
+
+class LiveMeasure:
+    """The prompts, and the server that they go to."""
+
+    def __init__(
+        self,
+        client: LiveClient,
+        server: LiveServer,
+        *,
+        url: str,
+        new_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> None:
+        self._client, self._server, self._url = client, server, url
+        self._new, self._stop = new_tokens, tuple(stop_ids)
+
+    @staticmethod
+    def requests(questions: Sequence[Question], concurrency: int) -> int:
+        """How many are sent: every prompt once, or more of them for a steady state."""
+        return max(len(questions), 2 * concurrency if concurrency > 1 else 1)
+
+    async def run(
+        self, questions: Sequence[Question], concurrency: int, advance: Callable[[float], None]
+    ) -> LoadRun:
+        """Raises EndpointsUnavailable when the server dies, EndpointError when it answers nothing.
+
+        Prompts are sent again where they are fewer than twice those that are open.
+        """
+        total = self.requests(questions, concurrency)
+        left, done = islice(cycle(questions), total), list[LiveReply]()
+        failed: Counter[str] = Counter()
+        said = ""
+        before = await self._metrics()
+        start = time.perf_counter()
+
+        async def work() -> None:
+            nonlocal said
+            for question in left:
+                try:
+                    done.append(await self._ask(question, alone=concurrency == 1))
+                except AttemptFailed as failure:
+                    failed[str(failure)] += 1
+                    said = said or failure.detail
+                    await self._check_alive(str(failure) in _CUT, len(done), total, concurrency)
+                except ServerGone:
+                    failed["unreachable"] += 1
+                    await self._check_alive(True, len(done), total, concurrency)
+                advance(1)
+
+        await _all_of(work() for _ in range(concurrency))
+        seconds = time.perf_counter() - start
+        if not done:
+            reasons = ", ".join(f"{count} x {name}" for name, count in failed.most_common())
+            problem = f"no request succeeded at concurrency {concurrency}: {reasons} {said}".strip()
+            fix = "look at the server's log; raise eval.server.timeout_seconds if it is only slow"
+            raise EndpointError(problem, where=self._url, fix=fix)
+        counted = await self._counted(before, sum(reply.tokens for reply in done))
+        told = any(reply.told for reply in done)
+        pooled = counted.rounds() if counted and not told else None
+        return LoadRun(concurrency, tuple(done), failed, seconds, counted, pooled)
+
+    async def _ask(self, question: Question, *, alone: bool) -> LiveReply:
+        """One request; `alone`: all that the server counts meanwhile is this one's."""
+        counts = alone and not self._server.tells_requests
+        before = await self._metrics() if counts else None
+        body = self._server.body(question.context, self._new, self._stop)
+        reading = _Reading(self._server)
+        start = last = first = time.perf_counter()
+        async for event in self._client.events(self._server.path, body):
+            now = time.perf_counter()
+            grown = reading.tokens_so_far
+            reading.take(event)
+            if reading.tokens_so_far > grown:
+                first, last = (now if not grown else first), now
+        tokens = reading.completion
+        if not tokens:
+            raise AttemptFailed("empty")
+        told = rounds_told(reading.meta, tokens, self._server.depth)
+        if counts:
+            counted = await self._counted(before, tokens)
+            if counted and counted.generated == tokens:
+                told = counted.rounds()
+        return LiveReply(
+            question,
+            tokens,
+            reading.token_ids,
+            reading.prompt_tokens,
+            reading.finish_reason,
+            first - start,
+            (last - first) / (tokens - 1) if tokens > 1 else None,
+            told,
+        )
+
+    async def _metrics(self) -> MetricCounts | None:
+        if self._server.kind == "sglang":
+            return None
+        return await read_metrics(self._client, self._server.model)
+
+    async def _counted(self, before: MetricCounts | None, tokens: int) -> MetricCounts | None:
+        """What was counted since, once it holds all that came back."""
+        until = time.monotonic() + _SETTLE_SECONDS
+        while before is not None:
+            now = await self._metrics()
+            if now is None:
+                return None
+            counted = now.since(before)
+            if counted.generated >= tokens or time.monotonic() > until:
+                return counted
+            await asyncio.sleep(0.02)
+        return None
+
+    async def _check_alive(self, cut: bool, done: int, total: int, concurrency: int) -> None:
+        """Raises EndpointsUnavailable where a cut connection was the server's end."""
+        if not cut:
+            return
+        try:
+            await self._client.page("/v1/models")
+        except ServerGone:
+            problem = f"the server is gone after {done} of {total} requests"
+            problem += f" at concurrency {concurrency}; nothing is stored"
+            fix = "look at its log, start it again, and run the same command"
+            raise EndpointsUnavailable(problem, where=self._url, fix=fix) from None
+
+
+class _Reading:
+    """A stream of events, read into a reply."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._native = server.kind == "sglang"
+        self._pieces: list[list[int]] = []
+        self._texts = self._completion = 0
+        self.meta: dict[str, Any] = {}
+        self.prompt_tokens: int | None = None
+        self.finish_reason = ""
+
+    def take(self, event: dict[str, Any]) -> None:
+        if self._native:
+            return self._take_native(event)
+        self.meta = event.get("meta_info") or self.meta
+        usage = event.get("usage") or {}
+        self._completion = usage.get("completion_tokens") or self._completion
+        self.prompt_tokens = usage.get("prompt_tokens") or self.prompt_tokens
+        for choice in event.get("choices") or ():
+            self._pieces.append(choice.get("token_ids") or [])
+            self._texts += bool(choice.get("text"))
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        return None
+
+    def _take_native(self, event: dict[str, Any]) -> None:
+        self.meta = event.get("meta_info") or self.meta
+        self._pieces.append(event.get("output_ids") or [])
+        self._completion = self.meta.get("completion_tokens") or self._completion
+        self.prompt_tokens = self.meta.get("prompt_tokens")
+        reason = self.meta.get("finish_reason") or {}
+        self.finish_reason = str(reason.get("type", "")) if isinstance(reason, dict) else ""
+        if self.finish_reason == "abort":
+            raise AttemptFailed("aborted", str(reason.get("message", ""))[:200])
+
+    @property
+    def tokens_so_far(self) -> int:
+        """Grows whenever a token arrives; texts are counted where the server gives no ids."""
+        if self._native:
+            return self._completion
+        return sum(map(len, self._pieces)) or self._texts
+
+    @property
+    def completion(self) -> int:
+        """Tokens of the whole reply, as the server counts them."""
+        return self._completion or sum(map(len, self._pieces))
+
+    @property
+    def token_ids(self) -> tuple[int, ...] | None:
+        """Events hold new tokens, or, of some versions of SGLang, all tokens so far."""
+        together = [token for piece in self._pieces for token in piece]
+        last = next((piece for piece in reversed(self._pieces) if piece), [])
+        for ids in (together, last):
+            if ids and len(ids) == self.completion:
+                return tuple(ids)
+        return None
+
+
+async def _all_of(workers: Iterator[Any]) -> None:
+    """Until all are done; the first error ends the others."""
+    tasks = [asyncio.create_task(worker) for worker in workers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles:
+    if not values:
+        return Percentiles(mean=0, p50=0, p90=0, p99=0)
+    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+    return Percentiles(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)

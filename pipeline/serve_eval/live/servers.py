@@ -1,0 +1,273 @@
+"""What each kind of server offers: how it is asked, and what it says of its rounds.
+
+    sglang   POST /generate with input_ids; meta_info of the last event; /server_info (before 0.5:
+             /get_server_info) with the speculative_* arguments
+             (managers/tokenizer_manager.py, entrypoints/http_server.py)
+    vllm     POST /v1/completions with the ids as prompt; nothing about rounds in a reply: counters
+             of /metrics, read before and after (v1/spec_decode/metrics.py)
+    eagle3   POST /v1/completions; meta_info under SGLang's names in the last event
+
+Names of SGLang have changed; the newer is read first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from pipeline.errors import EndpointError
+from pipeline.reports import RoundCounters
+from pipeline.serve_eval.live.client import LiveClient, ServerGone
+
+Kind = Literal["sglang", "vllm", "eagle3"]
+
+#: Arguments of an SGLang server that are kept beside speculative_*. Others may be secrets.
+_TOLD = (
+    *("model_path", "tokenizer_path", "served_model_name", "dtype", "quantization", "tp_size"),
+    *("kv_cache_dtype", "attention_backend", "page_size", "max_running_requests", "chat_template"),
+)
+_SAMPLE = re.compile(r"^(vllm:\w+?)(?:\{(.*)\})?\s+(\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    """A server that answers, and what it says of itself."""
+
+    kind: Kind
+    model: str
+    version: str = ""
+    told: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Where prompts are sent."""
+        return "/generate" if self.kind == "sglang" else "/v1/completions"
+
+    @property
+    def tells_requests(self) -> bool:
+        """Whether a reply says what its rounds did."""
+        return self.kind != "vllm"
+
+    @property
+    def depth(self) -> int | None:
+        """Positions that a round of it drafts, as it told."""
+        steps = self.told.get("speculative_num_steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def drafted_tokens(self) -> int | None:
+        """Drafted tokens that it verifies in a round, as it told."""
+        nodes = self.told.get("speculative_num_draft_tokens")
+        return nodes - 1 if isinstance(nodes, int) and nodes > 1 else None
+
+    def body(self, ids: Sequence[int], new: int, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """A greedy request whose reply is streamed. A server's own defaults, which come with the
+        model, are all overruled."""
+        sampling: dict[str, Any] = {
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(stop_ids),
+            "skip_special_tokens": False,
+        }
+        if self.kind == "sglang":
+            sampling["max_new_tokens"] = new
+            return {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
+        return sampling | {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": new,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+
+
+async def identify(client: LiveClient, url: str, kind: str, model: str | None) -> LiveServer:
+    """Ask a server what it is. Raises EndpointError, ServerGone."""
+    listed = await client.json_page("/v1/models")
+    rows = listed.get("data") if isinstance(listed, dict) else None
+    first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
+    owner = str(first.get("owned_by", "")) if kind == "auto" else kind
+    info = None
+    if owner not in ("vllm", "eagle3"):
+        info = await client.json_page("/server_info") or await client.json_page("/get_server_info")
+    if owner == "eagle3":
+        known: Kind = "eagle3"
+    elif owner == "sglang" or (isinstance(info, dict) and "internal_states" in info):
+        known = "sglang"
+    elif owner == "vllm" or await _has_metrics(client):
+        known = "vllm"
+    else:
+        problem = "is neither SGLang nor vLLM nor `eagle3 serve`, as far as it tells"
+        fix = "set eval.server.kind, or correct the address"
+        raise EndpointError(problem, where=url, fix=fix)
+    named = model or str(first.get("id", ""))
+    if known == "sglang":
+        return _sglang(info if isinstance(info, dict) else {}, named)
+    version = await client.json_page("/version") if known == "vllm" else None
+    number = str(version.get("version", "")) if isinstance(version, dict) else ""
+    kept = {name: first[name] for name in ("max_model_len", "root") if first.get(name) is not None}
+    return LiveServer(known, named, number, kept)
+
+
+async def _has_metrics(client: LiveClient) -> bool:
+    page = await client.page("/metrics")
+    return page is not None and "vllm:" in page.text
+
+
+def _sglang(info: dict[str, Any], model: str) -> LiveServer:
+    told = {
+        name: value
+        for name, value in info.items()
+        if value is not None and (name in _TOLD or name.startswith("speculative_"))
+    }
+    states = info.get("internal_states")
+    state = states[0] if isinstance(states, list) and states else {}
+    if isinstance(state, dict) and state.get("avg_spec_accept_length") is not None:
+        told["avg_spec_accept_length"] = state["avg_spec_accept_length"]
+    if "speculative_algorithm" not in info and info:
+        told["speculative_algorithm"] = None
+    elif info:
+        told["speculative_algorithm"] = info["speculative_algorithm"]
+    return LiveServer("sglang", model, str(info.get("version", "")), told)
+
+
+@dataclass(frozen=True)
+class ToldRounds:
+    """What a server says of the rounds of one request, or of several."""
+
+    rounds: int
+    tokens: int  # of rounds, bonus included
+    drafted: int = 0
+    accepted: int = 0
+    counters: RoundCounters | None = None  # None: it does not say how many each round accepted
+
+
+def rounds_told(meta: dict[str, Any], completion: int, depth: int | None) -> ToldRounds | None:
+    """Of a request, from its `meta_info`; None where it has no rounds.
+
+    `completion` counts prefill's token, which no round made. `depth`: positions that a round
+    drafts, where it is known; else as many as any round accepted.
+    """
+    rounds = meta.get("spec_verify_ct")
+    if not isinstance(rounds, int) or rounds < 1:
+        return None
+    tokens = max(completion - 1, 0)
+    kept = _first(meta, "spec_num_correct_drafts", "spec_accept_token_num")
+    kept = kept if isinstance(kept, int) else max(tokens - rounds, 0)
+    drafted = _first(meta, "spec_num_proposed_drafts", "spec_draft_token_num")
+    drafted = drafted if isinstance(drafted, int) else 0
+    lengths = _first(meta, "spec_correct_drafts_histogram", "spec_accept_histogram")
+    if not isinstance(lengths, list) or sum(lengths) != rounds:
+        return ToldRounds(rounds, tokens, drafted, kept)
+    while len(lengths) > 1 and not lengths[-1]:
+        lengths = lengths[:-1]
+    positions = max(depth or 0, len(lengths) - 1)
+    counters = RoundCounters(
+        rounds=rounds,
+        tokens=tokens,
+        drafted=drafted or rounds * positions,
+        accepted_lengths=tuple(lengths),
+        proposed=(rounds,) * positions,
+    )
+    return ToldRounds(rounds, tokens, counters.drafted, counters.accepted_tokens, counters)
+
+
+def _first(meta: dict[str, Any], *names: str) -> Any:
+    return next((meta[name] for name in names if meta.get(name) is not None), None)
+
+
+@dataclass(frozen=True)
+class MetricCounts:
+    """vLLM's counters at one time, summed over its engines."""
+
+    generated: int
+    drafts: int | None  # None: no speculation is configured
+    drafted: int = 0
+    accepted: int = 0
+    by_position: tuple[int, ...] = ()
+
+    def since(self, before: MetricCounts) -> MetricCounts:
+        """What was counted in between."""
+        earlier = (*before.by_position, *[0] * len(self.by_position))
+        return MetricCounts(
+            generated=self.generated - before.generated,
+            drafts=None if self.drafts is None else self.drafts - (before.drafts or 0),
+            drafted=self.drafted - before.drafted,
+            accepted=self.accepted - before.accepted,
+            by_position=tuple(
+                now - then for now, then in zip(self.by_position, earlier, strict=False)
+            ),
+        )
+
+    def rounds(self) -> ToldRounds | None:
+        """Every draft as a round with all that it accepted and the bonus token."""
+        if not self.drafts or self.drafts < 0:
+            return None
+        reached = (self.drafts, *self.by_position, 0)
+        lengths = [more - less for more, less in pairwise(reached)]
+        told = (self.drafts, self.drafts + self.accepted, self.drafted, self.accepted)
+        if sum(self.by_position) != self.accepted or min(lengths) < 0:
+            return ToldRounds(*told)
+        while len(lengths) > 1 and not lengths[-1]:
+            lengths.pop()
+        counters = RoundCounters(
+            rounds=self.drafts,
+            tokens=self.drafts + self.accepted,
+            drafted=self.drafted,
+            accepted_lengths=tuple(lengths),
+            proposed=(self.drafts,) * len(self.by_position),
+        )
+        return ToldRounds(*told, counters)
+
+
+async def read_metrics(client: LiveClient, model: str) -> MetricCounts | None:
+    """None where the server has no /metrics, or none of vLLM's names in it."""
+    try:
+        page = await client.page("/metrics")
+    except ServerGone:
+        return None
+    return parse_metrics(page.text, model) if page is not None else None
+
+
+def parse_metrics(text: str, model: str) -> MetricCounts | None:
+    """Samples of `model`; of all models where none is called so."""
+    rows = [_sample(line) for line in text.splitlines()]
+    samples = [row for row in rows if row is not None]
+    own = [row for row in samples if row[1].get("model_name") == model] or samples
+    sums: dict[str, float] = {}
+    positions: dict[int, float] = {}
+    for name, labels, value in own:
+        name = name.removesuffix("_total")
+        if name == "vllm:spec_decode_num_accepted_tokens_per_pos" and "position" in labels:
+            place = int(labels["position"])
+            positions[place] = positions.get(place, 0) + value
+        else:
+            sums[name] = sums.get(name, 0) + value
+    if "vllm:generation_tokens" not in sums:
+        return None
+    drafts = sums.get("vllm:spec_decode_num_drafts")
+    return MetricCounts(
+        generated=int(sums["vllm:generation_tokens"]),
+        drafts=None if drafts is None else int(drafts),
+        drafted=int(sums.get("vllm:spec_decode_num_draft_tokens", 0)),
+        accepted=int(sums.get("vllm:spec_decode_num_accepted_tokens", 0)),
+        by_position=tuple(int(positions.get(k, 0)) for k in range(max(positions, default=-1) + 1)),
+    )
+
+
+def _sample(line: str) -> tuple[str, dict[str, str], float] | None:
+    match = _SAMPLE.match(line)
+    if match is None or match[1].endswith(("_bucket", "_created")):
+        return None
+    try:
+        return match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
+    except ValueError:
+        return None

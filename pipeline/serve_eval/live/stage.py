@@ -1,0 +1,229 @@
+"""`eagle3 eval --server`: ask a running server the evaluation's prompts, and say what it is.
+
+Only the target's tokenizer and template are needed, so that targets can be evaluated that the
+decoder does not run. Every run is kept beside the stage's report, under a name of its own, and only
+once it is complete:
+
+    eval/servers/sglang-1.json   a ServerResult
+    eval/servers/sglang-2.json   the next run; nothing is overwritten
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+from pipeline.config import RunConfig, prepare_process
+from pipeline.console import long_step, notice, progress_bar
+from pipeline.errors import EndpointsUnavailable
+from pipeline.records import Prompt
+from pipeline.reports import EvalReport, LoadCurve, PromptResult, RoundCounters, ServerResult
+from pipeline.serve_eval.live.client import LiveClient, ServerGone, open_client
+from pipeline.serve_eval.live.findings import SeenServer, findings_of
+from pipeline.serve_eval.live.golden import evenly, prompts_digest
+from pipeline.serve_eval.live.measure import LiveMeasure, LiveReply, LoadRun
+from pipeline.serve_eval.live.servers import LiveServer, identify
+from pipeline.serve_eval.live.table import print_server
+from pipeline.serve_eval.questions import Question, first_question, read_prompts
+from pipeline.store.location import Location
+from pipeline.store.manifest import stage_location
+from pipeline.target.open import open_template
+from pipeline.target.template import ChatTemplate
+
+SERVERS = "servers"
+#: Prompts that the server's chat endpoint is asked about.
+_TEMPLATE_PROMPTS = 3
+
+
+def evaluate_server(config: RunConfig) -> ServerResult:
+    """Measure, store and print. Raises EndpointError, EndpointsUnavailable when it dies."""
+    prepare_process(config.run)
+    section = config.eval
+    with long_step("eval", "loading the target's tokenizer"):
+        template = open_template(config.target, system_prompt=section.system_prompt)
+    if section.chat_template_kwargs:
+        template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
+    prompts = read_prompts(config)[0]
+    questions = [first_question(prompt, template) for prompt in prompts]
+    report = report_of(config)
+    seen, failures = asyncio.run(_ask(config, template, prompts, questions, report))
+    result = _result(config, questions, seen, failures)
+    where = _store(stage_location(config.run.uri, "eval").child(SERVERS), result)
+    print_server(result)
+    notice("eval", f"server: {where}")
+    return result
+
+
+def report_of(config: RunConfig) -> EvalReport | None:
+    """The decoder's own report of this run; None before it is there."""
+    location = stage_location(config.run.uri, "eval")
+    if not location.exists("report.json"):
+        return None
+    where = location.where("report.json")
+    fix = "run `eagle3 eval --force`"
+    return EvalReport.parse(location.read("report.json"), where=where, fix=fix)
+
+
+def gone(url: str) -> EndpointsUnavailable:
+    """The error of an address where nothing listens."""
+    fix = "start the server, or correct the address"
+    return EndpointsUnavailable("nothing answers there", where=url, fix=fix)
+
+
+async def _ask(
+    config: RunConfig,
+    template: ChatTemplate,
+    prompts: Sequence[Prompt],
+    questions: Sequence[Question],
+    report: EvalReport | None,
+) -> tuple[SeenServer, dict[str, int]]:
+    section, url = config.eval.server, str(config.eval.server.url)
+    new, levels = config.eval.max_new_tokens, sorted(set(section.concurrency))
+    async with open_client(section) as client:
+        try:
+            server = await identify(client, url, section.kind, section.model)
+            checked = await _check_template(config, client, server, template, prompts)
+        except ServerGone:
+            raise gone(url) from None
+        notice("eval", f"{server.kind} {server.version}: {server.model} at {url}")
+        measure = LiveMeasure(client, server, url=url, new_tokens=new, stop_ids=template.stop_ids)
+        runs: list[LoadRun] = []
+        total = sum(measure.requests(questions, level) for level in levels)
+        with progress_bar("eval", unit="requests", total=total) as bar:
+            for level in levels:
+                runs.append(await measure.run(questions, level, bar.advance))
+        expected = _expected(report, questions, new)
+        seen = SeenServer(server, section, runs, new, checked, report, expected)
+        failed = sum((run.failed for run in runs), start=client.failures)
+        return seen, dict(failed)
+
+
+def _expected(
+    report: EvalReport | None, questions: Sequence[Question], new: int
+) -> dict[str, RoundCounters]:
+    """The decoder's counters of the same prompts, where it may say as much of each."""
+    if report is None or report.settings.get("max_new_tokens") != new:
+        return {}
+    asked = {each.request_id: len(each.context) for each in questions}
+    return {
+        each.id: each.counters
+        for each in report.prompts
+        if each.counters is not None and asked.get(each.id) == each.context_tokens
+    }
+
+
+async def _check_template(
+    config: RunConfig,
+    client: LiveClient,
+    server: LiveServer,
+    template: ChatTemplate,
+    prompts: Sequence[Prompt],
+) -> list[tuple[str, int, int, bool]]:
+    """Of a few prompts: its name, tokens of the server's template, ours, and whether they are the
+    same; empty where the server has no chat endpoint."""
+    usable = [prompt for prompt in prompts if not prompt.tools]
+    kwargs = {**config.target.chat_template_kwargs, **config.eval.chat_template_kwargs}
+    checked = []
+    for prompt in evenly(usable, _TEMPLATE_PROMPTS):
+        system = prompt.system or config.eval.system_prompt
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt.turns[0]})
+        body: dict[str, Any] = {
+            "model": server.model,
+            "messages": messages,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            **({"chat_template_kwargs": kwargs} if kwargs else {}),
+            **({"return_token_ids": True} if server.kind != "sglang" else {}),
+        }
+        reply = await client.post("/v1/chat/completions", body)
+        usage = reply.get("usage") if isinstance(reply, dict) else None
+        theirs = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        if not isinstance(theirs, int):
+            break
+        ours = list(first_question(prompt, template).context)
+        choice = (reply.get("choices") or [{}])[0]
+        ids = reply.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        same = ids == ours if isinstance(ids, list) else theirs == len(ours)
+        checked.append((f"{prompt.source}/{prompt.sample_id}", theirs, len(ours), same))
+    return checked
+
+
+def _result(
+    config: RunConfig, questions: Sequence[Question], seen: SeenServer, failures: dict[str, int]
+) -> ServerResult:
+    server, paired = seen.server, seen.paired
+    points = tuple(run.point() for run in seen.runs)
+    return ServerResult(
+        url=str(config.eval.server.url),
+        kind=server.kind,
+        version=server.version,
+        model=server.model,
+        created=datetime.now(UTC).isoformat(),
+        asked={
+            "prompts": len(questions),
+            "prompts_digest": prompts_digest([each.context for each in questions]),
+            "max_new_tokens": seen.new_tokens,
+            "temperature": 0.0,
+        },
+        told=server.told,
+        curve=LoadCurve(name=server.kind, settings={"model": server.model}, points=points),
+        pooled=tuple(run.concurrency for run in seen.runs if run.pooled),
+        failures=failures,
+        expected={"prompts": paired.prompts, "acceptance_length": paired.decoder.model_dump()}
+        if paired
+        else {},
+        prompts=tuple(_prompt_result(reply, server.kind) for reply in _each_once(seen.runs[0])),
+        findings=findings_of(seen),
+    )
+
+
+def _each_once(run: LoadRun) -> list[LiveReply]:
+    """The first reply to every prompt, in the order of their names."""
+    first: dict[str, LiveReply] = {}
+    for reply in run.replies:
+        first.setdefault(reply.question.request_id, reply)
+    return [first[name] for name in sorted(first)]
+
+
+def _prompt_result(reply: LiveReply, kind: str) -> PromptResult:
+    told, tpot = reply.told, reply.tpot_seconds
+    return PromptResult(
+        id=reply.question.request_id,
+        category=reply.question.category,
+        source=reply.question.source,
+        context_tokens=len(reply.question.context),
+        finish_reason=reply.finish_reason,
+        rounds=told.rounds if told else 0,
+        tokens=reply.tokens,
+        acceptance_length=round(told.tokens / told.rounds, 4) if told else 0.0,
+        tokens_per_second={kind: round(1 / tpot, 2)} if tpot else {},
+        ttft_seconds={kind: reply.ttft_seconds},
+        tpot_seconds={kind: tpot} if tpot is not None else {},
+        counters=told.counters if told else None,
+        identical_fp32=None,
+    )
+
+
+def _store(folder: Location, result: ServerResult) -> str:
+    """Under the first free name; of two processes at once each has its own."""
+    data = result.model_dump_json(indent=2).encode() + b"\n"
+    taken = set(folder.names())
+    for number in range(1, len(taken) + 1000):
+        name = f"{result.kind}-{number}.json"
+        if name not in taken and folder.create(name, data) == data:
+            return folder.where(name)
+    raise AssertionError("a thousand others at once")
+
+
+def read_results(run_uri: str) -> tuple[ServerResult, ...]:
+    """All that are stored of a run, by name; those that cannot be read are left out."""
+    folder = stage_location(run_uri, "eval").child(SERVERS)
+    results = []
+    for name in sorted(name for name in folder.names() if name.endswith(".json")):
+        with suppress(ValueError):
+            results.append(ServerResult.model_validate_json(folder.read(name)))
+    return tuple(results)
