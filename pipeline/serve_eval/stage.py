@@ -13,7 +13,7 @@ from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS, HeadCard
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import Manifest, Prompt
-from pipeline.reports import EvalReport, GoldenPrompt, REPORT
+from pipeline.reports import REPORT, EvalReport, GoldenPrompt
 from pipeline.serve_eval.live.golden import golden_figure
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts

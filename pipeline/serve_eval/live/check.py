@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.config import LiveServerSection, RunConfig, overridden
 from pipeline.console import notice
 from pipeline.errors import ConfigError, DataError
-from pipeline.reports import EvalReport, Finding, GoldenFigure
+from pipeline.reports import REPORT, EvalReport, Finding, GoldenFigure
 from pipeline.serve_eval.live.client import ServerGone, open_client
 from pipeline.serve_eval.live.golden import compare, evenly, parted
 from pipeline.serve_eval.live.measure import LiveMeasure, LoadRun
@@ -26,7 +26,7 @@ from pipeline.store.manifest import stage_location
 
 def check_run(config: RunConfig) -> bool:
     """Against the run's own report. Raises ConfigError without one."""
-    where = stage_location(config.run.uri, "eval").where("report.json")
+    where = stage_location(config.run.uri, "eval").where(REPORT)
     report = report_of(config)
     if report is None:
         raise ConfigError("there is no report", where=where, fix="run `eagle3 eval` first")
