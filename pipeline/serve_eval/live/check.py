@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.config import LiveServerSection, RunConfig, overridden
 from pipeline.console import notice
 from pipeline.errors import ConfigError, DataError
-from pipeline.reports import EvalReport, GoldenFigure, ServerFinding
+from pipeline.reports import REPORT, EvalReport, GoldenFigure, ServerFinding
 from pipeline.serve_eval.live.client import ServerGone, open_client
 from pipeline.serve_eval.live.golden import compare, evenly, parted
 from pipeline.serve_eval.live.measure import LiveMeasure, LoadRun
@@ -26,7 +26,7 @@ from pipeline.store.manifest import stage_location
 
 def check_run(config: RunConfig) -> bool:
     """Against the run's own report. Raises ConfigError without one."""
-    where = stage_location(config.run.uri, "eval").where("report.json")
+    where = stage_location(config.run.uri, "eval").where(REPORT)
     report = report_of(config)
     if report is None:
         raise ConfigError("there is no report", where=where, fix="run `eagle3 eval` first")
@@ -88,9 +88,11 @@ def _findings(
     expected = {each.id: each.counters for each in golden.prompts}
     paired = compare(told, expected, drafts_only=server.kind == "vllm")
     if paired is None:
-        text = "it tells no acceptance of single requests: it decodes plainly, or has other users"
+        text = "the server tells no acceptance of single requests: it decodes plainly, or others "
         fix = "start it with its speculative options, and ask it while nobody else does"
-        yield ServerFinding(severity="error", name="no_acceptance", text=text, fix=fix)
+        yield ServerFinding(
+            severity="error", name="no_acceptance", text=f"{text}use it now", fix=fix
+        )
     else:
         wrong = paired.differs(section.tolerance)
         allowed = f"; {100 * section.tolerance:g} % are allowed"

@@ -20,7 +20,14 @@ from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import EndpointsUnavailable
 from pipeline.records import Prompt
-from pipeline.reports import EvalReport, LoadCurve, PromptResult, RoundCounters, ServerResult
+from pipeline.reports import (
+    REPORT,
+    EvalReport,
+    LoadCurve,
+    PromptResult,
+    RoundCounters,
+    ServerResult,
+)
 from pipeline.serve_eval.live.client import LiveClient, ServerGone, open_client
 from pipeline.serve_eval.live.findings import SeenServer, findings_of
 from pipeline.serve_eval.live.golden import evenly, prompts_digest
@@ -60,11 +67,11 @@ def evaluate_server(config: RunConfig) -> ServerResult:
 def report_of(config: RunConfig) -> EvalReport | None:
     """The decoder's own report of this run; None before it is there."""
     location = stage_location(config.run.uri, "eval")
-    if not location.exists("report.json"):
+    if not location.exists(REPORT):
         return None
-    where = location.where("report.json")
+    where = location.where(REPORT)
     fix = "run `eagle3 eval --force`"
-    return EvalReport.parse(location.read("report.json"), where=where, fix=fix)
+    return EvalReport.parse(location.read(REPORT), where=where, fix=fix)
 
 
 def gone(url: str) -> EndpointsUnavailable:

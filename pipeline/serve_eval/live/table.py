@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.console import logs_json, notice, output, printable
+from pipeline.console import console, logs_json, notice, printable
 from pipeline.reports import LoadPoint, ServerFinding, ServerResult
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -32,7 +32,7 @@ def print_server(result: ServerResult) -> None:
             f"{1000 * point.ttft_seconds.p50:,.1f} ms",
             f"{1000 * point.tpot_seconds.p50:,.2f} ms",
         )
-    output.print(table)
+    console.print(table)
     for finding in result.findings:
         print_finding(finding)
 
@@ -42,7 +42,7 @@ def print_finding(finding: ServerFinding) -> None:
     from rich.text import Text
 
     words = printable(f"{finding.text} (fix: {finding.fix})")
-    output.print(Text.assemble((f"{finding.severity}: ", _COLOURS[finding.severity]), words))
+    console.print(Text.assemble((f"{finding.severity}: ", _COLOURS[finding.severity]), words))
 
 
 def _tau(point: LoadPoint) -> str:
