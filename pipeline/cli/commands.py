@@ -48,8 +48,11 @@ def _evaluate_server(arguments: argparse.Namespace) -> int:
         raise ConfigError(problem, where="--server", fix="leave them out")
     config = load(arguments.config, [*arguments.overrides, _server(arguments)])
     from pipeline.serve_eval.live.stage import evaluate_server
+    from pipeline.serve_eval.pages import renew_pages
 
-    return 0 if evaluate_server(config).passed else 1
+    result = evaluate_server(config)
+    renew_pages(config)
+    return 0 if result.passed else 1
 
 
 def _check_serving(arguments: argparse.Namespace) -> int:

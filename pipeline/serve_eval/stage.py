@@ -18,6 +18,7 @@ from pipeline.serve_eval.live.golden import golden_figure
 from pipeline.serve_eval.load import measure_load
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.page.report import print_table, write_html
+from pipeline.serve_eval.pages import PAGE, write_pages
 from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, summarise
@@ -28,7 +29,6 @@ from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
-PAGE = "report.html"
 #: Where the measurements go that the stage does not stand for.
 NOT_LOSSLESS = "not-lossless"
 #: Requests of each temperature of the load whose draws are compared in fp32.
@@ -66,7 +66,7 @@ def run(config: RunConfig) -> Manifest:
         raise _not_lossless(stage_run, report)
     data = stage_run.location.create(REPORT, _as_json(report))
     report = _parse(stage_run, data)
-    stage_run.location.write(PAGE, write_html(report).encode())
+    write_pages(stage_run.location, report, config.run.uri)
     print_table(report)
     notice("eval", f"report: {stage_run.location.where(PAGE)}")
     return stage_run.finish(

@@ -4,5 +4,6 @@ report.py     the page, and the table on a terminal          report.html.j2, pag
 figures.py    which charts a report has, with their captions
 charts.py     matplotlib drawings as SVG that follows the page's colours
 markdown.py   the same for a pull request
+wording.py    how numbers and keys are written
 decode_page.py                                               decode_plan.html.j2
 """

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, cycle
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -46,23 +46,29 @@ _STYLE: dict[Any, Any] = {
     "ytick.major.size": 0,
 }
 
+_Points = Sequence[float]
+
 #: Figure width in inches; heights follow the content. The page scales the drawing to its column.
 WIDTH, HEIGHT = 6.0, 3.3
 
 
-def alpha_by_depth(alpha: Sequence[float]) -> str:
-    """α_k as bars, and as dots the share of rounds that get at least k draft tokens accepted."""
+def alpha_by_depth(
+    alpha: Sequence[float], intervals: Sequence[tuple[float, float]] = (), joint: _Points = ()
+) -> str:
+    """α_k as bars, with intervals where they are known, and as dots the share of rounds that get at
+    least k draft tokens accepted."""
     depths = range(1, len(alpha) + 1)
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(HEIGHT)
         bars = axes.bar(
             depths, alpha, width=0.62, color=ACCENT, label="α, given that all before were accepted"
         )
+        for depth, (low, high) in zip(depths, intervals, strict=False):
+            axes.plot([depth, depth], [low, high], color=INK, linewidth=1.4)
         axes.bar_label(bars, fmt="%.2f", padding=3, color=INK)
-        reached = list(accumulate(alpha, mul))
         axes.plot(
             depths,
-            reached,
+            joint if len(joint) == len(alpha) else list(accumulate(alpha, mul)),
             color=SECOND,
             marker="o",
             markersize=5,
@@ -78,22 +84,93 @@ def alpha_by_depth(alpha: Sequence[float]) -> str:
         return _svg(figure, "alpha")
 
 
-def tau_by_category(tau: Sequence[tuple[str, float]], overall: float) -> str:
-    """τ of each category, best first. Bars start at 1: a round without any accepted token."""
-    rising = sorted(tau, key=lambda each: each[1])
-    values = [value for _, value in rising]
-    # The figure stands beside the name, where the line of the mean cannot cross it.
-    labels = [f"{name}  {value:.2f}" for name, value in rising]
+def accepted_lengths(rounds: Sequence[int]) -> str:
+    """Share of the rounds that accepted 0, 1, … drafted tokens."""
+    total = sum(rounds)
     with matplotlib.rc_context(_STYLE):
-        figure, axes = _axes(max(HEIGHT, 0.36 * len(rising) + 1.0))
-        bars, lengths = range(len(rising)), [value - 1 for value in values]
-        axes.barh(bars, lengths, left=1, height=0.62, color=ACCENT)
-        axes.set_yticks(bars, labels, color=INK)
-        axes.axvline(overall, color=SECOND, linewidth=1.6)
-        axes.set_xlim(1, 1 + 1.08 * max(0.5, *lengths, overall - 1))
-        axes.set_xlabel(f"τ, tokens a round (line: all prompts, {overall:.2f})")
+        figure, axes = _axes(HEIGHT)
+        counts = range(len(rounds))
+        shares = [100 * each / total for each in rounds]
+        bars = axes.bar(counts, shares, width=0.62, color=ACCENT)
+        axes.bar_label(bars, fmt="%.0f %%", padding=3, color=INK)
+        axes.set_ylim(0, 1.15 * max(shares))
+        axes.set_xticks(list(counts))
+        axes.set_xlabel("drafted tokens that a round accepted")
+        axes.set_ylabel("% of rounds")
+        axes.grid(axis="x", visible=False)
+        return _svg(figure, "lengths")
+
+
+class Interval(NamedTuple):
+    """A named figure with the ends of its interval."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+def intervals(
+    rows: Sequence[Interval], label: str, *, line: float | None = None, digits: int = 2, key: str
+) -> str:
+    """Dots with their intervals, the first row on top; a line for comparison."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(max(HEIGHT * 0.6, 0.36 * len(rows) + 1.0))
+        heights = range(len(rows))[::-1]
+        for height, row in zip(heights, rows, strict=True):
+            axes.plot([row.low, row.high], [height, height], color=ACCENT, linewidth=2.2)
+        values = [row.value for row in rows]
+        axes.scatter(values, list(heights), color=ACCENT, s=40, zorder=3)
+        if line is not None:
+            axes.axvline(line, color=SECOND, linewidth=1.6)
+        sign = "+" if key == "differences" else ""
+        labels = [f"{row.name}  {row.value:{sign}.{digits}f}" for row in rows]
+        axes.set_yticks(list(heights), labels, color=INK)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlabel(label)
         axes.grid(axis="y", visible=False)
-        return _svg(figure, "category")
+        return _svg(figure, key)
+
+
+class Line(NamedTuple):
+    """Points of one way of decoding; `plain` ones are the baseline's."""
+
+    name: str
+    plain: bool
+    points: Sequence[tuple[float, float]]
+
+
+def by_concurrency(lines: Sequence[Line], label: str, key: str) -> str:
+    """A measure over the requests that are open at a time; the baseline in grey."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _axes(HEIGHT)
+        settings = dict.fromkeys(_setting(each) for each in lines)
+        marks = dict(zip(settings, cycle("os^Dv<>"), strict=False))
+        for each in lines:
+            counts, values = zip(*each.points, strict=True)
+            axes.plot(
+                counts,
+                values,
+                color=MUTED if each.plain else ACCENT,
+                marker=marks[_setting(each)],
+                linestyle="--" if each.plain else "-",
+                linewidth=1.6,
+                label=each.name,
+            )
+        ticks = sorted({count for each in lines for count, _ in each.points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{count:g}" for count in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("requests at a time")
+        axes.set_ylabel(label)
+        axes.legend(frameon=False, fontsize=10)
+        return _svg(figure, key)
+
+
+def _setting(line: Line) -> str:
+    """What both ways of decoding were measured at has one mark."""
+    return line.name.partition(", ")[2]
 
 
 def tokens_per_second(rates: Mapping[str, float]) -> str:

@@ -13,24 +13,14 @@ as it comes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
 from pipeline.console import console, logs_json, notice, one_line
 from pipeline.reports import EvalReport
-from pipeline.serve_eval.page import charts
-
-#: Characters shown of a category in a figure, its caption or the terminal's table.
-_LONGEST_NAME = 60
-
-
-class Chart(NamedTuple):
-    """A figure with the words that carry its message without it."""
-
-    title: str
-    svg: str
-    caption: str
+from pipeline.serve_eval.page import wording
+from pipeline.serve_eval.page.figures import LONGEST_NAME, charts_of, curve_name
 
 
 class Badge(NamedTuple):
@@ -46,13 +36,16 @@ def write_html(report: EvalReport) -> str:
 
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {
-        "fixed": _fixed,
-        "rate": _rate,
-        "percent": _percent,
-        "plain": _plain,
-        "share": lambda value, key: _share(key, value),
-        "words": _words,
-        "mode": _mode,
+        "fixed": wording.fixed,
+        "rate": wording.rate,
+        "percent": wording.percent,
+        "plain": wording.plain,
+        "estimated": wording.estimated,
+        "milliseconds": wording.milliseconds,
+        "curve_name": curve_name,
+        "share": lambda value, key: wording.share(key, value),
+        "words": wording.words,
+        "mode": wording.mode,
         "is_hash": _is_hash,
         "every_scalar": _every_scalar,
     }
@@ -62,11 +55,11 @@ def write_html(report: EvalReport) -> str:
         contract=report.contract.model_dump(mode="json"),
         badge=_badge(report),
         plainly=_plain_decoding(report),
-        charts=_charts(report),
+        charts=charts_of(report),
         columns=_columns(report),
         cell=_cells(report),
-        rates=_timed(report.tokens_per_second),
-        speedup=_timed(report.speedup),
+        rates=wording.timed(report.tokens_per_second),
+        speedup=wording.timed(report.speedup),
     )
 
 
@@ -95,23 +88,28 @@ def print_table(report: EvalReport) -> None:
     facts.add_column(style="cyan", no_wrap=True)
     facts.add_column()
     head, badge = report.head, _badge(report)
-    rates, speedups = _timed(report.tokens_per_second), _timed(report.speedup)
-    tau = Text.assemble((_fixed(report.acceptance_length), "bold"), " tokens a round")
-    rate = "  ".join(f"{_mode(mode)} {_rate(rate)}" for mode, rate in rates.items())
-    ratio = "  ".join(f"{_fixed(ratio)}× over {_mode(mode)}" for mode, ratio in speedups.items())
+    rates, speedups = wording.timed(report.tokens_per_second), wording.timed(report.speedup)
+    tau = Text.assemble((wording.fixed(report.acceptance_length), "bold"), " tokens a round")
+    rate = "  ".join(f"{wording.mode(mode)} {wording.rate(rate)}" for mode, rate in rates.items())
+    ratio = "  ".join(
+        f"{wording.fixed(ratio)}× over {wording.mode(mode)}" for mode, ratio in speedups.items()
+    )
     colour = {"good": "green", "bad": "bold red"}.get(badge.tone, "")
     facts.add_row("acceptance length τ", tau)
     if plainly := _plain_decoding(report):
         facts.add_row("draft tree", plainly)
-    facts.add_row("α by draft position", "  ".join(map(_fixed, report.alpha)))
+    facts.add_row("α by draft position", "  ".join(map(wording.fixed, report.alpha)))
     facts.add_row("tokens/s", rate)
     facts.add_row("speedup", ratio)
     facts.add_row("lossless", Text(badge.text, style=colour))
     facts.add_row("drafter", _drafter(report))
     if head:
-        size = f"{_plain(head['parameters'])} parameters"
-        share, coverage = _percent(head["share_of_target"]), _percent(head["coverage"])
-        vocabulary = f"{_plain(head['draft_vocab_size'])} tokens"
+        size = f"{wording.plain(head['parameters'])} parameters"
+        share, coverage = (
+            wording.percent(head["share_of_target"]),
+            wording.percent(head["coverage"]),
+        )
+        vocabulary = f"{wording.plain(head['draft_vocab_size'])} tokens"
         facts.add_row("head", f"{size}, {share} of the target")
         words = f"{vocabulary}, covering {coverage} of the supervised ones"
         facts.add_row("draft vocabulary", words)
@@ -122,21 +120,27 @@ def print_table(report: EvalReport) -> None:
 
 def _log_figures(report: EvalReport) -> None:
     head, badge = report.head, _badge(report)
-    speedups = _timed(report.speedup)
-    ratios = (f"{_fixed(ratio)}× over {_mode(mode)}" for mode, ratio in speedups.items())
-    tau = f"τ {_fixed(report.acceptance_length)} tokens a round"
+    speedups = wording.timed(report.speedup)
+    ratios = (
+        f"{wording.fixed(ratio)}× over {wording.mode(mode)}" for mode, ratio in speedups.items()
+    )
+    tau = f"τ {wording.fixed(report.acceptance_length)} tokens a round"
     notice(
         "eval",
         "; ".join((", ".join((tau, *ratios)), badge.text)),
         acceptance_length=report.acceptance_length,
         alpha=report.alpha,
-        tokens_per_second=_timed(report.tokens_per_second),
+        tokens_per_second=wording.timed(report.tokens_per_second),
         speedup=speedups,
         lossless=report.lossless,
         drafter=report.drafter,
         **(_logged_head(head) if head else {}),
         by_category=report.by_category,
     )
+
+
+def _ratios(speedups: Mapping[str, float]) -> list[str]:
+    return [f"{wording.fixed(each)}× over {wording.mode(mode)}" for mode, each in speedups.items()]
 
 
 def _logged_head(head: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,68 +155,10 @@ def _category_table(report: EvalReport) -> Any:
     table = Table()
     table.add_column("category")
     for column in columns:
-        table.add_column(_words(column), justify="right")
+        table.add_column(wording.words(column), justify="right")
     for name, row in report.by_category.items():
-        table.add_row(one_line(name, _LONGEST_NAME), *(cell(column, row) for column in columns))
+        table.add_row(one_line(name, LONGEST_NAME), *(cell(column, row) for column in columns))
     return table
-
-
-def _charts(report: EvalReport) -> list[Chart]:
-    """The figures that the report has numbers for."""
-    drawn = []
-    if report.alpha:
-        title, svg = "Acceptance by draft position", charts.alpha_by_depth(report.alpha)
-        drawn.append(Chart(title, svg, _alpha_caption(report.alpha)))
-    tau = [
-        (one_line(name, _LONGEST_NAME), row["acceptance_length"])
-        for name, row in report.by_category.items()
-    ]
-    if tau:
-        svg = charts.tau_by_category(tau, report.acceptance_length)
-        drawn.append(Chart("Acceptance length by category", svg, _tau_caption(tau)))
-    rates = _timed(report.tokens_per_second)
-    if rates:
-        caption = (
-            "Plain is the same decoder without a drafter; HF generate is the transformers "
-            "library's own, so that a slow baseline cannot flatter."
-        )
-        drawn.append(Chart("Speed by way of decoding", charts.tokens_per_second(rates), caption))
-    points = _speedup_points(report)
-    if points:
-        faster = f"{sum(speedup > 1 for _, speedup in points)} of {len(points)}"
-        caption = (
-            f"Each dot is a prompt; {faster} are decoded faster with the drafter than without it."
-        )
-        drawn.append(Chart("What acceptance buys", charts.speedup_by_tau(points), caption))
-    return drawn
-
-
-def _alpha_caption(alpha: Sequence[float]) -> str:
-    first, last = _fixed(alpha[0]), _fixed(alpha[-1])
-    later = f"guess number {len(alpha)} with {last} if all before it were"
-    return f"The first guess is confirmed with probability {first}, {later}."
-
-
-def _tau_caption(tau: Sequence[tuple[str, float]]) -> str:
-    best, worst = (pick(tau, key=lambda each: each[1]) for pick in (max, min))
-    if len(tau) == 1:
-        return f"All prompts are of the category {best[0]}."
-    return f"Best on {best[0]} ({_fixed(best[1])}), worst on {worst[0]} ({_fixed(worst[1])})."
-
-
-def _timed(figures: Mapping[str, float]) -> dict[str, float]:
-    """The ways of decoding that were timed; a zero stands for one that was not."""
-    return {mode: figure for mode, figure in figures.items() if figure > 0}
-
-
-def _speedup_points(report: EvalReport) -> list[tuple[float, float]]:
-    """(τ, speedup over plain) of each prompt that was timed both ways."""
-    timed = [(prompt.acceptance_length, prompt.tokens_per_second) for prompt in report.prompts]
-    return [
-        (tau, rates["speculative"] / rates["plain"])
-        for tau, rates in timed
-        if rates.get("plain") and "speculative" in rates
-    ]
 
 
 def _columns(report: EvalReport) -> list[str]:
@@ -242,7 +188,7 @@ def _badge(report: EvalReport) -> Badge:
     checked = report.lossless["prompts_checked"]
     if not checked:
         return Badge("none", "lossless: not checked")
-    rival, prompts = "plain greedy decoding in fp32", f"{_plain(checked)} prompts checked"
+    rival, prompts = "plain greedy decoding in fp32", f"{wording.plain(checked)} prompts checked"
     if report.lossless["greedy_fp32"]:
         return Badge("good", f"✓ lossless: token-identical to {rival} on all {prompts}")
     return Badge("bad", f"✗ not lossless: differs from {rival} ({prompts})")
@@ -253,7 +199,7 @@ def _plain_decoding(report: EvalReport) -> str | None:
     apart = report.drafter
     if "acceptance_length" not in apart:
         return None
-    tau, ratio = _fixed(apart["acceptance_length"]), _fixed(apart["speedup_plain"])
+    tau, ratio = wording.fixed(apart["acceptance_length"]), wording.fixed(apart["speedup_plain"])
     shape = ", ".join(f"{key} {value}" for key, value in apart["tree"].items())
     judged = f"with the tree of {shape} the drafter reaches τ {tau} and {ratio}× plain decoding"
     return f"one node, plain decoding: no tree was predicted to be faster here; {judged}"
@@ -263,53 +209,6 @@ def _drafter(report: EvalReport) -> str:
     """Its name, and what `tree: auto` chose of it beside the tree."""
     chosen = (report.settings.get("tree_auto") or {}).get("settings") or {}
     return ", ".join([report.drafter["name"], *(f"{key} {value}" for key, value in chosen.items())])
-
-
-def _fixed(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _plain(value: Any) -> str:
-    """Any scalar as people write it: thousands separated, three decimals, yes and no."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:,.3f}".rstrip("0").rstrip(".")
-    return str(value)
-
-
-def _share(key: str, value: Any) -> Any:
-    """Shares and coverages as percentages, everything else unchanged."""
-    is_share = isinstance(value, float) and re.search("share|coverage", key)
-    return _percent(value) if is_share else value
-
-
-def _words(key: str) -> str:
-    """`draft_vocab_size` → "draft vocab size"; a key with a shorter name among people gets that."""
-    known = {
-        "acceptance_length": "τ",
-        "alpha": "α",
-        "tokens_per_second": "tokens/s",
-        "speedup_plain": "speedup over plain",
-        "speedup_hf": "speedup over HF",
-    }
-    return known.get(key, key.replace("_", " "))
-
-
-def _mode(name: str) -> str:
-    return charts.MODE_NAMES.get(name, name)
 
 
 def _is_hash(text: str) -> bool:

@@ -1,0 +1,100 @@
+"""report.md: what a reviewer of a pull request needs, as GitHub and GitLab render it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from pipeline.reports import EvalReport
+from pipeline.serve_eval.page.figures import curve_name
+from pipeline.serve_eval.page.wording import estimated, fixed, milliseconds, mode, rate, timed
+
+
+def write_markdown(report: EvalReport) -> str:
+    """Verdict, categories, shapes, comparisons, load and findings; what there is of them."""
+    parts = [
+        _verdict(report),
+        _table(
+            ("category", "prompts", "τ", "over plain"),
+            (
+                (
+                    name,
+                    f"{row.get('prompts', 0):.0f}",
+                    fixed(row["acceptance_length"]),
+                    f"{fixed(row['speedup_plain'])}×" if row.get("speedup_plain") else "–",
+                )
+                for name, row in report.by_category.items()
+            ),
+        ),
+        _table(
+            ("drafts of servers: steps/top-k/tokens", "τ"),
+            ((each.name, estimated(each.acceptance.acceptance_length)) for each in report.shapes),
+        ),
+        _table(
+            ("rival", "its τ", "own τ less it", "verdict on the own"),
+            (
+                (
+                    each.rival,
+                    fixed(each.acceptance_length.value),
+                    estimated(each.difference),
+                    each.verdict,
+                )
+                for each in report.comparisons
+            ),
+        ),
+        _table(
+            ("way", "at a time", "tokens/s", "TTFT p50 ms", "TPOT p50 ms", "τ"),
+            (
+                (
+                    curve_name(curve),
+                    str(at.concurrency),
+                    rate(at.throughput),
+                    milliseconds(at.ttft_seconds.p50),
+                    milliseconds(at.tpot_seconds.p50),
+                    fixed(at.acceptance.acceptance_length.value) if at.acceptance else "–",
+                )
+                for curve in (*report.load, *(server.curve for server in report.servers))
+                for at in curve.points
+            ),
+        ),
+        *(
+            f"* **{finding.severity}** at {_text(server.url)}: {_text(finding.text)} "
+            f"({_text(finding.fix)})"
+            for server in report.servers
+            for finding in server.findings
+        ),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _verdict(report: EvalReport) -> str:
+    named = "Draft head" if report.head else report.drafter["name"]
+    lines = [f"### {_text(named)} for {_text(report.contract.source)}", ""]
+    figures, interval = report.acceptance, ""
+    if figures:
+        low, high = figures.acceptance_length.low, figures.acceptance_length.high
+        interval = f" ({fixed(low)} … {fixed(high)})"
+    lines.append(f"* τ **{fixed(report.acceptance_length)}**{interval} tokens a round")
+    speedups = (
+        f"**{fixed(ratio)}×** over {mode(name)}" for name, ratio in timed(report.speedup).items()
+    )
+    lines.append(f"* speed: {', '.join(speedups) or 'not timed'}")
+    checked, exact = report.lossless["prompts_checked"], report.lossless["greedy_fp32"]
+    verdict = "token-identical to plain decoding in fp32" if exact else "**NOT lossless in fp32**"
+    lines.append(f"* {verdict if checked else 'losslessness was not checked'}, {checked} prompts")
+    return "\n".join(lines)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Nothing without rows; the first column is text, all others are figures."""
+    body = [f"| {' | '.join(map(_text, row))} |" for row in rows]
+    if not body:
+        return ""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|", *body])
+
+
+def _text(text: str) -> str:
+    """Data as text: no markup, no HTML, one line, and no cell's end."""
+    shown = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~$#@!])", r"\\\1", shown)

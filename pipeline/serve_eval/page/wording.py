@@ -1,0 +1,76 @@
+"""How figures and keys are written on the page, the terminal and in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.reports import Estimate
+from pipeline.serve_eval.page import charts
+
+
+def fixed(value: float) -> str:
+    """Two decimals."""
+    return f"{value:.2f}"
+
+
+def rate(value: float) -> str:
+    """Tokens per second and their like."""
+    return f"{value:,.1f}"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage."""
+    return f"{100 * share:.1f} %"
+
+
+def estimated(figure: Estimate) -> str:
+    """A figure with its interval."""
+    return f"{figure.value:.2f} ({figure.low:.2f} … {figure.high:.2f})"
+
+
+def milliseconds(seconds: float) -> str:
+    """Times of tokens."""
+    return f"{1e3 * seconds:,.1f}"
+
+
+def plain(value: Any) -> str:
+    """Any scalar as people write it: thousands separated, three decimals, yes and no."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.3g}" if 0 < abs(value) < 0.01 else f"{value:,.3f}".rstrip("0").rstrip(".")
+    return str(value)
+
+
+def share(key: str, value: Any) -> Any:
+    """Shares and coverages as percentages, everything else unchanged."""
+    is_share = isinstance(value, float) and re.search("share|coverage", key)
+    return percent(value) if is_share else value
+
+
+def words(key: str) -> str:
+    """`draft_vocab_size` → "draft vocab size"; a key with a shorter name among people gets that."""
+    known = {
+        "acceptance_length": "τ",
+        "alpha": "α",
+        "tokens_per_second": "tokens/s",
+        "speedup_plain": "speedup over plain",
+        "speedup_hf": "speedup over HF",
+    }
+    return known.get(key, key.replace("_", " "))
+
+
+def mode(name: str) -> str:
+    """What a reader calls a way of decoding."""
+    return charts.MODE_NAMES.get(name, name)
+
+
+def timed(figures: Mapping[str, float]) -> dict[str, float]:
+    """The ways of decoding that were timed; a zero stands for one that was not."""
+    return {name: figure for name, figure in figures.items() if figure > 0}
