@@ -198,6 +198,7 @@ def _listen(section: ServeSection) -> socket.socket:
 
     listening = socket.socket(socket.AF_INET6 if ":" in section.host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel, too, gives up on who reads nothing
         stalled_ms = int(1000 * section.stall_seconds)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_ms)

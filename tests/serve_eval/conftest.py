@@ -105,6 +105,7 @@ def listening_app(app: Any) -> Iterator[tuple[str, Any]]:
     import uvicorn
 
     listener = socket.socket()
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.bind(("127.0.0.1", 0))
     settings = uvicorn.Config(
         app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, loop="asyncio"

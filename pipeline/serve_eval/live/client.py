@@ -118,12 +118,16 @@ class LiveClient:
 
 
 async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Raises AttemptFailed where a stream tells an error, is no JSON, or lacks its end."""
+    """Raises AttemptFailed where a stream tells an error, is no JSON, or lacks its end.
+
+    What follows the end is read too: the connection can then be used again.
+    """
+    ended = False
     async for line in reply.aiter_lines():
         data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         if data == "[DONE]":
-            return
-        if not data:
+            ended = True
+        if not data or ended:
             continue
         try:
             event = json.loads(data)
@@ -134,7 +138,8 @@ async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if event.get("error"):
             raise AttemptFailed("stream_error", str(event["error"])[:200])
         yield event
-    raise AttemptFailed("truncated")
+    if not ended:
+        raise AttemptFailed("truncated")
 
 
 @asynccontextmanager

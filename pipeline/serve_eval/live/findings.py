@@ -194,6 +194,8 @@ def _counting(seen: SeenServer) -> Iterator[ServerFinding]:
             text = f"it counted {run.counted.generated} generated tokens at concurrency "
             text += f"{run.concurrency}, {run.tokens} came back"
             fix = "others use this server: measure it alone"
+            if run.counted.generated < run.tokens:
+                fix = "its /metrics may be of one of several processes: ask a single one"
             yield ServerFinding(severity="warning", name="other_traffic", text=text, fix=fix)
     if pooled := [str(run.concurrency) for run in seen.runs if run.pooled]:
         text = f"acceptance at concurrency {', '.join(pooled)} is of all requests together"

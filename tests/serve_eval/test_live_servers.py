@@ -1,0 +1,216 @@
+"""SGLang's and vLLM's own answers, over real connections, right ones and wrong ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import RunConfig, load
+from pipeline.errors import EndpointError, EndpointsUnavailable
+from pipeline.reports import EvalReport, ServerResult
+from pipeline.serve_eval.live.check import check
+from pipeline.serve_eval.live.servers import parse_metrics, rounds_told
+from pipeline.serve_eval.live.stage import evaluate_server
+from pipeline.serve_eval.questions import first_question, read_prompts
+from pipeline.target.open import open_template
+from tests.serve_eval.conftest import listening_app
+from tests.serve_eval.recorded import Faults, RecordedServer, RecordedSglang, RecordedVllm
+
+BOTH = pytest.mark.parametrize("kind", [RecordedSglang, RecordedVllm])
+
+
+class Recorded:
+    """Starts recorded servers and evaluates them."""
+
+    def __init__(self, finished: Path, stack: ExitStack) -> None:
+        self.file, self.config, self._stack = finished, load(finished), stack
+        path = Path(self.config.run.uri) / "eval/report.json"
+        self.report = EvalReport.parse(path.read_bytes(), where="report", fix="")
+        assert self.report.golden is not None
+        self.golden = self.report.golden
+        template = open_template(self.config.target)
+        self.tokens = {
+            each.turns[0]: len(first_question(each, template).context)
+            for each in read_prompts(self.config)[0]
+        }
+
+    def start(
+        self, kind: type[RecordedServer], faults: Faults | None = None
+    ) -> tuple[str, RecordedServer]:
+        served = kind(self.golden, faults or Faults(), template=self.tokens)
+        url, served.server = self._stack.enter_context(listening_app(served.app()))  # type: ignore[attr-defined]
+        return url, served
+
+    def evaluate(self, url: str, *more: str) -> ServerResult:
+        levels = "eval.server.concurrency=[1, 2]"
+        return evaluate_server(load(self.file, [f"eval.server.url={url}", levels, *more]))
+
+    def of(self, url: str) -> RunConfig:
+        return load(self.file, [f"eval.server.url={url}"])
+
+
+@pytest.fixture
+def recorded(finished: Path) -> Iterator[Recorded]:
+    with ExitStack() as stack:
+        yield (recorded := Recorded(finished, stack))
+    folder = Path(recorded.config.run.uri) / "eval/servers"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _names(result: ServerResult) -> dict[str, str]:
+    return {each.name: each.text for each in reversed(result.findings)}
+
+
+def test_a_right_sglang(recorded: Recorded) -> None:
+    url, served = recorded.start(RecordedSglang)
+    result = recorded.evaluate(url)
+    assert (result.kind, result.version, result.model) == ("sglang", "0.5.6", "org/target")
+    assert result.findings == () and result.passed
+    assert result.told["speculative_algorithm"] == "EAGLE3"
+    assert "sk-secret" not in result.model_dump_json()
+    sent = {tuple(body["input_ids"]) for body in served.asked}
+    assert sent == {each.prompt_ids for each in recorded.golden.prompts}
+    ours = recorded.report.acceptance
+    for point in result.curve.points:
+        assert point.acceptance is not None and ours is not None
+        assert point.acceptance.acceptance_length == ours.acceptance_length
+        assert point.acceptance.conditional == ours.conditional
+    assert check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+def test_an_old_sglang_tells_no_histogram(recorded: Recorded) -> None:
+    url, _ = recorded.start(RecordedSglang, Faults(old_names=True, no_histogram=True))
+    result = recorded.evaluate(url)
+    assert result.findings == ()
+    (point, _), ours = result.curve.points, recorded.report.acceptance
+    assert point.acceptance is not None and ours is not None
+    assert point.acceptance.acceptance_length == ours.acceptance_length
+    assert point.acceptance.accept_rate == pytest.approx(ours.accept_rate)
+    assert point.acceptance.conditional == (), "α is not known, and so not told"
+
+
+def test_a_right_vllm(recorded: Recorded) -> None:
+    url, served = recorded.start(RecordedVllm)
+    result = recorded.evaluate(url)
+    assert (result.kind, result.version) == ("vllm", "0.11.0")
+    assert list(_names(result)) == ["acceptance_pooled"] and result.passed
+    assert result.pooled == (2,)
+    vllm = recorded.report.names["vllm"]
+    for point in result.curve.points:
+        assert point.acceptance is not None
+        tau = point.acceptance.acceptance_length.value
+        assert tau == pytest.approx(vllm["spec_decode_acceptance_length"])
+        assert point.acceptance.accept_rate == pytest.approx(
+            vllm["spec_decode_acceptance_rate"] / 100
+        )
+    alone, together = (point.acceptance for point in result.curve.points)
+    assert alone and alone.acceptance_length.low < alone.acceptance_length.high
+    assert together and together.acceptance_length.low == together.acceptance_length.high
+    assert check(recorded.report, recorded.of(url).eval.server, where="report")
+    assert {body["model"] for body in served.asked} == {"org/target"}
+
+
+@BOTH
+def test_a_server_without_its_head(recorded: Recorded, kind: type[RecordedServer]) -> None:
+    url, _ = recorded.start(kind, Faults(no_head=True))
+    result = recorded.evaluate(url)
+    names = _names(result)
+    assert "τ is 1.00: the head was not loaded" in names["head_not_loaded"]
+    assert "acceptance_differs" in names and not result.passed
+    assert not check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+@BOTH
+def test_a_server_that_tells_nothing(recorded: Recorded, kind: type[RecordedServer]) -> None:
+    url, _ = recorded.start(kind, Faults(plain=True))
+    result = recorded.evaluate(url)
+    assert "tells nothing of speculation" in _names(result)["no_acceptance"]
+    assert not result.passed and result.curve.points[0].acceptance is None
+    assert not check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+@BOTH
+def test_another_template_and_other_replies(recorded: Recorded, kind: type[RecordedServer]) -> None:
+    url, _ = recorded.start(kind, Faults(more_prompt_tokens=14, other_tokens=True))
+    names = _names(recorded.evaluate(url))
+    ours = next(iter(recorded.tokens.values()))
+    assert f"prompt tokens {ours + 14} against {ours}" in names["template_differs"]
+    assert "on 8 of 8 prompts" in names["replies_differ"]
+
+
+@BOTH
+def test_busy_servers_are_asked_again(recorded: Recorded, kind: type[RecordedServer]) -> None:
+    url, _ = recorded.start(kind, Faults(busy=3))
+    result = recorded.evaluate(url)
+    assert result.failures == {"retried_429": 3} and result.passed
+    assert [point.requests for point in result.curve.points] == [8, 8]
+
+
+@BOTH
+def test_an_error_inside_a_stream_is_counted(
+    recorded: Recorded, kind: type[RecordedServer]
+) -> None:
+    broken = recorded.golden.prompts[2].id
+    url, _ = recorded.start(kind, Faults(broken=frozenset({broken})))
+    result = recorded.evaluate(url)
+    assert result.failures == {"stream_error": 2}
+    assert "1 of 8 requests failed at concurrency 1" in _names(result)["requests_failed"]
+    assert [(point.requests, point.failed) for point in result.curve.points] == [(7, 1), (7, 1)]
+    assert broken not in {each.id for each in result.prompts}
+
+
+def test_a_stream_without_its_end_is_no_reply(recorded: Recorded) -> None:
+    cut = recorded.golden.prompts[1].id
+    url, _ = recorded.start(RecordedSglang, Faults(cut=frozenset({cut})))
+    assert recorded.evaluate(url).failures == {"truncated": 2}
+
+
+@BOTH
+def test_a_server_that_dies_leaves_nothing(recorded: Recorded, kind: type[RecordedServer]) -> None:
+    url, served = recorded.start(kind)
+    served.die_after = 3
+    with pytest.raises(EndpointsUnavailable, match=r"gone after \d of 8 requests at concurrency 1"):
+        recorded.evaluate(url)
+    assert not (Path(recorded.config.run.uri) / "eval/servers").exists()
+
+
+def test_all_requests_failing_is_an_error(recorded: Recorded) -> None:
+    every = frozenset(each.id for each in recorded.golden.prompts)
+    url, _ = recorded.start(RecordedSglang, Faults(broken=every))
+    with pytest.raises(EndpointError, match=r"8 x stream_error .*out of memory"):
+        recorded.evaluate(url)
+
+
+def test_traffic_of_others_is_seen(recorded: Recorded) -> None:
+    url, _ = recorded.start(RecordedVllm, Faults(others=5))
+    names = _names(recorded.evaluate(url))
+    assert "generated tokens at concurrency 1" in names["other_traffic"]
+
+
+def test_metrics_of_several_engines_are_added() -> None:
+    text = (
+        'vllm:generation_tokens_total{engine="0",model_name="m"} 5\n'
+        'vllm:generation_tokens_total{engine="1",model_name="m"} 6\n'
+        'vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1",model_name="m"}'
+        " 1\n"
+    )
+    counts = parse_metrics(text, "m")
+    assert counts is not None
+    assert (counts.generated, counts.drafts, counts.by_position) == (11, 2, (0, 1))
+    assert parse_metrics("python_gc_objects_collected_total 3\n", "m") is None
+
+
+def test_meta_info_without_rounds_tells_nothing() -> None:
+    assert rounds_told({}, 5, 3) is None
+    assert rounds_told({"spec_verify_ct": 0}, 1, 3) is None
+    told = rounds_told({"spec_verify_ct": 2, "spec_accept_histogram": [1, 1, 0]}, 4, 3)
+    assert told is not None and told.counters is not None
+    assert (told.tokens, told.counters.accepted_lengths, told.counters.proposed) == (
+        *(3, (1, 1)),
+        (2, 2, 2),
+    )
