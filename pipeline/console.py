@@ -103,6 +103,12 @@ def printable(text: str) -> str:
     return _INVISIBLE.sub("", _SEQUENCE.sub("", text))
 
 
+def markdown_text(text: str) -> str:
+    """Data as text of a Markdown document: no markup, no HTML, one line, and no cell's end."""
+    shown = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~$#@!])", r"\\\1", shown)
+
+
 def one_line(text: str, most: int = 1000) -> str:
     """As `printable`, without line breaks, and of a text longer than `most` only the beginning."""
     line = " ".join(printable(" ".join(text.split())).split())

@@ -172,7 +172,8 @@ def _decode_plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> D
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from pipeline.serve_eval.compare import check_regression, compare_reports, read_report, sentence
+    from pipeline.serve_eval.compare import check_regression, compare_reports, sentence
+    from pipeline.store.reports import read_report
 
     own, earlier = read_report(arguments.report), read_report(arguments.earlier)
     compared = compare_reports(own, earlier, where=arguments.earlier)
@@ -210,8 +211,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from pipeline.exchange.export import export_head
 
-    target = arguments.target
-    export_head(arguments.head, format=arguments.format, out=arguments.out, target=target)
+    export_head(
+        arguments.head,
+        format=arguments.format,
+        out=arguments.out,
+        target=arguments.target,
+        report=arguments.report,
+    )
     return 0
 
 

@@ -265,6 +265,11 @@ def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="SOURCE",
         help="where the target is now, for its embedding; default: where the head was trained",
     )
+    export.add_argument(
+        "--report",
+        metavar="REPORT",
+        help="report.json of the head's evaluation, or its run: figures for the model card",
+    )
 
     read = "read a head of another trainer, in any format, and make a head directory of it"
     imported = _command(commands, "import", read)

@@ -36,7 +36,7 @@ def without_places(facts: Any, field: str = "") -> Any:
     if isinstance(facts, list | tuple):
         return [without_places(value, field) for value in facts]
     is_place = isinstance(facts, str) and field in _PLACES and not facts.startswith(_PUBLIC)
-    return last_part(facts) if is_place and not _is_hub_id(facts) else facts
+    return last_part(facts) if is_place and not is_hub_id(facts) else facts
 
 
 def last_part(place: str) -> str:
@@ -46,7 +46,7 @@ def last_part(place: str) -> str:
     return PurePath(path).name or "unnamed"
 
 
-def _is_hub_id(text: str) -> bool:
+def is_hub_id(text: str) -> bool:
     """`org/name`, and no file beside the run."""
     path = PurePath(text)
     looks_so = text.count("/") == 1 and not text.startswith(_ON_A_MACHINE) and "://" not in text

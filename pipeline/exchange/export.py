@@ -23,7 +23,9 @@ from pipeline.eagle3.checkpoint import (
 from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.eagle3.published import published
 from pipeline.errors import HeadError, StoreError
+from pipeline.exchange.model_card import MODEL_CARD, model_card
 from pipeline.store.location import Location, as_directory
+from pipeline.store.reports import read_report
 from pipeline.target.open import Target, open_contracted_target
 
 Format = Literal["sglang", "speculators", "mtp"]
@@ -32,8 +34,17 @@ Format = Literal["sglang", "speculators", "mtp"]
 _SPECULATIVE_TOKENS = 3
 
 
-def export_head(head_uri: str, *, format: Format, out: str, target: str | None = None) -> None:
-    """Write the head at `head_uri` to `out` (directories or fsspec URIs).
+def export_head(
+    head_uri: str,
+    *,
+    format: Format,
+    out: str,
+    target: str | None = None,
+    report: str | None = None,
+) -> None:
+    """Write the head at `head_uri` to `out` (directories or fsspec URIs), with a model card.
+
+    `report` is the report.json of its evaluation, or the URI of the run, for the card's figures.
 
     `target` says where the target is now; the default is the contract's own source, which an
     exported head names without its path. SGLang's dialect does not need it. Raises HeadError,
@@ -43,6 +54,10 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
     with as_directory(Location(head_uri), HEAD_FILES) as directory:
         head, card = read(directory)
     _check_format(head, format, where=f"head {head_uri}")
+    evaluated = read_report(report) if report else None
+    described = model_card(
+        head, published(card), format=format, report=evaluated, where=report or ""
+    )
     with output_directory(out) as folder:
         if format == "sglang":
             save_any_head(folder, head, published(card))
@@ -55,6 +70,7 @@ def export_head(head_uri: str, *, format: Format, out: str, target: str | None =
             assert isinstance(head, Eagle3Head), "load_head reads no other"
             opened = open_contracted_target(card.contract, target, where=f"head {head_uri}")
             _export_speculators(folder, head, card, opened)
+        (folder / MODEL_CARD).write_text(described, encoding="utf-8")
     notice("export", f"{format}: {out}")
 
 

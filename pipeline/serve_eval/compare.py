@@ -18,7 +18,6 @@ import numpy as np
 from pipeline.config import RivalSection
 from pipeline.errors import DataError, Regression
 from pipeline.reports import (
-    REPORT,
     EvalReport,
     PairedComparison,
     PromptResult,
@@ -26,8 +25,6 @@ from pipeline.reports import (
     Verdict,
 )
 from pipeline.serve_eval.acceptance import drawn_sums, estimate
-from pipeline.store.location import Location
-from pipeline.store.manifest import stage_location
 
 if TYPE_CHECKING:
     from pipeline.serve_eval.measure import Measured
@@ -119,17 +116,6 @@ def compare_reports(own: EvalReport, earlier: EvalReport, *, where: str) -> Pair
         "head": earlier.head,
     }
     return compare(pairs, where, settings, where=where)
-
-
-def read_report(source: str) -> EvalReport:
-    """Of a report's own path or URI, or of the run at a URI. Raises StoreError without one."""
-    if source.endswith(".json"):
-        above, _, name = source.rpartition("/")
-        location = Location(above or ".")
-    else:
-        location, name = stage_location(source, "eval"), REPORT
-    where = location.where(name)
-    return EvalReport.parse(location.read(name), where=where, fix="run `eagle3 eval` there")
 
 
 def check_regression(compared: PairedComparison, tolerance: float, *, where: str) -> None:

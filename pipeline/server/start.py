@@ -22,11 +22,12 @@ from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.checkpoint import HEAD_FILES
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
-from pipeline.reports import REPORT, EvalReport
+from pipeline.reports import REPORT
 from pipeline.server.app import ServerApp
 from pipeline.server.metrics import missing
 from pipeline.store.location import Location, as_directory
 from pipeline.store.manifest import find_manifest, stage_location
+from pipeline.store.reports import read_report
 from pipeline.target.open import Target, open_target
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _tree(config: RunConfig) -> tuple[TreeSection | None, Mapping[str, int]]:
     if find_manifest(config.run.uri, "eval") is None:
         problem = "tree: auto is what eval has picked, and it has not finished in this run"
         raise ConfigError(problem, where="eval.tree", fix=fix)
-    report = EvalReport.parse(location.read(REPORT), where=where, fix=fix)
+    report = read_report(config.run.uri)
     choice = report.settings.get("tree_auto")
     if choice is None or report.drafter["name"] != section.drafter.name:
         problem = f"this report is of drafter {report.drafter['name']}, or of a tree that was named"

@@ -122,7 +122,7 @@ def test_out_may_be_here(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path / "here")
     assert cli.main(["export", str(own), "--format", "sglang", "--out", "."]) == 0
     written = sorted(path.name for path in (tmp_path / "here").iterdir())
-    assert written == ["config.json", "eagle3.json", "model.safetensors"]
+    assert written == ["README.md", "config.json", "eagle3.json", "model.safetensors"]
 
 
 def test_there_and_back(

@@ -37,6 +37,7 @@ from pipeline.serve_eval.live.table import print_server
 from pipeline.serve_eval.questions import Question, first_question, read_prompts
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
+from pipeline.store.reports import read_report
 from pipeline.target.open import open_template
 from pipeline.target.template import ChatTemplate
 
@@ -66,12 +67,8 @@ def evaluate_server(config: RunConfig) -> ServerResult:
 
 def report_of(config: RunConfig) -> EvalReport | None:
     """The decoder's own report of this run; None before it is there."""
-    location = stage_location(config.run.uri, "eval")
-    if not location.exists(REPORT):
-        return None
-    where = location.where(REPORT)
-    fix = "run `eagle3 eval --force`"
-    return EvalReport.parse(location.read(REPORT), where=where, fix=fix)
+    there = stage_location(config.run.uri, "eval").exists(REPORT)
+    return read_report(config.run.uri) if there else None
 
 
 def gone(url: str) -> EndpointsUnavailable:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
+from pipeline.console import markdown_text
 from pipeline.reports import EvalReport
 from pipeline.serve_eval.page.figures import curve_name
 from pipeline.serve_eval.page.wording import estimated, fixed, milliseconds, mode, rate, timed
@@ -58,8 +58,8 @@ def write_markdown(report: EvalReport) -> str:
             ),
         ),
         *(
-            f"* **{finding.severity}** at {_text(server.url)}: {_text(finding.text)} "
-            f"({_text(finding.fix)})"
+            f"* **{finding.severity}** at {markdown_text(server.url)}: "
+            f"{markdown_text(finding.text)} ({markdown_text(finding.fix)})"
             for server in report.servers
             for finding in server.findings
         ),
@@ -69,7 +69,7 @@ def write_markdown(report: EvalReport) -> str:
 
 def _verdict(report: EvalReport) -> str:
     named = "Draft head" if report.head else report.drafter["name"]
-    lines = [f"### {_text(named)} for {_text(report.contract.source)}", ""]
+    lines = [f"### {markdown_text(named)} for {markdown_text(report.contract.source)}", ""]
     figures, interval = report.acceptance, ""
     if figures:
         low, high = figures.acceptance_length.low, figures.acceptance_length.high
@@ -87,14 +87,8 @@ def _verdict(report: EvalReport) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Nothing without rows; the first column is text, all others are figures."""
-    body = [f"| {' | '.join(map(_text, row))} |" for row in rows]
+    body = [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
     if not body:
         return ""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join([f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|", *body])
-
-
-def _text(text: str) -> str:
-    """Data as text: no markup, no HTML, one line, and no cell's end."""
-    shown = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|~$#@!])", r"\\\1", shown)

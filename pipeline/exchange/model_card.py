@@ -1,0 +1,207 @@
+"""README.md of a head that is given away: a model card as the Hugging Face hub reads it.
+
+Everything in it comes from the head's own files and, where there is one, from a report of
+evaluation. Nothing is said that they do not say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from pipeline.console import markdown_text
+from pipeline.eagle3.checkpoint import HeadCard
+from pipeline.eagle3.dflash.head import DflashHead
+from pipeline.eagle3.head import DraftingHead, Eagle3Head
+from pipeline.eagle3.published import is_hub_id, without_places
+from pipeline.errors import DataError
+from pipeline.reports import EvalReport, ShapeAcceptance
+
+MODEL_CARD = "README.md"
+#: What the ways of decoding are called that a speedup is over.
+_RIVALS = {"plain": "plain decoding", "hf": "Hugging Face generate"}
+#: Sources of training data that are listed one by one.
+_SOURCES = 20
+
+
+def model_card(
+    head: DraftingHead,
+    card: HeadCard,
+    *,
+    format: str,
+    report: EvalReport | None = None,
+    where: str = "--report",
+) -> str:
+    """Raises DataError for a report of another target, or of a drafter without a head."""
+    if report is not None:
+        _check_report(card, report, where)
+    base = card.contract.source
+    parts = [
+        f"---\n{_metadata(card, base, report)}---",
+        f"# Draft head for {markdown_text(base)}",
+        _about(head, card),
+        _measured(report) if report else "",
+        _serving(head, base, format, report),
+        _made_of(card),
+        _limits(card),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _check_report(card: HeadCard, report: EvalReport, where: str) -> None:
+    mine, theirs = card.contract.fingerprint, report.contract.fingerprint
+    if mine != theirs or not report.head:
+        problem = "this report is of another target" if report.head else "it is of no trained head"
+        raise DataError(problem, where=where, fix="give the report of this head's evaluation")
+    if without_places(report.provenance) != without_places(card.provenance):
+        problem = "this report is of another head: its provenance differs"
+        raise DataError(problem, where=where, fix="give the report of this head's evaluation")
+
+
+def _metadata(card: HeadCard, base: str, report: EvalReport | None) -> str:
+    """The YAML block (huggingface.co/docs/hub/model-cards). No licence of the head is known."""
+    fields: dict[str, Any] = {
+        "tags": ["speculative-decoding", "eagle3", "draft-model"],
+        "pipeline_tag": "text-generation",
+    }
+    if is_hub_id(base):
+        fields = {"base_model": base} | fields
+    if report:
+        named = sorted({each.source for each in report.prompts if each.source}) or ["prompts"]
+        metrics = [_metric("acceptance_length", "acceptance length τ", report.acceptance_length)]
+        if speedup := report.speedup.get("plain"):
+            metrics.append(_metric("speedup", "speedup over plain decoding", speedup))
+        result = {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": ", ".join(named), "type": "prompts"},
+            "metrics": metrics,
+        }
+        fields["model-index"] = [{"name": f"draft head for {base}", "results": [result]}]
+    return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+
+
+def _metric(kind: str, name: str, value: float) -> dict[str, Any]:
+    return {"type": kind, "name": name, "value": round(value, 3)}
+
+
+def _about(head: DraftingHead, card: HeadCard) -> str:
+    contract, parameters = card.contract, head.count_parameters()
+    share = 100 * parameters / contract.parameters
+    kind = "a block drafter (DFlash)" if isinstance(head, DflashHead) else "an EAGLE-3 draft head"
+    return (
+        f"This is {kind} of {parameters:,} parameters ({share:.1f} % of the target's). It makes "
+        f"{markdown_text(contract.source)} decode faster; with the same target greedy output is "
+        f"the same, token for token. It proposes {head.shape.draft_vocab_size:,} of "
+        f"{contract.vocab_size:,} tokens, and reads the target's layers "
+        f"{', '.join(map(str, contract.capture_layers))} (by output index).\n\n"
+        f"It belongs to one target: fingerprint `{contract.fingerprint}`, revision "
+        f"{markdown_text(contract.revision)}, chat template "
+        f"`{contract.chat_template_hash[:16]}`. With another one, or another template, it accepts "
+        "less."
+    )
+
+
+def _measured(report: EvalReport) -> str:
+    tree, figures = report.settings.get("tree", {}), report.acceptance
+    interval = ""
+    if figures:
+        tau = figures.acceptance_length
+        interval = f" (95 % of draws of prompts: {tau.low:.2f} … {tau.high:.2f})"
+    shape = ", ".join(f"{key} {value}" for key, value in tree.items() if key != "auto")
+    rows = [
+        f"* acceptance length τ **{report.acceptance_length:.2f}**{interval}, bonus token included",
+        *(
+            f"* **{ratio:.2f}×** {_RIVALS.get(rival, rival)}"
+            for rival, ratio in report.speedup.items()
+            if ratio
+        ),
+        f"* tree: {shape}; {len(report.prompts)} requests of at most "
+        f"{report.settings.get('max_new_tokens')} tokens, greedy, one at a time",
+        f"* {markdown_text(str(report.settings.get('device')))}, {report.settings.get('dtype')}",
+        f"* fp32 output {'is' if report.lossless['greedy_fp32'] else 'is NOT'} that of plain "
+        f"decoding on {report.lossless['prompts_checked']} requests",
+    ]
+    categories = [
+        f"| {markdown_text(name)} | {row['acceptance_length']:.2f} |"
+        for name, row in report.by_category.items()
+    ]
+    table = "\n".join(["| category | τ |", "|---|---:|", *categories]) if categories else ""
+    return "\n\n".join(part for part in ("## Measured", "\n".join(rows), table) if part)
+
+
+def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | None) -> str:
+    """Commands of servers that read this format; they were not run for this head."""
+    if not isinstance(head, Eagle3Head) or format not in ("sglang", "speculators"):
+        return "## Serving\n\nSee docs/head-format.md of the pipeline for who reads this format."
+    target = base if is_hub_id(base) else "TARGET"
+    shapes = report.shapes if report else ()
+    own = next((each for each in shapes if each.own), None)
+    chain = next((each for each in shapes if each.top_k == 1), None)
+    steps, top_k, nodes = (own.steps, own.top_k, own.nodes) if own else (3, 1, 4)
+    tokens = chain.steps if chain else 3
+    if format == "sglang":
+        command = (
+            f"python -m sglang.launch_server --model-path {target} \\\n"
+            "    --speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD \\\n"
+            f"    --speculative-num-steps {steps} --speculative-eagle-topk {top_k} "
+            f"--speculative-num-draft-tokens {nodes}"
+        )
+        expected, other = own, "For vLLM, export with `--format speculators`."
+    else:
+        spoken = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": tokens}
+        command = f"vllm serve {target} --speculative-config '{json.dumps(spoken)}'"
+        expected, other = chain, "For SGLang, export with `--format sglang`."
+    where = "HEAD is this directory" + (", TARGET the target’s" if target == "TARGET" else "")
+    return (
+        f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected)}{other} The "
+        "command follows the server's documentation; it was not run for this head. `eagle3 eval "
+        "--server URL` says whether a running server reaches what was measured here."
+    )
+
+
+def _expected(shape: ShapeAcceptance | None) -> str:
+    if shape is None:
+        return ""
+    tau = shape.acceptance.acceptance_length
+    return f"With this draft τ is {tau.value:.2f} ({tau.low:.2f} … {tau.high:.2f}). "
+
+
+def _made_of(card: HeadCard) -> str:
+    """Provenance, as far as the head carries it."""
+    provenance: Mapping[str, Any] = card.provenance
+    lines = ["## Made of", ""]
+    if licenses := provenance.get("licenses"):
+        lines.append(f"* prompts by licence: {_counts(licenses)}")
+    if sources := provenance.get("sources"):
+        largest = dict(sorted(sources.items(), key=lambda each: -each[1])[:_SOURCES])
+        more = len(sources) - len(largest)
+        rest = f", and {more} more" if more else ""
+        lines.append(f"* prompts by source: {_counts(largest)}{rest}")
+    for stage, reasons in provenance.get("rejected", {}).items():
+        if reasons:
+            counts = ", ".join(
+                f"{markdown_text(name)} {count:,}" for name, count in reasons.items()
+            )
+            lines.append(f"* left out in {markdown_text(stage)}: {counts}")
+    for stage, value in provenance.get("manifests", {}).items():
+        lines.append(f"* manifest of {markdown_text(stage)}: `{markdown_text(str(value))}`")
+    if made := provenance.get("imported from"):
+        lines.append(f"* imported from {markdown_text(str(made))}; nothing else is known")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _counts(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{markdown_text(name)} {count:,}" for name, count in numbers.items())
+
+
+def _limits(card: HeadCard) -> str:
+    coverage = card.metrics.get("coverage")
+    known = f" They cover {100 * coverage:.1f} % of its training labels." if coverage else ""
+    return (
+        "## Limits\n\nA draft head changes the speed of its target and not what it says: the "
+        "target's own limits and biases stay. On texts unlike its training data it accepts less. "
+        f"Tokens outside the draft vocabulary are never proposed.{known}"
+    )
