@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.config import EvalSection
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion, Request
 from pipeline.records import Prompt
 from pipeline.reports import LoadCurve, LoadPoint, Percentiles
@@ -36,7 +35,6 @@ from pipeline.tuning.roofline import Roofline, best_speedup, eta
 _BLOCKS = 4
 #: Requests of a point for each that is open, so that the end, where slots are empty, weighs little.
 _PER_SLOT = 4
-_WAYS = ("plain", "speculative")
 
 
 def measure_load(
@@ -46,10 +44,10 @@ def measure_load(
     load = section.load
     if not load.concurrency:
         return ()
-    machine = _machine(own)
     modes = load.modes or {"": {}}
-    curves = []
+    measured: list[tuple[dict[str, Any], list[_Point]]] = []
     points = len(modes) * len(load.temperatures) * len(load.concurrency)
+    machine = Rates(0.0, 0.0)
     with progress_bar("eval", unit="points", total=points, note="load") as bar:
         for mode, kwargs in modes.items():
             asked = template.varied(kwargs=kwargs, where="eval.load.modes") if kwargs else template
@@ -58,15 +56,47 @@ def measure_load(
             for temperature in load.temperatures:
                 settings: dict[str, Any] = {"temperature": temperature}
                 settings |= {"mode": mode, **kwargs} if mode else {}
-                pairs = []
+                measured.append((settings, []))
                 for count in sorted(set(load.concurrency)):
                     total = load.requests or max(_PER_SLOT * count, len(contexts))
                     requests = list(_requests(contexts, total, temperature, asked, section))
-                    pairs.append(_points(own, requests, count, temperature, machine))
+                    machine = machine.best_of(_machine(own))
+                    measured[-1][1].append(_measure(own, requests, count, temperature))
                     bar.advance(1)
-                for name, points_of in zip(_WAYS, zip(*pairs, strict=True), strict=True):
-                    curves.append(LoadCurve(name=name, settings=settings, points=points_of))
-    return tuple(curves)
+    return tuple(curve for each in measured for curve in _curves(own, *each, machine))
+
+
+class Rates(NamedTuple):
+    """What the machine can do: bytes read and operations a second."""
+
+    bandwidth: float
+    flops: float
+
+    def best_of(self, other: Rates) -> Rates:
+        """A shared machine shows what it can do at its best moment."""
+        return Rates(max(self.bandwidth, other.bandwidth), max(self.flops, other.flops))
+
+
+class _Point(NamedTuple):
+    """Both ways at one concurrency, behind contexts of so many tokens."""
+
+    plain: LoadPoint
+    drafted: LoadPoint
+    context: int
+
+
+def _curves(
+    own: Comparison, settings: dict[str, Any], points: Sequence[_Point], machine: Rates
+) -> tuple[LoadCurve, LoadCurve]:
+    drafted = tuple(
+        each.drafted.model_copy(update={"efficiency": _efficiency(own, each, machine)})
+        for each in points
+    )
+    plain = tuple(each.plain for each in points)
+    return (
+        LoadCurve(name="plain", settings=settings, points=plain),
+        LoadCurve(name="speculative", settings=settings, points=drafted),
+    )
 
 
 def _requests(
@@ -83,15 +113,11 @@ def _requests(
         yield Request(name, context, limit, stop_ids, temperature=temperature, seed=index)
 
 
-def _points(
-    own: Comparison,
-    requests: Sequence[Request],
-    count: int,
-    temperature: float,
-    machine: tuple[float, float],
-) -> tuple[LoadPoint, LoadPoint]:
-    """Plain and speculative at one concurrency."""
-    engines = [own.engine(speculative=way == "speculative", slots=count) for way in _WAYS]
+def _measure(
+    own: Comparison, requests: Sequence[Request], count: int, temperature: float
+) -> _Point:
+    """One concurrency."""
+    engines = [own.engine(speculative=drafts, slots=count) for drafts in (False, True)]
     for engine in engines:  # first uses allocate
         list(engine.generate(requests[:count]))
     done: list[list[Completion]] = [[], []]
@@ -109,9 +135,7 @@ def _points(
     context = int(median(len(request.prompt_ids) for request in requests))
     context += requests[0].max_new_tokens // 2
     parts = _round_seconds(own, count, context, sampling=temperature > 0)
-    gain = drafted.throughput / plain.throughput if plain.throughput else 0.0
-    efficiency = _efficiency(own, engines[1], drafted, gain, count, context, machine)
-    return plain, drafted.model_copy(update={"round_seconds": parts, "efficiency": efficiency})
+    return _Point(plain, drafted.model_copy(update={"round_seconds": parts}), context)
 
 
 def _point(
@@ -171,26 +195,20 @@ def _round_seconds(
     }
 
 
-def _machine(own: Comparison) -> tuple[float, float]:
-    """Bytes and operations a second, now."""
+def _machine(own: Comparison) -> Rates:
+    """At this moment."""
     device = own.model.device
     size = 8192 if device.type == "cuda" else 2048
-    return read_bandwidth(device), matmul_rate(device, size=size, dtype=own.model.dtype)
+    flops = matmul_rate(device, size=size, dtype=own.model.dtype)
+    return Rates(read_bandwidth(device), flops)
 
 
-def _efficiency(
-    own: Comparison,
-    engine: Engine,
-    drafted: LoadPoint,
-    gain: float,
-    count: int,
-    context: int,
-    machine: tuple[float, float],
-) -> float | None:
+def _efficiency(own: Comparison, point: _Point, machine: Rates) -> float | None:
     """η of an EAGLE-3 head; the floors of other drafters are not written down."""
-    drafter = engine.drafter
-    if not isinstance(drafter, Eagle3Drafter) or drafted.acceptance is None:
+    drafter, acceptance = own.drafter(), point.drafted.acceptance
+    if not isinstance(drafter, Eagle3Drafter) or acceptance is None or not point.plain.throughput:
         return None
-    roofline = Roofline(*machine, rows=count, context=context)
-    tau = drafted.acceptance.acceptance_length.value
+    gain = point.drafted.throughput / point.plain.throughput
+    roofline = Roofline(*machine, rows=point.drafted.concurrency, context=point.context)
+    tau = acceptance.acceptance_length.value
     return eta(gain, best_speedup(own.model, drafter, own.tree, tau, roofline))

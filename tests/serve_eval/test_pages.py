@@ -146,7 +146,7 @@ def test_every_part_has_its_figure(page: str) -> None:
 
 def test_figures_stand_in_the_tables(page: str) -> None:
     text = html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page)))
-    assert "0.10 (0.06 … 0.15)" in text and "1.07 (1.01 … 1.13)×" in text and "better" in text
+    assert "+0.104 (+0.062 … +0.148)" in text and "1.07 (1.01 … 1.13)×" in text and "better" in text
     assert "verify 11.0, draft 2.1" in text and "0.77" in text and "9, 1 failed" in text
     assert "sglang at http://127.0.0.1:30000: its τ is 1.02, the head was not loaded" in text
     assert "num_draft_tokens" in text or "num draft tokens" in text

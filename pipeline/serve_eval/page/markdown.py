@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 from pipeline.console import markdown_text
 from pipeline.reports import EvalReport
 from pipeline.serve_eval.page.figures import curve_name
-from pipeline.serve_eval.page.wording import estimated, fixed, milliseconds, mode, rate, timed
+from pipeline.serve_eval.page.wording import (
+    changed,
+    estimated,
+    fixed,
+    milliseconds,
+    mode,
+    rate,
+    timed,
+)
 
 
 def write_markdown(report: EvalReport) -> str:
@@ -36,7 +44,7 @@ def write_markdown(report: EvalReport) -> str:
                 (
                     each.rival,
                     fixed(each.acceptance_length.value),
-                    estimated(each.difference),
+                    changed(each.difference),
                     each.verdict,
                 )
                 for each in report.comparisons

@@ -41,6 +41,7 @@ def write_html(report: EvalReport) -> str:
         "percent": wording.percent,
         "plain": wording.plain,
         "estimated": wording.estimated,
+        "changed": wording.changed,
         "milliseconds": wording.milliseconds,
         "curve_name": curve_name,
         "share": lambda value, key: wording.share(key, value),

@@ -30,6 +30,12 @@ def estimated(figure: Estimate) -> str:
     return f"{figure.value:.2f} ({figure.low:.2f} … {figure.high:.2f})"
 
 
+def changed(difference: Estimate) -> str:
+    """A difference with its interval, signed."""
+    value, low, high = difference.value, difference.low, difference.high
+    return f"{value:+.3f} ({low:+.3f} … {high:+.3f})"
+
+
 def milliseconds(seconds: float) -> str:
     """Times of tokens."""
     return f"{1e3 * seconds:,.1f}"
