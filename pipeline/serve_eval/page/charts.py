@@ -60,12 +60,14 @@ def alpha_by_depth(
     depths = range(1, len(alpha) + 1)
     with matplotlib.rc_context(_STYLE):
         figure, axes = _axes(HEIGHT)
-        bars = axes.bar(
-            depths, alpha, width=0.62, color=ACCENT, label="α, given that all before were accepted"
-        )
+        label = "α, given that all before were accepted"
+        axes.bar(depths, alpha, width=0.62, color=ACCENT, label=label)
+        tops = list(alpha)
         for depth, (low, high) in zip(depths, intervals, strict=False):
             axes.plot([depth, depth], [low, high], color=INK, linewidth=1.4)
-        axes.bar_label(bars, fmt="%.2f", padding=3, color=INK)
+            tops[depth - 1] = max(tops[depth - 1], high)
+        for depth, value, top in zip(depths, alpha, tops, strict=True):
+            axes.text(depth, top + 0.02, f"{value:.2f}", ha="center", color=INK)
         axes.plot(
             depths,
             joint if len(joint) == len(alpha) else list(accumulate(alpha, mul)),
