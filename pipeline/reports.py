@@ -201,6 +201,8 @@ class PromptResult(Record):
     """Number of the turn, from 1."""
     context_tokens: int = 0
     """Tokens before the reply, templates included."""
+    context_digest: str = ""
+    """Of these tokens: 16 digits of a SHA-256."""
     finish_reason: str = ""
     """Why the reply ended: stop, length, or what a server says."""
     rounds: int

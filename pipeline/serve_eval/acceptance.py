@@ -40,15 +40,18 @@ def acceptance_figures(
     sums = drawn_sums(np.hstack([table, kept]), [name for _, name in rows])  # [1 + DRAWS, 4 + D]
     rounds, tokens, requests, ratios = sums[:, :4].T
     reached = np.hstack([rounds[:, None], sums[:, 4:]])  # [1 + DRAWS, 1 + D]
+    drawn = len({name for _, name in rows})
     drafted = sum(each.drafted for each, _ in rows)
     accepted = sum(each.accepted_tokens for each, _ in rows)
     return AcceptanceFigures(
         requests=len(rows),
         rounds=int(rounds[0]),
-        acceptance_length=estimate(tokens / rounds),
-        request_acceptance_length=estimate(ratios / requests),
-        conditional=tuple(_ratio(reached[:, k], reached[:, k - 1]) for k in range(1, depth + 1)),
-        joint=tuple(_ratio(reached[:, k], rounds) for k in range(1, depth + 1)),
+        acceptance_length=estimate(tokens / rounds, drawn),
+        request_acceptance_length=estimate(ratios / requests, drawn),
+        conditional=tuple(
+            _ratio(reached[:, k], reached[:, k - 1], drawn) for k in range(1, depth + 1)
+        ),
+        joint=tuple(_ratio(reached[:, k], rounds, drawn) for k in range(1, depth + 1)),
         accept_rate=accepted / drafted if drafted else 0.0,
     )
 
@@ -64,16 +67,36 @@ def drawn_sums(rows: _Floats, prompts: Sequence[str]) -> _Floats:
     return np.vstack([by_prompt.sum(0), weights @ by_prompt])
 
 
-def estimate(figures: _Floats) -> Estimate:
-    """The figure, which is the first entry, and the middle 95 % of its draws, the others."""
-    low, high = np.quantile(figures[1:], (0.025, 0.975))
-    return Estimate(value=float(figures[0]), low=float(low), high=float(high))
+def estimate(figures: _Floats, prompts: int) -> Estimate:
+    """The figure, which is the first entry, and the middle 95 % of its draws, the others.
+
+    Draws of few prompts vary too little: the ends are moved out as Student's t lies outside of the
+    normal distribution, and as a sample's deviation does outside of its draws'.
+    """
+    value = float(figures[0])
+    low, high = (float(end) for end in np.quantile(figures[1:], (0.025, 0.975)))
+    wider = _wider(prompts)
+    return Estimate(
+        value=value, low=value - wider * (value - low), high=value + wider * (high - value)
+    )
 
 
-def _ratio(above: _Floats, below: _Floats) -> Estimate:
+def _wider(prompts: int) -> float:
+    """t / z · sqrt(n / (n - 1)) at 97.5 %, t by its series in 1 / (n - 1) (Abramowitz and Stegun,
+    26.7.5)."""
+    z, free = 1.959964, max(prompts - 1, 1)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    student = z + first / free + second / free**2 + third / free**3
+    return float(student / z * np.sqrt((free + 1) / free))
+
+
+def _ratio(above: _Floats, below: _Floats, prompts: int) -> Estimate:
     """Draws without a case to count are left out: nothing is known from them."""
     known = below > 0
-    return estimate(above[known] / below[known])
+    share = estimate(above[known] / below[known], prompts)
+    return Estimate(value=share.value, low=max(share.low, 0.0), high=min(share.high, 1.0))
 
 
 def _padded(values: Sequence[int], length: int) -> list[int]:

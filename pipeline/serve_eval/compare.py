@@ -54,16 +54,16 @@ def compare(
     rows = np.array([[*_sums(pair.own), *_sums(pair.rival), *_speed(pair)] for pair in pairs])
     drawn = drawn_sums(rows, [pair.prompt for pair in pairs])  # [1 + DRAWS, 6]
     own, other = drawn[:, 0] / drawn[:, 1], drawn[:, 2] / drawn[:, 3]
-    difference = estimate(own - other)
+    difference = estimate(own - other, prompts)
     timed = all(pair.speed_ratio is not None for pair in pairs)
     return PairedComparison(
         rival=rival,
         settings=dict(settings),
         requests=len(pairs),
         prompts=prompts,
-        acceptance_length=estimate(other),
+        acceptance_length=estimate(other, prompts),
         difference=difference,
-        speed_ratio=estimate(np.exp(drawn[:, 4] / drawn[:, 5])) if timed else None,
+        speed_ratio=estimate(np.exp(drawn[:, 4] / drawn[:, 5]), prompts) if timed else None,
         verdict=_verdict(difference.low, difference.high),
         smallest_seen=(difference.high - difference.low) / 2,
     )
@@ -152,8 +152,8 @@ def _conditions(own: EvalReport, earlier: EvalReport) -> list[tuple[str, Any, An
     ]
 
 
-def _request(result: PromptResult) -> tuple[str, int]:
-    return result.id, result.context_tokens
+def _request(result: PromptResult) -> tuple[str, int, str]:
+    return result.id, result.context_tokens, result.context_digest
 
 
 def _sums(counters: RoundCounters) -> tuple[float, float]:

@@ -9,7 +9,7 @@ both. Replies above temperature 0 are drawn by seed, the same seeds for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from statistics import median
 from time import perf_counter
@@ -21,6 +21,7 @@ from pipeline.config import EvalSection
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.request import Completion, Request
+from pipeline.errors import ConfigError
 from pipeline.records import Prompt
 from pipeline.reports import LoadCurve, LoadPoint, Percentiles
 from pipeline.serve_eval.acceptance import acceptance_figures
@@ -48,22 +49,47 @@ def measure_load(
     measured: list[tuple[dict[str, Any], list[_Point]]] = []
     points = len(modes) * len(load.temperatures) * len(load.concurrency)
     machine = Rates(0.0, 0.0)
+    asked = {mode: _template(template, kwargs) for mode, kwargs in modes.items()}
+    contexts = _contexts(own, prompts, asked)
     with progress_bar("eval", unit="points", total=points, note="load") as bar:
         for mode, kwargs in modes.items():
-            asked = template.varied(kwargs=kwargs, where="eval.load.modes") if kwargs else template
-            contexts = [first_question(prompt, asked).context for prompt in prompts]
-            contexts = [each for each in contexts if own.fits(each)]
             for temperature in load.temperatures:
                 settings: dict[str, Any] = {"temperature": temperature}
                 settings |= {"mode": mode, **kwargs} if mode else {}
+                if len(contexts[mode]) < len(prompts):
+                    settings["prompts_left_out"] = len(prompts) - len(contexts[mode])
                 measured.append((settings, []))
                 for count in sorted(set(load.concurrency)):
-                    total = load.requests or max(_PER_SLOT * count, len(contexts))
-                    requests = list(_requests(contexts, total, temperature, asked, section))
+                    total = load.requests or max(_PER_SLOT * count, len(contexts[mode]))
+                    requests = list(
+                        _requests(contexts[mode], total, temperature, asked[mode], section)
+                    )
                     machine = machine.best_of(_machine(own))
                     measured[-1][1].append(_measure(own, requests, count, temperature))
                     bar.advance(1)
     return tuple(curve for each in measured for curve in _curves(own, *each, machine))
+
+
+def _template(template: ChatTemplate, kwargs: Mapping[str, Any]) -> ChatTemplate:
+    return template.varied(kwargs=kwargs, where="eval.load.modes") if kwargs else template
+
+
+def _contexts(
+    own: Comparison, prompts: Sequence[Prompt], asked: Mapping[str, ChatTemplate]
+) -> dict[str, list[tuple[int, ...]]]:
+    """Of the prompts whose first turn fits in every mode, so that all curves are of the same."""
+    each = [
+        {mode: first_question(prompt, one).context for mode, one in asked.items()}
+        for prompt in prompts
+    ]
+    fitting = [contexts for contexts in each if all(map(own.fits, contexts.values()))]
+    if not fitting:
+        raise ConfigError(
+            "no prompt leaves room for its reply in every mode",
+            where="eval.load.modes",
+            fix="choose shorter prompts or lower eval.max_new_tokens",
+        )
+    return {mode: [contexts[mode] for contexts in fitting] for mode in asked}
 
 
 class Rates(NamedTuple):

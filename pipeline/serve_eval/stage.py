@@ -93,7 +93,9 @@ def _evaluate(
     template = target.template(system_prompt=section.system_prompt)
     if section.chat_template_kwargs:
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
-    longest = max(_tokens(prompt, config, template) for prompt in prompts)
+    modes = [{}, *section.load.modes.values()] if section.load.concurrency else [{}]
+    varied = [template.varied(kwargs=mode, where="eval.load.modes") for mode in modes]
+    longest = max(_tokens(prompt, config, each) for prompt in prompts for each in varied)
     head = loaded[0] if loaded else None
     positions = head.shape.max_position_embeddings if head else target.positions
     max_length = min(positions, longest)

@@ -15,7 +15,7 @@ from pipeline.config import DrafterSection, RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.head import DraftingHead
-from pipeline.records import Arithmetic, TargetContract
+from pipeline.records import Arithmetic, TargetContract, digest
 from pipeline.reports import EvalReport, LoadCurve, PromptResult
 from pipeline.serve_eval.compare import compare_rivals
 from pipeline.serve_eval.groups import grouped_acceptance
@@ -69,6 +69,12 @@ def summarise(
             "greedy_fp32": all(identical) and bool(identical),
             "prompts_checked": len(identical),
             "sampled_fp32": {f"{each:g}": all(same) for each, same in measurements.sampled.items()},
+            "sampled_different": sorted(
+                item.question.request_id
+                for drawn in measurements.sampled.values()
+                for item, same in zip(measured, drawn, strict=False)
+                if not same
+            ),
             "different": sorted(each.id for each in results if not each.identical_fp32),
             "identical_in_run_dtype": sum(
                 item.plain.token_ids == item.speculative.token_ids for item in drafted
@@ -163,6 +169,7 @@ def _result(item: Measured, identical: bool) -> PromptResult:
         source=item.question.source,
         turn=item.question.turn,
         context_tokens=len(item.question.context),
+        context_digest=digest(item.question.context)[:16],
         finish_reason=item.speculative.finish_reason,
         rounds=statistics.rounds,
         tokens=len(item.speculative.token_ids),

@@ -57,7 +57,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         sums = drawn_sums(
             np.stack([tokens, rounds], axis=1).astype(float), [str(n) for n in range(40)]
         )
-        interval = estimate(sums[:, 0] / sums[:, 1])
+        interval = estimate(sums[:, 0] / sums[:, 1], 40)
         inside += interval.low <= 1.9 <= interval.high
     assert 178 <= inside <= 199
 

@@ -113,8 +113,8 @@ def compare(
         rows.append((told[name].rounds, told[name].tokens, *decoder))
     sums = drawn_sums(np.array(rows, float), names)  # [1 + DRAWS, 4]
     server, decoder_tau = sums[:, 1] / sums[:, 0], sums[:, 3] / np.maximum(sums[:, 2], 1)
-    difference = estimate(server - decoder_tau)
-    return PairedTau(len(names), float(server[0]), estimate(decoder_tau), difference)
+    difference = estimate(server - decoder_tau, len(names))
+    return PairedTau(len(names), float(server[0]), estimate(decoder_tau, len(names)), difference)
 
 
 def _taken(counters: RoundCounters) -> tuple[int, int]:

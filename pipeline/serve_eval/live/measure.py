@@ -110,8 +110,8 @@ def figures_of(told: Sequence[ToldRounds], prompts: Sequence[str]) -> Acceptance
     return AcceptanceFigures(
         requests=len(told),
         rounds=int(rounds[0]),
-        acceptance_length=estimate(tokens / rounds),
-        request_acceptance_length=estimate(ratios / requests),
+        acceptance_length=estimate(tokens / rounds, len(set(prompts))),
+        request_acceptance_length=estimate(ratios / requests, len(set(prompts))),
         conditional=(),
         joint=(),
         accept_rate=sum(each.accepted for each in told) / drafted if drafted else 0.0,
