@@ -42,15 +42,20 @@ class Pair(NamedTuple):
     speed_ratio: float | None  # own tokens per second over the rival's
 
 
+def check_prompts(count: int, where: str = "eval.compare") -> None:
+    """Raises DataError where so few prompts are no ground for a verdict."""
+    if count < FEWEST_PROMPTS:
+        problem = f"{count} prompts are decoded by both, a verdict needs {FEWEST_PROMPTS}"
+        raise DataError(problem, where=where, fix="evaluate more prompts, the same for both")
+
+
 def compare(
     pairs: Sequence[Pair], rival: str, settings: Mapping[str, Any], *, where: str
 ) -> PairedComparison:
     """Raises DataError with fewer than FEWEST_PROMPTS prompts that have rounds in both."""
     pairs = [pair for pair in pairs if pair.own.rounds and pair.rival.rounds]
     prompts = len({pair.prompt for pair in pairs})
-    if prompts < FEWEST_PROMPTS:
-        problem = f"{prompts} prompts were decoded by both, a verdict needs {FEWEST_PROMPTS}"
-        raise DataError(problem, where=where, fix="evaluate more prompts, the same for both")
+    check_prompts(prompts, where)
     rows = np.array([[*_sums(pair.own), *_sums(pair.rival), *_speed(pair)] for pair in pairs])
     drawn = drawn_sums(rows, [pair.prompt for pair in pairs])  # [1 + DRAWS, 6]
     own, other = drawn[:, 0] / drawn[:, 1], drawn[:, 2] / drawn[:, 3]

@@ -14,6 +14,7 @@ from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import Manifest, Prompt
 from pipeline.reports import REPORT, EvalReport, GoldenPrompt
+from pipeline.serve_eval.compare import check_prompts
 from pipeline.serve_eval.live.golden import golden_figure
 from pipeline.serve_eval.load import measure_load
 from pipeline.serve_eval.measure import Comparison, Measured
@@ -90,6 +91,8 @@ def _evaluate(
     """Speed and acceptance in this machine's type, then losslessness in fp32."""
     section = config.eval
     prompts, others = read_prompts(config)
+    if section.compare:
+        check_prompts(len(prompts))
     template = target.template(system_prompt=section.system_prompt)
     if section.chat_template_kwargs:
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")

@@ -77,7 +77,7 @@ def test_a_real_difference_is_seen_although_prompts_differ_far_more() -> None:
 
 def test_a_few_prompts_are_no_ground_for_a_verdict() -> None:
     pairs = [Pair("one", counted(2, 1), counted(0, 1), None)] * 20
-    with pytest.raises(DataError, match="1 prompts were decoded by both, a verdict needs 8"):
+    with pytest.raises(DataError, match="1 prompts are decoded by both, a verdict needs 8"):
         compare(pairs, "b", {}, where="x")
 
 
