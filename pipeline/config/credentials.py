@@ -67,7 +67,7 @@ def check_endpoint(url: str, *, with_key: bool) -> None:
     if with_key and parts.scheme == "http" and not _is_this_machine(host):
         raise ValueError(
             "the API key would cross the network unencrypted; use https://, "
-            "or set generator.allow_plain_http=true where nobody else can listen"
+            "or set allow_plain_http=true beside it where nobody else can listen"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.cli import main
-from pipeline.config import RunConfig, load
+from pipeline.config import RunConfig, ServeSection, load
 from pipeline.reports import EvalReport, ServerResult
 from pipeline.serve_eval.live.stage import evaluate_server, read_results
+from pipeline.server.start import _listen
 from tests.serve_eval.conftest import Serving
 
 
@@ -135,3 +137,9 @@ def test_misuse_is_an_error_by_name(finished: Path, tmp_path: Path) -> None:
     elsewhere = f"run.uri={tmp_path}/none"
     assert main(["check-serving", "--server", nobody, "-c", str(finished), elsewhere]) == 2
     assert not (tmp_path / "none").exists()
+
+
+def test_first_tokens_of_a_stream_are_not_held_back() -> None:
+    """Without TCP_NODELAY a small packet waits for the acknowledgement of the one before: 40 ms."""
+    with _listen(ServeSection(port=0)) as listening:
+        assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -81,7 +81,7 @@ class LiveClient:
         except (httpx.HTTPError, ValueError):
             return None
 
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed reply, in time. Raises AttemptFailed, ServerGone."""
         import httpx
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -185,12 +186,12 @@ class LiveMeasure:
         body = self._server.body(question.context, self._new, self._stop)
         reading = _Reading(self._server)
         start = last = first = time.perf_counter()
-        async for event in self._client.events(self._server.path, body):
-            now = time.perf_counter()
-            grown = reading.tokens_so_far
-            reading.take(event)
-            if reading.tokens_so_far > grown:
-                first, last = (now if not grown else first), now
+        async with aclosing(self._client.events(self._server.path, body)) as events:
+            async for event in events:
+                now, before_it = time.perf_counter(), reading.tokens_so_far
+                reading.take(event)
+                if reading.tokens_so_far > before_it:
+                    first, last = (first if before_it else now), now
         tokens = reading.completion
         if not tokens:
             raise AttemptFailed("empty")
