@@ -15,8 +15,8 @@ _BYTES_PER_THREAD = 5e9
 _INTERPRETER_BYTES = 700 << 20
 _LOADING_SECONDS = 20.0
 _REPORT_BYTES = 500 << 10
-#: begin.json, manifest.json, report.json and report.html.
-_OBJECTS = 4
+#: begin.json, manifest.json, report.json, report.html and report.md.
+_OBJECTS = 5
 
 
 def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
