@@ -155,8 +155,7 @@ def _measure(
             done[way] += engines[way].generate(requests[first : first + size])
             seconds[way] += perf_counter() - started
     plain, drafted = (
-        _point(some, count, temperature, spent, drafts=bool(way))
-        for way, (some, spent) in enumerate(zip(done, seconds, strict=True))
+        _point(some, count, temperature, spent) for some, spent in zip(done, seconds, strict=True)
     )
     context = int(median(len(request.prompt_ids) for request in requests))
     context += requests[0].max_new_tokens // 2
@@ -164,9 +163,7 @@ def _measure(
     return _Point(plain, drafted.model_copy(update={"round_seconds": parts}), context)
 
 
-def _point(
-    done: Sequence[Completion], count: int, temperature: float, seconds: float, *, drafts: bool
-) -> LoadPoint:
+def _point(done: Sequence[Completion], count: int, temperature: float, seconds: float) -> LoadPoint:
     """In a closed loop a request is sent when its slot is free: to wait for one is not its time."""
     well = [each for each in done if each.error is None]
     statistics = [each.statistics for each in well]
@@ -174,6 +171,7 @@ def _point(
     later = [each.seconds_per_token for each in statistics if each.round_tokens]
     prompts = [each.request_id.partition(":")[0] for each in well]
     counters = [each.counters() for each in statistics]
+    drafted = sum(each.drafted for each in counters)
     return LoadPoint(
         concurrency=count,
         temperature=temperature,
@@ -184,7 +182,7 @@ def _point(
         throughput=tokens / seconds,
         ttft_seconds=percentiles([each.first_token_seconds for each in statistics]),
         tpot_seconds=percentiles(later),
-        acceptance=acceptance_figures(counters, prompts) if drafts else None,
+        acceptance=acceptance_figures(counters, prompts) if drafted else None,
     )
 
 
@@ -224,9 +222,9 @@ def _round_seconds(
 def _machine(own: Comparison) -> Rates:
     """At this moment."""
     device = own.model.device
-    size = 8192 if device.type == "cuda" else 2048
+    size, megabytes = (8192, 512) if device.type == "cuda" else (1024, 256)
     flops = matmul_rate(device, size=size, dtype=own.model.dtype)
-    return Rates(read_bandwidth(device), flops)
+    return Rates(read_bandwidth(device, megabytes=megabytes, runs=3), flops)
 
 
 def _efficiency(own: Comparison, point: _Point, machine: Rates) -> float | None:

@@ -116,6 +116,9 @@ def test_load_is_measured_with_and_without_the_drafter(
             for point in (plain, drafted):
                 assert 0 < point.tpot_seconds.p50 <= point.tpot_seconds.p99 < point.seconds
                 assert 0 < point.ttft_seconds.p50 <= point.ttft_seconds.p99 < point.seconds
+                decoding = point.tpot_seconds.mean * (point.tokens - point.requests)
+                open_seconds = decoding + point.ttft_seconds.mean * point.requests
+                assert (open_seconds > 1.4 * point.seconds) == (count == 3), "they overlap"
             parts = drafted.round_seconds
             assert set(parts) == {"plain", "verify", "draft", "extend", "other"}
             assert min(parts.values()) > 0 and drafted.efficiency is None
