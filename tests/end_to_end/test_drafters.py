@@ -78,6 +78,7 @@ def test_rivals_take_turns_on_the_same_prompts(
     assert main([*command, f"eval.compare={json.dumps(refused)}"]) == 2
     assert "names of compare" in capsys.readouterr().err
     few = [*command, f"eval.compare={json.dumps(rivals)}", "eval.max_prompts=7"]
+    few.append(f"run.uri={tmp_path}/few")
     assert main(few) == 2 and "a verdict needs 8" in capsys.readouterr().err
     assert main([*command, f"eval.compare={json.dumps(rivals)}"]) == 0
     report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())

@@ -133,7 +133,7 @@ def test_a_key_crosses_the_network_encrypted(make_config: Configure) -> None:
         return {"backend": "vllm", "endpoints": [url], "api_key_env": "TEAM_KEY", **more}
 
     for url in ("http://gpu-1:8000/v1", "http://10.0.0.5/v1", "http://localhost.evil.org/v1"):
-        with pytest.raises(ConfigError, match=r"generator\.allow_plain_http=true"):
+        with pytest.raises(ConfigError, match=r"set allow_plain_http=true"):
             make_config(generator=generator(url))
         allowed = make_config(generator=generator(url, allow_plain_http=True))
         keyless = make_config(generator={**generator(url), "api_key_env": None})
