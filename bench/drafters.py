@@ -41,8 +41,7 @@ from pipeline.eagle3.any_head import load_any_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import Eagle3Error
 from pipeline.prompts import balanced, load_prompts
-from pipeline.serve_eval.decode_plan import fill_context
-from pipeline.serve_eval.questions import first_question
+from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.decode_plan import plan_cell, run_rounds, trace_drafter, trace_variants
 from pipeline.tuning.trace import acceptance

@@ -169,8 +169,8 @@ class LoadPoint(Record):
     """Mean time of a token behind the first, by request."""
     acceptance: AcceptanceFigures | None = None
     """None: nothing was drafted, or nobody told."""
-    peak_memory_bytes: int | None = None
-    """Of the device while it ran; None where it is not measured."""
+    cache_bytes: int | None = None
+    """Keys and values at the fullest moment, the drafter's with them; None: nobody told."""
     round_seconds: dict[str, float] = Field({})
     """A round by part: draft, verify, extend."""
     efficiency: float | None = None

@@ -171,6 +171,18 @@ def _decode_plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> D
     )
 
 
+def _simulate(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from pipeline.serve_eval.simulated import print_simulated, simulate
+
+    curves = simulate(load(arguments.config, arguments.overrides), arguments.acceptance)
+    print_simulated(curves)
+    if arguments.json:
+        Path(arguments.json).write_text(curves.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
 def _compare(arguments: argparse.Namespace) -> int:
     from pipeline.serve_eval.compare import check_regression, compare_reports, sentence
     from pipeline.store.reports import read_report
@@ -295,6 +307,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "schema": _schema,
     "drafters": _drafters,
     "plan-decode": _plan_decode,
+    "simulate": _simulate,
     "serve": _serve,
     "compare": _compare,
     "check-serving": _check_serving,

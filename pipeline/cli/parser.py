@@ -127,6 +127,7 @@ def _add_stages(commands: argparse._SubParsersAction[Parser]) -> None:
     schema.add_argument("what", nargs="?", choices=("config", "report"), default="config")
     _command(commands, "drafters", "list what can draft, what it needs, and its settings")
     _add_plan_decode(commands, configured)
+    _add_simulate(commands, configured)
     _add_serve(commands, configured)
     _add_compare(commands)
     _add_check_serving(commands)
@@ -165,6 +166,18 @@ def _add_plan_decode(commands: argparse._SubParsersAction[Parser], configured: P
     )
     option("--budget", type=int, default=512, metavar="N", help="self_spec's compressed cache")
     option("--draft", metavar="NAME", help="the standalone drafter: a well-known target's name")
+
+
+def _add_simulate(commands: argparse._SubParsersAction[Parser], configured: Parser) -> None:
+    imposed = (
+        "measure speed under load at acceptance lengths that are imposed: what a head of such "
+    )
+    imposed += "a τ would bring here; at eval.load's concurrency and contexts"
+    simulated = _command(commands, "simulate", imposed, configured)
+    option = simulated.add_argument
+    lengths = "acceptance lengths, 1 to 1 + eval.tree.steps; default 1.5,2,2.5,3"
+    option("--acceptance", type=_lengths, default=[1.5, 2, 2.5, 3], metavar="τ,…", help=lengths)
+    option("--json", metavar="FILE", help="write the curves as JSON")
 
 
 def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -230,6 +243,13 @@ def _alpha(text: str) -> dict[str, float]:
         return parse_acceptance(text, [name for name in DRAFTERS if name != "none"])
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _lengths(text: str) -> list[float]:
+    try:
+        return sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of lengths such as 2,2.5") from None
 
 
 def _counts(text: str) -> list[int]:

@@ -57,6 +57,9 @@ class LoadSection(Section):
     modes: dict[str, dict[str, str | int | float | bool]] = Field({})
     """A pair of curves for each name: variables of the chat template over the report's own, such as
     {thinking: {enable_thinking: true}, direct: {enable_thinking: false}}. {}: the report's own."""
+    contexts: tuple[int, ...] = ()
+    """A pair of curves for each: prompts are filled up to so many tokens with others of theirs, or
+    cut to their last ones. (): prompts as they are."""
     requests: int | None = Field(None, gt=0)
     """At each point. None: four times the concurrency, and no fewer than there are prompts."""
 
@@ -64,6 +67,8 @@ class LoadSection(Section):
     def _can_be_run(self) -> LoadSection:
         if any(count < 1 for count in self.concurrency):
             raise ValueError("concurrency is at least 1")
+        if any(length < 1 for length in self.contexts):
+            raise ValueError("a context has at least 1 token")
         if any(temperature < 0 for temperature in self.temperatures):
             raise ValueError("a temperature is not negative")
         return self

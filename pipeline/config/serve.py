@@ -11,6 +11,8 @@ from pipeline.config.section import Section
 class ServeSection(Section):
     """`eagle3 serve`: target, drafter and tree are those of `eval`."""
 
+    plain: bool = False
+    """Decode without eval's drafter, for what drafting is held against (eval.server.plain)."""
     host: str = "127.0.0.1"
     """Address to listen at. Any other than this machine's own needs `api_key_env`."""
     port: int = Field(8000, ge=0, le=65535)

@@ -23,6 +23,9 @@ class LiveServerSection(Section):
     """Name, in capitals, of the environment variable that holds the key which it wants."""
     allow_plain_http: bool = False
     """Send the key over http:// to another machine."""
+    plain: bool = False
+    """It was started without a drafter, to be what another run with one is held against: nothing is
+    asked of its acceptance, and a server that drafts is an error."""
     concurrency: tuple[int, ...] = Field((1, 4, 16), min_length=1)
     """Requests that are open at a time, one measurement for each."""
     timeout_seconds: float = Field(120, gt=0)

@@ -61,6 +61,7 @@ class PageAllocator:
 
     def __init__(self, pages: int, *, device: torch.device) -> None:
         self.pages, self.device = pages, device
+        self.most_used = 0  # pages at a time
         # Popped from the end, lowest first, so that memory in use stays together.
         self._free = list(range(pages - 1, 0, -1))
 
@@ -81,7 +82,9 @@ class PageAllocator:
         """`count` pages, or None when fewer are free."""
         if count > len(self._free):
             return None
-        return [self._free.pop() for _ in range(count)]
+        allocated = [self._free.pop() for _ in range(count)]
+        self.most_used = max(self.most_used, self.capacity - len(self._free))
+        return allocated
 
     def free(self, pages: list[int]) -> None:
         """Return pages; their content stays, and readers never look at what they did not write."""
@@ -105,6 +108,15 @@ class Pools:
         if drafter is not None:
             drafted = self.shared.planes(drafter.planes), self.own.planes(drafter.own_planes)
             self.planes = Planes(target, *drafted)
+        shapes = model.plane_shape, *(drafter.planes if drafter else ())
+        self._page_bytes = sum(shape.page_bytes for shape in shapes)
+        self._own_page_bytes = sum(each.page_bytes for each in drafter.own_planes) if drafter else 0
+
+    @property
+    def most_used_bytes(self) -> int:
+        """Keys and values of the pages that were in use at the fullest moment, in all planes."""
+        own = self.own.most_used * self._own_page_bytes
+        return self.shared.most_used * self._page_bytes + own
 
 
 def pages_for(entries: int) -> int:

@@ -123,6 +123,7 @@ def _measured(report: EvalReport) -> str:
         f"* {markdown_text(str(report.settings.get('device')))}, {report.settings.get('dtype')}",
         f"* fp32 output {'is' if report.lossless['greedy_fp32'] else 'is NOT'} that of plain "
         f"decoding on {report.lossless['prompts_checked']} requests",
+        *_golden(report),
     ]
     categories = [
         f"| {markdown_text(name)} | {row['acceptance_length']:.2f} |"
@@ -130,6 +131,20 @@ def _measured(report: EvalReport) -> str:
     ]
     table = "\n".join(["| category | τ |", "|---|---:|", *categories]) if categories else ""
     return "\n\n".join(part for part in ("## Measured", "\n".join(rows), table) if part)
+
+
+def _golden(report: EvalReport) -> list[str]:
+    """What `eagle3 check-serving` holds a server against."""
+    golden = report.golden
+    if golden is None:
+        return []
+    tau = golden.acceptance_length
+    return [
+        f"* golden τ {tau.value:.3f} with that tree, on {len(golden.prompts)} prompts (token ids "
+        f"`{golden.prompts_digest[:16]}`, replies of at most {golden.max_new_tokens} tokens, "
+        f"weights `{golden.head_fingerprint[:16]}`): `eagle3 check-serving --server URL --report "
+        "report.json` asks a running server the same"
+    ]
 
 
 def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | None) -> str:

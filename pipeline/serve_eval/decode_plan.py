@@ -16,7 +16,7 @@ from pipeline.eagle3.checkpoint import HEAD_FILES
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
-from pipeline.serve_eval.questions import first_question, read_prompts
+from pipeline.serve_eval.questions import fill_context, first_question, read_prompts
 from pipeline.store.location import Location, as_directory
 from pipeline.store.manifest import stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
@@ -139,15 +139,6 @@ def _contexts(
         context: [fill_context(questions, index, context) for index in chosen]
         for context in contexts
     }
-
-
-def fill_context(questions: Sequence[tuple[int, ...]], index: int, context: int) -> tuple[int, ...]:
-    """Question number `index` behind as much of the others as makes `context` tokens."""
-    tokens = list(questions[index])[-context:]
-    others = (questions[(index + step) % len(questions)] for step in range(1, 10**6))
-    while len(tokens) < context:
-        tokens = [*next(others), *tokens][-context:]
-    return tuple(tokens)
 
 
 def _record(cell: PlannedCell) -> PlannedDecoding:

@@ -10,7 +10,7 @@ both. Replies above temperature 0 are drawn by seed, the same seeds for both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from pipeline.records import Prompt
 from pipeline.reports import LoadCurve, LoadPoint, Percentiles
 from pipeline.serve_eval.acceptance import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
-from pipeline.serve_eval.questions import first_question
+from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.machine import matmul_rate, read_bandwidth
@@ -38,48 +38,79 @@ _BLOCKS = 4
 _PER_SLOT = 4
 
 
+class Workload(NamedTuple):
+    """What all points of a pair of curves are asked."""
+
+    settings: dict[str, Any]  # of the curves
+    contexts: Sequence[tuple[int, ...]]  # token ids of each prompt
+    stop_ids: tuple[int, ...]
+    temperature: float = 0.0
+    imposed: tuple[int, ...] = ()  # drafted tokens that rounds accept in turn; (): what is right
+
+
 def measure_load(
     own: Comparison, prompts: Sequence[Prompt], template: ChatTemplate, section: EvalSection
 ) -> tuple[LoadCurve, ...]:
-    """A curve of each way for every mode and temperature of `eval.load`, first turns alone."""
-    load = section.load
-    if not load.concurrency:
+    """A pair of curves for every mode, context and temperature of `eval.load`; first turns."""
+    if not section.load.concurrency:
         return ()
-    modes = load.modes or {"": {}}
+    return measure_workloads(own, _workloads(own, prompts, template, section), section, "eval")
+
+
+def measure_workloads(
+    own: Comparison, workloads: Sequence[Workload], section: EvalSection, stage: str
+) -> tuple[LoadCurve, ...]:
+    """Both ways of each, at every concurrency of `eval.load`; `stage` is what progress is of."""
+    machine, counts = Rates(0.0, 0.0), sorted(set(section.load.concurrency))
     measured: list[tuple[dict[str, Any], list[_Point]]] = []
-    points = len(modes) * len(load.temperatures) * len(load.concurrency)
-    machine = Rates(0.0, 0.0)
-    asked = {mode: _template(template, kwargs) for mode, kwargs in modes.items()}
-    contexts = _contexts(own, prompts, asked)
-    with progress_bar("eval", unit="points", total=points, note="load") as bar:
-        for mode, kwargs in modes.items():
-            for temperature in load.temperatures:
-                settings: dict[str, Any] = {"temperature": temperature}
-                settings |= {"mode": mode, **kwargs} if mode else {}
-                if len(contexts[mode]) < len(prompts):
-                    settings["prompts_left_out"] = len(prompts) - len(contexts[mode])
-                measured.append((settings, []))
-                for count in sorted(set(load.concurrency)):
-                    total = load.requests or max(_PER_SLOT * count, len(contexts[mode]))
-                    requests = list(
-                        _requests(contexts[mode], total, temperature, asked[mode], section)
-                    )
-                    machine = machine.best_of(_machine(own))
-                    measured[-1][1].append(_measure(own, requests, count, temperature))
-                    bar.advance(1)
+    total = len(workloads) * len(counts)
+    with progress_bar(stage, unit="points", total=total, note="load") as bar:
+        for work in workloads:
+            measured.append((work.settings, []))
+            for count in counts:
+                asked = section.load.requests or max(_PER_SLOT * count, len(work.contexts))
+                machine = machine.best_of(_machine(own))
+                requests = list(_requests(work, asked, section.max_new_tokens))
+                measured[-1][1].append(_measure(own, requests, count, work))
+                bar.advance(1)
     return tuple(curve for each in measured for curve in _curves(own, *each, machine))
 
 
-def _template(template: ChatTemplate, kwargs: Mapping[str, Any]) -> ChatTemplate:
-    return template.varied(kwargs=kwargs, where="eval.load.modes") if kwargs else template
+def _workloads(
+    own: Comparison, prompts: Sequence[Prompt], template: ChatTemplate, section: EvalSection
+) -> list[Workload]:
+    load = section.load
+    templates = {"": template}
+    if load.modes:
+        templates = {
+            mode: template.varied(kwargs=kwargs, where="eval.load.modes")
+            for mode, kwargs in load.modes.items()
+        }
+    contexts = _contexts(own, prompts, templates)
+    left_out = len(prompts) - len(next(iter(contexts.values())))
+    cases = product(templates, load.contexts or (None,), load.temperatures)
+    return [
+        Workload(
+            {
+                "temperature": temperature,
+                **({"mode": mode, **load.modes[mode]} if mode else {}),
+                **({"context": length} if length else {}),
+                **({"prompts_left_out": left_out} if left_out else {}),
+            },
+            filled(contexts[mode], length) if length else contexts[mode],
+            template.stop_ids,
+            temperature,
+        )
+        for mode, length, temperature in cases
+    ]
 
 
 def _contexts(
-    own: Comparison, prompts: Sequence[Prompt], asked: Mapping[str, ChatTemplate]
+    own: Comparison, prompts: Sequence[Prompt], templates: Mapping[str, ChatTemplate]
 ) -> dict[str, list[tuple[int, ...]]]:
     """Of the prompts whose first turn fits in every mode, so that all curves are of the same."""
     each = [
-        {mode: first_question(prompt, one).context for mode, one in asked.items()}
+        {mode: first_question(prompt, one).context for mode, one in templates.items()}
         for prompt in prompts
     ]
     fitting = [contexts for contexts in each if all(map(own.fits, contexts.values()))]
@@ -89,7 +120,27 @@ def _contexts(
             where="eval.load.modes",
             fix="choose shorter prompts or lower eval.max_new_tokens",
         )
-    return {mode: [contexts[mode] for contexts in fitting] for mode in asked}
+    return {mode: [contexts[mode] for contexts in fitting] for mode in templates}
+
+
+def filled_length(section: EvalSection, positions: int) -> int:
+    """Tokens of the longest request of `eval.load.contexts`, 0 without. Raises ConfigError."""
+    if not section.load.concurrency or not section.load.contexts:
+        return 0
+    longest = max(section.load.contexts) + section.max_new_tokens
+    if longest > positions:
+        problem = f"{max(section.load.contexts)} tokens and a reply of {section.max_new_tokens} do"
+        raise ConfigError(
+            f"{problem} not fit into {positions} positions",
+            where="eval.load.contexts",
+            fix="name shorter ones, or lower eval.max_new_tokens",
+        )
+    return longest
+
+
+def filled(contexts: Sequence[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
+    """Each behind as much of the others as makes `length` tokens."""
+    return [fill_context(contexts, index, length) for index in range(len(contexts))]
 
 
 class Rates(NamedTuple):
@@ -125,25 +176,19 @@ def _curves(
     )
 
 
-def _requests(
-    contexts: Sequence[tuple[int, ...]],
-    total: int,
-    temperature: float,
-    template: ChatTemplate,
-    section: EvalSection,
-) -> Iterator[Request]:
+def _requests(work: Workload, total: int, limit: int) -> Iterator[Request]:
     """`total` requests; ids say which prompt each is of, seeds differ where prompts repeat."""
-    limit, stop_ids = section.max_new_tokens, template.stop_ids
-    for index, (number, context) in enumerate(islice(cycle(enumerate(contexts)), total)):
+    for index, (number, context) in enumerate(islice(cycle(enumerate(work.contexts)), total)):
         name = f"{number}:{index}"
-        yield Request(name, context, limit, stop_ids, temperature=temperature, seed=index)
+        yield Request(name, context, limit, work.stop_ids, temperature=work.temperature, seed=index)
 
 
-def _measure(
-    own: Comparison, requests: Sequence[Request], count: int, temperature: float
-) -> _Point:
+def _measure(own: Comparison, requests: Sequence[Request], count: int, work: Workload) -> _Point:
     """One concurrency."""
-    engines = [own.engine(speculative=drafts, slots=count) for drafts in (False, True)]
+    engines = [
+        own.engine(speculative=False, slots=count),
+        own.engine(speculative=True, slots=count, imposed=work.imposed),
+    ]
     for engine in engines:  # first uses allocate
         list(engine.generate(requests[:count]))
     done: list[list[Completion]] = [[], []]
@@ -155,15 +200,18 @@ def _measure(
             done[way] += engines[way].generate(requests[first : first + size])
             seconds[way] += perf_counter() - started
     plain, drafted = (
-        _point(some, count, temperature, spent) for some, spent in zip(done, seconds, strict=True)
+        _point(some, count, work.temperature, spent, engine.pools.most_used_bytes)
+        for some, spent, engine in zip(done, seconds, engines, strict=True)
     )
     context = int(median(len(request.prompt_ids) for request in requests))
     context += requests[0].max_new_tokens // 2
-    parts = _round_seconds(own, count, context, sampling=temperature > 0)
+    parts = _round_seconds(own, count, context, sampling=work.temperature > 0)
     return _Point(plain, drafted.model_copy(update={"round_seconds": parts}), context)
 
 
-def _point(done: Sequence[Completion], count: int, temperature: float, seconds: float) -> LoadPoint:
+def _point(
+    done: Sequence[Completion], count: int, temperature: float, seconds: float, cache_bytes: int
+) -> LoadPoint:
     """In a closed loop a request is sent when its slot is free: to wait for one is not its time."""
     well = [each for each in done if each.error is None]
     statistics = [each.statistics for each in well]
@@ -183,6 +231,7 @@ def _point(done: Sequence[Completion], count: int, temperature: float, seconds: 
         ttft_seconds=percentiles([each.first_token_seconds for each in statistics]),
         tpot_seconds=percentiles(later),
         acceptance=acceptance_figures(counters, prompts) if drafted else None,
+        cache_bytes=cache_bytes,
     )
 
 

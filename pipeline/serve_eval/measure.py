@@ -30,6 +30,7 @@ from pipeline.target.load import LoadedTarget, pick_device
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.score import Gaps, greedy_gaps
+from pipeline.tuning.simulate import ImposedAcceptance
 from pipeline.tuning.tune import Choice, tune
 
 #: Requests that the losslessness check decodes together.
@@ -141,10 +142,12 @@ class Comparison:
         """Decode with this tree and these settings of the drafter from now on."""
         self.tree, self._factory = tree, self._factory.variant(settings)
 
-    def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
-        """A fresh engine over the shared weights."""
+    def engine(self, *, speculative: bool, slots: int = 1, imposed: Sequence[int] = ()) -> Engine:
+        """A fresh engine over the shared weights; rounds accept `imposed` drafted tokens in turn,
+        where it is given, whatever the target thinks of them."""
         drafter = self.drafter() if speculative else None
-        return Engine(self.model, drafter=drafter, slots=slots)
+        verify = ImposedAcceptance(imposed, self.model.device) if imposed else None
+        return Engine(self.model, drafter=drafter, slots=slots, verify=verify)
 
     def drafter(self) -> Drafter:
         """A fresh one, with the settled tree."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.config import RunConfig, SourceSpec
@@ -71,6 +72,15 @@ def follow_up(prompt: Prompt, turn: int, template: ChatTemplate, *, closed: bool
     by_tool = turn in prompt.tool_turns
     template = _with_tools(template, prompt)
     return template.follow(prompt.turns[turn], closed=closed, system=prompt.system, by_tool=by_tool)
+
+
+def fill_context(questions: Sequence[tuple[int, ...]], index: int, context: int) -> tuple[int, ...]:
+    """Question number `index` behind as much of the others as makes `context` tokens."""
+    tokens = list(questions[index])[-context:]
+    others = (questions[(index + step) % len(questions)] for step in range(1, 10**6))
+    while len(tokens) < context:
+        tokens = [*next(others), *tokens][-context:]
+    return tuple(tokens)
 
 
 def _with_tools(template: ChatTemplate, prompt: Prompt) -> ChatTemplate:

@@ -16,7 +16,7 @@ from pipeline.records import Manifest, Prompt
 from pipeline.reports import REPORT, EvalReport, GoldenPrompt
 from pipeline.serve_eval.compare import check_prompts
 from pipeline.serve_eval.live.golden import golden_figure
-from pipeline.serve_eval.load import measure_load
+from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.page.report import print_table, write_html
 from pipeline.serve_eval.pages import PAGE, write_pages
@@ -101,7 +101,7 @@ def _evaluate(
     longest = max(_tokens(prompt, config, each) for prompt in prompts for each in varied)
     head = loaded[0] if loaded else None
     positions = head.shape.max_position_embeddings if head else target.positions
-    max_length = min(positions, longest)
+    max_length = min(positions, max(longest, filled_length(section, positions)))
 
     def comparison(dtype: torch.dtype) -> Comparison:
         return Comparison(config, target, head, template, dtype=dtype, max_length=max_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -43,13 +43,16 @@ class ServerApp:
         *,
         model: str,
         key: str | None = None,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
-        """`model` is what clients call it; `key` is what they must send. Raises MissingPackage."""
+        """`model` is what clients call it, `key` what they must send, and `told` what /v1/models
+        says of its drafting. Raises MissingPackage."""
         self._drafts = engine.drafter is not None
         self.metrics = ServerMetrics(model, drafts=self._drafts)
         self.worker = EngineWorker(engine, self.metrics, max_waiting=section.max_waiting)
         self.engine, self._template, self._section = engine, template, section
         self._model, self._key = model, key.encode() if key else None
+        self._told = dict(told or {})
 
     def routes(self) -> Starlette:
         """The application. Raises MissingPackage."""
@@ -112,7 +115,9 @@ class ServerApp:
     async def _models(self, request: Request) -> Answer:
         longest = self.engine.model.max_length
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "eagle3"}
-        return as_json({"object": "list", "data": [model | {"max_model_len": longest}]})
+        return as_json(
+            {"object": "list", "data": [model | {"max_model_len": longest, **self._told}]}
+        )
 
     async def _complete(self, request: Request) -> Answer:
         body = parse_body(CompletionBody, await self._read(request))

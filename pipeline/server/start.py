@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import RunConfig, ServeSection, TreeSection, prepare_process
 from pipeline.console import long_step, notice
@@ -19,7 +19,7 @@ from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.reports import REPORT
@@ -90,22 +90,49 @@ def make_app(config: RunConfig, key: str | None) -> ServerApp:
             dtype=target.dtype,
             max_length=section.max_length or longest,
         )
-        factory = load_drafter(config.eval.drafter, model, target, head)
+        factory = load_drafter(config.eval.drafter, model, target, head) if tree else None
         drafter = factory.variant(settings)(tree) if factory and tree else None
         engine = Engine(model, drafter=drafter, slots=section.slots)
     template = target.template(system_prompt=config.eval.system_prompt)
     if config.eval.chat_template_kwargs:
         template = template.varied(kwargs=config.eval.chat_template_kwargs, where="eval")
     name = section.model or config.target.source
-    return ServerApp(engine, template, section, model=name, key=key)
+    told = _told(config, target, tree) if tree else {}
+    return ServerApp(engine, template, section, model=name, key=key, told=told)
+
+
+def _told(config: RunConfig, target: Target, tree: TreeSection) -> dict[str, Any]:
+    """Drafter and tree under SGLang's names; and the run's golden τ, where it is of this head with
+    this tree."""
+    told: dict[str, Any] = {
+        "speculative_algorithm": config.eval.drafter.name,
+        "speculative_num_steps": tree.steps,
+        "speculative_eagle_topk": tree.top_k,
+        "speculative_num_draft_tokens": tree.nodes,
+    }
+    if find_manifest(config.run.uri, "eval") is None:
+        return told
+    golden = read_report(config.run.uri).golden
+    head = _head_location(config).sha256(WEIGHTS) if config.eval.drafter.needs_head else ""
+    served = head, target.contract.fingerprint, config.eval.drafter.name
+    if (
+        golden is None
+        or served != (golden.head_fingerprint, golden.target_fingerprint, golden.drafter)
+        or golden.tree != tree.model_dump(exclude={"auto"})
+    ):
+        return told
+    kept = golden.model_dump(exclude={"prompts", "stop_ids"})
+    return told | {"golden": kept | {"prompts": len(golden.prompts)}}
 
 
 def _tree(config: RunConfig) -> tuple[TreeSection | None, Mapping[str, int]]:
     """The tree to draft, and what was chosen with it: for `tree: auto` those of the run's report.
 
-    No tree where eval saw that plain decoding is faster.
+    No tree for `serve.plain`, nor where eval saw that plain decoding is faster.
     """
     section = config.eval
+    if config.serve.plain:
+        return None, {}
     if not section.tree.auto:
         return section.tree, {}
     location = stage_location(config.run.uri, "eval")
@@ -221,10 +248,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def _head(config: RunConfig, target: Target) -> DraftingHead | None:
-    """`eval.head`, or the run's own; None for a drafter without."""
-    if not config.eval.drafter.needs_head:
+    """`eval.head`, or the run's own; None for a drafter without, and for plain decoding."""
+    if config.serve.plain or not config.eval.drafter.needs_head:
         return None
-    own = stage_location(config.run.uri, "train").child("head")
-    location = Location(config.eval.head) if config.eval.head else own
-    with as_directory(location, HEAD_FILES) as directory:
+    with as_directory(_head_location(config), HEAD_FILES) as directory:
         return load_any_head(directory, expected=target.contract)[0]
+
+
+def _head_location(config: RunConfig) -> Location:
+    own = stage_location(config.run.uri, "train").child("head")
+    return Location(config.eval.head) if config.eval.head else own

@@ -8,11 +8,23 @@ its `verify` marks every completion as simulated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from math import floor
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder.tree import Tree, VerifyOutput
+
+#: Rounds after which a pattern repeats: τ is met to a twentieth.
+_ROUNDS = 20
+
+
+def pattern_of(tau: float) -> tuple[int, ...]:
+    """Drafted tokens that rounds accept in turn, so that they emit `tau` >= 1 on average; as even
+    as whole numbers can be."""
+    ends = [floor(round(_ROUNDS * (tau - 1)) * turn / _ROUNDS) for turn in range(_ROUNDS + 1)]
+    return tuple(later - earlier for earlier, later in pairwise(ends))
 
 
 class ImposedAcceptance:
@@ -24,15 +36,18 @@ class ImposedAcceptance:
         self._round = torch.zeros(1, dtype=torch.int64, device=device)
 
     def __call__(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
-        """Walk down first children; same form as a real acceptance."""
+        """Walk towards the deepest node; same form as a real acceptance. A tree that is not so deep
+        gives what it has."""
         wanted = self._pattern[self._round % len(self._pattern)]  # [1]
         self._round.add_(1)
         rows, count = tree.tokens.shape
         index = torch.arange(count, device=predicted.device)
+        deepest = tree.ancestors.gather(1, tree.depth.argmax(1, keepdim=True))  # [B, 1] bits
+        towards = (deepest >> index & 1).bool() & (index > 0)  # [B, N]
         node = torch.zeros(rows, dtype=torch.int64, device=predicted.device)
         path, counts = [node], torch.ones_like(node)
         for step in range(depth):
-            child = (tree.parents == node[:, None]) & (index > 0)  # [B, N]
+            child = (tree.parents == node[:, None]) & towards  # [B, N]
             accepted = child.any(1) & (step < wanted)
             node = torch.where(accepted, child.int().argmax(1), node)
             counts = counts + accepted

@@ -17,7 +17,7 @@ from pipeline.eagle3.checkpoint import HeadCard, save_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import DataError
 from pipeline.exchange.model_card import model_card
-from pipeline.reports import EvalReport
+from pipeline.reports import Estimate, EvalReport, GoldenFigure
 from tests.eagle3.test_checkpoint import CONTRACT, SHAPE
 from tests.serve_eval.test_pages import whole_report
 
@@ -91,6 +91,25 @@ def test_the_command_has_the_shape_that_was_measured(format: str) -> None:
         spoken = json.loads(words[4])
         assert spoken == {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}
     assert "it was not run for this head" in text
+
+
+def test_the_golden_figure_is_what_servers_are_held_against() -> None:
+    golden = GoldenFigure(
+        head_fingerprint="ab" * 32,
+        target_fingerprint=HUB.fingerprint,
+        drafter="eagle3",
+        tree={"top_k": 4, "steps": 5, "nodes": 16},
+        temperature=0.0,
+        max_new_tokens=48,
+        stop_ids=(2,),
+        prompts_digest="cd" * 32,
+        acceptance_length=Estimate(value=1.8765, low=1.7, high=2.0),
+        prompts=(),
+    )
+    card = HeadCard(HUB, PROVENANCE, {})
+    text = model_card(head(), card, format="sglang", report=evaluated(golden=golden))
+    assert "golden τ 1.877" in text and "`abababababababab`" in text and "check-serving" in text
+    assert "golden" not in model_card(head(), card, format="sglang", report=evaluated())
 
 
 def test_where_it_comes_from_and_no_markup_of_data() -> None:

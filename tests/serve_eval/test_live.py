@@ -15,6 +15,7 @@ from pipeline.cli import main
 from pipeline.config import RunConfig, ServeSection, load
 from pipeline.reports import EvalReport, ServerResult
 from pipeline.serve_eval.live.stage import evaluate_server, read_results
+from pipeline.serve_eval.page.figures import load_rows
 from pipeline.server.start import _listen
 from tests.serve_eval.conftest import Serving
 
@@ -54,6 +55,10 @@ def test_our_own_server_does_what_the_report_says(finished: Path, serving: Servi
         assert (told.rounds, told.tokens) == (known.rounds, known.tokens)
         assert (told.drafted, told.accepted_lengths) == (known.drafted, known.accepted_lengths)
     assert result.expected["prompts"] == 8
+    golden, said = report.golden, result.told
+    assert golden is not None and said["speculative_num_draft_tokens"] == 6
+    assert said["golden"]["acceptance_length"] == golden.acceptance_length.model_dump()
+    assert said["golden"]["prompts_digest"] == golden.prompts_digest
     # A second run has a name of its own, and nothing else of the run has changed.
     evaluate_server(config)
     added = set(Path(config.run.uri).rglob("*")) - set(before)
@@ -91,6 +96,7 @@ def test_another_system_prompt_and_another_tree_are_told(finished: Path, serving
     assert "prompt tokens" in names["template_differs"] and not result.passed
     assert "2 drafted tokens a round against 5" in names["tree_differs"]
     assert "replies_differ" not in names, "ids were sent, so the replies are the same"
+    assert result.told["speculative_num_steps"] == 2 and "golden" not in result.told
 
 
 def _scrambled(config: RunConfig, folder: Path) -> Path:
@@ -124,7 +130,37 @@ def test_golden_check_knows_the_right_head_from_a_scrambled_one(
         main(["eval", "-c", str(finished), "--server", wrong, "eval.server.concurrency=[1]"]) == 1
     )
     assert "error:" in capsys.readouterr().out
+    result = read_results(config.run.uri)[-1]
+    assert "golden" not in result.told, "that τ is of another head"
     shutil.rmtree(Path(config.run.uri) / "eval/servers")
+
+
+def test_a_server_is_held_against_itself_without_its_drafter(
+    finished: Path, serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plainly = ["eval.server.plain=true", "eval.server.concurrency=[1, 2]"]
+    drafting = _on(finished, serving(load(finished)), "eval.server.concurrency=[1, 2]")
+    url = serving(load(finished, ["serve.plain=true"]))
+    plain = evaluate_server(_on(finished, url, *plainly))
+    assert plain.passed and _names(plain) == {} and plain.curve.settings["plain"] is True
+    assert all(each.acceptance is None for each in plain.curve.points)
+    with_drafter = evaluate_server(drafting)
+    assert [each.tokens for each in plain.curve.points] == [
+        each.tokens for each in with_drafter.curve.points
+    ]
+    report = _report(drafting).model_copy(update={"servers": (with_drafter, plain)})
+    rows = {(row.name, row.at.concurrency): row for row in load_rows(report)}
+    for at, (before, after) in enumerate(
+        zip(plain.curve.points, with_drafter.curve.points, strict=True), start=1
+    ):
+        gain = rows["speculative, eagle3 server", at].gain
+        assert gain == pytest.approx(after.throughput / before.throughput)
+        assert rows["plain, eagle3 server", at].gain is None
+    # A server that drafts is no baseline.
+    mistaken = evaluate_server(_on(finished, str(drafting.eval.server.url), *plainly))
+    assert list(_names(mistaken)) == ["not_plain"] and not mistaken.passed
+    shutil.rmtree(Path(drafting.run.uri) / "eval/servers")
+    capsys.readouterr()
 
 
 def test_misuse_is_an_error_by_name(finished: Path, tmp_path: Path) -> None:

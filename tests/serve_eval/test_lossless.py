@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 
 from pipeline.config import TargetSection, parse
@@ -25,7 +26,7 @@ __all__ = ["head", "shape"]
 class FirstIsWrong(Comparison):
     """A decoder that changes one reply when it drafts: that of the first question."""
 
-    def engine(self, *, speculative: bool, slots: int = 1) -> Engine:
+    def engine(self, *, speculative: bool, slots: int = 1, imposed: Sequence[int] = ()) -> Engine:
         engine = super().engine(speculative=speculative, slots=slots)
 
         class Wrong:
@@ -61,3 +62,25 @@ def test_questions_of_one_name_hide_no_difference(tiny_target: Path, head: Eagle
     assert right.check_lossless(questions, steps.append) == [True] * 4 and sum(steps) == 8
     wrong = FirstIsWrong(config, target, head, template, **settings)
     assert wrong.check_lossless(questions, steps.append) == [False, True, True, True]
+
+
+def test_draws_are_checked_at_the_temperature_that_was_asked(
+    tiny_target: Path, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by a seed of its own; greedy replies would be lossless where draws are not."""
+    config = parse({"target": {"source": str(tiny_target), "dtype": "float32", "device": "cpu"}})
+    target = open_target(TargetSection(source=str(tiny_target)))
+    template, asked = target.template(), list[Request]()
+    generate = Engine.generate
+
+    def recorded(engine: Engine, requests: Iterable[Request]) -> Iterator[Completion]:
+        asked.extend(each := list(requests))
+        return generate(engine, each)
+
+    monkeypatch.setattr(Engine, "generate", recorded)
+    own = Comparison(config, target, head, template, dtype=torch.float32, max_length=128)
+    prompt = Prompt(sample_id="0", source="s", license="MIT", category="c", turns=("What is 1?",))
+    questions = [first_question(prompt, template)] * 3
+    steps: list[int] = []
+    assert own.check_lossless(questions, steps.append, 0.8) == [True] * 3
+    assert [(each.temperature, each.seed) for each in asked] == [(0.8, at) for at in range(3)] * 2

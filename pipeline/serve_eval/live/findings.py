@@ -45,7 +45,8 @@ class SeenServer:
 
 def findings_of(seen: SeenServer) -> tuple[ServerFinding, ...]:
     """The gravest first."""
-    parts = (_failures, _acceptance, _against_report, _template, _replies, _settings, _counting)
+    drafting = (_not_plain,) if seen.section.plain else (_acceptance, _against_report, _settings)
+    parts = (_failures, *drafting, _template, _replies, _counting)
     every = [finding for part in parts for finding in part(seen)]
     return tuple(sorted(every, key=lambda each: _ORDER.index(each.severity)))
 
@@ -60,6 +61,14 @@ def _failures(seen: SeenServer) -> Iterator[ServerFinding]:
             yield ServerFinding(
                 severity="error", name="requests_failed", text=f"{text}: {reasons}", fix=fix
             )
+
+
+def _not_plain(seen: SeenServer) -> Iterator[ServerFinding]:
+    """Whether what should decode plainly drafts."""
+    if drafted := sum(each.drafted for run in seen.runs for each in run.told):
+        text = f"the server should decode plainly (eval.server.plain), and drafted {drafted} tokens"
+        fix = "start it without its speculative options, or set eval.server.plain=false"
+        yield ServerFinding(severity="error", name="not_plain", text=text, fix=fix)
 
 
 def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:

@@ -113,7 +113,12 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
         return _sglang(info if isinstance(info, dict) else {}, named)
     version = await client.json_page("/version") if known == "vllm" else None
     number = str(version.get("version", "")) if isinstance(version, dict) else ""
-    kept = {name: first[name] for name in ("max_model_len", "root") if first.get(name) is not None}
+    kept = {
+        name: value
+        for name, value in first.items()
+        if value is not None
+        and (name in ("max_model_len", "root", "golden") or name.startswith("speculative_"))
+    }
     return LiveServer(known, named, number, kept)
 
 

@@ -99,7 +99,7 @@ async def _ask(
         with progress_bar("eval", unit="requests", total=total) as bar:
             for level in levels:
                 runs.append(await measure.run(questions, level, bar.advance))
-        expected = _expected(report, questions, new)
+        expected = {} if section.plain else _expected(report, questions, new)
         seen = SeenServer(server, section, runs, new, checked, report, expected)
         failed = sum((run.failed for run in runs), start=client.failures)
         return seen, dict(failed)
@@ -159,7 +159,8 @@ async def _check_template(
 def _result(
     config: RunConfig, questions: Sequence[Question], seen: SeenServer, failures: dict[str, int]
 ) -> ServerResult:
-    server, paired = seen.server, seen.paired
+    server, paired, plain = seen.server, seen.paired, config.eval.server.plain
+    settings = {"model": server.model, **({"plain": True} if plain else {})}
     points = tuple(run.point() for run in seen.runs)
     return ServerResult(
         url=str(config.eval.server.url),
@@ -174,7 +175,7 @@ def _result(
             "temperature": 0.0,
         },
         told=server.told,
-        curve=LoadCurve(name=server.kind, settings={"model": server.model}, points=points),
+        curve=LoadCurve(name=server.kind, settings=settings, points=points),
         pooled=tuple(run.concurrency for run in seen.runs if run.pooled),
         failures=failures,
         expected={"prompts": paired.prompts, "acceptance_length": paired.decoder.model_dump()}

@@ -131,14 +131,55 @@ def _load(report: EvalReport) -> list[Chart]:
 
 def _line(curve: LoadCurve, measure: Callable[[LoadPoint], float]) -> Line:
     points = [(float(point.concurrency), measure(point)) for point in curve.points]
-    return Line(curve_name(curve), curve.name == "plain", points)
+    return Line(curve_name(curve), _is_plain(curve), points)
+
+
+def _is_plain(curve: LoadCurve) -> bool:
+    return curve.name == "plain" or bool(curve.settings.get("plain"))
 
 
 def curve_name(curve: LoadCurve) -> str:
-    """Way of decoding and what it was measured at."""
-    mode, temperature = curve.settings.get("mode"), curve.settings.get("temperature")
-    at = f"temperature {temperature:g}" if isinstance(temperature, float | int) else ""
-    return ", ".join(_short(str(each)) for each in (curve.name, mode, at) if each)
+    """Way of decoding, whose server it was, and what it was measured at."""
+    settings = curve.settings
+    temperature, length = settings.get("temperature"), settings.get("context")
+    own = curve.name in ("plain", "speculative")
+    parts = [
+        "plain" if _is_plain(curve) else "speculative",
+        "" if own else f"{curve.name} server",
+        settings.get("mode"),
+        f"{length:,} tokens" if isinstance(length, int) else "",
+        f"temperature {temperature:g}" if isinstance(temperature, float | int) else "",
+    ]
+    return ", ".join(_short(str(part)) for part in parts if part)
+
+
+class LoadRow(NamedTuple):
+    """A point of a curve."""
+
+    name: str
+    at: LoadPoint
+    gain: float | None  # in throughput, over plain decoding of the same; None without
+
+
+def load_rows(report: EvalReport) -> list[LoadRow]:
+    """All points, of the decoder first. A server is held against one of its kind that was asked the
+    same without its drafter (eval.server.plain)."""
+    curves = [(("", str(curve.settings)), curve) for curve in report.load]
+    for server in report.servers:
+        asked = {key: server.asked.get(key) for key in ("prompts_digest", "max_new_tokens")}
+        curves.append(((server.kind, str(asked)), server.curve))
+    plain = {
+        (case, at.concurrency): at.throughput
+        for case, curve in curves
+        if _is_plain(curve)
+        for at in curve.points
+    }
+    return [
+        LoadRow(curve_name(curve), at, at.throughput / base if base else None)
+        for case, curve in curves
+        for at in curve.points
+        for base in [None if _is_plain(curve) else plain.get((case, at.concurrency))]
+    ]
 
 
 def _comparisons(report: EvalReport) -> list[Chart]:

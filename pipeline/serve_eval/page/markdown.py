@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pipeline.console import markdown_text
 from pipeline.reports import EvalReport
-from pipeline.serve_eval.page.figures import curve_name
+from pipeline.serve_eval.page.figures import load_rows
 from pipeline.serve_eval.page.wording import (
     changed,
     estimated,
@@ -51,18 +51,18 @@ def write_markdown(report: EvalReport) -> str:
             ),
         ),
         _table(
-            ("way", "at a time", "tokens/s", "TTFT p50 ms", "TPOT p50 ms", "τ"),
+            ("way", "at a time", "tokens/s", "over plain", "TTFT p50 ms", "TPOT p50 ms", "τ"),
             (
                 (
-                    curve_name(curve),
-                    str(at.concurrency),
-                    rate(at.throughput),
-                    milliseconds(at.ttft_seconds.p50),
-                    milliseconds(at.tpot_seconds.p50),
-                    fixed(at.acceptance.acceptance_length.value) if at.acceptance else "–",
+                    row.name,
+                    str(row.at.concurrency),
+                    rate(row.at.throughput),
+                    f"{fixed(row.gain)}×" if row.gain else "–",
+                    milliseconds(row.at.ttft_seconds.p50),
+                    milliseconds(row.at.tpot_seconds.p50),
+                    fixed(row.at.acceptance.acceptance_length.value) if row.at.acceptance else "–",
                 )
-                for curve in (*report.load, *(server.curve for server in report.servers))
-                for at in curve.points
+                for row in load_rows(report)
             ),
         ),
         *(

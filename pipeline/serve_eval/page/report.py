@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pipeline.console import console, logs_json, notice, one_line
 from pipeline.reports import EvalReport
 from pipeline.serve_eval.page import wording
-from pipeline.serve_eval.page.figures import LONGEST_NAME, charts_of, curve_name
+from pipeline.serve_eval.page.figures import LONGEST_NAME, charts_of, load_rows
 
 
 class Badge(NamedTuple):
@@ -43,7 +43,6 @@ def write_html(report: EvalReport) -> str:
         "estimated": wording.estimated,
         "changed": wording.changed,
         "milliseconds": wording.milliseconds,
-        "curve_name": curve_name,
         "share": lambda value, key: wording.share(key, value),
         "words": wording.words,
         "mode": wording.mode,
@@ -57,6 +56,7 @@ def write_html(report: EvalReport) -> str:
         badge=_badge(report),
         plainly=_plain_decoding(report),
         charts=charts_of(report),
+        load_rows=load_rows(report),
         columns=_columns(report),
         cell=_cells(report),
         rates=wording.timed(report.tokens_per_second),
