@@ -169,6 +169,8 @@ class LoadPoint(Record):
     """Mean time of a token behind the first, by request."""
     acceptance: AcceptanceFigures | None = None
     """None: nothing was drafted, or nobody told."""
+    peak_memory_bytes: int | None = None
+    """Of a GPU while it ran, the pool of the other way beside; None on a CPU or of a server."""
     cache_bytes: int | None = None
     """Keys and values at the fullest moment, the drafter's with them; None: nobody told."""
     round_seconds: dict[str, float] = Field({})
@@ -247,14 +249,12 @@ class PairedComparison(Record):
     difference: Estimate
     """Own τ less the rival's, on the same draws of prompts."""
     speed_ratio: Estimate | None = None
-    """Own tokens per second over the rival's: geometric mean over requests; None: not both timed in
-    one run."""
+    """Own tokens per second over the rival's: geometric mean over requests; None: not timed."""
     verdict: Verdict
     """Of the report's own drafter by τ: better or worse where the interval of `difference` leaves
     out 0."""
     smallest_seen: float
-    """About the smallest difference of τ that so many prompts would have shown: half the interval's
-    width."""
+    """About the smallest difference of τ that so many prompts would have shown: half the width."""
 
 
 class GoldenPrompt(Record):

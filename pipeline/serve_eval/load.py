@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from pipeline.config import EvalSection
 from pipeline.console import progress_bar
@@ -192,16 +193,25 @@ def _measure(own: Comparison, requests: Sequence[Request], count: int, work: Wor
     for engine in engines:  # first uses allocate
         list(engine.generate(requests[:count]))
     done: list[list[Completion]] = [[], []]
-    seconds = [0.0, 0.0]
+    seconds, peaks, cuda = [0.0, 0.0], [0, 0], own.model.device.type == "cuda"
     size = -(-len(requests) // min(_BLOCKS, max(1, len(requests) // count)))
     for turn, first in enumerate(range(0, len(requests), size)):
         for way in (0, 1) if turn % 2 else (1, 0):
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(own.model.device)
             started = perf_counter()
             done[way] += engines[way].generate(requests[first : first + size])
             seconds[way] += perf_counter() - started
+            if cuda:
+                peaks[way] = max(peaks[way], torch.cuda.max_memory_allocated(own.model.device))
     plain, drafted = (
-        _point(some, count, work.temperature, spent, engine.pools.most_used_bytes)
-        for some, spent, engine in zip(done, seconds, engines, strict=True)
+        _point(some, count, work.temperature, spent).model_copy(
+            update={
+                "cache_bytes": engine.pools.most_used_bytes,
+                "peak_memory_bytes": peak if cuda else None,
+            }
+        )
+        for some, spent, engine, peak in zip(done, seconds, engines, peaks, strict=True)
     )
     context = int(median(len(request.prompt_ids) for request in requests))
     context += requests[0].max_new_tokens // 2
@@ -209,9 +219,7 @@ def _measure(own: Comparison, requests: Sequence[Request], count: int, work: Wor
     return _Point(plain, drafted.model_copy(update={"round_seconds": parts}), context)
 
 
-def _point(
-    done: Sequence[Completion], count: int, temperature: float, seconds: float, cache_bytes: int
-) -> LoadPoint:
+def _point(done: Sequence[Completion], count: int, temperature: float, seconds: float) -> LoadPoint:
     """In a closed loop a request is sent when its slot is free: to wait for one is not its time."""
     well = [each for each in done if each.error is None]
     statistics = [each.statistics for each in well]
@@ -231,7 +239,6 @@ def _point(
         ttft_seconds=percentiles([each.first_token_seconds for each in statistics]),
         tpot_seconds=percentiles(later),
         acceptance=acceptance_figures(counters, prompts) if drafted else None,
-        cache_bytes=cache_bytes,
     )
 
 
