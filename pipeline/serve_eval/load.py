@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.config import EvalSection
+from pipeline.config import EvalSection, TreeSection
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.request import Completion, Request
@@ -89,6 +89,7 @@ def _workloads(
         }
     contexts = _contexts(own, prompts, templates)
     left_out = len(prompts) - len(next(iter(contexts.values())))
+    trees = {str(rows): _shape_name(tree) for rows, tree in sorted(own.trees.items())}
     cases = product(templates, load.contexts or (None,), load.temperatures)
     return [
         Workload(
@@ -97,6 +98,7 @@ def _workloads(
                 **({"mode": mode, **load.modes[mode]} if mode else {}),
                 **({"context": length} if length else {}),
                 **({"prompts_left_out": left_out} if left_out else {}),
+                **({"trees": trees} if len(trees) > 1 else {}),
             },
             filled(contexts[mode], length) if length else contexts[mode],
             template.stop_ids,
@@ -104,6 +106,11 @@ def _workloads(
         )
         for mode, length, temperature in cases
     ]
+
+
+def _shape_name(tree: TreeSection | None) -> str:
+    """steps/top_k/nodes, as SGLang orders them."""
+    return f"{tree.steps}/{tree.top_k}/{tree.nodes}" if tree else "plain"
 
 
 def _contexts(
@@ -188,7 +195,7 @@ def _measure(own: Comparison, requests: Sequence[Request], count: int, work: Wor
     """One concurrency."""
     engines = [
         own.engine(speculative=False, slots=count),
-        own.engine(speculative=True, slots=count, imposed=work.imposed),
+        own.engine(speculative=True, slots=count, trees=own.trees, imposed=work.imposed),
     ]
     for engine in engines:  # first uses allocate
         list(engine.generate(requests[:count]))
@@ -253,11 +260,13 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 def _round_seconds(
     own: Comparison, count: int, context: int, *, sampling: bool
 ) -> dict[str, float]:
-    """A round by part, timed alone at this batch size; `draft` holds all its steps."""
-    tree = own.tree
+    """A round by part, timed alone at this batch size; `draft` holds all its steps. Nothing where
+    nothing is drafted."""
+    if (tree := own.trees.get(count, own.tree)) is None:
+        return {}
     costs = measure_costs(
         own.model,
-        own.drafter(),
+        own.factory(tree),
         count,
         min(context, own.model.max_length - tree.steps - 1),
         (tree.nodes,),
@@ -285,10 +294,13 @@ def _machine(own: Comparison) -> Rates:
 
 def _efficiency(own: Comparison, point: _Point, machine: Rates) -> float | None:
     """η of an EAGLE-3 head; the floors of other drafters are not written down."""
-    drafter, acceptance = own.drafter(), point.drafted.acceptance
-    if not isinstance(drafter, Eagle3Drafter) or acceptance is None or not point.plain.throughput:
+    tree, acceptance = own.trees.get(point.drafted.concurrency, own.tree), point.drafted.acceptance
+    if tree is None or acceptance is None or not point.plain.throughput:
+        return None
+    drafter = own.factory(tree)
+    if not isinstance(drafter, Eagle3Drafter):
         return None
     gain = point.drafted.throughput / point.plain.throughput
     roofline = Roofline(*machine, rows=point.drafted.concurrency, context=point.context)
     tau = acceptance.acceptance_length.value
-    return eta(gain, best_speedup(own.model, drafter, own.tree, tau, roofline))
+    return eta(gain, best_speedup(own.model, drafter, tree, tau, roofline))

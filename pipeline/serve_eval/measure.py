@@ -14,7 +14,7 @@ import torch
 
 from pipeline.config import RivalSection, RunConfig, TreeSection
 from pipeline.console import long_step, notice
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafters.base import Drafter, Trees
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -79,13 +79,14 @@ class Comparison:
         factory = load_drafter(config.eval.drafter, self.model, target, head)
         assert factory is not None, "the configuration refuses drafter none"
         self._factory, self.tree = factory, config.eval.tree
+        self._by_batch: dict[int, TreeSection | None] = {}
         self._target, self._rivals = target, dict[str, Engine]()
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
         """Pick the tree for batch 1, and what the drafter leaves open, by trying it on some of the
-        prompts.
+        prompts; and one for each batch of `eval.load`.
 
-        `tree` is that one from then on; the default one where plain decoding is predicted to be
+        `tree` is the first from then on; the default one where plain decoding is predicted to be
         faster than any, so that the drafter can still be judged.
         """
         chosen = sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
@@ -99,14 +100,18 @@ class Comparison:
             )
         notice("eval", f"tree: auto, trying the drafter on {len(contexts)} prompts")
         with long_step("eval", "tree: auto"):
-            choice = tune(
+            choices = tune(
                 self.model,
                 self._factory,
                 contexts,
-                rows=(1,),
+                rows=sorted({1, *self._section.load.concurrency}),
                 stop_ids=self._template.stop_ids,
                 new_tokens=self._section.max_new_tokens,
-            )[1]
+            )
+        choice = choices[1]
+        self._by_batch = {
+            rows: each.shape if each.drafts else None for rows, each in choices.items()
+        }
         tree = choice.shape
         assert choice.factory is not None
         default = _no_deeper_than(choice.factory.depths)
@@ -120,6 +125,11 @@ class Comparison:
             plainly = "tree: one node, plain decoding: no tree is predicted to be faster"
             notice("eval", f"{plainly}; the drafter is measured on the default tree")
         return choice
+
+    @property
+    def trees(self) -> dict[int, TreeSection | None]:
+        """By batch size, each up to the next; None where plain decoding is faster."""
+        return {**self._by_batch, 1: self.tree}
 
     @property
     def factory(self) -> DrafterFactory:
@@ -142,10 +152,19 @@ class Comparison:
         """Decode with this tree and these settings of the drafter from now on."""
         self.tree, self._factory = tree, self._factory.variant(settings)
 
-    def engine(self, *, speculative: bool, slots: int = 1, imposed: Sequence[int] = ()) -> Engine:
-        """A fresh engine over the shared weights; rounds accept `imposed` drafted tokens in turn,
-        where it is given, whatever the target thinks of them."""
-        drafter = self.drafter() if speculative else None
+    def engine(
+        self,
+        *,
+        speculative: bool,
+        slots: int = 1,
+        trees: Trees | None = None,
+        imposed: Sequence[int] = (),
+    ) -> Engine:
+        """A fresh engine over the shared weights, with `trees` in place of `tree` where given.
+
+        Rounds accept `imposed` drafted tokens in turn, if any, whatever the target thinks of them.
+        """
+        drafter = self.factory(trees or self.tree) if speculative else None
         verify = ImposedAcceptance(imposed, self.model.device) if imposed else None
         return Engine(self.model, drafter=drafter, slots=slots, verify=verify)
 

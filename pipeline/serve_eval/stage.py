@@ -131,7 +131,7 @@ def _evaluate(
             where="eval.sources",
             fix="choose shorter prompts or lower eval.max_new_tokens",
         )
-    tree, questions = own.tree, [item.question for item in measured]
+    tree, trees, questions = own.tree, own.trees, [item.question for item in measured]
     replayed = replay_shapes(own, questions, template.stop_ids, section)
     load = measure_load(own, prompts, template, section)
     del hf, own, model  # the fp32 copy takes their memory
@@ -147,6 +147,7 @@ def _evaluate(
         replayed=replayed,
         load=load,
         sampled=sampled,
+        trees=trees,
     )
     report = summarise(config, target.contract, loaded, measurements)
     if not measurements.drafts:

@@ -37,6 +37,7 @@ class Measurements(NamedTuple):
     replayed: ReplayedShapes = ReplayedShapes((), {})
     load: tuple[LoadCurve, ...] = ()
     sampled: Mapping[float, Sequence[bool]] = {}  # by temperature, as `identical`
+    trees: Mapping[int, TreeSection | None] = {}  # of `tree: auto` by batch size; None: plain
 
     @property
     def drafts(self) -> bool:
@@ -157,6 +158,10 @@ def _predicted(measurements: Measurements) -> dict[str, Any] | None:
         "predicted_speedup": choice.speedup,
         "settings": choice.settings,
         "tried_on_other_prompts": measurements.tuned_apart,
+        "by_batch": {
+            str(rows): tree and tree.model_dump(exclude={"auto"})
+            for rows, tree in measurements.trees.items()
+        },
     }
 
 

@@ -73,7 +73,7 @@ def check_address(section: ServeSection) -> str | None:
 
 def make_app(config: RunConfig, key: str | None) -> ServerApp:
     """Target, drafter and tree of `eval`, and the routes over them."""
-    section, (tree, settings) = config.serve, _tree(config)
+    section, (trees, settings) = config.serve, _trees(config)
     target = open_target(config.target, decoded=True)
     head = _head(config, target)
     positions = head.shape.max_position_embeddings if head else target.positions
@@ -90,20 +90,21 @@ def make_app(config: RunConfig, key: str | None) -> ServerApp:
             dtype=target.dtype,
             max_length=section.max_length or longest,
         )
-        factory = load_drafter(config.eval.drafter, model, target, head) if tree else None
-        drafter = factory.variant(settings)(tree) if factory and tree else None
+        factory = load_drafter(config.eval.drafter, model, target, head) if trees else None
+        drafter = factory.variant(settings)(trees) if factory else None
         engine = Engine(model, drafter=drafter, slots=section.slots)
     template = target.template(system_prompt=config.eval.system_prompt)
     if config.eval.chat_template_kwargs:
         template = template.varied(kwargs=config.eval.chat_template_kwargs, where="eval")
     name = section.model or config.target.source
-    told = _told(config, target, tree) if tree else {}
+    told = _told(config, target, trees[1]) if trees else {}
     return ServerApp(engine, template, section, model=name, key=key, told=told)
 
 
-def _told(config: RunConfig, target: Target, tree: TreeSection) -> dict[str, Any]:
-    """Drafter and tree under SGLang's names; and the run's golden τ, where it is of this head with
-    this tree."""
+def _told(config: RunConfig, target: Target, tree: TreeSection | None) -> dict[str, Any]:
+    """Drafter and batch 1's tree under SGLang's names; and the run's golden τ, where it is of this
+    head with this tree."""
+    assert tree is not None, "a batch of one is drafted for, or none is"
     told: dict[str, Any] = {
         "speculative_algorithm": config.eval.drafter.name,
         "speculative_num_steps": tree.steps,
@@ -125,16 +126,17 @@ def _told(config: RunConfig, target: Target, tree: TreeSection) -> dict[str, Any
     return told | {"golden": kept | {"prompts": len(golden.prompts)}}
 
 
-def _tree(config: RunConfig) -> tuple[TreeSection | None, Mapping[str, int]]:
-    """The tree to draft, and what was chosen with it: for `tree: auto` those of the run's report.
+def _trees(config: RunConfig) -> tuple[dict[int, TreeSection | None], Mapping[str, int]]:
+    """Trees by batch size, and what was chosen with them: for `tree: auto` those of the run's
+    report.
 
-    No tree for `serve.plain`, nor where eval saw that plain decoding is faster.
+    None for `serve.plain`, and where eval saw that plain decoding is faster.
     """
     section = config.eval
     if config.serve.plain:
-        return None, {}
+        return {}, {}
     if not section.tree.auto:
-        return section.tree, {}
+        return {1: section.tree}, {}
     location = stage_location(config.run.uri, "eval")
     where, fix = location.where(REPORT), "run `eagle3 eval` with tree: auto first, or name a tree"
     if find_manifest(config.run.uri, "eval") is None:
@@ -145,10 +147,17 @@ def _tree(config: RunConfig) -> tuple[TreeSection | None, Mapping[str, int]]:
     if choice is None or report.drafter["name"] != section.drafter.name:
         problem = f"this report is of drafter {report.drafter['name']}, or of a tree that was named"
         raise ConfigError(problem, where=where, fix=fix)
-    nodes = report.settings["tree"]["nodes"]
-    tree = TreeSection.model_validate(report.settings["tree"]) if nodes > 1 else None
-    notice("serve", f"tree: auto, as in {where}: {tree or 'plain decoding'}")
-    return tree, choice["settings"]
+    if report.settings["tree"]["nodes"] == 1:
+        notice("serve", f"tree: auto, as in {where}: plain decoding")
+        return {}, choice["settings"]
+    trees = {
+        int(rows): tree and TreeSection.model_validate(tree)
+        for rows, tree in choice.get("by_batch", {}).items()
+    }
+    trees[1] = TreeSection.model_validate(report.settings["tree"])
+    for rows, tree in sorted(trees.items()):
+        notice("serve", f"tree: auto, as in {where}: from batch {rows} {tree or 'plain decoding'}")
+    return trees, choice["settings"]
 
 
 def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:

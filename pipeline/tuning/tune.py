@@ -66,7 +66,8 @@ def tune(
 ) -> dict[int, Choice]:
     """Trace prompts, time rounds at each batch size in `rows`, choose. Raises as `trace`.
 
-    Each batch size has the best variant of its own. `sampling` times rounds of requests that
+    An engine has one drafter: the variant that is fastest at the smallest batch size is taken for
+    all, with a shape of its own for each. `sampling` times rounds of requests that
     sample; what is accepted is traced greedily.
     """
     context = sum(map(len, prompts)) // len(prompts) + new_tokens // 2  # of an average reply
@@ -83,7 +84,7 @@ def tune(
         )
         for variant in factory.variants(context)
     ]
-    return {size: fastest([choices[size] for choices in tuned]) for size in rows}
+    return max(tuned, key=lambda choices: choices[min(rows)].speedup)
 
 
 def _tune_variant(

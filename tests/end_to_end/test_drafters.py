@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.cli import main
 from pipeline.config import load
+from pipeline.decoder.model import DecoderModel
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan
 from pipeline.reports import EvalReport
+from pipeline.serve_eval.page.figures import load_rows
 from pipeline.server.start import make_app
+from pipeline.tuning.cost import Costs
 
 Write = Callable[..., Path]
 
@@ -126,6 +130,49 @@ def test_load_is_measured_with_and_without_the_drafter(
     greedy = curves["speculative", 0.0][0].acceptance
     assert greedy is not None and greedy.acceptance_length.value > 2, "the draft is always right"
     assert report.lossless["sampled_fp32"] == {"0.8": True}
+    capsys.readouterr()
+
+
+def test_auto_picks_a_tree_for_every_batch_size(
+    write_config: Write,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where verification costs more in larger batches, they draft less, and in the end nothing."""
+
+    def costs(model: DecoderModel, drafter: Any, rows: int, *_: Any, **__: Any) -> Costs:
+        two, three = {1: (1.0, 1.0), 2: (1.1, 50.0), 4: (50.0, 50.0)}[rows]  # nodes
+        return Costs({1: 1.0, 2: two, 3: three, 64: three}, {1: 0.01}, {1: 0.0}, {2: 0.0})
+
+    monkeypatch.setattr("pipeline.tuning.tune.measure_costs", costs)
+    exact = {"name": "standalone", "standalone": {"source": str(tiny_target)}}
+    load_at = {"concurrency": [1, 2, 4], "requests": 4}
+    settings = ["eval.hf_prompts=0", "eval.shapes=[]", "eval.max_new_tokens=16", "eval.tree=auto"]
+    settings += [f"eval.drafter={json.dumps(exact)}", f"eval.load={json.dumps(load_at)}"]
+    path = write_config()
+    assert main(["eval", "-c", str(path), *settings]) == 0
+    report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
+    picked = report.settings["tree_auto"]["by_batch"]
+    assert picked["1"]["nodes"] > picked["2"]["nodes"] > 1 and picked["4"] is None
+    plain, drafted = report.load
+    names = {
+        rows: f"{tree['steps']}/{tree['top_k']}/{tree['nodes']}" if tree else "plain"
+        for rows, tree in picked.items()
+    }
+    assert plain.settings["trees"] == drafted.settings["trees"] == names
+    assert [row.tree for row in load_rows(report)] == ["", "", "", *names.values()]
+    one, two, four = drafted.points
+    assert one.acceptance and two.acceptance and four.acceptance is None
+    assert one.acceptance.acceptance_length.value > two.acceptance.acceptance_length.value
+    assert one.round_seconds and two.round_seconds and four.round_seconds == {}
+    assert [point.tokens for point in drafted.points] == [point.tokens for point in plain.points]
+    drafter = make_app(load(path, settings), None).engine.drafter
+    assert drafter is not None
+    shapes = [drafter.shape_for(rows) for rows in (1, 2, 3, 4, 8)]
+    drafts = [shape and shape.nodes for shape in shapes]
+    assert drafts == [picked["1"]["nodes"], picked["2"]["nodes"], picked["2"]["nodes"], None, None]
     capsys.readouterr()
 
 

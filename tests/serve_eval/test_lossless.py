@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,8 +26,8 @@ __all__ = ["head", "shape"]
 class FirstIsWrong(Comparison):
     """A decoder that changes one reply when it drafts: that of the first question."""
 
-    def engine(self, *, speculative: bool, slots: int = 1, imposed: Sequence[int] = ()) -> Engine:
-        engine = super().engine(speculative=speculative, slots=slots)
+    def engine(self, *, speculative: bool, slots: int = 1, **settings: Any) -> Engine:
+        engine = super().engine(speculative=speculative, slots=slots, **settings)
 
         class Wrong:
             def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:

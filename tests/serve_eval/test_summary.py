@@ -63,7 +63,8 @@ def _report(predicted_speedup: float) -> EvalReport:
     config = parse({"target": {"source": "x", **tree["target"]}, "eval": tree["eval"]})
     identical = [True, False, True]
     measurements = Measurements(
-        measured, identical, ["d"], TREE, Choice(TREE, 1.6, predicted_speedup), ARITHMETIC
+        *(measured, identical, ["d"], TREE, Choice(TREE, 1.6, predicted_speedup), ARITHMETIC),
+        trees={1: TREE, 8: None},
     )
     card = HeadCard(CONTRACT, {}, {"coverage": 0.9})
     return summarise(config, CONTRACT, (Eagle3Head(SHAPE), card), measurements)
@@ -110,6 +111,7 @@ def test_the_tree_is_the_one_that_was_used(report: EvalReport) -> None:
         "predicted_speedup": 1.2,
         "settings": {},
         "tried_on_other_prompts": False,
+        "by_batch": {"1": {"top_k": 2, "steps": 3, "nodes": 6}, "8": None},
     }
 
 

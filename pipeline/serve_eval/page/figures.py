@@ -159,6 +159,7 @@ class LoadRow(NamedTuple):
     name: str
     at: LoadPoint
     gain: float | None  # in throughput, over plain decoding of the same; None without
+    tree: str  # steps/top_k/nodes where batch sizes have trees of their own
 
 
 def load_rows(report: EvalReport) -> list[LoadRow]:
@@ -175,7 +176,14 @@ def load_rows(report: EvalReport) -> list[LoadRow]:
         for at in curve.points
     }
     return [
-        LoadRow(curve_name(curve), at, at.throughput / base if base else None)
+        LoadRow(
+            curve_name(curve),
+            at,
+            at.throughput / base if base else None,
+            ""
+            if _is_plain(curve)
+            else curve.settings.get("trees", {}).get(str(at.concurrency), ""),
+        )
         for case, curve in curves
         for at in curve.points
         for base in [None if _is_plain(curve) else plain.get((case, at.concurrency))]
