@@ -9,6 +9,7 @@ Whatever the configuration holds is shown: by `eagle3 show`, in manifests, messa
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -51,6 +52,20 @@ def refuse_credentials(tree: dict[str, Any], where: str) -> None:
                 "servers' keys are read from the variable that synth.generator.api_key_env names, "
                 "those of a store from its own configuration",
             )
+
+
+def key_headers(variable: str | None, *, where: str) -> dict[str, str]:
+    """What sends the key in an environment variable; nothing without a name.
+
+    Raises ConfigError, which never quotes it, for a key that is not there or fits into no header.
+    """
+    if variable is None:
+        return {}
+    key = os.environ.get(variable, "").strip()
+    if not key or not (key.isascii() and key.isprintable()):
+        what = "no header can carry the value of" if key else "the environment has no"
+        raise ConfigError(f"{what} {variable}", where=where, fix=f"export {variable}=…")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def check_endpoint(url: str, *, with_key: bool) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import LiveServerSection
+from pipeline.config.credentials import key_headers
 from pipeline.errors import ConfigError, EndpointError, MissingPackage
 
 if TYPE_CHECKING:
@@ -155,26 +155,12 @@ async def open_client(section: LiveServerSection) -> AsyncIterator[LiveClient]:
         raise ConfigError("no server is named", where="eval.server.url", fix=fix)
     async with httpx.AsyncClient(
         base_url=section.url.rstrip("/").removesuffix("/v1"),
-        headers=_headers(section),
+        headers=key_headers(section.api_key_env, where="eval.server.api_key_env"),
         limits=httpx.Limits(max_connections=None),
         timeout=httpx.Timeout(section.timeout_seconds, connect=_CONNECT_SECONDS),
         trust_env=False,  # a proxy would be measured too
     ) as http:
         yield LiveClient(http, section)
-
-
-def _headers(section: LiveServerSection) -> dict[str, str]:
-    if section.api_key_env is None:
-        return {}
-    key = os.environ.get(section.api_key_env, "").strip()
-    if not key or not (key.isascii() and key.isprintable()):
-        what = "no header can carry the value of" if key else "the environment has no"
-        raise ConfigError(
-            f"{what} {section.api_key_env}",
-            where="eval.server.api_key_env",
-            fix=f"export {section.api_key_env}=…",
-        )
-    return {"Authorization": f"Bearer {key}"}
 
 
 def _refused(url: str, status: int) -> EndpointError:

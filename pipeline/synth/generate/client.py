@@ -8,14 +8,13 @@ RequestFailed    timeout, cut connection, other 5xx, truncated or unexpected JSO
 from __future__ import annotations
 
 import asyncio
-import os
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
 from pipeline.config import GeneratorSection
+from pipeline.config.credentials import key_headers
 from pipeline.decoder.request import Request
-from pipeline.errors import ConfigError
 from pipeline.synth.generate.backend import Reply
 from pipeline.synth.generate.servers import ServerApi, Unreadable
 from pipeline.synth.generate.token_ids import TokenIdReader
@@ -52,7 +51,7 @@ def open_http(section: GeneratorSection) -> httpx.AsyncClient:
     import httpx
 
     return httpx.AsyncClient(
-        headers=_headers(section),
+        headers=key_headers(section.api_key_env, where="synth.generator.api_key_env"),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=section.concurrency),
         timeout=httpx.Timeout(section.timeout_seconds, connect=_CONNECT_SECONDS),
     )
@@ -109,17 +108,3 @@ def _retry_after(response: httpx.Response) -> float | None:
         return max(parsedate_to_datetime(text).timestamp() - now.timestamp(), 0.0)
     except (ValueError, OverflowError):
         return None
-
-
-def _headers(section: GeneratorSection) -> dict[str, str]:
-    if section.api_key_env is None:
-        return {}
-    key = os.environ.get(section.api_key_env, "").strip()
-    if not key or not (key.isascii() and key.isprintable()):
-        what = "no header can carry the value of" if key else "the environment has no"
-        raise ConfigError(
-            f"{what} {section.api_key_env}",
-            where="synth.generator.api_key_env",
-            fix=f"export {section.api_key_env}=…",
-        )
-    return {"Authorization": f"Bearer {key}"}
