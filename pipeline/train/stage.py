@@ -14,7 +14,7 @@ writes and reads all of this; the others are told.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -222,7 +222,9 @@ def _trainer(config: RunConfig, head: DraftingHead, target: Target, data: Data) 
     return Trainer(model, section, target.device, fc_scale=scale)
 
 
-def _model(config: RunConfig, head: DraftingHead, target: Target, longest: int) -> TrainedModel:
+def _model(
+    config: RunConfig, head: DraftingHead, target: Target, longest: int
+) -> TrainedModel[Any]:
     """The head with what `train.algorithm` trains it against; the longest document's tokens."""
     section, dtype = config.train, getattr(torch, config.train.dtype)
     embedding, lm_head = target.weights.embedding(), target.weights.lm_head()

@@ -45,7 +45,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: TrainedModel,
+        model: TrainedModel[Any],
         section: TrainSection,
         device: torch.device,
         *,
@@ -242,7 +242,7 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def _groups(model: TrainedModel, fc_scale: float) -> list[dict[str, Any]]:
+def _groups(model: TrainedModel[Any], fc_scale: float) -> list[dict[str, Any]]:
     """What is trained, in groups of one learning rate each."""
     projection = model.head.aux_projection
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

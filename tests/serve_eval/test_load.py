@@ -129,9 +129,20 @@ def _files(folder: str) -> list[Path]:
 
 
 def test_simulated_acceptance_is_a_mode_of_its_own(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """As much as was asked, whatever the head is worth; nothing of it enters the run."""
+    generate = Engine.generate
+
+    def endless(engine: Engine, requests: Iterable[Request]) -> Iterator[Completion]:
+        each = list(requests)
+        assert not any(request.stop_ids for request in each), "a token that nobody meant ends it"
+        return generate(engine, each)
+
+    monkeypatch.setattr(Engine, "generate", endless)
     config = load(finished)
     before, file = _files(config.run.uri), tmp_path / "simulated.json"
     asked = {"concurrency": [1, 2], "requests": 8}
@@ -150,7 +161,7 @@ def test_simulated_acceptance_is_a_mode_of_its_own(
         assert each.asked - 0.25 < each.reached <= each.asked
         assert each.gain == pytest.approx(each.simulated / each.plain)
         assert each.pays_from == pytest.approx(each.reached / each.gain)
-    for curve in told.curves:  # no token ends a reply that nobody meant
+    for curve in told.curves:
         assert {point.tokens for point in curve.points} == {8 * config.eval.max_new_tokens}
     assert _files(config.run.uri) == before
     assert main([*command, "--acceptance", "4.5"]) == 2

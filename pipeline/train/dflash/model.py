@@ -22,13 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.config.train import Loss
 from pipeline.eagle3.dflash.head import DflashHead
-from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.dflash.blocks import BlockAttention, Blocks, cut_blocks, draw_anchors
-from pipeline.train.ttt.divergence import OutputLoss, Teacher
-from pipeline.train.ttt.trained import ComputeHead, StepResult, TrainedModel, count_coarse_rows
+from pipeline.train.ttt.trained import StepResult, TrainedModel, count_coarse_rows
 
 
 class BlockObjective(NamedTuple):
@@ -41,17 +39,8 @@ class BlockObjective(NamedTuple):
     temperature: float = 1.0  # of the teacher's softmax
 
 
-class DflashModel(TrainedModel):
-    """The block drafter with what it is trained against.
-
-    The target's embedding [V, H] and output rows, those of the draft vocabulary [Vd, H] or for
-    losses of acceptance all [V, H], are constants: buffers that no checkpoint holds.
-    """
-
-    head: DflashHead
-    embedding: Tensor
-    target_output_rows: Tensor
-    target_columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in all rows
+class DflashModel(TrainedModel[DflashHead]):
+    """The block drafter."""
 
     def __init__(
         self,
@@ -63,22 +52,15 @@ class DflashModel(TrainedModel):
         max_length: int,
         dtype: torch.dtype,
     ) -> None:
-        """target_lm_head [V, H]; max_length is the longest document; dtype is the compute type.
-
-        The head itself stays as it is, in float32.
-        """
-        super().__init__()
-        self.head, self.objective = head, objective
-        columns = head.target_ids() if objective.loss in ACCEPTANCE_LOSSES else None
-        rows = target_lm_head[head.target_ids()] if columns is None else target_lm_head
-        rows = rows.detach() / objective.temperature
-        self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
-        self.register_buffer("target_output_rows", rows.to(dtype), persistent=False)
-        self.register_buffer("target_columns", columns, persistent=False)
-        own = next(head.parameters()).dtype
-        self._compute = None if dtype == own else ComputeHead(head, dtype)
-        self._length = max_length + head.shape.block_size
-        self._rotary: RotaryTable | None = None
+        """As of `TrainedModel`; max_length is the longest document."""
+        super().__init__(
+            *(head, embedding, target_lm_head),
+            loss=objective.loss,
+            temperature=objective.temperature,
+            length=max_length + head.shape.block_size,
+            dtype=dtype,
+        )
+        self.objective = objective
 
     def counted(self, batch: TrainBatch) -> int:
         return min(self.objective.anchors, len(batch.labels))
@@ -97,14 +79,8 @@ class DflashModel(TrainedModel):
 
     def draft(self, batch: TrainBatch, blocks: Blocks) -> Tensor:
         """What lm_head reads at every position of the blocks [A, b, H]."""
-        if self._rotary is None:  # now, because only now are device and type final
-            config, like = self.head.shape.rope_config(), self.embedding
-            self._rotary = RotaryTable(config, self._length, device=like.device, dtype=like.dtype)
-        head, size = self.head, self.head.shape.block_size
-        if self._compute:
-            self._compute.refresh()
-            head = self._compute.head
-        attend = BlockAttention(batch.lengths, blocks, size, self._rotary)
+        head, size = self.computing(), self.head.shape.block_size
+        attend = BlockAttention(batch.lengths, blocks, size, self.rotary())
         tokens = head.block_tokens(batch.token_ids[blocks.anchors])  # [A, b]
         embedded = F.embedding(tokens.flatten(), self.embedding)
         states = head.run(embedded, head.context(batch.aux_states), attend)
@@ -114,35 +90,20 @@ class DflashModel(TrainedModel):
         self, states: Tensor, blocks: Blocks, batch: TrainBatch, divisor: float
     ) -> StepResult:
         """Loss and accuracy of every position, one after the other."""
-        in_vocabulary = self.head.t2d[batch.token_ids[batch.labels]]  # [S]
-        counted = in_vocabulary if self.target_columns is None else torch.ones_like(in_vocabulary)
+        counted = self.giving_loss(batch)  # [S]
         # The type of the scales, and of all sums.
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
         loss, hits = torch.zeros((), dtype=exact, device=states.device), list[Tensor]()
         for k, labels in enumerate(blocks.labels.unbind(1)):  # [A]
             rows = ((labels >= 0) & counted[labels]).nonzero().flatten()  # [R]
             weight = math.exp(-k / self.objective.decay) / divisor
-            own_loss, own_hits = self._of_position(
-                states[rows, k + 1], labels[rows], batch, torch.tensor(weight, dtype=exact)
+            own_loss, own_hits = self.compare(
+                states[None, rows, k + 1],
+                batch.teacher_states[labels[rows]],
+                batch.token_ids[batch.labels[labels[rows]]],
+                torch.full((1, len(rows)), weight, dtype=exact, device=states.device),
             )
             loss = loss + own_loss
             hits.append(own_hits)
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
         return StepResult(loss, torch.cat(hits), (blocks.labels >= 0).sum(0), coarse_rows)
-
-    def _of_position(
-        self, states: Tensor, labels: Tensor, batch: TrainBatch, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and hits [1] of states [R, H] that predict the labels of numbers `labels` [R]."""
-        head = self.head
-        tokens = batch.token_ids[batch.labels[labels]]
-        draft_ids = (head.t2d.cumsum(0) * head.t2d - 1)[tokens]  # [R], or -1
-        value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
-            states[None],
-            head.lm_head.weight,
-            Teacher(batch.teacher_states[labels], self.target_output_rows, self.target_columns),
-            weight.to(states.device).expand(1, len(labels)),
-            draft_ids,
-            self.objective.loss,
-        )
-        return value, hits

@@ -22,23 +22,15 @@ vocabulary.
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.config.train import Loss
 from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
-from pipeline.train.ttt.divergence import OutputLoss, Teacher
-from pipeline.train.ttt.trained import (
-    ComputeHead,
-    Kind,
-    StepResult,
-    TrainedModel,
-    count_coarse_rows,
-)
+from pipeline.train.ttt.trained import Kind, StepResult, TrainedModel, count_coarse_rows
 from pipeline.train.ttt.unroll import Layer, Unroll, position_skips, predicting_rows, unroll
 
 
@@ -51,17 +43,8 @@ class Objective(NamedTuple):
     temperature: float = 1.0  # of the teacher's softmax
 
 
-class UnrolledModel(TrainedModel, Generic[Kind]):
-    """A head with what it is trained against; `forward(batch)` is one unroll and its loss.
-
-    The target's embedding [V, H] and its output rows, those of the draft vocabulary [Vd, H] or for
-    losses of acceptance all [V, H], are constants: buffers that no checkpoint holds.
-    """
-
-    head: Kind
-    embedding: Tensor
-    target_output_rows: Tensor
-    target_columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in all rows
+class UnrolledModel(TrainedModel[Kind]):
+    """A head that is unrolled; `forward(batch)` is one unroll and its loss."""
 
     def __init__(
         self,
@@ -74,24 +57,15 @@ class UnrolledModel(TrainedModel, Generic[Kind]):
         dtype: torch.dtype,
         reach: int = 0,
     ) -> None:
-        """target_lm_head [V, H]; max_length is the longest document, reach as in `position_skips`;
-        dtype is the compute type.
-
-        The head itself stays as it is, in float32.
-        """
-        super().__init__()
-        self.head, self.objective = head, objective
-        columns = head.target_ids() if objective.loss in ACCEPTANCE_LOSSES else None
-        rows = target_lm_head[head.target_ids()] if columns is None else target_lm_head
-        rows = rows.detach() / objective.temperature
-        self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
-        self.register_buffer("target_output_rows", rows.to(dtype), persistent=False)
-        self.register_buffer("target_columns", columns, persistent=False)
-        own = next(head.parameters()).dtype
-        self._compute = None if dtype == own else ComputeHead(head, dtype)
-        self._reach = reach
-        self._length = max(max_length, reach) + objective.steps
-        self._rotary: RotaryTable | None = None
+        """As of `TrainedModel`; max_length of the longest document, reach: `position_skips`."""
+        super().__init__(
+            *(head, embedding, target_lm_head),
+            loss=objective.loss,
+            temperature=objective.temperature,
+            length=max(max_length, reach) + objective.steps,
+            dtype=dtype,
+        )
+        self.objective, self._reach = objective, reach
 
     def counted(self, batch: TrainBatch) -> int:
         return len(batch.labels)
@@ -103,12 +77,8 @@ class UnrolledModel(TrainedModel, Generic[Kind]):
         """
         if divisor is None:
             divisor = self.counted(batch)
-        head = self.head
-        if self._compute:
-            self._compute.refresh()
-            head = self._compute.head
-        steps = self.objective.steps
-        counted = self._counted(batch)
+        head, steps = self.computing(), self.objective.steps
+        counted = self.giving_loss(batch)
         rows = predicting_rows(batch, counted, steps)
         offsets = position_skips(batch, self._reach) if self._reach else None
         unrolled = self.unrolled(head, batch, rows, offsets)
@@ -120,22 +90,6 @@ class UnrolledModel(TrainedModel, Generic[Kind]):
         """All steps of `head`, which computes, for `rows` [A]; offsets as of `position_skips`."""
         raise NotImplementedError
 
-    def rotary(self) -> RotaryTable:
-        """Covers the longest document and all steps."""
-        if self._rotary is None:  # now, because only now are device and type final
-            self._rotary = RotaryTable(
-                self.head.shape.rope_config(),
-                self._length,
-                device=self.embedding.device,
-                dtype=self.embedding.dtype,
-            )
-        return self._rotary
-
-    def _counted(self, batch: TrainBatch) -> Tensor:
-        """Labels that give loss [S]: those inside the draft vocabulary, or all."""
-        in_vocabulary = self.head.t2d[batch.token_ids[batch.labels]]
-        return in_vocabulary if self.target_columns is None else torch.ones_like(in_vocabulary)
-
     def _compare(
         self,
         head: Kind,
@@ -145,7 +99,7 @@ class UnrolledModel(TrainedModel, Generic[Kind]):
         divisor: float,
     ) -> StepResult:
         """Loss and accuracy; counted [S]: labels that give loss."""
-        steps, decay, loss, _ = self.objective
+        steps, decay = self.objective.steps, self.objective.decay
         k = torch.arange(steps, device=batch.labels.device)
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
         # The type of the scales, and of all sums.
@@ -155,16 +109,8 @@ class UnrolledModel(TrainedModel, Generic[Kind]):
         weights = (predicted * scale[:, None])[:, counted]
         labels = batch.labels[counted]  # [L]
         states = head.normed_output(gather_predictions(unrolled, labels))  # [K, L, H]
-        teacher_states = batch.teacher_states[counted]
-        draft_ids = (head.t2d.cumsum(0) * head.t2d - 1)[batch.token_ids[labels]]  # [L], or -1
-        value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
-            states,
-            self.head.lm_head.weight,
-            Teacher(teacher_states, self.target_output_rows, self.target_columns),
-            weights,
-            draft_ids,
-            loss,
-        )
+        tokens = batch.token_ids[labels]
+        value, hits = self.compare(states, batch.teacher_states[counted], tokens, weights)
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
         return StepResult(value, hits, predicted.sum(1), coarse_rows)
 

@@ -12,8 +12,11 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 from pipeline.eagle3.head import DraftingHead
+from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch
+from pipeline.train.ttt.divergence import OutputLoss, Teacher
 
 Kind = TypeVar("Kind", bound=DraftingHead)
 
@@ -55,18 +58,86 @@ class ComputeHead(Generic[Kind]):
             setattr(self.head, name, buffer)
 
 
-class TrainedModel(nn.Module):
+class TrainedModel(nn.Module, Generic[Kind]):
     """A head with what it is trained against; `forward(batch, divisor)` gives a StepResult.
 
-    What is trained are the parameters of `head`; all else is constant, and in no checkpoint.
+    What is trained are the parameters of `head`. The target's embedding [V, H] and its output rows,
+    those of the draft vocabulary [Vd, H] or for losses of acceptance all [V, H], are constants:
+    buffers that no checkpoint holds.
     """
 
-    head: DraftingHead
+    head: Kind
+    embedding: Tensor
+    target_output_rows: Tensor
+    target_columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in all rows
+
+    def __init__(
+        self,
+        head: Kind,
+        embedding: Tensor,
+        target_lm_head: Tensor,
+        *,
+        loss: Loss,
+        temperature: float,
+        length: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """target_lm_head [V, H]; temperature of the teacher's softmax; length is of the longest
+        document with all steps; dtype is the compute type.
+
+        The head itself stays as it is, in float32.
+        """
+        super().__init__()
+        self.head, self._loss, self._length = head, loss, length
+        columns = head.target_ids() if loss in ACCEPTANCE_LOSSES else None
+        rows = target_lm_head[head.target_ids()] if columns is None else target_lm_head
+        rows = rows.detach() / temperature
+        self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
+        self.register_buffer("target_output_rows", rows.to(dtype), persistent=False)
+        self.register_buffer("target_columns", columns, persistent=False)
+        own = next(head.parameters()).dtype
+        self._compute = None if dtype == own else ComputeHead(head, dtype)
+        self._rotary: RotaryTable | None = None
 
     def counted(self, batch: TrainBatch) -> int:
         """Losses of a micro-batch, each of all K steps: what their sum is divided by where the
         loss is normalised by supervised tokens."""
         raise NotImplementedError
+
+    def computing(self) -> Kind:
+        """The head that computes, with the weights as they are now."""
+        if self._compute is None:
+            return self.head
+        self._compute.refresh()
+        return self._compute.head
+
+    def rotary(self) -> RotaryTable:
+        """Covers the longest document and all steps."""
+        if self._rotary is None:  # now, because only now are device and type final
+            config, like = self.head.shape.rope_config(), self.embedding
+            self._rotary = RotaryTable(config, self._length, device=like.device, dtype=like.dtype)
+        return self._rotary
+
+    def giving_loss(self, batch: TrainBatch) -> Tensor:
+        """Labels that give loss [S]: those inside the draft vocabulary, or all."""
+        in_vocabulary = self.head.t2d[batch.token_ids[batch.labels]]
+        return in_vocabulary if self.target_columns is None else torch.ones_like(in_vocabulary)
+
+    def compare(
+        self, states: Tensor, teacher_states: Tensor, tokens: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and hits int64 [K] of states [K, L, H] that predict `tokens` [L], of which the
+        target said `teacher_states` [L, H]; weights [K, L]."""
+        draft_ids = (self.head.t2d.cumsum(0) * self.head.t2d - 1)[tokens]  # [L], or -1
+        value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
+            states,
+            self.head.lm_head.weight,
+            Teacher(teacher_states, self.target_output_rows, self.target_columns),
+            weights,
+            draft_ids,
+            self._loss,
+        )
+        return value, hits
 
 
 def count_coarse_rows(aux_states: Tensor) -> Tensor:
