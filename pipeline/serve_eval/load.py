@@ -87,7 +87,7 @@ def _workloads(
             mode: template.varied(kwargs=kwargs, where="eval.load.modes")
             for mode, kwargs in load.modes.items()
         }
-    contexts = _contexts(own, prompts, templates)
+    contexts = fitting_contexts(own, prompts, templates)
     left_out = len(prompts) - len(next(iter(contexts.values())))
     trees = {str(rows): _shape_name(tree) for rows, tree in sorted(own.trees.items())}
     cases = product(templates, load.contexts or (None,), load.temperatures)
@@ -113,7 +113,7 @@ def _shape_name(tree: TreeSection | None) -> str:
     return f"{tree.steps}/{tree.top_k}/{tree.nodes}" if tree else "plain"
 
 
-def _contexts(
+def fitting_contexts(
     own: Comparison, prompts: Sequence[Prompt], templates: Mapping[str, ChatTemplate]
 ) -> dict[str, list[tuple[int, ...]]]:
     """Of the prompts whose first turn fits in every mode, so that all curves are of the same."""
@@ -124,8 +124,9 @@ def _contexts(
     fitting = [contexts for contexts in each if all(map(own.fits, contexts.values()))]
     if not fitting:
         raise ConfigError(
-            "no prompt leaves room for its reply in every mode",
-            where="eval.load.modes",
+            "no prompt leaves room for its reply"
+            + (" in every mode" if len(templates) > 1 else ""),
+            where="eval.load.modes" if len(templates) > 1 else "eval.sources",
             fix="choose shorter prompts or lower eval.max_new_tokens",
         )
     return {mode: [contexts[mode] for contexts in fitting] for mode in templates}

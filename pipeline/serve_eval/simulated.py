@@ -23,7 +23,13 @@ from pipeline.eagle3.init import random_init, shape_for
 from pipeline.errors import ConfigError
 from pipeline.records import Record
 from pipeline.reports import LoadCurve
-from pipeline.serve_eval.load import Workload, filled, filled_length, measure_workloads
+from pipeline.serve_eval.load import (
+    Workload,
+    filled,
+    filled_length,
+    fitting_contexts,
+    measure_workloads,
+)
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import first_question, read_prompts
 from pipeline.store.location import Location, as_directory
@@ -99,17 +105,18 @@ def simulate(config: RunConfig, lengths: Sequence[float]) -> SimulatedLoad:
         section = section.model_copy(update={"load": load})
     target = open_target(config.target, decoded=True)
     template = target.template(system_prompt=section.system_prompt)
-    contexts = [first_question(prompt, template).context for prompt in read_prompts(config)[0]]
+    prompts, _ = read_prompts(config)
+    longest = max(len(first_question(prompt, template).context) for prompt in prompts)
     with long_step("simulate", "loading the target"):
         head, named = _head(config, target)
         positions = head.shape.max_position_embeddings if head else target.positions
-        longest = max(map(len, contexts)) + section.max_new_tokens
+        longest += section.max_new_tokens
         own = Comparison(
             *(config, target, head, template),
             dtype=target.dtype,
             max_length=min(positions, max(longest, filled_length(section, positions))),
         )
-    contexts = [context for context in contexts if own.fits(context)]
+    contexts = fitting_contexts(own, prompts, {"": template})[""]
     workloads = [
         Workload(
             {"imposed_acceptance_length": tau, **({"context": length} if length else {})},

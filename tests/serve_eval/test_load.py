@@ -166,6 +166,8 @@ def test_simulated_acceptance_is_a_mode_of_its_own(
     assert _files(config.run.uri) == before
     assert main([*command, "--acceptance", "4.5"]) == 2
     assert "emits 1 to 4 tokens, not 4.5" in capsys.readouterr().err
+    assert main([*command, "eval.max_new_tokens=100000"]) == 2
+    assert "no prompt leaves room for its reply" in capsys.readouterr().err
     assert main([*command, "eval.tree=auto"]) == 2
     assert "tree: auto" in capsys.readouterr().err
 
