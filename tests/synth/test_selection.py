@@ -146,9 +146,10 @@ def test_a_source_that_is_missing_is_told_before_anything_is_written(
 
 
 def test_memory_is_that_of_a_few_shards(make_config: Configs, prompts_file: Path) -> None:
+    config = make_config(shard_prompts=10)
+    select(config, Location(f"{config.run.uri}/first"))  # imports what is imported when needed
     lines = (f'{{"turns": ["{index} {"x" * 8000}"], "license": "MIT"}}\n' for index in range(1500))
     prompts_file.write_text("".join(lines))
-    config = make_config(shard_prompts=10)
     tracemalloc.start()
     selection = select(config, Slow(stage_of(config).uri))
     peak = tracemalloc.get_traced_memory()[1]
