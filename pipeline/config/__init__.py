@@ -35,7 +35,7 @@ from pipeline.config.process import (
 )
 from pipeline.config.reading import load, overridden, parse
 from pipeline.config.run import FeaturesSection, RunConfig, RunSection, TargetSection
-from pipeline.config.section import Section, TreeSection
+from pipeline.config.section import BatchTrees, Section, TreeSection, tree_labels
 from pipeline.config.serve import ServeSection
 from pipeline.config.server import LiveServerSection
 from pipeline.config.synth import (
@@ -51,6 +51,7 @@ from pipeline.config.train import DflashSection, HeadSection, TrainSection
 
 __all__ = [
     "DRAFTERS",
+    "BatchTrees",
     "DflashSection",
     "DlpSection",
     "DrafterName",
@@ -93,5 +94,6 @@ __all__ = [
     "store_retry_seconds",
     "store_timeout_seconds",
     "take_settings",
+    "tree_labels",
     "world_size",
 ]

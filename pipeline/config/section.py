@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -32,6 +33,11 @@ class TreeSection(Section):
     nodes: int = Field(16, gt=1, le=64)
     """Nodes verified in one forward, root (the last token) included; at most 64."""
 
+    @property
+    def label(self) -> str:
+        """In SGLang's order: steps/topk/num_draft_tokens."""
+        return f"{self.steps}/{self.top_k}/{self.nodes}"
+
     @model_validator(mode="before")
     @classmethod
     def _read_auto(cls, value: Any) -> Any:
@@ -46,3 +52,12 @@ class TreeSection(Section):
                 "lower steps or top_k"
             )
         return self
+
+
+#: The shape from each batch size upward; batches whose shape is None are decoded plainly.
+BatchTrees = Mapping[int, TreeSection | None]
+
+
+def tree_labels(trees: BatchTrees) -> dict[str, str]:
+    """Their labels by batch size, as reports and servers tell them."""
+    return {str(rows): tree.label if tree else "plain" for rows, tree in sorted(trees.items())}

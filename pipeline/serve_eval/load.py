@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pipeline.config import EvalSection, TreeSection
+from pipeline.config import EvalSection, tree_labels
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.request import Completion, Request
@@ -89,7 +89,7 @@ def _workloads(
         }
     contexts = fitting_contexts(own, prompts, templates)
     left_out = len(prompts) - len(next(iter(contexts.values())))
-    trees = {str(rows): _shape_name(tree) for rows, tree in sorted(own.trees.items())}
+    trees = tree_labels(own.trees)
     cases = product(templates, load.contexts or (None,), load.temperatures)
     return [
         Workload(
@@ -106,11 +106,6 @@ def _workloads(
         )
         for mode, length, temperature in cases
     ]
-
-
-def _shape_name(tree: TreeSection | None) -> str:
-    """steps/top_k/nodes, as SGLang orders them."""
-    return f"{tree.steps}/{tree.top_k}/{tree.nodes}" if tree else "plain"
 
 
 def fitting_contexts(

@@ -49,7 +49,7 @@ def replay_shapes(
         return ReplayedShapes((), {})
     shapes = list(dict.fromkeys((*section.shapes, own.tree.model_copy(update={"auto": False}))))
     reasons = {shape: _obstacle(own.factory, shape) for shape in shapes}
-    left_out = {shape_name(shape): reason for shape, reason in reasons.items() if reason}
+    left_out = {shape.label: reason for shape, reason in reasons.items() if reason}
     for name, reason in left_out.items():
         notice("eval", f"shape {name} is left out: {reason}")
     drafted = [shape for shape in shapes if not reasons[shape]]
@@ -58,11 +58,6 @@ def replay_shapes(
         for group in _together(drafted):
             records |= _replay(own, chosen, stop_ids, section.max_new_tokens, group)
     return ReplayedShapes(tuple(records[shape] for shape in drafted if shape in records), left_out)
-
-
-def shape_name(shape: TreeSection) -> str:
-    """SGLang's order: steps/topk/num_draft_tokens."""
-    return f"{shape.steps}/{shape.top_k}/{shape.nodes}"
 
 
 def slots_for(questions: Sequence[Question], new_tokens: int) -> int:
@@ -130,6 +125,6 @@ def _replay(
         if figures:
             numbers = shape.model_dump(exclude={"auto"})
             records[shape] = ShapeAcceptance(
-                name=shape_name(shape), own=shape == own.tree, **numbers, acceptance=figures
+                name=shape.label, own=shape == own.tree, **numbers, acceptance=figures
             )
     return records

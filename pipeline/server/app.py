@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from pipeline import __version__
 from pipeline.config import ServeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Request as EngineRequest
@@ -115,9 +116,8 @@ class ServerApp:
     async def _models(self, request: Request) -> Answer:
         longest = self.engine.model.max_length
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "eagle3"}
-        return as_json(
-            {"object": "list", "data": [model | {"max_model_len": longest, **self._told}]}
-        )
+        model |= {"version": __version__, "max_model_len": longest, **self._told}
+        return as_json({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Answer:
         body = parse_body(CompletionBody, await self._read(request))

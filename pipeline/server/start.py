@@ -8,12 +8,23 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from signal import SIGINT, SIGTERM
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import RunConfig, ServeSection, TreeSection, prepare_process
+from pipeline.config import (
+    BatchTrees,
+    RunConfig,
+    ServeSection,
+    TreeSection,
+    prepare_process,
+    tree_labels,
+)
 from pipeline.console import long_step, notice
 from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
@@ -97,13 +108,14 @@ def make_app(config: RunConfig, key: str | None) -> ServerApp:
     if config.eval.chat_template_kwargs:
         template = template.varied(kwargs=config.eval.chat_template_kwargs, where="eval")
     name = section.model or config.target.source
-    told = _told(config, target, trees[1]) if trees else {}
+    told = _told(config, target, trees) if trees else {}
     return ServerApp(engine, template, section, model=name, key=key, told=told)
 
 
-def _told(config: RunConfig, target: Target, tree: TreeSection | None) -> dict[str, Any]:
-    """Drafter and batch 1's tree under SGLang's names; and the run's golden τ, where it is of this
-    head with this tree."""
+def _told(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any]:
+    """Drafter and batch 1's tree under SGLang's names, where other batches have others those too;
+    and the run's golden τ, where it is of this head with this tree."""
+    tree = trees[1]
     assert tree is not None, "a batch of one is drafted for, or none is"
     told: dict[str, Any] = {
         "speculative_algorithm": config.eval.drafter.name,
@@ -111,6 +123,8 @@ def _told(config: RunConfig, target: Target, tree: TreeSection | None) -> dict[s
         "speculative_eagle_topk": tree.top_k,
         "speculative_num_draft_tokens": tree.nodes,
     }
+    if len(trees) > 1:
+        told["speculative_trees"] = tree_labels(trees)
     if find_manifest(config.run.uri, "eval") is None:
         return told
     golden = read_report(config.run.uri).golden
@@ -126,7 +140,7 @@ def _told(config: RunConfig, target: Target, tree: TreeSection | None) -> dict[s
     return told | {"golden": kept | {"prompts": len(golden.prompts)}}
 
 
-def _trees(config: RunConfig) -> tuple[dict[int, TreeSection | None], Mapping[str, int]]:
+def _trees(config: RunConfig) -> tuple[BatchTrees, Mapping[str, int]]:
     """Trees by batch size, and what was chosen with them: for `tree: auto` those of the run's
     report.
 
@@ -150,13 +164,13 @@ def _trees(config: RunConfig) -> tuple[dict[int, TreeSection | None], Mapping[st
     if report.settings["tree"]["nodes"] == 1:
         notice("serve", f"tree: auto, as in {where}: plain decoding")
         return {}, choice["settings"]
-    trees = {
+    trees: dict[int, TreeSection | None] = {
         int(rows): tree and TreeSection.model_validate(tree)
         for rows, tree in choice.get("by_batch", {}).items()
     }
     trees[1] = TreeSection.model_validate(report.settings["tree"])
-    for rows, tree in sorted(trees.items()):
-        notice("serve", f"tree: auto, as in {where}: from batch {rows} {tree or 'plain decoding'}")
+    for rows, label in tree_labels(trees).items():
+        notice("serve", f"tree: auto, as in {where}: from batch {rows} {label}")
     return trees, choice["settings"]
 
 
@@ -184,17 +198,15 @@ def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:
 def run_server(
     server: uvicorn.Server, app: ServerApp, listening: Sequence[socket.socket], grace: float
 ) -> None:
-    """Serve until a signal, or until `server.should_exit` is set; then all requests have ended."""
+    """Serve until a signal, or until `server.should_exit` is set; then all requests have ended.
+
+    Rounds run on the thread that calls, which should be the one that has loaded the model, and
+    connections on one of their own: OpenMP gives each thread that computes a team, and where teams
+    have more threads than there are cores, none waits awake for its next piece of work.
+    """
+    asked, again = asyncio.Event(), asyncio.Event()
 
     async def run() -> None:
-        loop, asked, again = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            signalled = again if app.worker.closing else asked
-            app.worker.close()
-            loop.call_soon_threadsafe(signalled.set)
-
-        server.handle_exit = on_signal  # type: ignore[method-assign, assignment]
         draining = asyncio.create_task(_drain(server, app, asked, again, grace))
         try:
             await server.serve(sockets=list(listening))
@@ -202,12 +214,34 @@ def run_server(
             draining.cancel()
             with suppress(asyncio.CancelledError):
                 await draining
+            app.worker.stop()
 
-    app.worker.start()
+    with asyncio.Runner() as runner, ThreadPoolExecutor(1, "connections") as pool:
+        loop = runner.get_loop()
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            signalled = again if app.worker.closing else asked
+            app.worker.close()
+            loop.call_soon_threadsafe(signalled.set)
+
+        with _handling_signals(on_signal):
+            connections = pool.submit(runner.run, run())
+            app.worker.run()
+            connections.result()
+
+
+@contextmanager
+def _handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT; Python lets none but the main thread take them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (SIGTERM, SIGINT)}
     try:
-        asyncio.run(run())
+        yield
     finally:
-        app.worker.stop()
+        for number, own in before.items():
+            signal.signal(number, own)
 
 
 async def _drain(

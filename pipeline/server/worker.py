@@ -1,9 +1,9 @@
-"""The thread that runs the engine's rounds while requests join and leave.
+"""Runs the engine's rounds, on the thread that calls, while requests join and leave.
 
     connection   submit ─▶ inbox ─┐                      ┌─▶ Job: text, ids, outcome ─▶ connection
     connection   abort  ─▶ inbox ─┴▶ add, abort, step ───┘
 
-Everything that touches the engine happens on this thread; connections and it share only the inbox
+Everything that touches the engine happens on that thread; connections and it share only the inbox
 and the jobs, each under a lock. A job holds what its connection has not taken yet, as one piece
 that grows: a slow reader delays nobody, and what waits for it is never more than one reply.
 """
@@ -44,7 +44,7 @@ class Job:
         pieces: TextPieces,
         arrived: Callable[[], None],
     ) -> None:
-        """`arrived` is called, on the engine's thread, whenever there is something to take."""
+        """`arrived` is called, on the thread of `run`, whenever there is something to take."""
         self.request, self.submitted = request, perf_counter()
         self.first_token = self.last_tokens = 0.0  # perf_counter
         self.stop_reason: int | str | None = None
@@ -95,7 +95,7 @@ class Job:
 
 
 class EngineWorker:
-    """Owns the engine. Its thread ends with `stop`, or with the engine's first error."""
+    """Owns the engine."""
 
     def __init__(self, engine: Engine, metrics: ServerMetrics, *, max_waiting: int) -> None:
         self._engine, self._metrics = engine, metrics
@@ -107,7 +107,7 @@ class EngineWorker:
         self._open = 0  # jobs submitted and not ended
         self._closing = self._stopping = False
         self.failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ended = threading.Event()
 
     @property
     def open_jobs(self) -> int:
@@ -117,9 +117,6 @@ class EngineWorker:
     def closing(self) -> bool:
         """Whether new requests are refused because the server is about to end."""
         return self._closing
-
-    def start(self) -> None:
-        self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Let jobs wait for slots, all or none. Raises ApiError: 429, 503."""
@@ -159,13 +156,14 @@ class EngineWorker:
             self._closing = True
 
     def stop(self) -> None:
-        """End the thread; requests that are here end with an error."""
+        """End `run`, from another thread; requests that are here end with an error."""
         with self._changed:
             self._closing = self._stopping = True
             self._changed.notify()
-        self._thread.join()
+        self._ended.wait()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Rounds until `stop`, or until the engine's first error."""
         try:
             while self._work():
                 pass
@@ -175,9 +173,11 @@ class EngineWorker:
             self._end_all("the engine has failed")
         else:
             self._end_all("the server has shut down")
-        with suppress(Exception):  # an engine that has failed may fail again
-            self._engine.abandon()
-        self._metrics.observe(self._engine, 0)
+        finally:
+            with suppress(Exception):  # an engine that has failed may fail again
+                self._engine.abandon()
+            self._metrics.observe(self._engine, 0)
+            self._ended.set()
 
     def _work(self) -> bool:
         """One step of the engine, or a wait for something to do; False when it is over."""

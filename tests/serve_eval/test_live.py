@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline import __version__
 from pipeline.cli import main
 from pipeline.config import RunConfig, ServeSection, load
 from pipeline.reports import EvalReport, ServerResult
@@ -109,6 +110,22 @@ def _scrambled(config: RunConfig, folder: Path) -> Path:
             tensors[name] = tensor[torch.randperm(len(tensor))].contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_trees_by_batch_size_explain_a_fall_under_load(
+    finished: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    tree = load(finished).eval.tree
+    monkeypatch.setattr("pipeline.server.start._trees", lambda _: ({1: tree, 2: None}, {}))
+    if not tells:
+        monkeypatch.setattr("pipeline.server.start.tree_labels", lambda _: None)
+    result = evaluate_server(_on(finished, serving(load(finished))))
+    (found,) = (each for each in result.findings if each.name == "changes_under_load")
+    assert found.severity == ("note" if tells else "warning")
+    assert found.text.endswith("as it drafts 3/2/6 from batch 1, plain from batch 2") == tells
+    assert result.version == __version__
+    shutil.rmtree(Path(load(finished).run.uri) / "eval/servers")
 
 
 def test_golden_check_knows_the_right_head_from_a_scrambled_one(

@@ -182,6 +182,20 @@ def test_a_request_whose_logits_are_nan_fails_alone(start: Start, model: Decoder
     assert served.post(prompt=[3], max_tokens=5).status_code == 200
 
 
+def test_rounds_run_on_the_thread_that_serves(start: Start) -> None:
+    """Which has loaded the model: a second team of OpenMP threads would slow both down."""
+    served, threads = start(), set[int | None]()
+    step = served.engine.step
+
+    def noting() -> Any:
+        threads.add(threading.get_ident())
+        return step()
+
+    served.engine.step = noting  # type: ignore[method-assign]
+    assert served.post(prompt="Why?", max_tokens=8).status_code == 200
+    assert threads == {served.thread.ident}
+
+
 def test_while_it_ends_running_requests_go_on_and_new_ones_are_refused(start: Start) -> None:
     served = start()
     slow_down(served.engine, 0.02)

@@ -12,20 +12,18 @@ joined, moved and dropped without its help, and one drafter can serve several en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from pipeline.config import TreeSection
+from pipeline.config import BatchTrees, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.ops.draft import Candidates
 
-#: One shape for all batches, or the shape from each batch size upward; batches whose shape is None
-#: are decoded plainly.
-Trees = TreeSection | Mapping[int, TreeSection | None]
+#: One shape for all batches, or one for each batch size.
+Trees = TreeSection | BatchTrees
 
 
 @dataclass(frozen=True, eq=False)

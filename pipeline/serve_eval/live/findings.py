@@ -99,9 +99,18 @@ def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
     for count, under_load in lengths[1:]:
         if abs(under_load - tau) > _UNDER_LOAD * tau:
             text = f"τ is {tau:.2f} at concurrency {lengths[0][0]} and {under_load:.2f} at {count}"
-            fix = "look for an option that stops drafting in large batches; prompts that are sent "
-            fix += "twice may also differ in length"
-            yield ServerFinding(severity="warning", name="changes_under_load", text=text, fix=fix)
+            if trees := seen.server.told.get("speculative_trees"):
+                by_batch = ", ".join(f"{tree} from batch {rows}" for rows, tree in trees.items())
+                text, fix = f"{text}, as it drafts {by_batch}", "nothing"
+            else:
+                fix = "look for an option that stops drafting in large batches; prompts that are "
+                fix += "sent twice may also differ in length"
+            yield ServerFinding(
+                severity="note" if trees else "warning",
+                name="changes_under_load",
+                text=text,
+                fix=fix,
+            )
 
 
 def _against_report(seen: SeenServer) -> Iterator[ServerFinding]:

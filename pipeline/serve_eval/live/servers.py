@@ -111,7 +111,7 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
     named = model or str(first.get("id", ""))
     if known == "sglang":
         return _sglang(info if isinstance(info, dict) else {}, named)
-    version = await client.json_page("/version") if known == "vllm" else None
+    version = await client.json_page("/version") if known == "vllm" else first
     number = str(version.get("version", "")) if isinstance(version, dict) else ""
     kept = {
         name: value

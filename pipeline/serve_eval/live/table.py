@@ -19,7 +19,7 @@ def print_server(result: ServerResult) -> None:
 
     title = f"eagle3 eval --server {result.url} ({result.kind} {result.version})"
     table = Table(title=printable(title), title_justify="left", title_style="bold")
-    names = ("concurrency", "requests", "failed", "τ", "tokens/s", "TTFT p50", "TPOT p50")
+    names = ("at a time", "requests", "failed", "τ", "tokens/s", "TTFT p50", "TPOT p50")
     for name in names:
         table.add_column(name, justify="right")
     for point in result.curve.points:
