@@ -171,17 +171,24 @@ def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | No
         expected, other = chain, "For SGLang, export with `--format sglang`."
     where = "HEAD is this directory" + (", TARGET the target’s" if target == "TARGET" else "")
     return (
-        f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected)}{other} The "
+        f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} The "
         "command follows the server's documentation; it was not run for this head. `eagle3 eval "
         "--server URL` says whether a running server reaches what was measured here."
     )
 
 
-def _expected(shape: ShapeAcceptance | None) -> str:
+def _expected(shape: ShapeAcceptance | None, own: ShapeAcceptance | None) -> str:
     if shape is None:
         return ""
-    tau = shape.acceptance.acceptance_length
-    return f"With this draft τ is {tau.value:.2f} ({tau.low:.2f} … {tau.high:.2f}). "
+    if shape.own:
+        return "This is the draft of which τ is above. "
+    tau, prompts = shape.acceptance.acceptance_length, shape.acceptance.requests
+    said = f"With this draft τ is {tau.value:.2f} ({tau.low:.2f} … {tau.high:.2f}) on the first "
+    said += f"turns of {prompts} prompts"
+    above = (
+        f", where the tree above has {own.acceptance.acceptance_length.value:.2f}" if own else ""
+    )
+    return f"{said}{above}. "
 
 
 def _made_of(card: HeadCard) -> str:

@@ -86,10 +86,12 @@ def test_the_command_has_the_shape_that_was_measured(format: str) -> None:
         assert options["--speculative-algorithm"] == "EAGLE3"
         named = ("num-steps", "eagle-topk", "num-draft-tokens")
         assert [options[f"--speculative-{each}"] for each in named] == ["5", "4", "16"]
+        assert "This is the draft of which τ is above." in text
     else:
         assert words[:4] == ["vllm", "serve", "org/model", "--speculative-config"]
         spoken = json.loads(words[4])
         assert spoken == {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3}
+        assert re.search(r"With this draft τ is .* on the first turns of \d+ prompts, where", text)
     assert "it was not run for this head" in text
 
 

@@ -35,8 +35,15 @@ def write_markdown(report: EvalReport) -> str:
             ),
         ),
         _table(
-            ("drafts of servers: steps/top-k/tokens", "τ"),
-            ((each.name, estimated(each.acceptance.acceptance_length)) for each in report.shapes),
+            ("drafts of servers: steps/top-k/tokens", "τ on first turns", "prompts"),
+            (
+                (
+                    each.name,
+                    estimated(each.acceptance.acceptance_length),
+                    str(each.acceptance.requests),
+                )
+                for each in report.shapes
+            ),
         ),
         _table(
             ("rival", "its τ", "own τ less it", "verdict on the own"),
