@@ -90,14 +90,14 @@ def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> i
     """Of a start by least squares; 0 without.
 
     The embedding in the type it is stored in and in float32. Then, for P = 4H regressors or the I
-    of the MLP: sums of P by P in float64, scaled and factored, P by H three times, and a solution
-    in float32 for each of five strengths.
+    of the MLP: sums of P by P in float64, and scaled and factored, P by H three times, and a
+    solution in float32 for each of five strengths.
     """
     if not _solves(section):
         return 0
     hidden, wide = head.hidden, head.intermediate
     most = max(4 * hidden, wide)
-    sums = 8 * (3 * most**2 + 3 * most * hidden) + 4 * 5 * most * hidden
+    sums = 8 * (2 * most**2 + 3 * most * hidden) + 4 * 5 * most * hidden
     return (2 + 4) * target.vocabulary * hidden + sums
 
 

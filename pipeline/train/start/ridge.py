@@ -66,12 +66,18 @@ class _Sums:
         self.rows += len(x)
 
     def solve(self, strength: float) -> Tensor:
-        """Weights [P, Q]. Each regressor is scaled to a mean square of about 1 first."""
+        """Weights [P, Q]. Each regressor is scaled to a mean square of about 1 first.
+
+        A second P by P is all that this takes: by columns, LAPACK factors where the numbers lie.
+        """
         spread = (self.gram.diagonal() / self.rows).sqrt() + 1e-3  # [P]
-        scaled = self.gram / spread / spread[:, None]
-        scaled.diagonal().add_(strength * self.rows)
-        factor = torch.linalg.cholesky(scaled)
-        return torch.cholesky_solve(self.cross / spread[:, None], factor) / spread[:, None]
+        factor = (self.gram / spread).mT
+        factor /= spread
+        factor.diagonal().add_(strength * self.rows)
+        torch.linalg.cholesky(factor, out=factor)  # L
+        half = torch.linalg.solve_triangular(factor, self.cross / spread[:, None], upper=False)
+        weights: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+        return weights / spread[:, None]
 
 
 class _Error:
