@@ -142,7 +142,7 @@ def page() -> Page:
         "4.4 %",
         "5,912,064",
         "97.1 %",
-        "✓ lossless: token-identical to plain greedy decoding in fp32 on all 32 prompts checked",
+        "✓ lossless: token-identical to plain greedy decoding in fp32 on all 32 requests checked",
         "Best on coding (1.95), worst on reasoning (1.52).",
         "MIT 812",
         "Apache-2.0 30",

@@ -96,7 +96,7 @@ def _verdict(report: EvalReport) -> str:
     lines.append(f"* speed: {', '.join(speedups) or 'not timed'}")
     checked, exact = report.lossless["prompts_checked"], report.lossless["greedy_fp32"]
     verdict = "token-identical to plain decoding in fp32" if exact else "**NOT lossless in fp32**"
-    lines.append(f"* {verdict if checked else 'losslessness was not checked'}, {checked} prompts")
+    lines.append(f"* {verdict if checked else 'losslessness was not checked'}, {checked} requests")
     return "\n".join(lines)
 
 

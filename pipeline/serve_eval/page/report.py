@@ -189,10 +189,10 @@ def _badge(report: EvalReport) -> Badge:
     checked = report.lossless["prompts_checked"]
     if not checked:
         return Badge("none", "lossless: not checked")
-    rival, prompts = "plain greedy decoding in fp32", f"{wording.plain(checked)} prompts checked"
+    rival, requests = "plain greedy decoding in fp32", f"{wording.plain(checked)} requests checked"
     if report.lossless["greedy_fp32"]:
-        return Badge("good", f"✓ lossless: token-identical to {rival} on all {prompts}")
-    return Badge("bad", f"✗ not lossless: differs from {rival} ({prompts})")
+        return Badge("good", f"✓ lossless: token-identical to {rival} on all {requests}")
+    return Badge("bad", f"✗ not lossless: differs from {rival} ({requests})")
 
 
 def _plain_decoding(report: EvalReport) -> str | None:
