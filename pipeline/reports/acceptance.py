@@ -1,0 +1,167 @@
+"""What rounds did for every request, and acceptance that is derived from it.
+
+RoundCounters      of a request: counted by the engine or told by a server, never derived
+AcceptanceFigures  of a group of requests: derived from counters alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, zip_longest
+
+from pydantic import Field, model_validator
+
+from pipeline.records import Record
+
+
+class RoundCounters(Record):
+    """What the rounds of one request drafted and accepted; prefill's token is in none of it.
+
+    drafted      accepted    position  1  2  3        accepted tokens   0  1  2  3
+    a b c        a b         proposed  2  2  1        accepted_lengths  1  0  1  0
+    d e          none        accepted  1  1  0
+    """
+
+    rounds: int
+    """Rounds of the decoder, each a draft and a verification, or a plain forward."""
+    tokens: int
+    """Tokens taken from rounds, bonus included; the last round may be cut by a stop or a limit."""
+    drafted: int
+    """Drafted tokens that were verified: all nodes of the trees but the roots."""
+    accepted_lengths: tuple[int, ...]
+    """Entry n: rounds that accepted n drafted tokens; a last round counts uncut."""
+    proposed: tuple[int, ...]
+    """Entry k - 1: rounds with a drafted token at position k."""
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> RoundCounters:
+        accepted = self.accepted
+        if sum(self.accepted_lengths) != self.rounds:
+            raise ValueError("accepted_lengths does not add up to rounds")
+        if len(accepted) > len(self.proposed) or any(
+            kept > offered for kept, offered in zip(accepted, self.proposed, strict=False)
+        ):
+            raise ValueError("a position is accepted more often than it was proposed")
+        return self
+
+    @classmethod
+    def total(cls, counters: Iterable[RoundCounters]) -> RoundCounters:
+        """Of all requests together."""
+        each = list(counters)
+        return cls(
+            rounds=sum(one.rounds for one in each),
+            tokens=sum(one.tokens for one in each),
+            drafted=sum(one.drafted for one in each),
+            accepted_lengths=_added(one.accepted_lengths for one in each),
+            proposed=_added(one.proposed for one in each),
+        )
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Entry k - 1: rounds that accepted position k, and so all before it."""
+        kept = list(accumulate(reversed(self.accepted_lengths[1:])))[::-1]
+        while kept and not kept[-1]:
+            kept.pop()
+        return tuple(kept)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafted tokens that were accepted."""
+        return sum(self.accepted)
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ; 0 without rounds."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+
+def _added(rows: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Entry by entry; shorter rows end in zeros."""
+    return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
+
+
+class Estimate(Record):
+    """A figure and its 95 % interval, by drawing prompts with replacement."""
+
+    value: float
+    """The figure over all requests."""
+    low: float
+    """Lower end of the interval."""
+    high: float
+    """Upper end of the interval."""
+
+
+class AcceptanceFigures(Record):
+    """Acceptance of a group of requests."""
+
+    requests: int
+    """Those with rounds."""
+    rounds: int
+    """Of all of them."""
+    acceptance_length: Estimate
+    """τ: Σ tokens / Σ rounds; a long reply counts for more."""
+    request_acceptance_length: Estimate
+    """Mean over requests of each one's tokens / rounds."""
+    conditional: tuple[Estimate, ...]
+    """α_k, k = 1…: position k accepted, of the rounds that accepted k - 1."""
+    joint: tuple[Estimate, ...]
+    """Position k = 1… accepted, of all rounds."""
+    accept_rate: float
+    """Accepted / drafted tokens; 0 where nothing was drafted."""
+
+
+class ShapeAcceptance(Record):
+    """Acceptance with trees of one shape, greedy, on some prompts' first turns."""
+
+    name: str
+    """steps/top_k/nodes: the order of SGLang's steps, topk and num_draft_tokens."""
+    own: bool
+    """Whether it is the tree of the report."""
+    steps: int
+    """Draft depth."""
+    top_k: int
+    """Beams a step; 1 is a chain."""
+    nodes: int
+    """Tokens verified at once, root included."""
+    acceptance: AcceptanceFigures
+    """Of the replies it was tried on."""
+
+
+class PromptResult(Record):
+    """One request: a turn of a prompt."""
+
+    id: str
+    """SOURCE/ID of the prompt; #TURN behind it from the second turn on."""
+    category: str
+    """Of the prompt."""
+    source: str = ""
+    """Data set of the prompt."""
+    turn: int = 1
+    """Number of the turn, from 1."""
+    context_tokens: int = 0
+    """Tokens before the reply, templates included."""
+    context_digest: str = ""
+    """Of these tokens: 16 digits of a SHA-256."""
+    finish_reason: str = ""
+    """Why the reply ended: stop, length, or what a server says."""
+    rounds: int
+    """Rounds of the reply."""
+    tokens: int
+    """Tokens of the reply."""
+    acceptance_length: float
+    """τ of this reply."""
+    tokens_per_second: dict[str, float]
+    """Decoding rate by way: speculative, plain, hf."""
+    ttft_seconds: dict[str, float] = Field({})
+    """Admitted or sent to first token, by way of decoding."""
+    tpot_seconds: dict[str, float] = Field({})
+    """Mean time of a token behind the first, by way of decoding."""
+    counters: RoundCounters | None = None
+    """None in a report that is older than they are, or where a server does not tell."""
+    identical_fp32: bool | None
+    """Whether speculative and plain decoding in fp32 gave the same tokens; None: not checked."""
+
+    @property
+    def prompt(self) -> str:
+        """The id of the prompt that it is a turn of: that of its first turn."""
+        return self.id.removesuffix(f"#{self.turn}") if self.turn > 1 else self.id
