@@ -2,7 +2,7 @@
 
     python -m bench.drafters --head DIR [--rows eagle3,ngram,self_spec:kv=snapkv:budget=512 …]
                              [--sets chat,code,long,1024,4096] [--prompts N] [--new-tokens N]
-                             [--tree 4/5/16]
+                             [--tree 5/4/16]
 
 A row is a drafter's name and settings of its section, each behind a colon, `head=DIR` among them
 where it is to draft with a head of its own; a set that is a number holds prompts of about so many
@@ -13,7 +13,7 @@ it, and what it gives on the other half, a plain round and a drafted one in turn
 With --tree nothing is chosen or timed: τ of that tree alone, a table of rows by sets. How the
 acceptance of a head depends on the context, in one command:
 
-    python -m bench.drafters --head DIR --rows eagle3,eagle3:draft_window=256 --tree 4/5/16
+    python -m bench.drafters --head DIR --rows eagle3,eagle3:draft_window=256 --tree 5/4/16
                              --sets 1024,2048,4096,8192,16384 --prompts 4 --new-tokens 32
 """
 
@@ -169,7 +169,7 @@ class _Bench:
         if tree:
             tau = acceptance(trace_drafter(model, factory, prompts, new_tokens, tree), tree)
             print(f"  {row.name:44s} τ {tau:.2f}", flush=True)
-            return {"tau": tau, "tree": _shape(tree), "prompts": len(prompts)}
+            return {"tau": tau, "tree": tree.label, "prompts": len(prompts)}
         measured = _measured(model, row.name, factory, prompts, new_tokens)
         print(f"  {row.name:44s} {_line(measured)}", flush=True)
         return measured
@@ -209,7 +209,7 @@ def _measured(
         "predicted_from_other_prompts": cell.speedup,
         "predicted": predicted,
         "error": predicted / ran.speedup - 1,
-        "tree": _shape(cell.tree),
+        "tree": cell.tree.label,
         "settings": "".join(f" {key} {value}" for key, value in factory.settings.items()),
         "t_draft_ms": 1e3 * cell.costs.draft_seconds(cell.tree.top_k),
         "t_ar_ms": 1e3 * cell.costs.plain_seconds,
@@ -243,10 +243,6 @@ def of_length(questions: Sequence[tuple[int, ...]], index: int, tokens: int) -> 
     return (*opening, *fill_context(bodies, index, tokens - len(opening)))
 
 
-def _shape(tree: TreeSection) -> str:
-    return f"{tree.top_k}/{tree.steps}/{tree.nodes}"
-
-
 def _lengths(prompts: Sequence[tuple[int, ...]]) -> str:
     lengths = sorted(map(len, prompts))
     return f"{len(prompts)} prompts of {lengths[0]:,} to {lengths[-1]:,} tokens"
@@ -274,7 +270,7 @@ def _options() -> argparse.Namespace:
     option("--sets", type=_sets, default=list(SETS), help=f"of {', '.join(SETS)}, or tokens")
     option("--prompts", type=int, default=8, help="prompts that are run, and as many for tuning")
     option("--new-tokens", type=int, default=64, help="tokens of each reply")
-    option("--tree", type=_tree, metavar="K/S/N", help="only τ, of this top_k/steps/nodes")
+    option("--tree", type=_tree, metavar="S/K/N", help="only τ, of this steps/top_k/nodes")
     option("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")
     return parser.parse_args()
@@ -286,11 +282,11 @@ def _rows(text: str) -> list[Row]:
 
 def _tree(text: str) -> TreeSection:
     try:
-        top_k, steps, nodes = map(int, text.split("/"))
+        steps, top_k, nodes = map(int, text.split("/"))
         return TreeSection(top_k=top_k, steps=steps, nodes=nodes)
     except ValueError as error:  # pydantic's, too
         brief = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text} is no top_k/steps/nodes: {brief}") from None
+        raise argparse.ArgumentTypeError(f"{text} is no steps/top_k/nodes: {brief}") from None
 
 
 def _sets(text: str) -> list[str]:

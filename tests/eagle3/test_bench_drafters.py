@@ -57,14 +57,14 @@ def test_tau_by_context_in_one_table(
     common = ["--target", str(tiny_target), "--prompts", "1", "--new-tokens", "8"]
     common += ["--threads", "1", "--out", str(tmp_path), "--sets", "40,80,999999"]
     rows = f"ngram,eagle3:head={tmp_path}/eagle3,eagle3,dflash:head={tmp_path}/dflash,self_spec"
-    _run(monkeypatch, *common, "--tree", "2/3/6", "--rows", rows)
+    _run(monkeypatch, *common, "--tree", "3/2/6", "--rows", rows)
     shown = capsys.readouterr().out
     assert "999999: left out, 999,999 tokens are more than the" in shown
     assert "  eagle3  " in shown and "left out, no --head of it" in shown
     figures = json.loads((tmp_path / "drafters.json").read_text())["figures"]
     named = {name.partition(".")[0] for name in figures}
     assert named == {"40", "80"} and len(figures) == 8
-    assert all(each["tau"] >= 1 and each["tree"] == "2/3/6" for each in figures.values())
+    assert all(each["tau"] >= 1 and each["tree"] == "3/2/6" for each in figures.values())
     assert figures["80.self_spec"]["tau"] > 2, "everything is visible to it"
     table = shown.splitlines()[-7:-1]
     assert table[0].split() == ["τ", "40", "80", "999999"]
