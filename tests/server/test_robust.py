@@ -24,6 +24,7 @@ import yaml
 
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
+from pipeline.server.start import _handling_signals
 from tests.server.conftest import PROMPTS, Running, Start, slow_down
 
 LONG: dict[str, Any] = {"prompt": "Why?", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -194,6 +195,13 @@ def test_rounds_run_on_the_thread_that_serves(start: Start) -> None:
     served.engine.step = noting  # type: ignore[method-assign]
     assert served.post(prompt="Why?", max_tokens=8).status_code == 200
     assert threads == {served.thread.ident}
+
+
+def test_signals_are_ours_only_while_it_serves() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with _handling_signals(lambda number, frame: None):
+        assert all(signal.getsignal(number) is not own for number, own in before.items())
+    assert before == {number: signal.getsignal(number) for number in before}
 
 
 def test_while_it_ends_running_requests_go_on_and_new_ones_are_refused(start: Start) -> None:
