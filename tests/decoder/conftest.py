@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bench.random_target import random_head
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel, Forward
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.eagle3.head import Eagle3Head
 
 CAPTURE = (1, 3, 4)
@@ -146,6 +147,19 @@ def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return make
 
 
+def eight_tokens(directory: Path, max_length: int) -> tuple[DecoderModel, Eagle3Head]:
+    """A target that knows eight tokens, so that a random head often guesses one of them right."""
+    torch.manual_seed(1)
+    config = LlamaConfig(**(_BASE | {"vocab_size": 8}))
+    LlamaForCausalLM(config).save_pretrained(directory)
+    model = DecoderModel.load(
+        directory, CAPTURE, device=torch.device("cpu"), dtype=torch.float32, max_length=max_length
+    )
+    # Scaled, so that attention and positions weigh something.
+    head = random_head(config, torch.arange(8), intermediate_size=64, seed=3, scale=12)
+    return model, head
+
+
 @pytest.fixture
 def model(make_target: Callable[[str], Path]) -> DecoderModel:
     return DecoderModel.load(
@@ -154,6 +168,19 @@ def model(make_target: Callable[[str], Path]) -> DecoderModel:
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_length=160,
+    )
+
+
+@pytest.fixture
+def torch_model(make_target: Callable[[str], Path]) -> DecoderModel:
+    """The same target, computed by the definition of every operation."""
+    return DecoderModel.load(
+        make_target("llama"),
+        CAPTURE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=160,
+        ops=TorchOps(),
     )
 
 

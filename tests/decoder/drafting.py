@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.engine import Engine
+from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
+from pipeline.decoder.round import decode_round, read_prompt
 from tests.decoder.conftest import random_tokens
 
 #: Mixed lengths, on both sides of page borders; some end by a stop token, some by their limit.
@@ -51,6 +54,26 @@ def decode(
 
 def tokens_of(done: dict[str, Completion]) -> dict[str, tuple[int, ...]]:
     return {name: each.token_ids for name, each in done.items()}
+
+
+Opened = tuple[DecodeBatch, Planes]
+
+
+def read_both_ways(
+    model: DecoderModel, drafter: Drafter, without: Drafter, opened: Callable[[], Opened]
+) -> tuple[Opened, Opened]:
+    """A row after rounds with a tree and without, and one that read the same tokens as a prompt."""
+    prompt = random_tokens(20, seed=4)
+    batch, planes = opened()
+    read_prompt(model, planes, drafter, batch, prompt)
+    tokens = batch.emitted[0, :1].tolist()
+    for plain in (True, True, False, True, False, False):
+        decode_round(model, planes, without if plain else drafter, batch, sampling=False)
+        tokens += batch.emitted[0, : int(batch.counts)].tolist()
+    whole, others = opened()
+    read_prompt(model, others, drafter, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
+    assert torch.equal(batch.roots, whole.roots) and torch.equal(batch.seq_lens, whole.seq_lens)
+    return (batch, planes), (whole, others)
 
 
 #: Operations that hand values to the host; `item` is what inference mode calls it.

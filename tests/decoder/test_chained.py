@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.round import read_prompt
 from pipeline.eagle3.chained.head import ChainedHead
 from pipeline.eagle3.chained.init import chained_shape_for
 from pipeline.eagle3.init import random_init
@@ -32,14 +33,13 @@ from pipeline.errors import ConfigError, HeadError
 from pipeline.train.chained.unroll import unroll_chain
 from pipeline.train.data.batches import TrainBatch
 from tests.decoder.conftest import (
-    CAPTURE,
     VOCABULARY,
     open_rows,
     poisoned_planes,
     random_tokens,
     states_of,
 )
-from tests.decoder.drafting import decode, no_values, requests_of, tokens_of
+from tests.decoder.drafting import decode, no_values, read_both_ways, requests_of, tokens_of
 
 STEPS, PREFIX, PAGES = 5, 17, 2
 CPU = torch.device("cpu")
@@ -303,16 +303,8 @@ def test_plain_rounds_leave_the_drafter_ready(model: DecoderModel, chain: Chaine
     """After rounds with and without a tree it drafts what it drafts behind a prompt of the same
     tokens, up to rounding."""
     drafter, without = (ChainedDrafter(chain, model, {1: shape}) for shape in (TREE, None))
-    prompt = random_tokens(20, seed=4)
-    batch, planes = _open(model, drafter)
-    read_prompt(model, planes, drafter, batch, prompt)
-    tokens = batch.emitted[0, :1].tolist()
-    for plain in (True, True, False, True, False, False):
-        decode_round(model, planes, without if plain else drafter, batch, sampling=False)
-        tokens += batch.emitted[0, : int(batch.counts)].tolist()
-    whole, others = _open(model, drafter)
-    read_prompt(model, others, drafter, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
-    assert torch.equal(batch.roots, whole.roots) and torch.equal(batch.seq_lens, whole.seq_lens)
+    opened = partial(_open, model, drafter)
+    (batch, planes), (whole, others) = read_both_ways(model, drafter, without, opened)
     torch.testing.assert_close(batch.drafter_state, whole.drafter_state, atol=1e-3, rtol=1e-4)
     drafter.trace = []
     for rows, plane in ((batch, planes), (whole, others)):
@@ -329,25 +321,17 @@ def _open(model: DecoderModel, drafter: ChainedDrafter) -> tuple[DecodeBatch, Pl
 
 
 def test_a_draft_and_an_extension_look_at_no_value(
-    make_target: Callable[[str], Path], chain: ChainedHead, monkeypatch: pytest.MonkeyPatch
+    torch_model: DecoderModel, chain: ChainedHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for attention: the definition goes row by row over lengths that it reads."""
-    model = DecoderModel.load(
-        make_target("llama"),
-        CAPTURE,
-        device=CPU,
-        dtype=torch.float32,
-        max_length=160,
-        ops=TorchOps(),
-    )
-    drafter = ChainedDrafter(chain, model, TREE)
-    planes = poisoned_planes(model, 3 * PAGES + 1, drafter)
-    batch = open_rows(model, 3, pages=PAGES, drafter=drafter)
+    drafter = ChainedDrafter(chain, torch_model, TREE)
+    planes = poisoned_planes(torch_model, 3 * PAGES + 1, drafter)
+    batch = open_rows(torch_model, 3, pages=PAGES, drafter=drafter)
     for row in range(3):
         prompt = random_tokens(1 + 9 * row, seed=row)
-        read_prompt(model, planes, drafter, batch.rows(row, row + 1), prompt)
+        read_prompt(torch_model, planes, drafter, batch.rows(row, row + 1), prompt)
     rows, tokens = TokenRows.even(3, 5, CPU), torch.zeros(15, dtype=torch.int64)
-    aux = torch.zeros(15, 3 * model.config.hidden_size)
+    aux = torch.zeros(15, 3 * torch_model.config.hidden_size)
     read = ReadTokens(rows, tokens, tokens, aux, torch.tensor([1, 2, 5]))
     monkeypatch.setattr(TorchOps, "tree_attention", lambda ops, query, *rest: query)
     with no_values():
@@ -375,21 +359,13 @@ def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, chain: Chaine
 
 @torch.inference_mode()
 def test_every_backend_of_a_cpu_drafts_the_same(
-    make_target: Callable[[str], Path], model: DecoderModel, chain: ChainedHead
+    torch_model: DecoderModel, model: DecoderModel, chain: ChainedHead
 ) -> None:
     """The definition in torch, and whatever this machine picks."""
-    plain = DecoderModel.load(
-        make_target("llama"),
-        CAPTURE,
-        device=CPU,
-        dtype=torch.float32,
-        max_length=160,
-        ops=TorchOps(),
-    )
     tokens = random_tokens(PREFIX + 1, seed=5)
     aux = states_of(model, tokens[:-1]).aux
     drawn = []
-    for target in (model, plain):
+    for target in (model, torch_model):
         drafting = _Drafting(chain, target, 3)
         for row in range(3):
             drafting.read(row, tokens[row + 1 :], aux[row:], PREFIX - row)

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.random_target import random_head
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder import graphs
 from pipeline.decoder.batch import DecodeBatch
@@ -25,7 +23,7 @@ from pipeline.decoder.request import Completion, Request
 from pipeline.decoder.round import count_proposed, decode_round
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.reports import RoundCounters
-from tests.decoder.conftest import random_tokens
+from tests.decoder.conftest import eight_tokens, random_tokens
 from tests.decoder.drafting import no_values, tokens_of
 
 VOCABULARY = 8
@@ -37,25 +35,7 @@ SECTION = NgramSection(min_match=2, max_match=5, matches=4)
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[DecoderModel, Eagle3Head]:
     """A target of eight tokens, that often says what fills the nodes of an empty draft: 0."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    directory = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(directory)
-    model = DecoderModel.load(
-        directory, (1, 3, 4), device=torch.device("cpu"), dtype=torch.float32, max_length=200
-    )
-    head = random_head(config, torch.arange(VOCABULARY), intermediate_size=64, seed=3, scale=12)
-    return model, head
+    return eight_tokens(tmp_path_factory.mktemp("target"), max_length=200)
 
 
 class Round(NamedTuple):

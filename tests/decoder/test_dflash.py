@@ -4,9 +4,8 @@ it proposes the output is the target's own."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import join_marginals
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, draft_tree, read_prompt
+from pipeline.decoder.round import draft_tree, read_prompt
 from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.dflash.init import dflash_shape_for
 from pipeline.eagle3.init import random_init
@@ -34,13 +33,13 @@ from pipeline.train.dflash.blocks import cut_blocks
 from pipeline.train.dflash.model import BlockObjective, DflashModel
 from pipeline.tuning.score import draw_gap
 from tests.decoder.conftest import (
-    CAPTURE,
     VOCABULARY,
     open_rows,
     poisoned_planes,
     random_tokens,
     states_of,
 )
+from tests.decoder.drafting import read_both_ways
 
 BLOCK, PREFIX = 5, 17
 TREE = TreeSection(top_k=3, steps=4, nodes=12)
@@ -253,16 +252,8 @@ def test_plain_rounds_leave_the_drafter_ready(model: DecoderModel, head: DflashH
     """After rounds with and without a tree it drafts what it drafts behind a prompt of the same
     tokens, up to rounding."""
     drafter, without = (DflashDrafter(head, model, {1: shape}) for shape in (TREE, None))
-    prompt = random_tokens(20, seed=4)
-    batch, planes = _open(model, drafter)
-    read_prompt(model, planes, drafter, batch, prompt)
-    tokens = batch.emitted[0, :1].tolist()
-    for plain in (True, True, False, True, False, False):
-        decode_round(model, planes, without if plain else drafter, batch, sampling=False)
-        tokens += batch.emitted[0, : int(batch.counts)].tolist()
-    whole, others = _open(model, drafter)
-    read_prompt(model, others, drafter, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
-    assert torch.equal(batch.roots, whole.roots) and torch.equal(batch.seq_lens, whole.seq_lens)
+    opened = partial(_open, model, drafter)
+    (batch, planes), (whole, others) = read_both_ways(model, drafter, without, opened)
     drafter.trace = []
     for rows, plane in ((batch, planes), (whole, others)):
         draft_tree(model.ops, drafter, rows, plane, TREE)
@@ -410,21 +401,13 @@ def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, head: DflashH
 
 @torch.inference_mode()
 def test_every_backend_of_a_cpu_drafts_the_same(
-    make_target: Callable[[str], Path], model: DecoderModel, head: DflashHead
+    torch_model: DecoderModel, model: DecoderModel, head: DflashHead
 ) -> None:
     """The definition in torch, and whatever this machine picks."""
-    plain = DecoderModel.load(
-        make_target("llama"),
-        CAPTURE,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_length=160,
-        ops=TorchOps(),
-    )
     tokens = random_tokens(PREFIX, seed=5)
     aux = states_of(model, tokens).aux
     drawn = []
-    for target in (model, plain):
+    for target in (model, torch_model):
         drafting = _Drafting(head, target, 3)
         for row in range(3):
             drafting.read(row, aux[row:], PREFIX - row)

@@ -139,25 +139,30 @@ def contract_of(config: RunConfig) -> TargetContract:
     return read_contract(config.target, resolve(config.target))
 
 
+#: Sizes of the heads that formulas are held against.
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 24,
+    "draft_vocab_size": 14,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "max_position_embeddings": 128,
+}
+#: Their draft vocabulary.
+SMALL_VOCABULARY = torch.arange(24)[torch.arange(24) % 5 != 0][:14]
+
+
 @pytest.fixture
 def small_head() -> Eagle3Head:
-    """A random float64 head: hidden size 16, target vocabulary 24, draft vocabulary 14."""
-    shape = HeadShape(
-        hidden_size=16,
-        intermediate_size=20,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        vocab_size=24,
-        draft_vocab_size=14,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        max_position_embeddings=128,
-    )
-    head = Eagle3Head(shape)
+    """A random float64 head of these sizes."""
+    head = Eagle3Head(HeadShape(**SMALL))
     random_init(head, 3)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
-    head.set_vocabulary(torch.arange(0, 24)[torch.arange(24) % 5 != 0][:14])
+    head.set_vocabulary(SMALL_VOCABULARY)
     return head.double()

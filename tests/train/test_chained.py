@@ -36,7 +36,7 @@ from pipeline.train.data.corpus import Piece
 from pipeline.train.plan import plan
 from pipeline.train.start.chained_heads import solve_chain
 from pipeline.train.ttt.model import Objective
-from tests.train.conftest import make_sample
+from tests.train.conftest import SMALL, SMALL_VOCABULARY, make_sample
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
 from tests.train.test_unroll import Constants, constants, documents
@@ -46,18 +46,9 @@ CPU = torch.device("cpu")
 
 
 def chain_of(heads: int = HEADS, **changes: Any) -> ChainedHead:
-    """Random float64 heads: hidden size 16, target vocabulary 24, 14 of it."""
+    """Random float64 heads of the small sizes."""
     shape = ChainedShape(
-        hidden_size=16,
-        intermediate_size=20,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        vocab_size=24,
-        draft_vocab_size=14,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        max_position_embeddings=128,
+        **SMALL,
         heads=heads,
     ).model_copy(update=changes)
     made = ChainedHead(shape)
@@ -71,7 +62,7 @@ def chain_of(heads: int = HEADS, **changes: Any) -> ChainedHead:
                 parameter.mul_(10)
         if shape.chain_input == "final":
             made.target_norm.copy_(torch.rand(16, generator=generator) + 0.5)
-    made.set_vocabulary(torch.arange(24)[torch.arange(24) % 5 != 0][:14])
+    made.set_vocabulary(SMALL_VOCABULARY)
     return made.double()
 
 

@@ -34,7 +34,7 @@ from pipeline.train.dflash.model import BlockObjective, DflashModel
 from pipeline.train.plan import plan
 from pipeline.train.start.block_least_squares import start_blocks_by_least_squares
 from pipeline.train.ttt.trained import StepResult
-from tests.train.conftest import make_sample
+from tests.train.conftest import SMALL, SMALL_VOCABULARY, make_sample
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
 from tests.train.test_unroll import Constants, constants, documents
@@ -45,18 +45,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def head() -> DflashHead:
-    """A random float64 drafter of two layers: hidden size 16, target vocabulary 24, 14 of it."""
+    """A random float64 drafter of two layers of the small sizes."""
     shape = DflashShape(
-        hidden_size=16,
-        intermediate_size=20,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        vocab_size=24,
-        draft_vocab_size=14,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        max_position_embeddings=128,
+        **SMALL,
         num_hidden_layers=2,
         block_size=BLOCK,
         mask_token_id=23,
@@ -70,7 +61,7 @@ def head() -> DflashHead:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
             else:
                 parameter.mul_(8)
-    made.set_vocabulary(torch.arange(24)[torch.arange(24) % 5 != 0][:14])
+    made.set_vocabulary(SMALL_VOCABULARY)
     return made.double()
 
 

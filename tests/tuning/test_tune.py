@@ -7,9 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.random_target import random_head
 from pipeline.config import TreeSection
 from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
@@ -29,6 +27,7 @@ from pipeline.tuning.trace import (
     trace,
 )
 from pipeline.tuning.tune import BEAM_WIDTHS, CANDIDATE_SHAPES, WIDEST, best_shapes
+from tests.decoder.conftest import eight_tokens
 
 NEW_TOKENS = 40
 PROMPTS = [
@@ -52,26 +51,7 @@ Pair = tuple[DecoderModel, Eagle3Head]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target that knows eight tokens, so that a random head often guesses one of them right."""
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=8,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    directory = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(directory)
-    model = DecoderModel.load(
-        directory, (1, 3, 4), device=torch.device("cpu"), dtype=torch.float32, max_length=160
-    )
-    # Scaled, so that attention and positions weigh something.
-    head = random_head(config, torch.arange(8), intermediate_size=64, seed=3, scale=12)
-    return model, head
+    return eight_tokens(tmp_path_factory.mktemp("target"), max_length=160)
 
 
 @pytest.fixture(scope="module")
