@@ -152,36 +152,32 @@ def eight_tokens(directory: Path, max_length: int) -> tuple[DecoderModel, Eagle3
     torch.manual_seed(1)
     config = LlamaConfig(**(_BASE | {"vocab_size": 8}))
     LlamaForCausalLM(config).save_pretrained(directory)
-    model = DecoderModel.load(
-        directory, CAPTURE, device=torch.device("cpu"), dtype=torch.float32, max_length=max_length
-    )
     # Scaled, so that attention and positions weigh something.
     head = random_head(config, torch.arange(8), intermediate_size=64, seed=3, scale=12)
-    return model, head
+    return _load(directory, max_length), head
+
+
+def _load(directory: Path, max_length: int = 160, ops: TorchOps | None = None) -> DecoderModel:
+    """In float32 on the CPU, by the operations that this machine picks where none are given."""
+    return DecoderModel.load(
+        directory,
+        CAPTURE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_length=max_length,
+        ops=ops,
+    )
 
 
 @pytest.fixture
 def model(make_target: Callable[[str], Path]) -> DecoderModel:
-    return DecoderModel.load(
-        make_target("llama"),
-        CAPTURE,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_length=160,
-    )
+    return _load(make_target("llama"))
 
 
 @pytest.fixture
 def torch_model(make_target: Callable[[str], Path]) -> DecoderModel:
     """The same target, computed by the definition of every operation."""
-    return DecoderModel.load(
-        make_target("llama"),
-        CAPTURE,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_length=160,
-        ops=TorchOps(),
-    )
+    return _load(make_target("llama"), ops=TorchOps())
 
 
 @pytest.fixture
