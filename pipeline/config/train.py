@@ -155,7 +155,18 @@ class TrainSection(Section):
     """Peak rate of AdamW. Where none is given: 1e-3, of chained heads 3e-4, under algorithm dflash
     2e-4."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
-    """Share of the steps with linear warm-up; the rest follows a cosine to 5 % of the peak."""
+    """Share of the steps with linear warm-up."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: a cosine to 5 % of the peak, or the peak until the rate falls as far in
+    the last decay_share of the steps (warm-up, stable, decay)."""
+    decay_share: float = Field(0.2, gt=0, le=1)
+    """Share of the steps in which schedule wsd falls."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Evaluate and export an exponential moving average of the weights, which keeps this share of
+    itself each step; None: the weights as they are."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon steps the matrices of fc and layer, by updates of AdamW's size in bfloat16, and leaves
+    the rest to AdamW; it needs zero_stage 0."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decays."""
     weight_decay: float = Field(0.0, ge=0)
@@ -225,6 +236,12 @@ class TrainSection(Section):
         for name in ("activation_checkpointing", "compile"):
             if getattr(self, name):
                 raise ValueError(f"{name} is of one head; leave it out for head_config.heads > 1")
+        return self
+
+    @model_validator(mode="after")
+    def _steps_whole_matrices(self) -> TrainSection:
+        if self.optimizer == "muon" and self.zero_stage:
+            raise ValueError("optimizer muon needs whole matrices, which ZeRO cuts: zero_stage 0")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,7 @@
-"""Memory of one training process, by ZeRO stage, as DeepSpeed holds it for torch's AdamW."""
+"""Memory of one training process, by ZeRO stage, as DeepSpeed holds it for torch's AdamW.
+
+Muon holds one moment of a matrix where AdamW holds two: the figures are then an upper bound.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ def zero_memory(
 
     Weights, gradients and two moments of 4 bytes; in bf16 a copy of the weights and its gradients
     of 2 as well. ZeRO 1 splits the moments, and with them a second copy of the weights of 4 bytes
-    and, while the optimiser steps, one of the gradients.
+    and, while the optimiser steps, one of the gradients. The first process may average: 4 more.
     """
     count, width = head.parameters, 2 if bf16 else 4
     copy = 2 if bf16 else 0
-    share = count / ranks
+    share, averages = count / ranks, 4 * count if section.ema_decay else 0
     rows = target.vocabulary if section.loss in ACCEPTANCE_LOSSES else head.draft_vocabulary
     return ZeroMemory(
         stage=stage,
         weights=count * (4 + copy),
         gradients=count * (4 + copy),
-        optimiser=round(share * 12) if stage else count * 8,
+        optimiser=averages + (round(share * 12) if stage else count * 8),
         stepping=round(share * 4) if stage else 0,
         buffers=min(count, _BUCKET) * 4 if stage else 0,
         frozen=(target.vocabulary + rows) * head.hidden * width,

@@ -9,7 +9,7 @@ audit.py         mask, one sample and coverage, looked at before the first step
 start/           how the head begins: from the target, by least squares, or from an earlier head
 ttt/             the head unrolled on its own outputs, and its loss
 trainer.py       DeepSpeed, the one way to train
-optimizer_state.py  what it holds of each parameter, whole in every ZeRO stage
+optimizer.py     AdamW or Muon, what they hold of each parameter, averages of weights
 loop.py          optimiser steps
 grace.py         SIGTERM: a checkpoint, then the end
 acceptance.py    the current head decoded: τ and α in the loop

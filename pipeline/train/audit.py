@@ -12,6 +12,9 @@ from pipeline.errors import DataError
 from pipeline.store.samples import check_supervised
 from pipeline.train.data.corpus import Corpus, Survey
 
+#: Of more sources than this so many are said.
+_SOURCES_SAID = 6
+
 _FIX = "look at the samples' `supervised` spans and run `eagle3 synth` and `eagle3 features` again"
 
 
@@ -62,10 +65,17 @@ def log_survey(survey: Survey, batch_tokens: int) -> None:
 
 
 def log_coverage(survey: Survey, vocabulary: DraftVocabulary) -> None:
-    """How much of the supervised tokens the draft vocabulary holds, and of each source's."""
+    """How much of the supervised tokens the draft vocabulary holds, and of each source's.
+
+    Of many sources the least covered are said; the manifest has all.
+    """
     covered = f"{vocabulary.coverage:.2%} of {survey.supervised:,} supervised tokens"
     notice("train", f"draft vocabulary: {vocabulary.size:,} tokens cover {covered}")
     by_source = coverage_by_source(survey.counts, vocabulary.target_ids)
     if len(by_source) > 1:
-        shares = ", ".join(f"{source} {share:.2%}" for source, share in by_source.items())
-        notice("train", f"by source: {shares}")
+        said, which = list(by_source.items()), "by source"
+        if len(said) > _SOURCES_SAID:
+            which = f"the least of {len(said)} sources"
+            said = sorted(said, key=lambda pair: pair[1])[:_SOURCES_SAID]
+        shares = ", ".join(f"{source} {share:.2%}" for source, share in said)
+        notice("train", f"{which}: {shares}")

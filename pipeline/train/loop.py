@@ -51,13 +51,25 @@ def own_batches(first: int, steps: int, *, rank: int, world: int, accumulate: in
 
 
 def rate_at(step: int, steps: int, section: TrainSection) -> float:
-    """Learning rate of step `step` (0-based): linear warm-up, then a cosine to 5 % of the peak."""
+    """Learning rate of step `step` (0-based): linear warm-up, then `train.schedule`.
+
+    cosine    /‾‾\\__     to 5 % of the peak
+    wsd       /‾‾‾‾\\      the peak, and in the last `train.decay_share` of the steps down to 5 % of
+                          it as 1 - √x falls (arXiv:2405.18392)
+    """
     warm = math.ceil(section.warmup_share * steps)
     if step < warm:
         return section.learning_rate * (step + 1) / warm
-    done = (step - warm) / max(1, steps - 1 - warm)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return section.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
+    begin = warm
+    if section.schedule == "wsd":
+        begin = max(warm, steps - math.ceil(section.decay_share * steps))
+    done = min(1.0, max(0, step - begin) / max(1, steps - 1 - begin))
+    falling = 1 - math.sqrt(done) if section.schedule == "wsd" else _cosine(done)
+    return section.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * falling)
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass

@@ -35,8 +35,8 @@ _FLOPS_PER_THREAD = {"bfloat16": 150e9, "float32": 90e9}
 #: The interpreter with torch, transformers and deepspeed imported.
 _INTERPRETER_BYTES = 900 << 20
 _LOADING_SECONDS = 15.0
-#: Master and two moments of AdamW.
-_CHECKPOINT_BYTES_PER_PARAMETER = 12
+#: Master and two moments of AdamW; with averages these, too.
+_CHECKPOINT_BYTES, _AVERAGE_BYTES = 12, 4
 #: A decoded round is short and runs at a smaller share of the rate above; measured likewise, with
 #: replies as below.
 _DECODING_SHARE = 0.75
@@ -137,7 +137,8 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     evaluation, zero = _evaluation(work), _zero(work)
     memory = _memory(work, zero[section.zero_stage], evaluation)
     parameters = head.parameters
-    checkpoint = parameters * _CHECKPOINT_BYTES_PER_PARAMETER + evaluation.storage_bytes
+    each = _CHECKPOINT_BYTES + (_AVERAGE_BYTES if section.ema_decay else 0)
+    checkpoint = parameters * each + evaluation.storage_bytes
     decoding_seconds = evaluation.flops / (work.rate * _DECODING_SHARE)
     workers_said = described(config, work.device)
     return Plan(
@@ -158,7 +159,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             f"head: {parameters:,} parameters ({parameters / target.parameters:.1%} of the "
             f"target), MLP width {head.intermediate:,}; the target's shape: {target.origin}",
             f"storage: {section.keep_checkpoints} checkpoints of "
-            f"{_CHECKPOINT_BYTES_PER_PARAMETER} bytes a parameter, and the head twice in bfloat16",
+            f"{each} bytes a parameter, and the head twice in bfloat16",
             f"time: {work.flops / 1e6:,.0f} MFLOP a token at {work.rate / 1e9:,.0f} GFLOP/s "
             f"in {work.dtype} ({workers_said}), as if every token were supervised; "
             f"{work.steps:,} steps of {work.step_tokens:,} tokens; "

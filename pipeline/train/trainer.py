@@ -9,8 +9,8 @@ micro-batches and processes; products are computed in `train.dtype`, on copies (
          └── AdamW ◄── clip ◄── mean over processes ◄── sum over micro-batches, fp32
 
 A head has at most 1.5 billion parameters: 20 bytes each are 30 GB. Of ZeRO (arXiv:1910.02054) only
-stage 1 is offered beside 0; it splits AdamW's state, the largest part. AdamW is torch's own, so no
-compiler is needed.
+stage 1 is offered beside 0; it splits AdamW's state, the largest part. Optimisers are torch's own,
+so no compiler is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.errors import CorruptShard, DataError
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.group import first_decides, join_group, quiet, take_from_first
-from pipeline.train.optimizer_state import MOMENTS, OptimizerState
+from pipeline.train.optimizer import MASTER, Averages, OptimizerState, make_optimizer
 from pipeline.train.progress import StepSums
 from pipeline.train.ttt.trained import StepResult, TrainedModel
 
@@ -36,7 +36,7 @@ class TrainingState(NamedTuple):
     """All that an optimiser step changes, whole and on the CPU, for any number of processes."""
 
     weights: Mapping[str, Tensor]  # of the head, in float32
-    moments: Mapping[str, Tensor]  # "exp_avg/<name>" and "exp_avg_sq/<name>" of what is trained
+    moments: Mapping[str, Tensor]  # "exp_avg/<name>", … of what is trained, and "average/<name>"
     step: int  # as AdamW counts
 
 
@@ -64,19 +64,15 @@ class Trainer:
         self.rank = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
         model.to(self.device)
-        optimizer = torch.optim.AdamW(
-            _groups(model, fc_scale),
-            lr=section.learning_rate,
-            betas=section.betas,
-            weight_decay=section.weight_decay,
-            fused=True,
-        )
+        optimizer = make_optimizer(model.head, section, fc_scale=fc_scale)
         self._section = section
         with quiet():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=_settings(section)
             )
         self._state = OptimizerState(self._optimizer, section.zero_stage)
+        decay = section.ema_decay if self.rank == 0 else None
+        self._averages = Averages(self._trained(), decay) if decay else None
 
     def step(
         self, batches: Sequence[TrainBatch], rate: float, *, asked_to_end: bool = False
@@ -100,6 +96,8 @@ class Trainer:
         losses = torch.stack([result.loss for result in results]).double().cpu()
         _check_losses(losses, batches)
         norm = self._clip_and_step()
+        if self._averages:
+            self._averages.add(self._trained().items(), self._state.step)
         sums = self._sums(batches, results, losses, asked_to_end=asked_to_end)
         return sums._replace(gradient_norm=norm)
 
@@ -155,12 +153,16 @@ class Trainer:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """The head's tensors as products read them, in `train.dtype`, on the CPU, by name."""
+        """The head's tensors as products read them, in `train.dtype`, on the CPU, by name.
+
+        On the first process those are the averages, with `train.ema_decay`.
+        """
+        averages = self._averages.values if self._averages else {}
         return {
             name: tensor.detach()
             .to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             .contiguous()
-            for name, tensor in self.model.head.state_dict().items()
+            for name, tensor in (self.model.head.state_dict() | averages).items()
         }
 
     def _all_reduce(self, values: Tensor) -> Tensor:
@@ -175,12 +177,14 @@ class Trainer:
         """What `restore` takes, on the first process; None on the others, which take part."""
         moments: dict[str, Tensor] = {}
         for name, parameter in self._trained().items():
-            for kind in MOMENTS:
+            for kind in self._state.moments(parameter):
                 whole = self._state.whole(parameter, kind)
                 if self.rank == 0:
                     moments[f"{kind}/{name}"] = whole.to("cpu", copy=True)
         if self.rank > 0:
             return None
+        for name, average in self._averages.values.items() if self._averages else ():
+            moments[f"average/{name}"] = average.to("cpu", copy=True)
         tensors = self.model.head.state_dict().items()
         weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         return TrainingState(weights, moments, self._state.step)
@@ -204,15 +208,22 @@ class Trainer:
             with torch.no_grad():
                 parameter.copy_(whole)
             if name in trained:
-                self._state.put(parameter, "master", whole)
-                for kind in MOMENTS:
+                self._state.put(parameter, MASTER, whole)
+                for kind in self._state.moments(parameter):
                     moment = state and state.moments[f"{kind}/{name}"]
                     self._state.put(parameter, kind, self._received(moment, parameter))
+        if state and self._averages:
+            for name, average in self._averages.values.items():
+                average.copy_(state.moments[f"average/{name}"])
 
     def _check(self, state: TrainingState, where: str) -> None:
         """Raise CorruptShard unless the state is of this head."""
         head, shapes = self.model.head, _shapes(self.model.head.state_dict())
-        moments = {f"{kind}/{name}": shapes[name] for name in self._trained() for kind in MOMENTS}
+        moments = {
+            f"{kind}/{name}": shapes[name]
+            for name, parameter in self._trained().items()
+            for kind in (*self._state.moments(parameter), *(["average"] if self._averages else []))
+        }
         same = _shapes(state.weights) == shapes and _shapes(state.moments) == moments
         if not same or any(
             not torch.equal(state.weights[name], buffer.cpu())
@@ -242,24 +253,13 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def _groups(model: TrainedModel[Any], fc_scale: float) -> list[dict[str, Any]]:
-    """What is trained, in groups of one learning rate each."""
-    projection = model.head.aux_projection
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if projection is None:
-        return [{"params": trained, "scale": 1.0}]
-    others = [parameter for parameter in trained if parameter is not projection.weight]
-    scaled = {"params": [projection.weight], "scale": fc_scale}
-    return [{"params": others, "scale": 1.0}, scaled]
-
-
 def _settings(section: TrainSection) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 1,  # a micro-batch is one packed row of tokens
         "gradient_accumulation_steps": section.accumulate,
         "gradient_clipping": section.clip_norm if section.zero_stage else 0.0,  # else see above
         "zero_optimization": {"stage": section.zero_stage},
-        "zero_allow_untested_optimizer": True,  # torch's AdamW with ZeRO
+        "zero_allow_untested_optimizer": True,  # torch's own with ZeRO
         "steps_per_print": 1 << 40,
     }
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.eagle3.init import choose_vocabulary
+from pipeline.eagle3.init import DraftVocabulary, choose_vocabulary
 from pipeline.errors import CorruptShard, DataError
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train.audit import audit_mask, coverage_by_source, show_sample
+from pipeline.train.audit import audit_mask, coverage_by_source, log_coverage, show_sample
 from pipeline.train.data.batches import AHEAD, ReadAhead, read_batch
-from pipeline.train.data.corpus import HeldOut, Piece, draw_samples, survey
+from pipeline.train.data.corpus import HeldOut, Piece, Survey, draw_samples, survey
 from pipeline.train.data.schedule import Schedule, shards_together
 from pipeline.train.loop import own_batches
 from tests.train.memory_corpus import MemoryCorpus
@@ -154,6 +154,20 @@ def test_coverage_is_counted_by_source() -> None:
         "a": 1.0,
         "b": pytest.approx(2 / 5),
     }
+
+
+@pytest.mark.parametrize("sources", [1, 6, 7])
+def test_of_many_sources_the_least_covered_are_said(
+    sources: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Source i has 10 tokens, of which the vocabulary lacks i."""
+    counts = {f"s{index}": torch.tensor([10 - index, index]) for index in range(sources)}
+    survey = Survey((), 1, 1, 10 * sources, counts, {}, 0)
+    log_coverage(survey, DraftVocabulary(torch.tensor([0]), 0.5))
+    said = capsys.readouterr().out
+    assert ("by source: s0 100.00%, s1 90.00%" in said) == (sources == 6)
+    assert ("the least of 7 sources: s6 40.00%, s5 50.00%" in said) == (sources == 7)
+    assert ("s0" in said) == (sources == 6)
 
 
 def test_one_sample_is_shown_with_its_mask(

@@ -75,12 +75,13 @@ def launch(config: RunConfig, processes: int, *, launcher: str = "torchrun") -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "stage", "dtype", "launcher"),
+    ("processes", "stage", "dtype", "launcher", "optimizer"),
     [
-        (2, 0, "float32", "deepspeed"),
-        (2, 1, "float32", "torchrun"),
-        (4, 0, "bfloat16", "torchrun"),
-        (4, 1, "bfloat16", "torchrun"),
+        (2, 0, "float32", "deepspeed", "adamw"),
+        (2, 0, "float32", "torchrun", "muon"),
+        (2, 1, "float32", "torchrun", "adamw"),
+        (4, 0, "bfloat16", "torchrun", "adamw"),
+        (4, 1, "bfloat16", "torchrun", "adamw"),
     ],
 )
 def test_processes_follow_the_loss_curve_of_one(
@@ -90,8 +91,10 @@ def test_processes_follow_the_loss_curve_of_one(
     stage: int,
     dtype: str,
     launcher: str,
+    optimizer: str,
 ) -> None:
     settings = {**SETTINGS, **EVALUATION, "dtype": dtype, "epochs": 4 * processes}
+    settings |= {"optimizer": optimizer, "ema_decay": 0.5}
     one = tiny_config("one", **settings, accumulate=4)
     two = tiny_config("two", **settings, accumulate=4 // processes, zero_stage=stage)
     for config in (one, two):
@@ -159,12 +162,13 @@ def test_one_two_and_one_processes_train_on_each_batch_once(
 
 @pytest.mark.slow
 def test_two_processes_continue_bit_for_bit(tiny_config: Configure, store_states: Store) -> None:
-    """In bfloat16, with recomputed activations and an output layer that is not trained."""
+    """In bfloat16, with recomputed activations, averages, and an output layer as it was."""
     settings = {
         **SETTINGS,
         **EVALUATION,
         "dtype": "bfloat16",
         "train_lm_head": False,
+        "ema_decay": 0.9,
         "activation_checkpointing": True,
         "keep_checkpoints": 9,
     }
