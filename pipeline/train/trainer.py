@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import TrainSection, local_rank
+from pipeline.config import TrainSection, keep_freed_memory, local_rank
 from pipeline.errors import CorruptShard, DataError
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
@@ -57,6 +57,8 @@ class Trainer:
 
         fc_scale multiplies the learning rate of `fc`. Raises MissingPackage without deepspeed.
         """
+        if device.type == "cpu":
+            keep_freed_memory()
         deepspeed = join_group(device, minutes=section.timeout_minutes)
         self.model = model
         self.device = torch.device("cuda", local_rank()) if device.type == "cuda" else device

@@ -45,6 +45,9 @@ _CHUNK_LOGITS = 8 << 20
 _CUDA_CHUNK_LOGITS = 128 << 20
 #: Logits taken through softmax at one time, in float32: as many as stay in a core's cache.
 _PART_LOGITS = 1 << 18
+#: Rows of lm_head whose gradient is added at one time: torch first widens what it adds, and all of
+#: it would be fresh pages, which are slow.
+_ADDED_ROWS = 1024
 #: λ = exp(-HYBRID_DECAY · a) for each token: the form of `lk_hybrid` in speculators' documentation,
 #: the 3 also in the model cards of the paper's authors.
 HYBRID_DECAY = 3.0
@@ -102,6 +105,7 @@ class OutputLoss(torch.autograd.Function):
         size = max(1, min(labels, chunk_logits // max(steps * len(weight), teacher.width)))
         # One for all chunks: fresh pages are slow.
         memory = states.new_empty(steps * size, len(weight))
+        product = torch.empty_like(weight) if weight_wanted else None
         for start in range(0, labels, size):
             chunk = slice(start, min(start + size, labels))
             x = states[:, chunk].flatten(0, 1)  # [R, H]
@@ -117,21 +121,29 @@ class OutputLoss(torch.autograd.Function):
             total, hits = total + chunk_loss, hits + chunk_hits
             if states_grad is not None:
                 states_grad[:, chunk] = (logits @ weight).view(steps, -1, x.shape[1])
-            if weight_grad is not None:
-                weight_grad += logits.T @ x
-        ctx.save_for_backward(states_grad, weight_grad)
+            if weight_grad is not None and product is not None:
+                _add_rows(weight_grad, torch.mm(logits.T, x, out=product))
+        ctx.grads = states_grad, weight_grad
         ctx.mark_non_differentiable(hits)
         return total, hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The stored gradients times that of the loss."""
+        """The stored gradients times that of the loss, in place: there is one backward pass."""
+        stored, ctx.grads = ctx.grads, None
         states_grad, weight_grad = (
-            None if grad is None else grad * grads[0] for grad in ctx.saved_tensors
+            grad if grad is None else grad.mul_(grads[0]) for grad in stored
         )
         if weight_grad is not None:
             weight_grad = weight_grad.to(ctx.weight_dtype)
         return states_grad, weight_grad, None, None, None, None
+
+
+def _add_rows(total: Tensor, product: Tensor) -> None:
+    """total += product [Vd, H], of which total's type is the wider."""
+    size = len(total) if total.is_cuda else _ADDED_ROWS
+    for start in range(0, len(total), size):
+        total[start : start + size] += product[start : start + size]
 
 
 def _comparison(scales: Tensor) -> tuple[Comparison, int]:
@@ -169,12 +181,25 @@ def _compare_in_place(
         if columns is not None:
             p = p[:, columns]
         z = logits[:, part].to(scales.dtype)  # [K, b, Vd]
-        best = z.max(-1)
-        hits += ((best.indices == draft_ids[part]) & (scale > 0)).sum(1)
-        divergence, slope = _divergence(z, best.values, p, loss)
+        best = z.amax(-1)  # [K, b]
+        hits += _hits(z, best, draft_ids[part], scale > 0)
+        divergence, slope = _divergence(z, best, p, loss)
         total += (divergence * scale).sum()
         logits[:, part] = slope.mul_(scale[..., None])
     return total, hits
+
+
+def _hits(z: Tensor, best: Tensor, draft_ids: Tensor, counted: Tensor) -> Tensor:
+    """Of each step [K], labels whose token is the first of those with the largest logit.
+
+    z [K, b, Vd], best [K, b] its maximum, draft_ids [b] or -1, counted [K, b]. To find the first is
+    slow, so it is looked for only where the token is among them.
+    """
+    ids = draft_ids.clamp(min=0).expand(len(z), -1)  # [K, b]
+    among = (z.gather(-1, ids[..., None]).squeeze(-1) == best) & counted & (draft_ids >= 0)
+    hit = torch.zeros_like(among)
+    hit[among] = z[among].argmax(-1) == ids[among]
+    return hit.sum(1)
 
 
 def _divergence(z: Tensor, best: Tensor, p: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
