@@ -34,7 +34,7 @@ def test_a_frozen_lm_head_gets_no_gradient_and_changes_no_other(small_head: Eagl
     small_head.lm_head.weight.requires_grad_(False)
     result = run(small_head)
     node = result.loss.grad_fn
-    assert node is not None and node.saved_tensors[1] is None  # type: ignore[attr-defined]
+    assert node is not None and node.grads[1] is None  # type: ignore[attr-defined]
     torch.testing.assert_close(torch.autograd.grad(result.loss, small_head.fc.weight), trained)
 
 
