@@ -16,6 +16,8 @@ ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1)
 _BUCKET = 500_000_000
 #: Logits held at one time on CUDA; train/ttt/divergence.py.
 CHUNK_LOGITS = 128 << 20
+#: Strengths of a ridge, and numbers that they are compared by at most; train/start/ridge.py.
+RIDGE_STRENGTHS, RIDGE_COMPARED = 5, 1024
 
 
 def zero_memory(
@@ -93,28 +95,33 @@ def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> i
     """Of a start by least squares; 0 without.
 
     The embedding in the type it is stored in and in float32. Then, for P = 4H regressors or the I
-    of the MLP: sums of P by P in float64, and scaled and factored, P by H three times, and a
-    solution in float32 for each of five strengths.
+    of the MLP: sums of P by P and P by H in float32, the former factored in float64, a solution,
+    and of the numbers that strengths are compared by one for each, and three in float64.
     """
     if not _solves(section):
         return 0
     hidden, wide = head.hidden, head.intermediate
     most = max(4 * hidden, wide)
-    sums = 8 * (2 * most**2 + 3 * most * hidden) + 4 * 5 * most * hidden
+    sums = 12 * most**2 + 8 * most * hidden
+    sums += (4 * RIDGE_STRENGTHS + 8 * 3) * most * min(hidden, RIDGE_COMPARED)
     return (2 + 4) * target.vocabulary * hidden + sums
 
 
 def start_flops(section: TrainSection, head: HeadSize) -> float:
     """Of a start by least squares on the rows that it wants, all in float32; 0 without.
 
-    Sums over P = 4H regressors and over the I of the MLP, each with six Cholesky factors, and one
-    forward pass of the head.
+    For P = 4H regressors and the I of the MLP: products of P by P, of which a half is enough, and
+    of P by H, a Cholesky factor for each strength and one for the solution. One forward pass of the
+    head.
     """
     if not _solves(section):
         return 0.0
     regressors = 4 * head.hidden
     rows = 30 * regressors
-    solved = sum(2 * rows * size**2 + 6 * size**3 / 3 for size in (regressors, head.intermediate))
+    solved = sum(
+        rows * size * (size + 2 * head.hidden) + (RIDGE_STRENGTHS + 1) * size**3 / 3
+        for size in (regressors, head.intermediate)
+    )
     return solved + rows * 2 * head.parameters
 
 

@@ -23,6 +23,8 @@ from pipeline.planning.heads import HeadSize
 from pipeline.planning.targets import KNOWN, read_shape, shape_of
 from pipeline.planning.training import (
     CHUNK_LOGITS,
+    RIDGE_COMPARED,
+    RIDGE_STRENGTHS,
     activation_bytes,
     start_bytes,
     step_traffic,
@@ -30,6 +32,7 @@ from pipeline.planning.training import (
 )
 from pipeline.records import ZeroStage
 from pipeline.train.data.batches import TrainBatch
+from pipeline.train.start import ridge
 from pipeline.train.trainer import Trainer
 from pipeline.train.ttt import divergence
 from pipeline.train.ttt.model import Objective, TttModel
@@ -222,12 +225,13 @@ def test_activations_in_numbers() -> None:
 
 
 def test_the_start_in_numbers() -> None:
-    # 6 bytes of each of 128,256 · 8,192; two of 32,768² and three of 32,768 · 8,192 in float64,
-    # five of the latter in float32.
-    sums = 8 * (2 * 1_073_741_824 + 3 * 268_435_456) + 4 * 5 * 268_435_456
+    # 6 bytes of each of 128,256 · 8,192; 32,768² in float32 and in float64, 32,768 · 8,192 twice
+    # in float32, 32,768 · 1,024 five times in float32 and three times in float64.
+    sums = 12 * 1_073_741_824 + 8 * 268_435_456 + 44 * 33_554_432
     assert start_bytes(SECTION, HEAD, LLAMA) == 6 * 1_050_673_152 + sums
     other = SECTION.model_copy(update={"start_from": "head"})
     assert start_bytes(other, HEAD, LLAMA) == 0
+    assert (len(ridge.STRENGTHS), ridge._COMPARED) == (RIDGE_STRENGTHS, RIDGE_COMPARED)
 
 
 def test_collectives_in_numbers() -> None:

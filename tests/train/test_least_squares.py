@@ -27,7 +27,7 @@ from pipeline.train.start.least_squares import (
     rows_wanted,
     start_by_least_squares,
 )
-from pipeline.train.start.ridge import STRENGTHS
+from pipeline.train.start.ridge import STRENGTHS, Ridge, solve_ridge
 from pipeline.train.trainer import Trainer
 from pipeline.train.ttt.model import Objective, TttModel
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
@@ -77,10 +77,16 @@ def regressors(
     return torch.cat(rows).numpy()
 
 
+@pytest.mark.parametrize("block", [1024, 7], ids=["one block", "blocks of seven"])
 def test_fc_and_the_product_of_values_are_the_ridge_solution(
-    small_head: Eagle3Head, weights: TargetWeights, states: list[StatesSample]
+    small_head: Eagle3Head,
+    weights: TargetWeights,
+    states: list[StatesSample],
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With room for the full rank in the values, v and o give back B exactly."""
+    monkeypatch.setattr("pipeline.train.start.ridge._BLOCK", block)
     hidden = weights.embedding().shape[1]
     head = fresh(
         small_head, weights, num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 4
@@ -122,6 +128,28 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     read = values.expand(-1, 2, -1, -1).reshape(-1, hidden)
     product = attention.o_proj.weight.detach() @ read
     np.testing.assert_allclose(product.numpy(), solved[3 * hidden :].T, atol=2e-4)
+
+
+def test_strengths_are_compared_by_some_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fourth here, and solved for all: what is explained and the cosine are of the fourth."""
+    monkeypatch.setattr("pipeline.train.start.ridge._COMPARED", 3)
+    generator = torch.Generator().manual_seed(1)
+    x, noise = torch.randn(9, 40, 5, generator=generator), torch.randn(9, 40, 10)
+    y = x @ torch.randn(5, 10, generator=generator) + noise * torch.arange(10)
+
+    def rows_of(batch: Any) -> tuple[Tensor, Tensor]:
+        return batch[0], batch[1]
+
+    def solved(step: int) -> Ridge:
+        batches: Any = list(zip(x, y[..., ::step], strict=True))
+        return solve_ridge(batches, rows_of)
+
+    whole, fourth = solved(1), solved(4)
+    assert (whole.strength, whole.held_out, whole.rows) == (fourth.strength, 40, 360)
+    assert (whole.explained, whole.cosine) == (fourth.explained, fourth.cosine)
+    assert whole.weights.shape == (5, 10)
+    torch.testing.assert_close(whole.weights[:, ::4], fourth.weights)
+    torch.testing.assert_close(whole.moments, (x.flatten(0, 1).T @ x.flatten(0, 1)) / 360)
 
 
 def test_a_solved_head_proposes_better_than_an_unsolved_one(

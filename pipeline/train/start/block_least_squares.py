@@ -177,8 +177,8 @@ def _choose_values(
     Both have a mean square of one over what they are of.
     """
     size, rows = head.shape.hidden_size, layer.self_attn.v_proj.weight
-    of_root = linear.weights[3 * size :].T.float()  # B [H, H]
-    covariance = linear.moments[3 * size :, 3 * size :].float().clone()
+    of_root = linear.weights[3 * size :].T  # B [H, H]
+    covariance = linear.moments[3 * size :, 3 * size :].clone()
     covariance.diagonal().add_(1e-4)
     root = torch.linalg.cholesky(covariance)
     count = len(rows) // 2

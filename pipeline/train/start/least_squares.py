@@ -80,7 +80,7 @@ def start_by_least_squares(
     head.fc.weight.copy_(linear.weights[: 3 * size].T)
     covariance = linear.moments[3 * size :, 3 * size :].clone()
     covariance.diagonal().add_(1e-4)
-    _factorise_values(head, linear.weights[3 * size :].T.float(), covariance.float())
+    _factorise_values(head, linear.weights[3 * size :].T, covariance)
     head.norm.weight.copy_(weight * max(linear.cosine, LEAST_SURE))
     head.midlayer.mlp.down_proj.weight.zero_()
     by_mlp = solve_ridge(batches, _activations(head, embedding.float(), inverse))
