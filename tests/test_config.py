@@ -123,6 +123,24 @@ def test_wrong_value_says_what_is_right(dotted: str, value: Any, problem: str) -
     assert caught.value.fix == " ".join(described_as.split())
 
 
+@pytest.mark.parametrize(
+    ("dotted", "value", "problem"),
+    [
+        (
+            "train.step_decay",
+            2,
+            "Input should be less than or equal to 1 or Input should be 'acceptance', got 2",
+        ),
+        ("target.capture_layers", [1, 2], "Field required"),
+    ],
+)
+def test_a_key_of_two_types_is_named_once(dotted: str, value: Any, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(with_value(dotted, value))
+    assert caught.value.where == f"config: {dotted}"
+    assert problem in caught.value.problem
+
+
 def test_missing_value_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         parse({"target": {}})

@@ -17,6 +17,9 @@ from pipeline.config.run import RunConfig
 from pipeline.config.section import Section
 from pipeline.errors import ConfigError
 
+#: What pydantic puts behind a key that may be of one type or another.
+_ALTERNATIVE = re.compile(r"^(constrained-|literal\[|tuple\[|list\[|dict\[|(int|float|str|bool)$)")
+
 
 def load(
     path: str | os.PathLike[str],
@@ -119,22 +122,23 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
     """The first problem pydantic found, as one line with a suggestion."""
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"]]
+    first, whole = error.errors()[0], [str(part) for part in error.errors()[0]["loc"]]
+    depth = next((at for at, part in enumerate(whole) if _ALTERNATIVE.match(part)), len(whole))
+    location = whole[:depth]
     dotted = ".".join(location)
     if first["type"] == "extra_forbidden":
         known = list(_fields_at(location[:-1]))
         near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
         fix = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
         return ConfigError(f"unknown key {location[-1]!r}", where=f"{where}: {dotted}", fix=fix)
-    if first["type"] == "missing":
+    if first["type"] == "missing" and location == whole:
         return ConfigError(
             "required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …"
         )
+    same = [each["msg"] for each in error.errors() if each["loc"][:depth] == first["loc"][:depth]]
+    said = " or ".join(dict.fromkeys(same)) if location != whole else first["msg"]
     shown = f", got {first['input']!r}" if _may_be_shown(location, first["input"]) else ""
-    return ConfigError(
-        f"{first['msg']}{shown}", where=f"{where}: {dotted}", fix=_describe(location)
-    )
+    return ConfigError(f"{said}{shown}", where=f"{where}: {dotted}", fix=_describe(location))
 
 
 def _may_be_shown(location: list[str], value: Any) -> bool:
