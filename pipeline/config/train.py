@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -120,8 +120,9 @@ class TrainSection(Section):
     """Shape and initialisation of the head; `head` elsewhere names a head's directory."""
     ttt_steps: int = Field(5, gt=0)
     """Training-time-test steps K: the head is unrolled k = 0…K-1."""
-    step_decay: float = Field(0.8, gt=0, le=1)
-    """Loss weight of step k is step_decay**k."""
+    step_decay: Annotated[float, Field(gt=0, le=1)] | Literal["acceptance"] = 0.8
+    """Loss weight of step k is step_decay**k, or the probability that the drafts in front of its
+    own are accepted, as the head is now: one more product with lm_head."""
     start_from: str | None = None
     """Head directory to fine-tune; its draft vocabulary and shape are kept."""
     loss: Loss = "cross_entropy"

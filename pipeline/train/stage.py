@@ -232,7 +232,8 @@ def _model(
         asked, teacher = section.dflash, (section.loss, section.teacher_temperature)
         blocks = BlockObjective(asked.anchors, asked.position_decay, config.run.seed, *teacher)
         return DflashModel(head, embedding, lm_head, blocks, max_length=longest, dtype=dtype)
-    decay, temperature = section.step_decay, section.teacher_temperature
+    decay = None if section.step_decay == "acceptance" else section.step_decay
+    temperature = section.teacher_temperature
     objective = Objective(section.ttt_steps, decay, section.loss, temperature)
     reach, given = section.position_reach or 0, (embedding, lm_head, objective)
     if isinstance(head, ChainedHead):

@@ -140,6 +140,45 @@ def test_acceptance_losses_are_what_verification_accepts(
     assert len(model.target_output_rows) == 24 and len(others.target_output_rows) == 14
 
 
+@pytest.mark.parametrize("loss", ["cross_entropy", "tv"])
+@pytest.mark.parametrize("chunk", [1 << 20, 1], ids=["one chunk", "chunks of one label"])
+def test_steps_weigh_what_the_drafts_in_front_are_accepted(
+    loss: Loss, chunk: int, small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Along each chain, document by document; what is no label breaks a chain."""
+    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", chunk)
+    fixed, batch = constants(), pack_samples(documents())
+    _, *inside = sorted(set(batch.token_ids[batch.labels].tolist()))  # all but one of the labels'
+    others = [token for token in range(24) if token not in batch.token_ids[batch.labels]]
+    small_head.set_vocabulary(torch.tensor(sorted([*inside, *others][:14])))
+    objective = Objective(STEPS, None, loss)
+    model = TttModel(small_head, *fixed, objective, max_length=12, dtype=torch.float64)
+    outputs = dense_unroll(small_head, fixed.embedding, batch, steps=STEPS)
+    teachers = {
+        label: teacher_of((fixed.lm_head @ state)[None], small_head.target_ids(), loss)
+        for label, state in zip(batch.labels.tolist(), batch.teacher_states, strict=True)
+        if loss == "tv" or small_head.t2d[batch.token_ids[label]]
+    }
+    depths = dict(zip(batch.labels.tolist(), batch.depths.tolist(), strict=True))
+    expected, chains = torch.zeros((), dtype=torch.float64), 0
+    for root in range(batch.tokens):
+        weight = 1.0
+        for k, label in enumerate(range(root + 2, root + 2 + STEPS)):
+            if label not in teachers or depths[label] < k + 2:
+                break
+            logits = small_head.logits(outputs[k][root])[None, None]
+            value = divergence_of(logits, teachers[label], loss)[0, 0]
+            expected, chains = expected + weight * value / len(batch.labels), chains + (k > 0)
+            weight *= float(torch.minimum(logits.detach().softmax(-1)[0], teachers[label]).sum())
+    firsts = [label for label in teachers if label - 1 not in teachers]
+    assert chains > 5 and len(firsts) > 3, "the example needs chains, and labels that none leads to"
+    result = model(batch)
+    torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-12)
+    parameters = list(small_head.parameters())
+    gradients = [torch.autograd.grad(one, parameters) for one in (result.loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
+
+
 def test_a_cold_teacher_is_the_targets_choice(small_head: Eagle3Head) -> None:
     """Near 0 its cross-entropy is that of the token that the target would choose."""
     fixed, batch = constants(), pack_samples(documents())

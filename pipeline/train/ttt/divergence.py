@@ -139,6 +139,26 @@ class OutputLoss(torch.autograd.Function):
         return states_grad, weight_grad, None, None, None, None
 
 
+@torch.no_grad()
+def acceptance(states: Tensor, weight: Tensor, teacher: Teacher, dtype: torch.dtype) -> Tensor:
+    """a = Σ min(p, q) of each label at each step [K, L] in `dtype`, in chunks of labels.
+
+    states [K, L, H], weight [Vd, H].
+    """
+    steps, labels, _ = states.shape
+    weight = weight.to(states.dtype)
+    size = max(1, _CHUNK_LOGITS // max(steps * len(weight), teacher.width))
+    accepted = states.new_empty(steps, labels, dtype=dtype)
+    for start in range(0, labels, size):
+        chunk = slice(start, start + size)
+        p = torch.softmax((teacher.states[chunk] @ teacher.rows.T).to(dtype), dim=-1)  # [c, W]
+        if teacher.columns is not None:
+            p = p[:, teacher.columns]
+        q = torch.softmax((states[:, chunk] @ weight.T).to(dtype), dim=-1)  # [K, c, Vd]
+        accepted[:, chunk] = torch.minimum(q, p, out=q).sum(-1)
+    return accepted
+
+
 def _add_rows(total: Tensor, product: Tensor) -> None:
     """total += product [Vd, H], of which total's type is the wider."""
     size = len(total) if total.is_cuda else _ADDED_ROWS

@@ -16,6 +16,15 @@ target's probabilities as they are, which say for every label what would be acce
 give loss: with `tv` and γ = 1 the loss is one minus the mean acceptance probability, summed over
 the steps. In every accuracy a label outside the draft vocabulary counts as a miss.
 
+With `step_decay: acceptance` the probability that the drafts in front of it are accepted, as the
+head is now, takes the place of γ^k. The label at j is drafted by step k behind those of its chain:
+
+    chain's root   j-k-2    drafts in front   j-k … j-1, of steps 0 … k-1    weight  Π_m a_m[j-k+m]
+
+with a_m = Σ min(p, q) of D's p and q, taken as constants. What is no label, or gives no loss, is
+not accepted: no chain goes through it. A part of a long sample begins as a reply does, without
+drafts in front.
+
 Shapes: N tokens, S labels, L labels that give loss, K steps, H hidden size, V target and Vd draft
 vocabulary.
 """
@@ -30,6 +39,7 @@ from torch import Tensor
 from pipeline.config.train import Loss
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.train.data.batches import TrainBatch
+from pipeline.train.ttt.divergence import acceptance
 from pipeline.train.ttt.trained import Kind, StepResult, TrainedModel, count_coarse_rows
 from pipeline.train.ttt.unroll import Layer, Unroll, position_skips, predicting_rows, unroll
 
@@ -38,7 +48,7 @@ class Objective(NamedTuple):
     """What is minimised."""
 
     steps: int  # K
-    decay: float  # γ
+    decay: float | None  # γ; None: by acceptance
     loss: Loss = "cross_entropy"
     temperature: float = 1.0  # of the teacher's softmax
 
@@ -104,13 +114,16 @@ class UnrolledModel(TrainedModel[Kind]):
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
         # The type of the scales, and of all sums.
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
-        scale = decay ** k.to(exact) / divisor  # [K]
-        # [K, L], zero where step k has no such position
-        weights = (predicted * scale[:, None])[:, counted]
-        labels = batch.labels[counted]  # [L]
+        labels, teacher_states = batch.labels[counted], batch.teacher_states[counted]  # [L]
         states = head.normed_output(gather_predictions(unrolled, labels))  # [K, L, H]
-        tokens = batch.token_ids[labels]
-        value, hits = self.compare(states, batch.teacher_states[counted], tokens, weights)
+        if decay is None:
+            rows, teacher = self.head.lm_head.weight, self.teacher(teacher_states)
+            weights = in_front(acceptance(states, rows, teacher, exact), labels, batch.tokens)
+        else:
+            weights = (decay ** k.to(exact))[:, None]
+        # [K, L], zero where step k has no such position
+        weights = weights * predicted[:, counted] / divisor
+        value, hits = self.compare(states, teacher_states, batch.token_ids[labels], weights)
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
         return StepResult(value, hits, predicted.sum(1), coarse_rows)
 
@@ -160,3 +173,18 @@ def gather_predictions(unrolled: Unroll, labels: Tensor) -> Tensor:
             for k, output in enumerate(unrolled.outputs)
         ]
     )
+
+
+def in_front(accepted: Tensor, labels: Tensor, tokens: int) -> Tensor:
+    """Probability [K, L] that step k's drafts before each label are accepted: see above.
+
+    accepted [K, L] is each draft's own, labels [L] their flat positions among `tokens`.
+    """
+    steps = len(accepted)
+    at = accepted.new_zeros(steps, steps + tokens)  # by position, behind K that are none
+    at[:, labels + steps] = accepted
+    before = torch.ones_like(accepted)
+    for k in range(1, steps):
+        for m in range(k):
+            before[k] *= at[m, labels + steps - k + m]
+    return before

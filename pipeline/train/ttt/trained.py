@@ -132,12 +132,16 @@ class TrainedModel(nn.Module, Generic[Kind]):
         value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
             states,
             self.head.lm_head.weight,
-            Teacher(teacher_states, self.target_output_rows, self.target_columns),
+            self.teacher(teacher_states),
             weights,
             draft_ids,
             self._loss,
         )
         return value, hits
+
+    def teacher(self, states: Tensor) -> Teacher:
+        """The distributions of final `states` [L, H]."""
+        return Teacher(states, self.target_output_rows, self.target_columns)
 
 
 def count_coarse_rows(aux_states: Tensor) -> Tensor:
