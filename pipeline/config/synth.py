@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -285,6 +285,9 @@ class SynthSection(Section):
     balance: tuple[Literal["category", "language"], ...] = Field(("category",), min_length=1)
     """What draws (`limit`, `max_prompts`) are even over; both: each language in each category.
     Languages are told as by quality.languages."""
+    category_shares: dict[str, Annotated[float, Field(gt=0)]] = Field({})
+    """How much of a category draws take, relative to the 1 of those that are not named, e.g.
+    {chat: 3, math: 0.5}, while there are prompts of it."""
     max_characters: int = Field(100_000, gt=0)
     """Longer prompts, over system prompt and all turns, are dropped (`long`) before anything else
     reads them: a text may not hold a process for minutes."""
@@ -329,6 +332,11 @@ class SynthSection(Section):
             raise ValueError(
                 "synth.tree cannot be auto: replies must not depend on timings; give a shape"
             )
+        limits = [self.max_prompts, *(source.limit for source in self.sources)]
+        if self.category_shares and not any(limits):
+            raise ValueError("category_shares decides draws; set max_prompts or a source's limit")
+        if self.category_shares and "category" not in self.balance:
+            raise ValueError("category_shares needs category in balance")
         names = [variant.name for variant in self.mix]
         if len(set(names)) < len(names):
             raise ValueError("mix has two variants of one name")

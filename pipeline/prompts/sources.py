@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecords
-from pipeline.prompts.draw import Group, by_category, draw
+from pipeline.prompts.draw import EVEN, Balance, draw
 from pipeline.prompts.files import read_file
 from pipeline.prompts.hub import read_hub
 from pipeline.prompts.ids import IsNew, remembered, source_names, with_unique_ids
@@ -24,13 +24,13 @@ def stream_prompts(
     specs: Sequence[SourceSpec],
     *,
     seed: int,
-    group: Group = by_category,
+    balance: Balance = EVEN,
     bad: BadRecords | None = None,
     is_new: IsNew | None = None,
 ) -> Iterator[Prompt]:
     """Prompts of every source in configured order, each within its own `limit`, one at a time.
 
-    Draws are even over groups. No two prompts have both source and id in common; `is_new` remembers
+    Draws follow `balance`. No two prompts have both source and id in common; `is_new` remembers
     which there were. Raises DataError for a missing or malformed source, and a bad record unless it
     may go into `bad`; MissingPackage for a hub data set without datasets. A source that cannot be
     read at all is told before the first prompt.
@@ -42,7 +42,7 @@ def stream_prompts(
             raise DataError("holds no prompts", where=spec.source, fix=fix)
     for spec, name in zip(specs, source_names(specs), strict=True):
         prompts = with_unique_ids(read_source(spec, bad, name), is_new)
-        yield from draw(prompts, spec.limit, seed, group)
+        yield from draw(prompts, spec.limit, seed, balance)
 
 
 def read_source(

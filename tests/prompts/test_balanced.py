@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import StoreError
 from pipeline.prompts import balanced
-from pipeline.prompts.draw import draw
+from pipeline.prompts.draw import Balance, by_category, draw
 from pipeline.records import Prompt
 
 
@@ -56,6 +56,28 @@ def test_draws_are_even_ordered_and_nested(categories: str, limit: int, seed: in
     assert balanced(prompts, None, seed) == prompts
     assert list(draw(iter(prompts), limit, seed)) == drawn
     assert list(draw(iter(prompts), None, seed)) == prompts
+
+
+@given(
+    st.text("abc", min_size=1, max_size=60),
+    st.integers(1, 60),
+    st.dictionaries(st.sampled_from("ab"), st.sampled_from([0.25, 1.0, 3.0])),
+)
+def test_shares_decide_how_much_of_a_category_is_drawn(
+    categories: str, limit: int, shares: dict[str, float]
+) -> None:
+    """Each has what its share says, to one prompt, unless it is used up; draws are nested."""
+    prompts, balance = prompts_of(categories), Balance(by_category, shares)
+    drawn = list(draw(prompts, limit, 0, balance))
+    assert len(drawn) == min(limit, len(prompts))
+    taken, there = Counter(prompt.category for prompt in drawn), Counter(categories)
+    level = {name: taken[name] / shares.get(name, 1.0) for name in there}
+    for short in (name for name in there if taken[name] < there[name]):
+        for other in there:
+            before = (taken[other] - 1) / shares.get(other, 1.0)  # when its last one was drawn
+            assert before <= level[short], "the last one was taken of the one that had too much"
+    larger = {prompt.sample_id for prompt in draw(prompts, limit + 1, 0, balance)}
+    assert {prompt.sample_id for prompt in drawn} <= larger
 
 
 def test_a_draw_holds_few_prompts_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

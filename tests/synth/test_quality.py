@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import QualitySection, RunConfig
+from pipeline.errors import ConfigError, DataError
 from pipeline.records import Prompt
 from pipeline.synth.selection.filters import max_length
 from pipeline.synth.selection.quality import (
@@ -184,3 +185,37 @@ def test_draws_are_even_over_languages_in_each_category(
     assert limited.synth
     ids = [prompt.sample_id[:2] for prompt in PromptStream(limited.synth, 0)]
     assert Counter(ids) == {"en": 4, "de": 4}
+
+
+def test_shares_of_categories(make_config: Callable[..., RunConfig], prompts_file: Path) -> None:
+    """In draws of a source and of all; languages within a category stay even."""
+    records = [
+        {"id": f"{kind} {n}", "category": kind, "turns": [f"{text} {kind} {n}"]}
+        for text in (ENGLISH, GERMAN)
+        for kind in ("math", "chat")
+        for n in range(20)
+    ]
+    prompts_file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = {"source": str(prompts_file), "license": "MIT"}
+
+    def drawn(**section: Any) -> Counter[str]:
+        config = make_config(**{"sources": [source], **section})
+        assert config.synth
+        prompts = PromptStream(config.synth, 0)
+        return Counter(f"{prompt.category} {prompt.turns[0][:3]}" for prompt in prompts)
+
+    shares = {"chat": 3}
+    both = drawn(max_prompts=8, category_shares=shares)
+    assert sum(n for name, n in both.items() if name.startswith("chat")) == 6
+    of_source = drawn(sources=[{**source, "limit": 8}], category_shares=shares)
+    assert sum(n for name, n in of_source.items() if name.startswith("chat")) == 6
+    languages = drawn(max_prompts=8, category_shares=shares, balance=["category", "language"])
+    assert sorted(languages.values()) == [1, 1, 3, 3]
+    with pytest.raises(DataError, match=r"category_shares\.code.*there are.*chat, math"):
+        drawn(max_prompts=8, category_shares={"code": 2})
+    with pytest.raises(ConfigError, match="set max_prompts"):
+        drawn(category_shares=shares)
+    with pytest.raises(ConfigError, match="needs category"):
+        drawn(max_prompts=8, category_shares=shares, balance=["language"])
+    with pytest.raises(ConfigError, match="greater than 0"):
+        drawn(max_prompts=8, category_shares={"chat": 0})

@@ -53,7 +53,7 @@ __all__ = [
 #: What of the section decides which prompts go into which shard.
 _DECIDING = {
     *("sources", "exclude", "allowed_licenses", "quality"),
-    *("balance", "max_characters", "max_prompts", "max_turns", "shard_prompts"),
+    *("balance", "category_shares", "max_characters", "max_prompts", "max_turns", "shard_prompts"),
 }
 _CONCURRENT_WRITES = 8
 

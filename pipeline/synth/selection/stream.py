@@ -15,7 +15,7 @@ from pipeline.config import SynthSection
 from pipeline.errors import DataError
 from pipeline.prompts import stream_prompts
 from pipeline.prompts.bad_records import BadRecords
-from pipeline.prompts.draw import Group, by_category, draw
+from pipeline.prompts.draw import Balance, Group, by_category, draw
 from pipeline.records import Prompt
 from pipeline.synth.selection.filters import (
     Step,
@@ -26,6 +26,9 @@ from pipeline.synth.selection.filters import (
 )
 from pipeline.synth.selection.quality import language_of, passing, prompt_steps
 from pipeline.synth.selection.seen import SeenDigests
+
+#: Categories that an error names.
+_NAMED_CATEGORIES = 8
 
 
 class PromptStream:
@@ -38,13 +41,15 @@ class PromptStream:
         self.loaded = 0
         self.rejected: Counter[str] = Counter()
         self.bad = BadRecords()
-        self._section, self._seed, self._group = section, seed, balance_group(section)
+        self._section, self._seed, self._balance = section, seed, balance_of(section)
+        self._missing = set(section.category_shares)  # of which no prompt has been read
+        self._categories: set[str] = set()  # a few that there are
 
     def __iter__(self) -> Iterator[Prompt]:
         """Once. Raises DataError when nothing is left."""
-        section, selected, group = self._section, 0, self._group
+        section, selected = self._section, 0
         passed = passing(self._load(), filters(section, self._seed), self.rejected)
-        for prompt in draw(passed, section.max_prompts, self._seed, group):
+        for prompt in draw(passed, section.max_prompts, self._seed, self._balance):
             selected += 1
             yield prompt
         drawn_from = self.loaded - self.rejected.total()
@@ -60,13 +65,20 @@ class PromptStream:
         prompts = stream_prompts(
             self._section.sources,
             seed=self._seed,
-            group=self._group,
+            balance=self._balance,
             bad=self.bad,
             is_new=SeenDigests().add,
         )
         for prompt in prompts:
             self.loaded += 1
+            self._missing.discard(prompt.category)
+            if len(self._categories) < _NAMED_CATEGORIES:
+                self._categories.add(prompt.category)
             yield prompt
+        if self._missing:
+            where = f"synth.category_shares.{min(self._missing)}"
+            fix = f"leave it out; there are for example {', '.join(sorted(self._categories))}"
+            raise DataError("no prompt is of this category", where=where, fix=fix)
         self.loaded += self.bad.counts.total()
         self.rejected.update(self.bad.counts)
 
@@ -93,15 +105,17 @@ class Tally:
             yield prompt
 
 
-def balance_group(section: SynthSection) -> Group:
-    """What draws are even over. Raises MissingPackage without py3langid, for languages."""
+def balance_of(section: SynthSection) -> Balance:
+    """How much draws take of what. Raises MissingPackage without py3langid, for languages."""
     parts: list[Group] = []
     if "category" in section.balance:
         parts.append(by_category)
     if "language" in section.balance:
         code_of = language_of(section.quality.min_language_characters, "synth.balance")
         parts.append(lambda prompt: code_of(prompt) or "short")
-    return lambda prompt: "\t".join(part(prompt) for part in parts)
+    return Balance(
+        lambda prompt: "\t".join(part(prompt) for part in parts), section.category_shares
+    )
 
 
 def filters(section: SynthSection, seed: int) -> list[Step]:
