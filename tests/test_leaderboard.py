@@ -53,8 +53,8 @@ def test_every_experiment_makes_a_configuration() -> None:
     plain = configured(BASE, experiments[0], [])
     for experiment in experiments[1:]:
         changed = configured(BASE, experiment, [])
-        different = (changed.train, changed.features) != (plain.train, plain.features)
-        assert experiment.about.endswith(".") and different, experiment.name
+        stages = [(each.synth, each.features, each.train) for each in (changed, plain)]
+        assert experiment.about.endswith(".") and stages[0] != stages[1], experiment.name
 
 
 def test_a_row_against_another_has_its_changes_too(tmp_path: Path) -> None:
