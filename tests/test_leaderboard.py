@@ -49,25 +49,34 @@ def row(name: str, *tokens: list[int]) -> Row:
 
 def test_every_experiment_makes_a_configuration() -> None:
     experiments = read_experiments(ROOT / "experiments", [])
-    assert experiments[0].name == "default" and not experiments[0].changes
-    plain = configured(BASE, experiments[0], [])
+    assert experiments[0].name == "default"
+    drawn = ["synth.max_prompts=10"]  # as the leaderboard's own overrides do
+    default = configured(BASE, experiments[0], drawn)
     for experiment in experiments[1:]:
-        changed = configured(BASE, experiment, [])
-        stages = [(each.synth, each.features, each.train) for each in (changed, plain)]
+        changed = configured(BASE, experiment, drawn)
+        stages = [(each.synth, each.features, each.train) for each in (changed, default)]
         assert experiment.about.endswith(".") and stages[0] != stages[1], experiment.name
+        assert changed.synth and default.synth
+        shares = {} if experiment.name == "plain-mix" else default.synth.category_shares
+        assert changed.synth.category_shares == shares, experiment.name
 
 
 def test_a_row_against_another_has_its_changes_too(tmp_path: Path) -> None:
     for name, text in {
+        "default": "changes: {synth: {max_prompts: 9, category_shares: {chat: 3}}}",
         "base": "changes: {train: {epochs: 2, head_config: {fc_norm: true}}}",
         "next": "against: base\nchanges: {train: {epochs: 4, head_config: {norm_output: true}}}",
         "last": "against: next\nchanges: {features: {encoding: bf16}}",
+        "even": "changes: {synth: {category_shares: {}}}",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(f"about: {name}.\n{text}\n")
     config = configured(BASE, read_experiments(tmp_path, ["last"])[0], [])
     head = config.train.head_config
     assert (config.train.epochs, head.fc_norm, head.norm_output) == (4, True, True)
-    assert config.features.encoding == "bf16"
+    assert config.synth and config.features.encoding == "bf16"
+    assert config.synth.category_shares == {"chat": 3}
+    even = configured(BASE, read_experiments(tmp_path, ["even"])[0], [])
+    assert even.synth and even.synth.max_prompts == 9 and even.synth.category_shares == {}
     (tmp_path / "base.yaml").write_text("about: base.\nagainst: last\n")
     with pytest.raises(ConfigError, match="no other experiment"):
         read_experiments(tmp_path, ["last"])  # a circle
@@ -86,12 +95,13 @@ def test_rows_are_compared_with_what_they_name() -> None:
 def test_what_is_no_experiment_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experiment lk-hibrid"):
         read_experiments(ROOT / "experiments", ["lk-hibrid"])
+    (tmp_path / "default.yaml").write_text("about: x\n")
     (tmp_path / "odd.yaml").write_text("about: x\nchange: {}\n")
     with pytest.raises(Eagle3Error, match="change"):
         read_experiments(tmp_path, [])
     (tmp_path / "odd.yaml").write_text("about: x\nchanges: {train: {epoch: 3}}\n")
     with pytest.raises(ConfigError, match="epoch"):
-        configured(BASE, read_experiments(tmp_path, [])[0], [])
+        configured(BASE, read_experiments(tmp_path, ["odd"])[0], [])
 
 
 def test_a_difference_of_the_same_prompts_is_surer_than_either_row() -> None:
@@ -113,37 +123,37 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
     asked: list[tuple[str, str]] = []
 
     def run(bench: Bench, stage: Stage, overrides: Sequence[str]) -> float:
-        config = configured(BASE, default, overrides)
+        config = configured(BASE, plain, overrides)
         uri = Path(config.run.uri)
         asked.append((stage, f"{uri.parent.name}/{uri.name}"))
         Begin.of(config, stage, None, {}).create(stage_location(str(uri), stage))
         return 0.5
 
     def measured(bench: Bench, config: RunConfig, *_: object) -> CellResult:
-        made = cell("default", config.run.seed, [10, 20])
+        made = cell("plain-mix", config.run.seed, [10, 20])
         return made.model_copy(update={"questions": bench._questions_digest()})
 
     monkeypatch.setattr(Bench, "_run", run)
     monkeypatch.setattr(Bench, "_measured", measured)
-    [default] = read_experiments(ROOT / "experiments", ["default"])
+    [plain] = read_experiments(ROOT / "experiments", ["plain-mix"])
 
     def bench(new_tokens: int = 8, *common: str) -> Bench:
         return Bench(BASE, tmp_path, [], common=common, prompts_per_set=2, new_tokens=new_tokens)
 
     for seed in (0, 1, 1):
-        assert bench().result(default, 1000, seed).seed == seed
-    trained = [("train", f"default/1000-{seed}") for seed in range(2)]
+        assert bench().result(plain, 1000, seed).seed == seed
+    trained = [("train", f"plain-mix/1000-{seed}") for seed in range(2)]
     assert set(asked) == {("features", "data/0"), ("synth", "data/0"), *trained}
     assert [asked.count(one) for one in trained] == [1, 1]
-    links = [tmp_path / "default" / f"1000-{seed}" / "synth" for seed in range(2)]
+    links = [tmp_path / "plain-mix" / f"1000-{seed}" / "synth" for seed in range(2)]
     assert {link.resolve() for link in links} == {tmp_path / "data/0/synth"}
     for other in (bench(9), bench(8, "train.epochs=7")):
         with pytest.raises(StageConflict, match="another row, data or evaluation"):
-            other.result(default, 1000, 0)
+            other.result(plain, 1000, 0)
     # States of another kind are of the same samples; other samples have states of their own.
     asked.clear()
-    bench(8, "features.encoding=bf16").result(default, 2000, 0)
-    bench(8, "synth.max_new_tokens=7").result(default, 3000, 0)
+    bench(8, "features.encoding=bf16").result(plain, 2000, 0)
+    bench(8, "synth.max_new_tokens=7").result(plain, 3000, 0)
     assert {("features", "data/1"), ("features", "data/2")} < set(asked)
     assert (tmp_path / "data/1/synth").resolve() == tmp_path / "data/0/synth"
     assert not (tmp_path / "data/2/synth").is_symlink()
@@ -151,8 +161,8 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
 
 def test_a_key_that_is_younger_than_a_result_changes_nothing(tmp_path: Path) -> None:
     """At its default; results take hours."""
-    [default] = read_experiments(ROOT / "experiments", ["default"])
-    config = configured(BASE, default, [f"run.uri={tmp_path}"])
+    [plain] = read_experiments(ROOT / "experiments", ["plain-mix"])
+    config = configured(BASE, plain, [f"run.uri={tmp_path}"])
     begun = Begin.of(config, "train", None, {})
     assert begun.shaping is not None
     older = {name: value for name, value in begun.shaping["train"].items() if name != "clip_norm"}
@@ -161,7 +171,7 @@ def test_a_key_that_is_younger_than_a_result_changes_nothing(tmp_path: Path) -> 
         stage_location(str(tmp_path), "train")
     )
     assert _changes(config, tmp_path, "train") == {}
-    clipped = configured(BASE, default, [f"run.uri={tmp_path}", "train.clip_norm=9"])
+    clipped = configured(BASE, plain, [f"run.uri={tmp_path}", "train.clip_norm=9"])
     assert _changes(clipped, tmp_path, "train") == {"train.clip_norm": ("0.5", "9.0")}
 
 

@@ -52,7 +52,7 @@ def _read(path: Path, readers: tuple[str, ...] = ()) -> Experiment:
     data = json.dumps({"name": path.stem, **tree}).encode()
     fix = "it has `about`, `against` and `changes`, no more"
     own = Experiment.parse(data, where=str(path), fix=fix)
-    if own.against == "default":
+    if own.name == "default":
         return own
     rival, readers = path.with_name(f"{own.against}.yaml"), (*readers, path.stem)
     if not rival.exists() or own.against in readers:
@@ -62,16 +62,17 @@ def _read(path: Path, readers: tuple[str, ...] = ()) -> Experiment:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Both; `above` has the last word, an empty tree of it takes out what is below."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
-        if isinstance(below[key], dict) and isinstance(above[key], dict):
+        if isinstance(below[key], dict) and isinstance(above[key], dict) and above[key]:
             merged[key] = _merged(below[key], above[key])
     return merged
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in tree.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}={json.dumps(value)}"
