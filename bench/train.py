@@ -181,10 +181,10 @@ def optimiser_step(
     def step() -> None:
         trainer.step([batch], 1e-4)
 
-    return step, _operations(model.head, tokens, len(batch.labels))
+    return step, operations(model.head, tokens, len(batch.labels))
 
 
-def _operations(head: Eagle3Head, tokens: int, labels: int) -> float:
+def operations(head: Eagle3Head, tokens: int, labels: int) -> float:
     """6 a parameter and token that passes it, forward and backward: all tokens pass `fc` and the
     keys and values of the first step, those that predict a label pass everything else."""
     attention = head.midlayer.self_attn

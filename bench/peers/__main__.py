@@ -7,6 +7,10 @@ it. Each trainer is a process, in bf16 and in fp32; all have the same head, batc
 (turns.py), and perform one step each in turn, so that what else the machine does befalls all alike.
 A trainer counts with the type that is faster here. What differs: ours goes through DeepSpeed, with
 fp32 weights and sums whatever the type; theirs are torch's AdamW on weights of the type.
+
+`floor` is what the products alone would take that no exact step can leave out, those with weights
+at the positions that a label needs, at the rate of a large product; `floor_vs_peers` is therefore
+the most that a trainer could win over these peers here.
 """
 
 from __future__ import annotations
@@ -22,8 +26,10 @@ from typing import Any
 
 import torch
 
-from bench.peers.turns import DOCUMENTS, LENGTH
+from bench.peers.turns import DOCUMENTS, LENGTH, loss_mask
 from bench.report import ROOT, publish, rounded
+from bench.train import CPU, operations, random_model
+from pipeline.tuning.machine import matmul_rate
 
 TRAINERS = {"ours": "ours", "specforge": "specforge_step", "speculators": "speculators_step"}
 TYPES = ("bfloat16", "float32")
@@ -89,14 +95,27 @@ def main() -> None:
             "peak_gb": each.end(),
         }
         figures |= {f"{each.trainer}.{each.dtype}.{name}": rate for name, rate in rates.items()}
+    figures |= _floors(options.threads)
     figures |= _ratios(figures, options.only)
     for name, value in rounded(figures).items():
         print(f"{name:44s} {value}")
-    publish("peers", rounded(figures), device=torch.device("cpu"), folder=options.out)
+    publish("peers", rounded(figures), device=CPU, folder=options.out)
 
 
 def _rate(steps: list[dict[str, float]], clock: str) -> float:
     return DOCUMENTS * LENGTH / median(step[clock] for step in steps)
+
+
+def _floors(threads: int) -> dict[str, float]:
+    """Tokens a CPU-second of the products alone, by type."""
+    torch.set_num_threads(threads)
+    tokens, labels = DOCUMENTS * LENGTH, int(loss_mask().sum())
+    needed = operations(random_model(LENGTH, "float32").head, tokens, labels) / tokens
+    rates = {name: matmul_rate(CPU, size=2048, dtype=getattr(torch, name)) for name in TYPES}
+    return {
+        f"floor.{name}.tokens_per_cpu_second": rate / threads / needed
+        for name, rate in rates.items()
+    }
 
 
 def _ratios(figures: dict[str, Any], trainers: list[str]) -> dict[str, float]:
@@ -117,7 +136,14 @@ def _ratios(figures: dict[str, Any], trainers: list[str]) -> dict[str, float]:
         for name in ("tokens_per_second", "tokens_per_cpu_second")
     }
     least = min(of(peer, "peak_gb") for peer in peers)
-    return {**ratios, "peak_gb_vs_peers": of("ours", "peak_gb") / least}
+    floor = max(figures[f"floor.{dtype}.tokens_per_cpu_second"] for dtype in TYPES)
+    fastest = max(of(peer, "tokens_per_cpu_second") for peer in peers)
+    return {
+        **ratios,
+        "peak_gb_vs_peers": of("ours", "peak_gb") / least,
+        "floor_share": of("ours", "tokens_per_cpu_second") / floor,
+        "floor_vs_peers": floor / fastest,
+    }
 
 
 def _options() -> argparse.Namespace:

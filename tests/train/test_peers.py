@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.peers.__main__ import _ratios, _Turns
+from bench.peers.__main__ import _floors, _ratios, _Turns
 
 
 def test_a_trainer_performs_a_step_whenever_it_is_asked() -> None:
@@ -38,9 +38,25 @@ def test_ratios_are_of_each_trainers_better_type() -> None:
         for row, values in rows.items()
         for name, value in zip(names, values, strict=True)
     }
+    figures |= {f"floor.{name}.tokens_per_cpu_second": 500 for name in ("bfloat16", "float32")}
     assert _ratios(figures, ["ours", "specforge", "speculators"]) == {
         "tokens_per_second_vs_peers": 4.0,
         "tokens_per_cpu_second_vs_peers": 2.5,
         "peak_gb_vs_peers": 0.25,
+        "floor_share": 0.4,
+        "floor_vs_peers": 6.25,
     }
     assert _ratios(figures, ["ours"]) == {}
+
+
+def test_the_floor_counts_the_products_that_labels_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 512 tokens pass fc, and step 0's keys and values; 368 labels pass the rest, each step."""
+    monkeypatch.setattr("bench.peers.__main__.matmul_rate", lambda *_, **__: 1e12)
+    fc, keys_values, others = 3 * 576**2, 2 * 1152 * 192, (1152 + 576) * 576 + 3 * 1536 * 576
+    every_step = keys_values + others + 8192 * 576
+    products = (fc + keys_values) * 512 + (7 * every_step - keys_values) * 368
+    expected = pytest.approx(1e12 / 2 / (6 * products / 512), rel=1e-3)  # but for the norms
+    assert _floors(threads=2) == {
+        "floor.bfloat16.tokens_per_cpu_second": expected,
+        "floor.float32.tokens_per_cpu_second": expected,
+    }
