@@ -85,14 +85,16 @@ def machine(device: torch.device) -> str:
 
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def processor() -> str:
+    """The CPU's model, and what it has for bf16."""
     lines = _cpuinfo()
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     bf16 = " ".join(name for name in ("avx512_bf16", "amx_bf16") if name in flags)
-    model, threads = next(names, platform.processor()), torch.get_num_threads()
-    return (
-        f"{model}, {threads} threads, {bf16 or 'no bf16 instructions'}, torch {torch.__version__}"
-    )
+    return f"{next(names, platform.processor())}, {bf16 or 'no bf16 instructions'}"
 
 
 def publish(
@@ -108,7 +110,7 @@ def publish(
     With `merge`, figures of an earlier call stay where this one measured nothing, if they are of
     the same commit and machine: what takes long is measured in parts.
     """
-    record = {"bench": name, "commit": _commit(), "machine": machine(device)}
+    record = {"bench": name, "commit": commit(), "machine": machine(device)}
     path = (folder or ROOT / "runs/bench") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = json.loads(path.read_text(encoding="utf-8")) if merge and path.exists() else {}
@@ -135,11 +137,12 @@ def _cpuinfo() -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
-def _commit() -> str:
-    commit, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
-    if commit.returncode:
+def commit() -> str:
+    """What was measured: the checked-out commit, and whether files differ from it."""
+    head, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
+    if head.returncode:
         return os.environ.get("EAGLE3_COMMIT", "unknown")
-    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.leaderboard.experiment import Experiment, configured, read_experiments
-from bench.leaderboard.runs import TREE, Bench, CellResult, PromptResult, _changes
-from bench.leaderboard.table import BEGIN, END, Row, draws_of, replace_rows, table
+from bench.leaderboard.results import CellResult, PromptResult, keep_results, read_results
+from bench.leaderboard.runs import TREE, Bench, _changes
+from bench.leaderboard.table import BEGIN, END, Row, draws_of, page, replace_rows, rows_of, table
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, Eagle3Error, StageConflict
 from pipeline.records import Stage
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/smollm2-135m.yaml"
 
 
-def cell(row: str, seed: int, tokens: list[int]) -> CellResult:
+def cell(row: str, seed: int, tokens: list[int], machine: str = "a CPU") -> CellResult:
     """Prompts of ten rounds each."""
     prompts = [
         PromptResult(name=f"set/{index}", rounds=10, tokens=count)
@@ -34,6 +35,7 @@ def cell(row: str, seed: int, tokens: list[int]) -> CellResult:
         trained_tokens=3000,
         cpu_hours=0.5,
         parameters=10,
+        machine=machine,
         commit="abc",
         questions="def",
         tree=TREE,
@@ -113,7 +115,50 @@ def test_a_difference_of_the_same_prompts_is_surer_than_either_row() -> None:
     lines = table([default, other]).splitlines()
     assert "| 1,000 | `other` | 2.163 (1.7" in lines[2]
     assert "| `default` +0.100 (+0.10 … +0.10) | 2 | 3.0 | 0.50 | abc |" in lines[2]
-    assert lines[3].startswith("| 1,000 | `default` | 2.062") and "* `other`: About other." in lines
+    assert lines[3].startswith("| 1,000 | `default` | 2.062")
+
+
+def test_a_difference_is_over_the_seeds_that_both_have() -> None:
+    """The other row has the second and third seed, in which the default is 1 and then 2 better."""
+    default = row("default", [10, 10], [22, 22], [33, 33])
+    cells = tuple(cell("other", seed, [count, count]) for seed, count in ((1, 21), (2, 31)))
+    other = Row(Experiment(name="other", about="About other."), 1000, cells)
+    [line] = [line for line in table([default, other]).splitlines() if "`other`" in line]
+    assert "| 2.600 (" in line and "| `default` -0.150 (-0.20 … -0.10) | 2 |" in line
+    strangers = Row(other.experiment, 1000, (cell("other", 7, [10, 10]),))
+    assert "`default` +" not in table([default, strangers])
+
+
+def test_the_newest_result_of_a_cell_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    assert read_results(path) == []
+    first = [cell("other", seed, [10, 20]) for seed in (1, 0)]
+    assert keep_results(path, first) == first[::-1]
+    again, elsewhere = cell("other", 1, [11, 21]), cell("other", 1, [12, 22], machine="b CPU")
+    assert keep_results(path, [elsewhere, again]) == [first[1], again, elsewhere]
+    assert read_results(path) == [first[1], again, elsewhere]
+    path.write_text(path.read_text().replace('"seed":0', '"seed":"x"'))
+    with pytest.raises(Eagle3Error, match=r"results\.jsonl:1: seed"):
+        read_results(path)
+
+
+def test_machines_have_tables_of_their_own() -> None:
+    """A set of data is worth more than a seed, so nothing is compared across machines."""
+    cells = [cell("default", 0, [10, 20]), cell("gone", 0, [11, 21])]
+    cells += [cell("default", 0, [30, 40], machine="b CPU")]
+    known = {"default": Experiment(name="default", about="About default.")}
+    here, there = page(rows_of(cells, known)).split("\n\n**")
+    assert here.startswith("**a CPU**: 2 prompts, tree 5/4/16, at most 8 tokens\n\n| training")
+    assert "1.600" in here and "+0.100" in here and "3.500" not in here
+    assert there.startswith("b CPU") and "3.500" in there and "+" not in there.partition("* `")[0]
+    assert "* `default`: About default.\n* `gone`: no longer" in there
+
+
+def test_what_is_kept_stands_in_the_document() -> None:
+    kept = read_results(ROOT / "experiments/results.jsonl")
+    known = {each.name: each for each in read_experiments(ROOT / "experiments", [])}
+    document = (ROOT / "docs/leaderboard.md").read_text()
+    assert replace_rows(document, page(rows_of(kept, known))) == document
 
 
 def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(

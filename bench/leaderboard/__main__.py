@@ -2,8 +2,9 @@
 
 Each row says in a few lines what differs from --config. All are trained on the same draws of the
 same data, at each budget of distinct data tokens, once a seed, and decode the same evaluation
-prompts. A row that is finished is not made again; a killed one continues. With --write the table
-goes into docs/leaderboard.md.
+prompts. A row that is finished is not made again; a killed one continues. With --write the results
+go into experiments/results.jsonl, in the place of earlier ones of the same cells on such a machine,
+and the tables of all that stand there into docs/leaderboard.md.
 """
 
 from __future__ import annotations
@@ -11,34 +12,43 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.leaderboard.experiment import read_experiments
+from bench.leaderboard.results import CellResult, keep_results
 from bench.leaderboard.runs import Bench
-from bench.leaderboard.table import Row, replace_rows, table
+from bench.leaderboard.table import page, replace_rows, rows_of
 from bench.report import ROOT
 from pipeline.errors import Eagle3Error
 
 _DOCUMENT = ROOT / "docs" / "leaderboard.md"
+_EXPERIMENTS = ROOT / "experiments"
+_RESULTS = _EXPERIMENTS / "results.jsonl"
 
 
 def main() -> int:
     """Run what is asked for; errors of a user's making end with 2, as everywhere."""
     options = _options()
     try:
-        rows = _rows(options)
+        cells = _cells(options)
+        print(_tables(cells))
+        if options.write:
+            document = _DOCUMENT.read_text(encoding="utf-8")
+            tables = _tables(keep_results(_RESULTS, cells))
+            _DOCUMENT.write_text(replace_rows(document, tables), encoding="utf-8")
     except Eagle3Error as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    text = table(rows)
-    print(text)
-    if options.write:
-        document = _DOCUMENT.read_text(encoding="utf-8")
-        _DOCUMENT.write_text(replace_rows(document, text), encoding="utf-8")
     return 0
 
 
-def _rows(options: argparse.Namespace) -> list[Row]:
+def _tables(cells: Sequence[CellResult]) -> str:
+    known = {each.name: each for each in read_experiments(_EXPERIMENTS, [])}
+    return page(rows_of(sorted(cells, key=lambda cell: cell.key), known))
+
+
+def _cells(options: argparse.Namespace) -> list[CellResult]:
     source = json.dumps([{"source": str(options.prompts)}])
     common = [f"synth.sources={source}", f"synth.max_prompts={options.max_prompts}"]
     common += ["train.wandb=disabled", f"run.threads={options.threads}", *options.set]
@@ -50,15 +60,11 @@ def _rows(options: argparse.Namespace) -> list[Row]:
         prompts_per_set=options.prompts_per_set,
         new_tokens=options.new_tokens,
     )
-    experiments = read_experiments(ROOT / "experiments", options.rows)
     return [
-        Row(
-            experiment,
-            budget,
-            tuple(bench.result(experiment, budget, seed) for seed in range(options.seeds)),
-        )
+        bench.result(experiment, budget, seed)
         for budget in options.budgets
-        for experiment in experiments
+        for experiment in read_experiments(_EXPERIMENTS, options.rows)
+        for seed in range(options.seeds)
     ]
 
 
@@ -78,7 +84,7 @@ def _options() -> argparse.Namespace:
     option("--set", nargs="*", default=[], help="more overrides of every row, KEY=VALUE")
     option("--threads", type=int, default=0, help="CPU threads; 0: every core")
     option("--out", type=Path, default=Path("runs/leaderboard"), help="folder of runs and results")
-    option("--write", action="store_true", help="write the table into docs/leaderboard.md")
+    option("--write", action="store_true", help="keep results, write docs/leaderboard.md")
     return parser.parse_args()
 
 

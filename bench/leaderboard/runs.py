@@ -19,7 +19,8 @@ from itertools import count
 from pathlib import Path
 
 from bench.leaderboard.experiment import Experiment, configured
-from bench.report import ROOT
+from bench.leaderboard.results import CellResult, PromptResult
+from bench.report import ROOT, commit, processor
 from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
 from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
@@ -28,7 +29,7 @@ from pipeline.decoder.request import Request, Statistics
 from pipeline.eagle3.any_head import load_any_head
 from pipeline.errors import StageConflict, TargetError
 from pipeline.prompts import balanced, load_prompts
-from pipeline.records import Prompt, Record, Stage, digest
+from pipeline.records import Prompt, Stage, digest
 from pipeline.serve_eval.questions import first_question
 from pipeline.store.begin import Begin, read_begin
 from pipeline.store.manifest import find_manifest, read_manifest, stage_location
@@ -40,31 +41,6 @@ TREE = TreeSection(top_k=4, steps=5, nodes=16)
 #: Requests decoded together; acceptance does not depend on it.
 _SLOTS = 8
 RESULT = "result.json"
-
-
-class PromptResult(Record):
-    """One prompt, decoded greedily."""
-
-    name: str  # evaluation set and id
-    rounds: int
-    tokens: int  # that rounds emitted, bonus included
-
-
-class CellResult(Record):
-    """One head."""
-
-    row: str
-    budget: int  # distinct tokens of training data at most
-    seed: int
-    data_tokens: int  # of them trained on
-    trained_tokens: int  # over all passes
-    cpu_hours: float  # of the last attempt at training alone
-    parameters: int
-    commit: str
-    questions: str  # digest of the prompts' names
-    tree: TreeSection
-    new_tokens: int
-    prompts: tuple[PromptResult, ...]
 
 
 class Bench:
@@ -192,7 +168,8 @@ class Bench:
             trained_tokens=int(manifest.details["tokens"]),
             cpu_hours=round(hours, 3),
             parameters=int(manifest.details["parameters"]),
-            commit=_commit(),
+            machine=processor(),
+            commit=commit(),
             questions=self._questions_digest(),
             tree=TREE,
             new_tokens=self._new_tokens,
@@ -219,10 +196,3 @@ def _changes(config: RunConfig, folder: Path, stage: Stage) -> dict[str, tuple[s
 def _drawn(path: Path, count: int) -> list[Prompt]:
     """The same prompts of a set for every row."""
     return balanced(load_prompts([SourceSpec(source=str(path))], seed=0), count, 0)
-
-
-def _commit() -> str:
-    shown = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, cwd=ROOT
-    )
-    return shown.stdout.strip() or "unknown"

@@ -1,23 +1,25 @@
-"""What the cells say together: τ, how sure it is, and differences of the same prompts.
+"""What cells of one group say together: τ, how sure it is, and differences of the same prompts.
 
 τ           Σ tokens / Σ rounds, over prompts and seeds
 interval    95 % of 4,000 draws of prompts, and of seeds, with replacement
-difference  of two rows within each draw: both decode the same prompts
+difference  of two rows within each draw, over the seeds that both have; prompts are the same
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from bench.leaderboard.experiment import Experiment
-from bench.leaderboard.runs import CellResult
+from bench.leaderboard.results import CellResult
 
 _DRAWS, _SEED = 4_000, 0
 #: The part of docs/leaderboard.md that is written anew.
 BEGIN, END = "<!-- rows: begin -->", "<!-- rows: end -->"
+_GONE = "no longer among the experiments."
 
 
 class Row(NamedTuple):
@@ -32,6 +34,11 @@ class Row(NamedTuple):
         return np.array(
             [[(each.rounds, each.tokens) for each in cell.prompts] for cell in self.cells], float
         )
+
+    def with_seeds_of(self, other: Row) -> Row:
+        """The same row without the seeds that the other lacks."""
+        seeds = {cell.seed for cell in other.cells}
+        return self._replace(cells=tuple(cell for cell in self.cells if cell.seed in seeds))
 
     def tau(self) -> float:
         rounds, tokens = self.sums().sum((0, 1))
@@ -51,8 +58,30 @@ def draws_of(row: Row) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     return drawn
 
 
+def rows_of(cells: Iterable[CellResult], experiments: Mapping[str, Experiment]) -> list[Row]:
+    """Cells in the order of their keys as rows, each of one group, budget and experiment."""
+    return [
+        Row(experiments.get(row) or Experiment(name=row, about=_GONE), budget, tuple(of))
+        for (*_, budget, row), of in groupby(cells, key=lambda cell: cell.key[:-1])
+    ]
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Markdown: the table of each group, and what the rows are."""
+    groups = [list(of) for _, of in groupby(rows, key=lambda row: row.cells[0].group)]
+    abouts = [f"* `{name}`: {text}" for name, text in sorted(_abouts(rows).items())]
+    tables = [f"{_heading(of[0])}\n\n{table(of)}" for of in groups]
+    return "\n\n".join([*tables, "\n".join(abouts)])
+
+
+def _heading(row: Row) -> str:
+    first, tree = row.cells[0], row.cells[0].tree
+    decoded = f"{len(first.prompts)} prompts, tree {tree.steps}/{tree.top_k}/{tree.nodes}"
+    return f"**{first.machine}**: {decoded}, at most {first.new_tokens} tokens"
+
+
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, by budget, the best row first."""
+    """Markdown of one group, by budget, the best row first."""
     lines = [
         "| training data | row | τ | against | seeds | passes | CPU-hours | commit |",
         "|---:|---|---:|---:|---:|---:|---:|---|",
@@ -61,22 +90,27 @@ def table(rows: Sequence[Row]) -> str:
         of_budget = sorted((row for row in rows if row.budget == budget), key=Row.tau)
         named = {row.experiment.name: row for row in of_budget}
         lines += [_line(row, named.get(row.experiment.against)) for row in reversed(of_budget)]
-    about = [f"* `{name}`: {text}" for name, text in _abouts(rows).items()]
-    return "\n".join([*lines, "", *about])
+    return "\n".join(lines)
 
 
 def _line(row: Row, rival: Row | None) -> str:
-    drawn, against = draws_of(row), ""
-    if rival and rival is not row and rival.sums().shape == row.sums().shape:
-        differences = drawn - draws_of(rival)
-        against = f"`{rival.experiment.name}` {row.tau() - rival.tau():+.3f}"
-        against = f"{against} {_interval(differences, sign='+')}"
-    first = row.cells[0]
+    commits = ", ".join(dict.fromkeys(cell.commit for cell in row.cells))
     passes = sum(cell.trained_tokens / cell.data_tokens for cell in row.cells) / len(row.cells)
     hours = sum(cell.cpu_hours for cell in row.cells) / len(row.cells)
-    tau = f"{row.tau():.3f} {_interval(drawn)}"
+    tau, against = f"{row.tau():.3f} {_interval(draws_of(row))}", _difference(row, rival)
     cells = f"{row.budget:,}", f"`{row.experiment.name}`", tau, against, f"{len(row.cells)}"
-    return f"| {' | '.join(cells)} | {passes:.1f} | {hours:.2f} | {first.commit} |"
+    return f"| {' | '.join(cells)} | {passes:.1f} | {hours:.2f} | {commits} |"
+
+
+def _difference(row: Row, rival: Row | None) -> str:
+    """Of the row from its rival; empty where it has none."""
+    if rival is None or rival is row:
+        return ""
+    mine, theirs = row.with_seeds_of(rival), rival.with_seeds_of(row)
+    if not mine.cells:
+        return ""
+    interval = _interval(draws_of(mine) - draws_of(theirs), sign="+")
+    return f"`{rival.experiment.name}` {mine.tau() - theirs.tau():+.3f} {interval}"
 
 
 def _interval(drawn: np.ndarray[tuple[int, ...], np.dtype[np.float64]], sign: str = "") -> str:
