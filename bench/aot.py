@@ -270,7 +270,7 @@ def _record_loss(ops: Recorder, dtype: torch.dtype, loss: Loss) -> None:
     full = loss in ACCEPTANCE_LOSSES
     logits = _empty(5, 8, 32000, dtype=dtype), _empty(8, 128256 if full else 32000, dtype=dtype)
     scales, columns = _empty(5, 8, dtype=torch.float32), _empty(32000) if full else None
-    compare_in_place(*logits, columns, scales, _empty(8), loss, start=ops._start)
+    compare_in_place(*logits, columns, scales, _empty(5, 8), loss, start=ops._start)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

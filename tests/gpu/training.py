@@ -56,7 +56,7 @@ def losses_agree(proposed: int, vocabulary: int, device: torch.device) -> dict[s
     )
     ours = Inputs(*(tensor.to(device, torch.float32) for tensor in exact))
     columns = torch.randperm(vocabulary)[:proposed].sort().values
-    draft_ids = torch.randint(-1, proposed, (LABELS,))
+    draft_ids = torch.randint(-1, proposed, (STEPS, LABELS))
     differences: dict[str, float] = {}
     for loss in get_args(Loss):
         pairs = zip(

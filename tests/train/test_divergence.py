@@ -25,7 +25,8 @@ K, L, H, V, VD = 3, 7, 6, 50, 11
 
 
 class Example(NamedTuple):
-    """Random inputs; two labels are outside the draft vocabulary, one step lacks a label."""
+    """Random inputs; two labels are outside the draft vocabulary, one step lacks a label, another
+    gives one no weight."""
 
     states: Tensor  # [K, L, H]
     weight: Tensor  # [Vd, H]
@@ -33,7 +34,7 @@ class Example(NamedTuple):
     lm_head: Tensor  # [V, H], the target's
     columns: Tensor  # [Vd]
     scales: Tensor  # [K, L]
-    draft_ids: Tensor  # [L]
+    draft_ids: Tensor  # [K, L]
 
     def apply(self, loss: Loss) -> tuple[Tensor, Tensor]:
         full = loss in ACCEPTANCE_LOSSES
@@ -51,8 +52,9 @@ def example(dtype: torch.dtype = torch.float64, hidden: int = H) -> Example:
 
     exact = torch.promote_types(dtype, torch.float32)
     scales = torch.rand(K, L, generator=generator, dtype=torch.float64).to(exact)
-    scales[1, 2] = 0
-    draft_ids = torch.arange(L).masked_fill(torch.arange(L) % 3 == 1, -1)
+    scales[1, 2] = scales[2, 3] = 0
+    draft_ids = torch.arange(L).masked_fill(torch.arange(L) % 3 == 1, -1).repeat(K, 1)
+    draft_ids[1, 2] = -1
     columns = torch.randperm(V, generator=generator)[:VD].sort().values
     states, weight = draw(K, L, hidden).requires_grad_(), draw(VD, hidden).requires_grad_()
     return Example(states, weight, draw(L, hidden), draw(V, hidden), columns, scales, draft_ids)
@@ -74,8 +76,7 @@ def test_loss_and_gradients_equal_autograd(
     learned = given.states, given.weight
     gradients = [torch.autograd.grad(3 * one, learned) for one in (value, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
-    first = logits.argmax(-1) == given.draft_ids
-    assert hits.tolist() == (first & (given.scales > 0)).sum(1).tolist()
+    assert hits.tolist() == (logits.argmax(-1) == given.draft_ids).sum(1).tolist()
 
 
 def test_losses_of_a_perfect_head() -> None:
@@ -177,6 +178,19 @@ def test_steps_weigh_what_the_drafts_in_front_are_accepted(
     parameters = list(small_head.parameters())
     gradients = [torch.autograd.grad(one, parameters) for one in (result.loss, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-9)
+
+
+def test_accuracy_does_not_depend_on_what_steps_weigh(small_head: Eagle3Head) -> None:
+    """With one token to propose, which every label is, each prediction is right, at all steps."""
+    fixed, batch = constants(), pack_samples(documents())
+    batch = replace(batch, token_ids=torch.full_like(batch.token_ids, 7))
+    head = Eagle3Head(small_head.shape.model_copy(update={"draft_vocab_size": 1})).double()
+    head.set_vocabulary(torch.tensor([7]))
+    for decay in (DECAY, None):
+        objective = Objective(STEPS, decay, "tv")
+        result = TttModel(head, *fixed, objective, max_length=12, dtype=torch.float64)(batch)
+        assert result.hits.tolist() == result.labels.tolist()
+        assert 0 < result.labels[-1] < result.labels[0], "later steps have fewer labels"
 
 
 def test_a_cold_teacher_is_the_targets_choice(small_head: Eagle3Head) -> None:

@@ -102,6 +102,7 @@ class DflashModel(TrainedModel[DflashHead]):
                 batch.teacher_states[labels[rows]],
                 batch.token_ids[batch.labels[labels[rows]]],
                 torch.full((1, len(rows)), weight, dtype=exact, device=states.device),
+                predicted=torch.ones(1, len(rows), dtype=torch.bool, device=states.device),
             )
             loss = loss + own_loss
             hits.append(own_hits)

@@ -87,8 +87,8 @@ class OutputLoss(torch.autograd.Function):
         draft_ids: Tensor,
         loss: Loss,
     ) -> tuple[Tensor, Tensor]:
-        """→ loss, hits [K]. states [K, L, H], weight [Vd, H], scales [K, L], draft_ids [L], -1 for
-        a label outside the draft vocabulary.
+        """→ loss, hits [K]. states [K, L, H], weight [Vd, H], scales [K, L], draft_ids [K, L], -1
+        where a label is outside the draft vocabulary, or not predicted by the step.
 
         The products are in the type of the states. The weight's gradient is summed in that of the
         scales, and is rounded to the weight's when it is complete. A weight that requires no
@@ -115,7 +115,7 @@ class OutputLoss(torch.autograd.Function):
                 teacher.states[chunk] @ teacher.rows.T,
                 teacher.columns,
                 scales[:, chunk],
-                draft_ids[chunk],
+                draft_ids[:, chunk],
                 loss,
             )
             total, hits = total + chunk_loss, hits + chunk_hits
@@ -189,7 +189,7 @@ def _compare_in_place(
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 
     teacher_logits [c, W], columns [Vd] or None, scales [K, c] in the type to compute in, draft_ids
-    [c].
+    [K, c].
     """
     steps, labels, width = logits.shape
     total, hits = scales.new_zeros(()), torch.zeros(steps, dtype=torch.int64, device=logits.device)
@@ -202,21 +202,21 @@ def _compare_in_place(
             p = p[:, columns]
         z = logits[:, part].to(scales.dtype)  # [K, b, Vd]
         best = z.amax(-1)  # [K, b]
-        hits += _hits(z, best, draft_ids[part], scale > 0)
+        hits += _hits(z, best, draft_ids[:, part])
         divergence, slope = _divergence(z, best, p, loss)
         total += (divergence * scale).sum()
         logits[:, part] = slope.mul_(scale[..., None])
     return total, hits
 
 
-def _hits(z: Tensor, best: Tensor, draft_ids: Tensor, counted: Tensor) -> Tensor:
+def _hits(z: Tensor, best: Tensor, draft_ids: Tensor) -> Tensor:
     """Of each step [K], labels whose token is the first of those with the largest logit.
 
-    z [K, b, Vd], best [K, b] its maximum, draft_ids [b] or -1, counted [K, b]. To find the first is
-    slow, so it is looked for only where the token is among them.
+    z [K, b, Vd], best [K, b] its maximum, draft_ids [K, b] or -1. To find the first is slow, so it
+    is looked for only where the token is among them.
     """
-    ids = draft_ids.clamp(min=0).expand(len(z), -1)  # [K, b]
-    among = (z.gather(-1, ids[..., None]).squeeze(-1) == best) & counted & (draft_ids >= 0)
+    ids = draft_ids.clamp(min=0)
+    among = (z.gather(-1, ids[..., None]).squeeze(-1) == best) & (draft_ids >= 0)
     hit = torch.zeros_like(among)
     hit[among] = z[among].argmax(-1) == ids[among]
     return hit.sum(1)

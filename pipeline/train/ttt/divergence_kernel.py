@@ -45,7 +45,7 @@ def compare_in_place(
 ) -> tuple[Tensor, Tensor]:
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 
-    teacher_logits [c, W], columns [Vd] or None, scales [K, c] float32, draft_ids [c].
+    teacher_logits [c, W], columns [Vd] or None, scales [K, c] float32, draft_ids [K, c].
     """
     steps, labels, size = logits.shape
     assert logits.is_contiguous() and teacher_logits.is_contiguous()
@@ -57,7 +57,7 @@ def compare_in_place(
     if columns is not None:
         teacher_logits = teacher_logits.index_select(1, columns)
     divergences, hits = scales.new_empty(steps, labels), draft_ids.new_empty(steps, labels)
-    read = teacher_logits, normaliser, scales.contiguous(), draft_ids
+    read = teacher_logits, normaliser, scales.contiguous(), draft_ids.contiguous()
     start(
         compare_kernel, (steps * labels,), (logits, *read, divergences, hits, steps, labels),
         _WARPS, 1, SIZE=size, BLOCK=_BLOCK, LOSS=loss, ACCEPTANCE=loss in ACCEPTANCE_LOSSES,
@@ -145,8 +145,7 @@ def compare_kernel(
             slope = by_tv * q * (captured - tl.where(q < p, 1.0, 0.0)) + by_kl * (total * q - p)
             tl.store(logits + column, (scale * slope).to(logits.dtype.element_ty), mask=inside)
     tl.store(divergences + row, scale * divergence)
-    hit = (first == tl.load(draft_ids + label)) & (scale > 0)
-    tl.store(hits + row, hit.to(tl.int64))
+    tl.store(hits + row, (first == tl.load(draft_ids + row)).to(tl.int64))
 
 
 @jit

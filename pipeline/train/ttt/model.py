@@ -112,6 +112,7 @@ class UnrolledModel(TrainedModel[Kind]):
         steps, decay = self.objective.steps, self.objective.decay
         k = torch.arange(steps, device=batch.labels.device)
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
+        own = predicted[:, counted]  # [K, L]
         # The type of the scales, and of all sums.
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
         labels, teacher_states = batch.labels[counted], batch.teacher_states[counted]  # [L]
@@ -121,9 +122,8 @@ class UnrolledModel(TrainedModel[Kind]):
             weights = in_front(acceptance(states, rows, teacher, exact), labels, batch.tokens)
         else:
             weights = (decay ** k.to(exact))[:, None]
-        # [K, L], zero where step k has no such position
-        weights = weights * predicted[:, counted] / divisor
-        value, hits = self.compare(states, teacher_states, batch.token_ids[labels], weights)
+        weights = weights * own / divisor
+        value, hits = self.compare(states, teacher_states, batch.token_ids[labels], weights, own)
         coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
         return StepResult(value, hits, predicted.sum(1), coarse_rows)
 

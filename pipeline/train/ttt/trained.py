@@ -124,17 +124,26 @@ class TrainedModel(nn.Module, Generic[Kind]):
         return in_vocabulary if self.target_columns is None else torch.ones_like(in_vocabulary)
 
     def compare(
-        self, states: Tensor, teacher_states: Tensor, tokens: Tensor, weights: Tensor
+        self,
+        states: Tensor,
+        teacher_states: Tensor,
+        tokens: Tensor,
+        weights: Tensor,
+        predicted: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Loss and hits int64 [K] of states [K, L, H] that predict `tokens` [L], of which the
-        target said `teacher_states` [L, H]; weights [K, L]."""
+        target said `teacher_states` [L, H].
+
+        weights [K, L], zero where a step has no such state; predicted [K, L] says where it has one:
+        a prediction that weighs nothing may still be right.
+        """
         draft_ids = (self.head.t2d.cumsum(0) * self.head.t2d - 1)[tokens]  # [L], or -1
         value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
             states,
             self.head.lm_head.weight,
             self.teacher(teacher_states),
             weights,
-            draft_ids,
+            draft_ids.where(predicted, -1),
             self._loss,
         )
         return value, hits
