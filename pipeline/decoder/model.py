@@ -179,6 +179,8 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
     window = getattr(config, "sliding_window", None)
     sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     positions = getattr(config, "max_position_embeddings", 0)
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
     if config.model_type not in SUPPORTED:
         problem = f"the decoder does not run model_type {config.model_type!r}"
         fix = f"use one of {', '.join(SUPPORTED)}"
@@ -195,6 +197,9 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
             f"sliding-window attention of {window} tokens is not implemented beyond the window"
         )
         fix = f"keep prompt + reply below {window} tokens"
+    elif rope.get("rope_type") == "longrope" and original and max_length > original:
+        problem = f"rotary frequencies that change behind {original} tokens are not implemented"
+        fix = f"keep prompt + reply below {original} tokens"
     elif max_length > positions:
         problem = (
             f"prompt + reply may take {max_length} tokens, the target has {positions} positions"

@@ -77,7 +77,8 @@ class RotaryTable:
     """cos and sin of every position, from transformers' initialisers (default, llama3, yarn, …).
 
     `config` is any transformers configuration with `rope_parameters`, head size and
-    `max_position_embeddings`.
+    `max_position_embeddings`. Of `dynamic` and `longrope`, whose frequencies change with the length
+    of a text, they are those of texts within the model's original length, however long the table.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class RotaryTable:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         rotary = LlamaRotaryEmbedding(config=config)
-        positions = torch.arange(length)[None]  # [1, S]
-        cos, sin = rotary(torch.zeros(1, dtype=torch.float32), positions)  # each [1, S, d]
-        self.cos = cos[0].to(device, dtype)  # [S, d]
-        self.sin = sin[0].to(device, dtype)  # [S, d]
+        angles = torch.arange(length)[:, None].float() * rotary.inv_freq  # [S, d/2]
+        angles, scale = torch.cat((angles, angles), dim=-1), rotary.attention_scaling
+        self.cos = (angles.cos() * scale).to(device, dtype)  # [S, d]
+        self.sin = (angles.sin() * scale).to(device, dtype)  # [S, d]
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [..., d] for integer positions [...]."""

@@ -49,6 +49,8 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# A rotary table is longer than the 256 positions, which must change none of them.
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-untied-llama3": {
@@ -58,6 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
     "llama-linear": {"model_type": "llama", "rope_parameters": _LINEAR},
+    "llama-dynamic": {"model_type": "llama", "rope_parameters": _DYNAMIC},
     "llama-wide-heads": {"model_type": "llama", "head_dim": 16},
     "llama-biased": {"model_type": "llama", "attention_bias": True},
     "mistral": {"model_type": "mistral", "sliding_window": None},

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from pipeline.decoder.batch import TokenRows
-from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.model import DecoderModel, check_supported
 from pipeline.errors import UnsupportedModel
 from tests.decoder.conftest import CAPTURE, FAMILIES, open_rows, poisoned_planes, random_tokens
 
@@ -96,3 +97,19 @@ def test_a_sliding_window_is_refused_only_beyond_its_length(tmp_path: Path) -> N
     DecoderModel.load(tmp_path, (0,), device=CPU, dtype=torch.float32, max_length=16)
     with pytest.raises(UnsupportedModel, match="sliding-window"):
         DecoderModel.load(tmp_path, (0,), device=CPU, dtype=torch.float32, max_length=17)
+
+
+def test_two_sets_of_rotary_frequencies_are_refused_beyond_the_first(
+    make_target: Callable[[str], Path],
+) -> None:
+    config = AutoConfig.from_pretrained(make_target("llama"))
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
+    check_supported(config, 64, where="x")
+    with pytest.raises(UnsupportedModel, match="64 tokens"):
+        check_supported(config, 65, where="x")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pipeline.eagle3.layers import rms_norm, swiglu
+from pipeline.eagle3.layers import RotaryTable, rms_norm, swiglu
 
 
 class Case(NamedTuple):
@@ -72,3 +74,42 @@ def test_keeps_its_inputs_alone(name: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         own(*inputs)
     assert kept == [tensor.data_ptr() for tensor in inputs]
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+    },
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_longer_rotary_table_turns_no_position_otherwise(kind: str) -> None:
+    """A trainer's table is as long as its documents, a decoder's as what may be decoded."""
+    config: Any = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        head_dim=8,
+        rope_parameters={"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]},
+        max_position_embeddings=128,
+    )
+    device, length = torch.device("cpu"), 32
+    turns = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+    for longer in (length, 33, 128, 400):
+        table = RotaryTable(config, longer, device=device, dtype=torch.float32)
+        assert len(table.cos) == len(table.sin) == longer
+        for ours, theirs in zip((table.cos, table.sin), turns, strict=True):
+            assert torch.equal(ours[:length], theirs[0])
