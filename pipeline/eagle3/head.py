@@ -73,12 +73,15 @@ class DraftShape(BaseModel):
     max_position_embeddings: int
 
     def rope_config(self) -> Any:
-        """A transformers configuration that carries the rotary parameters."""
+        """A transformers configuration that carries the rotary parameters, of one head.
+
+        It refuses a number of heads that does not divide the hidden size, which a head may have.
+        """
         from transformers import LlamaConfig
 
         return LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
+            hidden_size=self.head_dim,
+            num_attention_heads=1,
             head_dim=self.head_dim,
             rope_parameters=dict(self.rope_parameters) or None,
             max_position_embeddings=self.max_position_embeddings,

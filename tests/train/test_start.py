@@ -171,6 +171,13 @@ def test_a_head_turns_whole_heads_by_the_rotation_of_full_attention(
     assert RotaryTable(shape.rope_config(), 5, device=cpu, dtype=exact).cos.shape == (5, 8)
 
 
+def test_the_number_of_query_heads_need_not_divide_the_hidden_size(target_directory: Path) -> None:
+    """GLM-4.5-Air has 96 on a hidden size of 4,096; a rotation is of one head."""
+    section = HeadSection(draft_vocab_size=48, num_attention_heads=6)
+    rope, cpu = head_shape(section, target_directory, 96).rope_config(), torch.device("cpu")
+    assert RotaryTable(rope, 5, device=cpu, dtype=torch.float32).cos.shape == (5, 8)
+
+
 @torch.no_grad()
 def test_scores_begin_as_large_as_the_target_s(
     started: tuple[str, Target, Eagle3Head],
