@@ -111,6 +111,7 @@ def compare_kernel(
         inside = column < SIZE
         z = tl.load(logits + column, mask=inside, other=_NONE).to(tl.float32)
         t = tl.load(teacher_logits + column, mask=inside, other=_NONE).to(tl.float32)
+        t = tl.maximum(t, _NONE)
         log_q, log_p = z - head_normaliser, t - teacher_normaliser
         q, p = tl.exp(log_q), tl.exp(log_p)
         first = tl.minimum(first, tl.min(tl.where(z == peak, column, SIZE), axis=0))
@@ -154,7 +155,8 @@ def _peak_and_mass(row: Pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr) -> tup
 
     (Milakov & Gimelshein 2018, arXiv:1805.02867.)
     """
-    peak, mass = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
+    # Not of -inf, which a whole block of logits may be: their difference would be no number.
+    peak, mass = tl.full((), _NONE, tl.float32), tl.zeros((), tl.float32)
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         x = tl.load(row + column, mask=column < SIZE, other=float("-inf")).to(tl.float32)

@@ -80,6 +80,31 @@ def test_a_teacher_with_nothing_in_the_draft_vocabulary(device: torch.device) ->
         assert bool(torch.isfinite(value)) and not logits.any()
 
 
+@pytest.mark.parametrize(
+    ("whose", "loss"), [*(("teacher", loss) for loss in LOSSES), ("head", "tv"), ("head", "lk")]
+)
+def test_logits_of_minus_infinity_have_no_probability(
+    whose: str, loss: Loss, device: torch.device
+) -> None:
+    """A whole block of them and single ones; as plain torch does it.
+
+    Of the head's, the other losses are infinite where the teacher has a probability.
+    """
+    seeded(3)
+    logits, teacher_logits = (torch.randn(*s, device=device) for s in ((2, 2, 4500), (2, 4500)))
+    changed = logits if whose == "head" else teacher_logits
+    changed[..., :4096] = changed[..., 4200:4300] = -torch.inf
+    columns = torch.arange(4500, device=device) if loss in ACCEPTANCE_LOSSES else None
+    given = columns, torch.rand(2, 2, device=device), torch.full((2, 2), 4400, device=device), loss
+    results = []
+    for compare in (compare_in_place, divergence._compare_in_place):
+        slope = logits.clone()
+        value, hits = compare(slope, teacher_logits.clone(), *given)
+        results.append((value, hits, slope))
+    assert bool(torch.isfinite(results[0][0]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "lk_hybrid"])
 def test_the_output_layer_takes_the_kernel(
     loss: Loss, device: torch.device, monkeypatch: pytest.MonkeyPatch
