@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.layers import RotaryTable, rotate
@@ -326,6 +328,37 @@ def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:
     dense = dense_unroll(small_head, fixed.embedding, batch, steps=STEPS)
     assert [tuple(step.shape) for step in logits] == [(batch.tokens, 14)] * STEPS
     torch.testing.assert_close(logits[3], small_head.logits(dense[3]))
+
+
+class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations whose result is as long as values say, for which a host waits on a GPU."""
+
+    waited = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.index.Tensor, aten.index_put_.default):
+            _, indices, *_ = args
+            self.waited += any(index is not None and index.dtype == torch.bool for index in indices)
+        self.waited += func is aten.nonzero.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_host_waits_for_two_counts_of_a_batch(small_head: Eagle3Head, steps: int) -> None:
+    """Of rows that predict and of labels that give loss, whatever the steps."""
+    batch = pack_samples(documents())
+    objective = Objective(steps, DECAY)
+    model = TttModel(small_head, *constants(), objective, max_length=12, dtype=torch.float64)
+    model.rotary()
+    # How blocks of a CPU are cut, and hits are looked for there, is no part of it.
+    with (
+        patch("pipeline.train.ttt.attention._kernel", lambda *_: lambda query, *_: query),
+        patch("pipeline.train.ttt.divergence._hits", lambda z, *_: torch.zeros(len(z)).long()),
+        Counts() as seen,  # type: ignore[no-untyped-call]
+    ):
+        model(batch)
+    assert seen.waited == 2
 
 
 def test_chunks_do_not_change_the_result(

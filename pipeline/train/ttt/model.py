@@ -112,10 +112,11 @@ class UnrolledModel(TrainedModel[Kind]):
         steps, decay = self.objective.steps, self.objective.decay
         k = torch.arange(steps, device=batch.labels.device)
         predicted = batch.depths >= k[:, None] + 2  # [K, S]
-        own = predicted[:, counted]  # [K, L]
+        giving = counted.nonzero().flatten()  # [L], numbers of labels
+        own = predicted[:, giving]  # [K, L]
         # The type of the scales, and of all sums.
         exact = torch.promote_types(batch.aux_states.dtype, torch.float32)
-        labels, teacher_states = batch.labels[counted], batch.teacher_states[counted]  # [L]
+        labels, teacher_states = batch.labels[giving], batch.teacher_states[giving]  # [L]
         states = head.normed_output(gather_predictions(unrolled, labels))  # [K, L, H]
         if decay is None:
             rows, teacher = self.head.lm_head.weight, self.teacher(teacher_states)

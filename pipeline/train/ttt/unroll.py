@@ -151,10 +151,12 @@ def predicting_rows(batch: TrainBatch, counted: Tensor, steps: int) -> Tensor:
 
     counted [S] bool marks the labels that give a loss.
     """
-    needed = torch.zeros(batch.tokens, dtype=torch.bool, device=batch.token_ids.device)
-    for k in range(steps):
-        needed[(batch.labels - k - 2)[counted & (batch.depths >= k + 2)]] = True
-    return needed.nonzero().flatten()
+    behind = torch.arange(2, steps + 2, device=batch.labels.device)[:, None]  # [K, 1]
+    own = counted & (batch.depths >= behind)  # [K, S]
+    # One more, for what is no position.
+    needed = torch.zeros(batch.tokens + 1, dtype=torch.bool, device=batch.labels.device)
+    needed.index_fill_(0, (batch.labels - behind).where(own, batch.tokens).flatten(), True)
+    return needed[:-1].nonzero().flatten()
 
 
 def position_skips(batch: TrainBatch, reach: int) -> Tensor:
