@@ -101,8 +101,8 @@ class OutputLoss(torch.autograd.Function):
         states_grad = torch.empty_like(states) if states_wanted else None
         weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if weight_wanted else None
         ctx.weight_dtype, weight = weight.dtype, weight.to(states.dtype)
-        compare, chunk_logits = _comparison(scales)
-        size = max(1, min(labels, chunk_logits // max(steps * len(weight), teacher.width)))
+        compare, most = _comparison(scales), _chunk_logits(states)
+        size = max(1, min(labels, most // max(steps * len(weight), teacher.width)))
         # One for all chunks: fresh pages are slow.
         memory = states.new_empty(steps * size, len(weight))
         product = torch.empty_like(weight) if weight_wanted else None
@@ -147,7 +147,7 @@ def acceptance(states: Tensor, weight: Tensor, teacher: Teacher, dtype: torch.dt
     """
     steps, labels, _ = states.shape
     weight = weight.to(states.dtype)
-    size = max(1, _CHUNK_LOGITS // max(steps * len(weight), teacher.width))
+    size = max(1, _chunk_logits(states) // max(steps * len(weight), teacher.width))
     accepted = states.new_empty(steps, labels, dtype=dtype)
     for start in range(0, labels, size):
         chunk = slice(start, start + size)
@@ -166,16 +166,21 @@ def _add_rows(total: Tensor, product: Tensor) -> None:
         total[start : start + size] += product[start : start + size]
 
 
-def _comparison(scales: Tensor) -> tuple[Comparison, int]:
-    """How a chunk is compared where the scales are, and the logits of one.
+def _chunk_logits(states: Tensor) -> int:
+    """Logits of a chunk where the states are."""
+    return _CUDA_CHUNK_LOGITS if states.is_cuda else _CHUNK_LOGITS
+
+
+def _comparison(scales: Tensor) -> Comparison:
+    """How a chunk is compared where the scales are.
 
     On CUDA by one kernel, which computes in float32; elsewhere, and in float64, by torch.
     """
     if scales.is_cuda and scales.dtype == torch.float32:
         from pipeline.train.ttt.divergence_kernel import compare_in_place
 
-        return compare_in_place, _CUDA_CHUNK_LOGITS
-    return _compare_in_place, _CHUNK_LOGITS
+        return compare_in_place
+    return _compare_in_place
 
 
 def _compare_in_place(
