@@ -15,6 +15,7 @@ so no compiler is needed.
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from pipeline.config import TrainSection, keep_freed_memory, local_rank
 from pipeline.errors import CorruptShard, DataError
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.train.data.batches import TrainBatch
-from pipeline.train.group import first_decides, join_group, quiet, take_from_first
+from pipeline.train.group import first_decides, join_group, quiet, take_from_first, together
 from pipeline.train.optimizer import MASTER, Averages, OptimizerState, make_optimizer
 from pipeline.train.progress import StepSums
 from pipeline.train.ttt.trained import StepResult, TrainedModel
@@ -81,8 +82,8 @@ class Trainer:
     ) -> StepSums:
         """One optimiser step over `train.accumulate` micro-batches, at learning rate `rate`.
 
-        Raises DataError with the sample ids when a loss is not finite, without them when the
-        gradients are not.
+        Raises DataError, on all processes the same: with the sample ids when a loss is not finite,
+        without them when the gradients are not.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["scale"]
@@ -96,11 +97,13 @@ class Trainer:
                 if number < len(batches):
                     self._engine.step()  # counts the micro-batch
         losses = torch.stack([result.loss for result in results]).double().cpu()
-        _check_losses(losses, batches)
+        loss = float(self._all_reduce(losses.mean()[None])) / self.world
+        if not math.isfinite(loss):
+            together(lambda: _check_losses(losses, batches))
         norm = self._clip_and_step()
         if self._averages:
             self._averages.add(self._trained().items(), self._state.step)
-        sums = self._sums(batches, results, losses, asked_to_end=asked_to_end)
+        sums = self._sums(batches, results, loss, asked_to_end=asked_to_end)
         return sums._replace(gradient_norm=norm)
 
     def _divisor(self, batches: Sequence[TrainBatch]) -> float:
@@ -137,7 +140,7 @@ class Trainer:
         self,
         batches: Sequence[TrainBatch],
         results: Sequence[StepResult],
-        losses: Tensor,
+        loss: float,
         *,
         asked_to_end: bool,
     ) -> StepSums:
@@ -149,7 +152,6 @@ class Trainer:
         own = torch.tensor([tokens, labels, coarse, int(asked_to_end)])
         counts = self._all_reduce(torch.cat((hits, predicted, own))).tolist()
         steps = len(hits)
-        loss = float(self._all_reduce(losses.mean()[None])) / self.world
         return StepSums(
             loss, 0.0, tuple(counts[:steps]), tuple(counts[steps : 2 * steps]), *counts[2 * steps :]
         )

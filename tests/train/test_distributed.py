@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from pipeline.config import RunConfig
 from pipeline.store.manifest import read_manifest
+from pipeline.store.states import StatesSample
 from pipeline.train import run
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
 
@@ -204,6 +206,24 @@ def test_processes_agree_to_end_after_a_sigterm(
     run(config)
     assert f"continuing from checkpoint {marker.stem}" in capsys.readouterr().out
     assert [line["step"] for line in lines_of(config)] == list(range(1, 91))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_loss_that_is_not_finite_stops_all_with_its_samples(
+    tiny_config: Configure, store_states: Store, states: list[StatesSample], stage: int
+) -> None:
+    """The process that read them is one of two; the other neither blames the gradient nor waits."""
+    broken = states[3].aux_states.clone()
+    broken[2, 5] = torch.nan
+    samples = [*states[:3], replace(states[3], aux_states=broken), *states[4:]]
+    settings = {**SETTINGS, "batch_tokens": 30, "head": {"init_layer": "target_last"}}
+    config = tiny_config("run", **settings, zero_stage=stage)
+    store_states(config, samples)
+    _, errors = start(config, 2).communicate(timeout=120)
+    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(said) == 2 and said[0] == said[1], errors[-3000:]
+    assert "sample-3" in said[0] and "the loss is nan" in said[0]
 
 
 def test_zero_trains_the_same_head(tiny_config: Configure, store_states: Store) -> None:
