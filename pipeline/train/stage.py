@@ -269,22 +269,29 @@ def _evaluator(
     held_out: tuple[HeldOut, ...],
     trainer: Trainer,
 ) -> Evaluator | None:
-    """On the first process, when samples are held out."""
-    if trainer.rank > 0 or not held_out:
+    """On the first process, when samples are held out; its error stops all."""
+    if not held_out:
         return None
     count, every = config.train.evaluate_prompts, f"every {config.train.evaluate_every:,} steps"
     notice("train", f"{every} {count} held-out samples are decoded, {count} others at the end")
-    return Evaluator(target, shape, config.train, held_out, trainer.device)
+    made: list[Evaluator] = []
+    given = target, shape, config.train, held_out, trainer.device
+    first_decides(lambda: made.append(Evaluator(*given)))
+    return made[0] if made else None
 
 
 def _metrics(
     config: RunConfig, stage: Location, identity: str, resumed: Checkpoint | None
 ) -> AbstractContextManager[Metrics | None]:
-    """On the first process; the others write none."""
-    if rank() > 0:
-        return nullcontext()
-    before, run_id = resumed.metrics() if resumed else b"", identity[:12]
-    return closing(Metrics(workspace(stage), stage, config, before=before, run_id=run_id))
+    """On the first process, whose error stops all; the others write none."""
+    made: list[Metrics] = []
+
+    def begin() -> None:
+        before, run_id = resumed.metrics() if resumed else b"", identity[:12]
+        made.append(Metrics(workspace(stage), stage, config, before=before, run_id=run_id))
+
+    first_decides(begin)
+    return closing(made[0]) if made else nullcontext()
 
 
 def _log_steps(config: RunConfig, trainer: Trainer, schedule: Schedule, steps: int) -> None:

@@ -44,7 +44,11 @@ LAUNCHERS = {
 
 
 def start(
-    config: RunConfig, processes: int, *, launcher: str = "torchrun"
+    config: RunConfig,
+    processes: int,
+    *,
+    launcher: str = "torchrun",
+    module: str = "pipeline.cli",
 ) -> subprocess.Popen[str]:
     """Training with `processes` processes of a launcher, all in a process group of their own."""
     file = Path(f"{config.run.uri}.yaml")
@@ -54,7 +58,7 @@ def start(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     started_by = LAUNCHERS[launcher].format(processes=processes, port=port).split()
-    command = [sys.executable, "-m", *started_by, "pipeline.cli", "train", "-c", str(file)]
+    command = [sys.executable, "-m", *started_by, module, "train", "-c", str(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
@@ -206,6 +210,36 @@ def test_processes_agree_to_end_after_a_sigterm(
     run(config)
     assert f"continuing from checkpoint {marker.stem}" in capsys.readouterr().out
     assert [line["step"] for line in lines_of(config)] == list(range(1, 91))
+
+
+#: Training on a machine that decodes no Llama, or has no wandb.
+LACKS = {
+    "decoder": "pipeline.decoder.model.SUPPORTED = ('qwen3',)",
+    "wandb": "sys.modules['wandb'] = None",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", LACKS)
+def test_what_the_first_process_alone_needs_stops_all(
+    tiny_config: Configure,
+    store_states: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    settings = {**SETTINGS, **EVALUATION, "wandb": "offline", "head": {"init_layer": "target_last"}}
+    config = tiny_config("run", **settings)
+    store_states(config)
+    begins = f"import sys, pipeline.decoder.model\n{LACKS[what]}\n"
+    program = begins + "from pipeline.cli import main\nsys.exit(main())\n"
+    (tmp_path / "lacking.py").write_text(program)
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    _, errors = start(config, 2, module="lacking").communicate(timeout=120)
+    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(said) == 2 and said[0] == said[1], errors[-3000:]
+    assert {"decoder": "model_type 'llama'", "wandb": "needs wandb"}[what] in said[0]
 
 
 @pytest.mark.slow
