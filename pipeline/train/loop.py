@@ -91,7 +91,7 @@ class TrainingLoop:
 
         Raises KeyboardInterrupt, on all processes, after a SIGTERM to one of them.
         """
-        section, steps, clock = self.section, self.steps, Clock()
+        section, steps, clock = self.section, self.steps, Clock(self.progress.tokens)
         with (
             Grace(section.grace_seconds) as grace,
             progress_bar("train", unit="steps", total=steps, done=self.progress.step) as bar,
@@ -158,7 +158,7 @@ class TrainingLoop:
             with clock.paused():
                 decoded = self._evaluate()
         if decoded or last or step % section.log_every == 0:
-            self._log(decoded, clock.lap(reader.waited))
+            self._log(decoded, clock.lap(reader.waited, self.progress.tokens))
         self.progress = self.progress.model_copy(update={"unmeasured": False})
 
     def _evaluate(self) -> Decoded:
@@ -193,11 +193,10 @@ class TrainingLoop:
 
     def _log(self, decoded: Decoded | None, lap: tuple[float, float]) -> None:
         """Write a line over all steps since the one before, and begin a new window."""
-        progress, window, (seconds, waiting) = self.progress, self.progress.window, lap
+        progress, window, (speed, waiting) = self.progress, self.progress.window, lap
         group = self.trainer.world * self.section.accumulate
         means, acceptance = window.means(), decoded.named() if decoded else {}
         budget = window.batches * self.section.batch_tokens
-        speed = window.tokens / seconds
         line = {
             "step": progress.step,
             "epoch": self.schedule.locate(progress.batches - group)[0],

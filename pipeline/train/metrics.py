@@ -7,7 +7,8 @@ One line every `train.log_every` steps and at every evaluation:
     gradient_norm gradient_norm_max    before clipping: mean and greatest since the line before
     clipped_share coarse_rows_share    of steps; of aux states that int8 holds badly
     tau tau_se alpha_1…                of the head at this step, when it was evaluated
-    tokens_per_second data_wait_share  since the line before, without evaluations and checkpoints
+    tokens_per_second data_wait_share  since the line before, or since a stopped run went on,
+                                       without evaluations and checkpoints
     peak_memory_gb                     of the first process, so far
 """
 
@@ -31,10 +32,11 @@ VOLATILE = frozenset({"tokens_per_second", "data_wait_share", "peak_memory_gb"})
 
 
 class Clock:
-    """Seconds of training since the line of metrics before."""
+    """Speed of training since the line of metrics before, or since this process began."""
 
-    def __init__(self) -> None:
-        self._mark, self._waited = time.perf_counter(), 0.0
+    def __init__(self, tokens: int) -> None:
+        """`tokens` are those that were trained on before."""
+        self._mark, self._waited, self._tokens = time.perf_counter(), 0.0, tokens
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -43,12 +45,16 @@ class Clock:
         yield
         self._mark += time.perf_counter() - started
 
-    def lap(self, waited: float) -> tuple[float, float]:
-        """(seconds, share of them spent waiting for data); `waited` counts from the beginning."""
+    def lap(self, waited: float, tokens: int) -> tuple[float, float]:
+        """(tokens per second, share of the time spent waiting for data).
+
+        Seconds of waiting and tokens count from the beginning.
+        """
         now = time.perf_counter()
-        seconds, share = now - self._mark, (waited - self._waited) / (now - self._mark)
-        self._mark, self._waited = now, waited
-        return seconds, share
+        seconds = now - self._mark
+        speed, share = (tokens - self._tokens) / seconds, (waited - self._waited) / seconds
+        self._mark, self._waited, self._tokens = now, waited, tokens
+        return speed, share
 
 
 class Metrics:

@@ -127,6 +127,9 @@ def test_sigterm_writes_a_checkpoint_and_nothing_is_lost(
     again = run(ended)
     assert f"continuing from checkpoint step-{steps:06d}" in capsys.readouterr().out
     assert without_speed(lines_of(ended)) == without_speed(lines_of(whole))
+    # The tokens before that line took time that this attempt has not seen.
+    assert lines_of(ended)[steps - 1]["tokens_per_second"] == 0
+    assert all(line["tokens_per_second"] > 0 for line in lines_of(ended)[steps:])
     assert checksums(again) == checksums(manifest)
 
 
