@@ -71,7 +71,8 @@ class Metrics:
         self._path, self._stage = directory / METRICS, stage
         Location(str(directory)).write(METRICS, before)
         disabled = config.train.wandb == "disabled"
-        self._wandb = None if disabled else _start_wandb(directory, config, run_id)
+        goes_on = bool(before)
+        self._wandb = None if disabled else _start_wandb(directory, config, run_id, goes_on)
 
     def write(self, line: Mapping[str, float]) -> None:
         """Append one line to both. Raises StoreError when the disk refuses."""
@@ -98,7 +99,8 @@ class Metrics:
             self._wandb.finish()
 
 
-def _start_wandb(directory: Path, config: RunConfig, run_id: str) -> Any:
+def _start_wandb(directory: Path, config: RunConfig, run_id: str, goes_on: bool) -> Any:
+    """A run that goes on keeps the lines that it has there; one that begins anew replaces them."""
     section = config.train
     os.environ.setdefault("WANDB_SILENT", "true")
     try:
@@ -111,6 +113,7 @@ def _start_wandb(directory: Path, config: RunConfig, run_id: str) -> Any:
         project=section.wandb_project,
         id=run_id,
         mode=section.wandb,
+        resume="allow" if goes_on else None,
         dir=str(directory),
         config=config.model_dump(mode="json", include={"train", "target", "run"}),
         settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from pipeline.store.location import Location
 from pipeline.store.states import StatesSample
 from pipeline.train import run
 from pipeline.train.plan import plan
-from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, without_speed
+from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -172,6 +174,26 @@ def test_wandb_offline_holds_the_run(
     store_states(config)
     run(config)
     assert list((Path(config.run.uri) / "train" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_wandb_is_told_whether_the_run_goes_on(
+    tiny_config: Configure, store_states: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless told so it begins the run of a known id anew, and the lines before are gone."""
+    wandb, told = pytest.importorskip("wandb"), list[dict[str, Any]]()
+
+    def init(**settings: Any) -> Mock:
+        told.append(settings)
+        return Mock()
+
+    monkeypatch.setattr(wandb, "init", init)
+    config = tiny_config(max_steps=4, checkpoint_every=2, wandb="online")
+    store_states(config)
+    run(config)
+    stop_at(config, 2)
+    run(config)
+    assert [settings["resume"] for settings in told] == [None, "allow"]
+    assert told[0]["id"] == told[1]["id"]
 
 
 def test_remote_run_uploads_head_and_metrics(
