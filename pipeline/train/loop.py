@@ -92,6 +92,8 @@ class TrainingLoop:
         Raises KeyboardInterrupt, on all processes, after a SIGTERM to one of them.
         """
         section, steps, clock = self.section, self.steps, Clock(self.progress.tokens)
+        if self._ended_unawares():
+            self.progress = self.progress.model_copy(update={"unmeasured": True})
         with (
             Grace(section.grace_seconds) as grace,
             progress_bar("train", unit="steps", total=steps, done=self.progress.step) as bar,
@@ -124,6 +126,14 @@ class TrainingLoop:
 
     def _goes_on(self) -> bool:
         return self.progress.unmeasured or (self.progress.step < self.steps and not self._stalled())
+
+    def _ended_unawares(self) -> bool:
+        """Whether the step before was the last, but is not measured as such: fewer batches are left
+        than one step takes of the processes that there are now."""
+        progress = self.progress
+        unevaluated = self.section.evaluate_every and progress.evaluated < progress.step
+        unlogged = bool(progress.window.losses or unevaluated)
+        return progress.step == self.steps and not progress.reported and unlogged
 
     def _stalled(self) -> bool:
         """Whether `train.early_stop` evaluations in a row brought nothing that can be measured."""
@@ -195,17 +205,19 @@ class TrainingLoop:
         """Write a line over all steps since the one before, and begin a new window."""
         progress, window, (speed, waiting) = self.progress, self.progress.window, lap
         group = self.trainer.world * self.section.accumulate
-        means, acceptance = window.means(), decoded.named() if decoded else {}
-        budget = window.batches * self.section.batch_tokens
+        means, acceptance = progress.means(), decoded.named() if decoded else {}
+        sums: dict[str, float] = {}
+        if window.losses:  # else the steps have their line, and τ comes after it
+            budget = window.batches * self.section.batch_tokens
+            sums = {**window.gradients(), "fill": window.tokens / budget}
         line = {
             "step": progress.step,
             "epoch": self.schedule.locate(progress.batches - group)[0],
             **means,
             **acceptance,
-            **window.gradients(),
+            **sums,
             "lr": self._rate(progress.step - 1),
             "tokens": progress.tokens,
-            "fill": window.tokens / budget,
             "tokens_per_second": round(speed, 1),
             "data_wait_share": round(waiting, 4),
             "peak_memory_gb": round(self.trainer.peak_memory(), 3),

@@ -137,6 +137,7 @@ class Progress(Record):
     last: dict[str, float] = Field(default_factory=dict)  # the last line of metrics
     unmeasured: bool = False  # the last step's evaluation and line of metrics, if due, are to come
     evaluations: int = 0
+    evaluated: int = 0  # step of the last one
     best: Best | None = None
     highest: Decoded | None = None  # of all evaluations, by τ
     mark: Decoded | None = None  # the last evaluation that surely beat the mark before it
@@ -163,6 +164,12 @@ class Progress(Record):
         }
         return self.model_copy(update=changes)
 
+    def means(self) -> dict[str, float]:
+        """Loss and accuracies since the last line of metrics, or its own when no step was taken."""
+        if self.window.losses:
+            return self.window.means()
+        return {name: self.last[name] for name in self.last if name.startswith(("loss", "acc_"))}
+
     def keeps(self, decoded: Decoded) -> bool:
         """Whether its head is the one to export so far."""
         return self.highest is None or not self.highest.surely_beats(decoded)
@@ -171,9 +178,10 @@ class Progress(Record):
         """One evaluation further; `file` is that of its head when it is kept."""
         rose = self.mark is None or decoded.surely_beats(self.mark)
         higher = self.highest is None or decoded.tau > self.highest.tau
-        best = file and Best(step=self.step, measured=self.window.means(), file=file)
+        best = file and Best(step=self.step, measured=self.means(), file=file)
         changes = {
             "evaluations": self.evaluations + 1,
+            "evaluated": self.step,
             "best": best or self.best,
             "highest": decoded if higher else self.highest,
             "mark": decoded if rose else self.mark,

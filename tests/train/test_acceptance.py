@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, TrainSection
 from pipeline.decoder.request import Acceptance, Statistics, pool_acceptance
 from pipeline.eagle3.checkpoint import load_head
 from pipeline.errors import ConfigError, UnsupportedModel
@@ -24,6 +24,7 @@ from pipeline.train.acceptance import Evaluator
 from pipeline.train.checkpoints import Marker
 from pipeline.train.data.corpus import HeldOut, hold_out, survey
 from pipeline.train.data.stored import StoredCorpus
+from pipeline.train.loop import total_steps
 from pipeline.train.progress import Progress
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
@@ -259,6 +260,35 @@ def test_killed_at_its_end_a_run_reports_the_same(
     assert again.details == manifest.details and again.content_hash == manifest.content_hash
     reported = checkpoint_of(config).reported
     assert reported is not None and reported.tau == manifest.details["tau"]
+
+
+@pytest.mark.parametrize("checkpoint_every", [4, 5], ids=["step without a line", "step with one"])
+def test_the_last_step_is_evaluated_when_a_larger_group_has_none_to_take(
+    tiny_config: Configure,
+    store_states: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint_every: int,
+) -> None:
+    """Another one went on where fewer batches were left than one of its steps takes."""
+    settings = {**EVALUATION, "evaluate_every": 99, "batch_tokens": 32, "log_every": 5}
+    config = tiny_config(**settings, checkpoint_every=checkpoint_every, keep_checkpoints=99)
+    store_states(config)
+    steps = run(config).details["steps"]
+    last = (steps - 1) // checkpoint_every * checkpoint_every
+    stop_at(config, last)
+
+    def of_many(section: TrainSection, batches: int, world: int, *, before: Progress) -> int:
+        return total_steps(section, batches, 99 * world, before=before)
+
+    monkeypatch.setattr("pipeline.train.stage.total_steps", of_many)
+    details = run(config).details
+    assert (details["steps"], details["exported_step"], details["evaluations"]) == (last, last, 1)
+    assert details["tau"] > 0
+    lines = lines_of(config)
+    assert lines[-1]["step"] == last and lines[-1]["tau"] > 0 and lines[-1]["loss"] > 0
+    _, card = load_head(head_of(config))
+    assert card.metrics["loss"] == lines[-1]["loss"]
+    assert run(config).details == details
 
 
 @pytest.mark.parametrize(
