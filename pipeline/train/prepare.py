@@ -61,7 +61,10 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: DraftS
         held_out = first_decides(lambda: hold_out(corpus, count, seed=seed, longest=longest))
     drawn = None
     if (tokens := section.data_tokens) is not None:
-        drawn = first_decides(lambda: draw_samples(corpus, tokens, seed=seed, held_out=held_out))
+        most = section.batch_tokens if section.long_samples == "drop" else None
+        drawn = first_decides(
+            lambda: draw_samples(corpus, tokens, seed=seed, held_out=held_out, longest=most)
+        )
     parts = together(
         lambda: survey(
             corpus,

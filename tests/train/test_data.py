@@ -15,12 +15,14 @@ from torch import Tensor
 from pipeline.eagle3.init import DraftVocabulary, choose_vocabulary
 from pipeline.errors import CorruptShard, DataError
 from pipeline.store.states import StatesSample, teacher_positions
+from pipeline.train import run
 from pipeline.train.audit import audit_mask, coverage_by_source, log_coverage, show_sample
 from pipeline.train.data.batches import AHEAD, ReadAhead, read_batch
 from pipeline.train.data.corpus import HeldOut, Piece, Survey, draw_samples, survey
 from pipeline.train.data.schedule import Schedule, shards_together
 from pipeline.train.loop import own_batches
 from tests.train.memory_corpus import MemoryCorpus
+from tests.train.runs import Configure, Store
 
 
 def sample(
@@ -128,6 +130,18 @@ def test_samples_are_drawn_until_they_have_so_many_tokens() -> None:
     surveyed = survey(corpus, vocab_size=50, budget=20, held_out=[held_out], drawn=draw(30))
     assert (surveyed.samples, surveyed.tokens) == (3, 30)
     assert surveyed.rejected == {"held_out": 1, "beyond_data_tokens": 6}
+
+
+def test_what_is_dropped_for_its_length_is_not_drawn(
+    tiny_config: Configure, store_states: Store, states: list[StatesSample]
+) -> None:
+    """Else the run would train on fewer tokens than it was asked for."""
+    config = tiny_config(batch_tokens=25, long_samples="drop", data_tokens=100, epochs=1)
+    store_states(config)
+    manifest = run(config)
+    longer = sum(len(each.token_ids) > 25 for each in states)
+    assert longer > 4 and manifest.rejected["longer_than_batch"] == longer
+    assert 100 <= manifest.details["data_tokens"] < 100 + 25
 
 
 def test_large_shards_are_shuffled_in_smaller_groups() -> None:

@@ -135,11 +135,17 @@ def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[He
 
 
 def draw_samples(
-    corpus: Corpus, tokens: int, *, seed: int, held_out: Sequence[HeldOut]
+    corpus: Corpus,
+    tokens: int,
+    *,
+    seed: int,
+    held_out: Sequence[HeldOut],
+    longest: int | None = None,
 ) -> set[tuple[int, int]]:
     """(shard, sample) of samples drawn with `seed` until they have `tokens` tokens.
 
-    Less than all of a run's states; what is held out is not among them.
+    Less than all of a run's states; what is held out is not among them, nor what is dropped because
+    it has more than `longest` tokens.
     """
     lengths = {
         (shard, index): len(outline.tokens(index)[0])
@@ -148,7 +154,7 @@ def draw_samples(
     }
     for item in held_out:
         del lengths[item.shard, item.sample]
-    order = sorted(lengths)
+    order = sorted(each for each in lengths if longest is None or lengths[each] <= longest)
     random.Random(f"{seed}/data-tokens").shuffle(order)
     before = accumulate((lengths[sample] for sample in order), initial=0)
     return {sample for sample, drawn in zip(order, before, strict=False) if drawn < tokens}
@@ -181,12 +187,12 @@ def survey(
             _check_ids(token_ids, vocab_size, shard, index)
             if (shard, index) in excluded:
                 continue
-            if drawn is not None and (shard, index) not in drawn:
-                rejected["beyond_data_tokens"] += 1
-                continue
             length = len(token_ids)
             if length > budget and long_samples == "drop":
                 rejected["longer_than_batch"] += 1
+                continue
+            if drawn is not None and (shard, index) not in drawn:
+                rejected["beyond_data_tokens"] += 1
                 continue
             count = max(1, -(-length // budget))
             cuts = [length * number // count for number in range(count + 1)]
