@@ -96,14 +96,14 @@ def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> i
 
     The embedding in the type it is stored in and in float32. Then, for P = 4H regressors or the I
     of the MLP: sums of P by P and P by H in float32, the former factored in float64, a solution,
-    and of the numbers that strengths are compared by one for each, and three in float64.
+    and of the numbers that strengths are compared by one for each, and a block in float64.
     """
     if not _solves(section):
         return 0
     hidden, wide = head.hidden, head.intermediate
     most = max(4 * hidden, wide)
     sums = 12 * most**2 + 8 * most * hidden
-    sums += (4 * RIDGE_STRENGTHS + 8 * 3) * most * min(hidden, RIDGE_COMPARED)
+    sums += (4 * RIDGE_STRENGTHS + 8) * most * min(hidden, RIDGE_COMPARED)
     return (2 + 4) * target.vocabulary * hidden + sums
 
 

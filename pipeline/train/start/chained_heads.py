@@ -35,8 +35,8 @@ from pipeline.target.weights import TargetWeights
 from pipeline.train.chained.unroll import run_heads, tokens_of
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.start.block_drafter import check_sizes
-from pipeline.train.start.least_squares import LEAST_SURE, Fit
-from pipeline.train.start.ridge import Ridge, Rows, solve_ridge
+from pipeline.train.start.least_squares import LEAST_SURE, Fit, fit_of
+from pipeline.train.start.ridge import Rows, solve_ridge
 from pipeline.train.ttt.attention import UnrolledAttention
 
 #: Keys of `train.head_config` that decide a chain, beside the sizes of any head.
@@ -101,22 +101,31 @@ def solve_chain(
     on `few`. Deterministic, as `start_by_least_squares`.
     """
     embedding, inverse, fits = embedding.float(), inverse_norm(final_norm), list[Fit]()
-    if (projection := head.aux_projection) is not None:
-        linear = solve_ridge(many, _aux_rows(head, embedding, inverse))
-        projection.weight.copy_(linear.weights[: projection.in_features].T)
+    if head.aux_projection is not None:
+        _solve_fc(head.aux_projection.weight, many, _aux_rows(head, embedding, inverse))
     for k, layer in enumerate(head.layers):
         layer.token_layernorm.weight.fill_(1.0)
         layer.hidden_layernorm.weight.fill_(1.0)
         layer.post_attention_layernorm.weight.fill_(1.0)
-        solved = solve_ridge(few, _input_rows(head, k, embedding, inverse))
-        layer.input_proj.weight.copy_(solved.weights.T)
-        layer.final_layernorm.weight.copy_(final_norm * max(solved.cosine, LEAST_SURE))
-        fits.append(_fit(solved, _solve_mlp(head, embedding, inverse, few) if k == 0 else 0.0))
+        fit, cosine = _solve_input(layer, few, _input_rows(head, k, embedding, inverse))
+        layer.final_layernorm.weight.copy_(final_norm * max(cosine, LEAST_SURE))
+        by_mlp = _solve_mlp(head, embedding, inverse, few) if k == 0 else 0.0
+        fits.append(fit._replace(explained_by_mlp=by_mlp))
     return fits
 
 
-def _fit(ridge: Ridge, explained_by_mlp: float) -> Fit:
-    return Fit(ridge.rows, ridge.held_out, ridge.strength, ridge.explained, explained_by_mlp)
+# Functions of their own, so that one solution's moments are gone before the next one's sums.
+def _solve_fc(weight: Tensor, batches: Iterable[TrainBatch], rows_of: Rows) -> None:
+    weight.copy_(solve_ridge(batches, rows_of).weights[: weight.shape[1]].T)
+
+
+def _solve_input(
+    layer: ChainedLayer, batches: Iterable[TrainBatch], rows_of: Rows
+) -> tuple[Fit, float]:
+    """Solve what the layer reads; → what was solved, and its cosine."""
+    solved = solve_ridge(batches, rows_of)
+    layer.input_proj.weight.copy_(solved.weights.T)
+    return fit_of(solved), solved.cosine
 
 
 def _solve_mlp(

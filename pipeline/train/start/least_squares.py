@@ -39,7 +39,7 @@ from pipeline.eagle3.layers import RotaryTable
 from pipeline.train.data.batches import TrainBatch, read_batch
 from pipeline.train.data.corpus import Corpus
 from pipeline.train.data.schedule import Schedule
-from pipeline.train.start.ridge import Rows, solve_ridge
+from pipeline.train.start.ridge import Ridge, Rows, solve_ridge
 from pipeline.train.ttt.unroll import Layer, unroll
 
 #: Labels for each regressor of the linear part: with fewer, it is too much that of the sample.
@@ -59,7 +59,7 @@ class Fit(NamedTuple):
     held_out: int  # rows of them that the shares below are of; 0: all, as none could be held out
     strength: float  # of the ridge
     explained: float  # share of y's variance that the linear part explains
-    explained_by_mlp: float  # share of the rest that the MLP explains
+    explained_by_mlp: float = 0.0  # share of the rest that the MLP explains
 
 
 @torch.no_grad()
@@ -72,20 +72,37 @@ def start_by_least_squares(
     any start. embedding [V, H] is the target's. Deterministic; sums are kept, not rows, so memory
     does not grow with the batches.
     """
-    weight, size = head.norm.weight.clone(), head.shape.hidden_size
+    weight = head.norm.weight.clone()
     inverse = inverse_norm(weight)
     head.midlayer.input_layernorm.weight.fill_(1.0)
     head.midlayer.post_attention_layernorm.weight.fill_(1.0)
-    linear = solve_ridge(batches, _rows(head, embedding.float(), inverse))
+    fit, cosine = _solve_linear(head, batches, _rows(head, embedding.float(), inverse))
+    head.norm.weight.copy_(weight * max(cosine, LEAST_SURE))
+    head.midlayer.mlp.down_proj.weight.zero_()
+    by_mlp = solve_ridge(batches, _activations(head, embedding.float(), inverse))
+    head.midlayer.mlp.down_proj.weight.copy_(by_mlp.weights.T)
+    return fit._replace(explained_by_mlp=by_mlp.explained)
+
+
+def _solve_linear(
+    head: Eagle3Head, batches: Iterable[TrainBatch], rows_of: Rows
+) -> tuple[Fit, float]:
+    """Solve fc, values and output; → what was solved, and its cosine.
+
+    A function of its own, so that moments of P by P are gone before the MLP's sums.
+    """
+    size = head.shape.hidden_size
+    linear = solve_ridge(batches, rows_of)
     head.fc.weight.copy_(linear.weights[: 3 * size].T)
     covariance = linear.moments[3 * size :, 3 * size :].clone()
     covariance.diagonal().add_(1e-4)
     _factorise_values(head, linear.weights[3 * size :].T, covariance)
-    head.norm.weight.copy_(weight * max(linear.cosine, LEAST_SURE))
-    head.midlayer.mlp.down_proj.weight.zero_()
-    by_mlp = solve_ridge(batches, _activations(head, embedding.float(), inverse))
-    head.midlayer.mlp.down_proj.weight.copy_(by_mlp.weights.T)
-    return Fit(linear.rows, linear.held_out, linear.strength, linear.explained, by_mlp.explained)
+    return fit_of(linear), linear.cosine
+
+
+def fit_of(ridge: Ridge) -> Fit:
+    """What the log says of a linear part."""
+    return Fit(ridge.rows, ridge.held_out, ridge.strength, ridge.explained)
 
 
 def rows_wanted(hidden_size: int) -> int:

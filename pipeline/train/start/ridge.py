@@ -87,12 +87,16 @@ class _Sums:
         torch.linalg.cholesky(factor, out=factor)  # L
         cross = self.cross[:, columns]
         weights = torch.empty_like(cross)
+        # One block in float64, by columns and solved where it lies. What divides or multiplies
+        # float32 by float64 would widen all of it, the result as well.
+        block = factor.new_empty(min(_BLOCK, cross.shape[1]), len(cross))
         for start in range(0, cross.shape[1], _BLOCK):
             some = slice(start, start + _BLOCK)
-            right = cross[:, some] / spread[:, None]
-            half = torch.linalg.solve_triangular(factor, right, upper=False)
-            weights[:, some].copy_(torch.linalg.solve_triangular(factor.mT, half, upper=True))
-        return weights.div_(spread[:, None])
+            right = block[: cross[:, some].shape[1]].copy_(cross[:, some].mT).div_(spread).mT
+            torch.linalg.solve_triangular(factor, right, upper=False, out=right)
+            torch.linalg.solve_triangular(factor.mT, right, upper=True, out=right)
+            weights[:, some].copy_(right.mT.div_(spread).mT)
+        return weights
 
     def moments(self) -> Tensor:
         """Mean of x xᵀ, whole, in the place of its sum."""
@@ -135,10 +139,7 @@ def solve_ridge(batches: Iterable[TrainBatch], rows_of: Rows) -> Ridge:
 
     Raises DataError for states that are not finite.
     """
-    sums = _Sums()
-    for number, batch in enumerate(batches):
-        if not _is_held_out(number):
-            sums.add(*_finite(batch, rows_of))
+    sums = _sum_others(batches, rows_of)
     compared = slice(None, None, -(-sums.cross.shape[1] // _COMPARED))
     errors = {strength: _Error(sums.solve(strength, compared)) for strength in STRENGTHS}
     held_out = _add_held_out(batches, rows_of, sums, errors.values(), compared)
@@ -153,6 +154,18 @@ def solve_ridge(batches: Iterable[TrainBatch], rows_of: Rows) -> Ridge:
     return Ridge(weights, moments, sums.rows, held_out, strength, chosen.explained, chosen.cosine)
 
 
+def _sum_others(batches: Iterable[TrainBatch], rows_of: Rows) -> _Sums:
+    """The rows that are not held out.
+
+    A function of its own, so that the last batch is gone before the first P by P in float64.
+    """
+    sums = _Sums()
+    for number, batch in enumerate(batches):
+        if not _is_held_out(number):
+            sums.add(*_finite(batch, rows_of))
+    return sums
+
+
 def _add_held_out(
     batches: Iterable[TrainBatch],
     rows_of: Rows,
@@ -162,7 +175,7 @@ def _add_held_out(
 ) -> int:
     """The rows that were held out: each solution's error, then their part of the sums.
 
-    A function of its own, so that the last batch is gone before the next P by P.
+    A function of its own, as above.
     """
     rows = 0
     for number, batch in enumerate(batches):
