@@ -94,41 +94,52 @@ def _block_activation_bytes(tokens: int, head: BlockHeadSize, *, width: int) -> 
 def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> int:
     """Of a start by least squares; 0 without.
 
-    The embedding in the type it is stored in and in float32. Then, for P = 4H regressors or the I
-    of the MLP: sums of P by P and P by H in float32, the former factored in float64, a solution,
+    The embedding in the type it is stored in and in float32. Then, for the larger P of both
+    regressions: sums of P by P and P by H in float32, the former factored in float64, a solution,
     and of the numbers that strengths are compared by one for each, and a block in float64.
     """
     if not _solves(section):
         return 0
-    hidden, wide = head.hidden, head.intermediate
-    most = max(4 * hidden, wide)
+    hidden = head.hidden
+    most = max(4 * hidden, _second_regressors(head))
     sums = 12 * most**2 + 8 * most * hidden
     sums += (4 * RIDGE_STRENGTHS + 8) * most * min(hidden, RIDGE_COMPARED)
     return (2 + 4) * target.vocabulary * hidden + sums
 
 
-def start_flops(section: TrainSection, head: HeadSize) -> float:
-    """Of a start by least squares on the rows that it wants, all in float32; 0 without.
+def start_flops(section: TrainSection, head: HeadSize, tokens: int) -> float:
+    """Of a start by least squares on the rows that it wants, of the `tokens` that there are as if
+    each were supervised, all in float32; 0 without.
 
-    For P = 4H regressors and the I of the MLP: products of P by P, of which a half is enough, and
-    of P by H, a Cholesky factor for each strength and one for the solution. One forward pass of the
-    head.
+    For the P of both regressions: products of P by P, of which a half is enough, and of P by H, a
+    Cholesky factor for each strength and one for the solution. One forward pass of the head.
     """
     if not _solves(section):
         return 0.0
     regressors = 4 * head.hidden
-    rows = 30 * regressors
+    asked = section.head_config.init_tokens if section.algorithm == "eagle3" else None
+    rows = min(tokens, asked or 30 * regressors)
+    second = rows
+    if isinstance(head, BlockHeadSize):
+        second = round(rows * head.anchors_per_token * (head.block - 1))
     solved = sum(
-        rows * size * (size + 2 * head.hidden) + (RIDGE_STRENGTHS + 1) * size**3 / 3
-        for size in (regressors, head.intermediate)
+        count * size * (size + 2 * head.hidden) + (RIDGE_STRENGTHS + 1) * size**3 / 3
+        for count, size in ((rows, regressors), (second, _second_regressors(head)))
     )
     return solved + rows * 2 * head.parameters
 
 
 def _solves(section: TrainSection) -> bool:
     """Whether training begins with a start by least squares."""
-    asked = section.algorithm == "eagle3" and section.head_config.init_layer == "least_squares"
-    return asked and not section.start_from
+    eagle3, dflash = section.head_config.init_layer, section.dflash.init_layers
+    asked = eagle3 if section.algorithm == "eagle3" else dflash
+    return asked == "least_squares" and not section.start_from
+
+
+def _second_regressors(head: HeadSize) -> int:
+    """What the second regression reads: of a head the MLP, of a block drafter what its attention
+    gives."""
+    return head.queries if isinstance(head, BlockHeadSize) else head.intermediate
 
 
 def step_traffic(head: HeadSize, *, ranks: int) -> float:

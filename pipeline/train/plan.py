@@ -186,7 +186,7 @@ def _start_seconds(work: _Work) -> float:
     rate = _FLOPS_PER_THREAD["float32"] * threads
     if device.is_cuda:
         rate = device.flops("float32") * TRAIN_SHARE
-    return start_flops(work.config.train, work.head) / rate
+    return start_flops(work.config.train, work.head, work.states.tokens) / rate
 
 
 def _zero(work: _Work) -> tuple[ZeroMemory, ...]:
@@ -228,11 +228,11 @@ def _start_bytes(work: _Work) -> int:
 
 
 def _problems(work: _Work, needed: int) -> tuple[str, ...]:
+    dflash = work.config.train.algorithm == "dflash"
+    key = "dflash.init_layers" if dflash else "head_config.init_layer"
     sizes = {
         ("training", "raise train.zero_stage, or lower train.batch_tokens"): needed,
-        ("a start by least squares", "set train.head_config.init_layer=target_last"): _start_bytes(
-            work
-        ),
+        ("a start by least squares", f"set train.{key}=target_last"): _start_bytes(work),
     }
     return tuple(
         f"{what} does not fit: {work.device.share_of(size)}; {mend}"

@@ -108,6 +108,11 @@ def test_more_workers_take_less_time_and_hold_less_each(tmp_path: Path) -> None:
         (["plan.device=l4"], 1, "lower features.shard_tokens"),
         (["plan.device=l4", "plan.workers=1"], 2, "raise train.zero_stage"),
         (["plan.device=l4"], 2, "set train.head_config.init_layer=target_last"),
+        (
+            ["plan.device=l4", "train.algorithm=dflash"],
+            2,
+            "set train.dflash.init_layers=target_last",
+        ),
         (["synth.generator={backend: local}"], 0, "synth.generator to servers"),
     ],
 )

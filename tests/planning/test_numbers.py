@@ -27,6 +27,7 @@ from pipeline.planning.training import (
     RIDGE_STRENGTHS,
     activation_bytes,
     start_bytes,
+    start_flops,
     step_traffic,
     zero_memory,
 )
@@ -233,6 +234,35 @@ def test_the_start_in_numbers() -> None:
     other = SECTION.model_copy(update={"start_from": "head"})
     assert start_bytes(other, HEAD, LLAMA) == 0
     assert (len(ridge.STRENGTHS), ridge._COMPARED) == (RIDGE_STRENGTHS, RIDGE_COMPARED)
+
+
+def test_a_start_reads_no_more_than_there_is_or_is_asked_for() -> None:
+    def flops(tokens: int, **asked: Any) -> float:
+        return start_flops(TrainSection.model_validate({"head_config": asked}), HEAD, tokens)
+
+    everything = flops(10**9)
+    assert flops(983_040) == everything, "30 rows for each of 4 · 8,192"
+    few = flops(100_000)
+    factors = 2 * (32_768**3 + 28_672**3)
+    assert few - factors == pytest.approx((everything - factors) * 100_000 / 983_040)
+    assert flops(10**9, init_tokens=100_000) == few
+
+
+def test_a_block_drafter_has_a_start_too() -> None:
+    """Regressors of the first regression are as many; of the second, what attention gives."""
+    section = TrainSection.model_validate({"algorithm": "dflash"})
+    head, narrow = HeadSize.of(section, LLAMA), replace(HEAD, intermediate=8_192)
+    assert start_bytes(section, head, LLAMA) == start_bytes(SECTION, narrow, LLAMA)
+    # 256 anchors for 1,024 tokens, and 7 positions behind each.
+    rows = 983_040
+    sums = rows * 32_768 * (32_768 + 16_384) + rows * 7 // 4 * 8_192 * (8_192 + 16_384)
+    factors = 2 * (32_768**3 + 8_192**3)
+    expected = sums + factors + rows * 2 * head.parameters
+    assert start_flops(section, head, 10**9) == pytest.approx(expected)
+    plain = TrainSection.model_validate(
+        {"algorithm": "dflash", "dflash": {"init_layers": "random"}}
+    )
+    assert start_bytes(plain, head, LLAMA) == start_flops(plain, head, 10**9) == 0
 
 
 @pytest.mark.parametrize("wide", [64, 256], ids=["narrow MLP", "MLP as wide as the regressors"])
