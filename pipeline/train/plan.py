@@ -60,6 +60,13 @@ class _States(NamedTuple):
             return cls(parent.records, parent.tokens, parent.storage_bytes)
         return cls(parent.rows, parent.tokens, sum(shard.bytes for shard in parent.shards))
 
+    def drawn(self, tokens: int | None) -> _States:
+        """What `train.data_tokens` takes of them, as if all samples were as long."""
+        if tokens is None or tokens >= self.tokens:
+            return self
+        share = tokens / self.tokens
+        return _States(round(self.rows * share), tokens, round(self.bytes * share))
+
 
 class _Work(NamedTuple):
     """One training: what is trained, on what, with what."""
@@ -133,7 +140,8 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
         )
     section, target = config.train, shape_of(config, manifest.contract if manifest else None)
     head = HeadSize.of(section, target)
-    work = _Work(config, device_of(config), target, head, _States.of(states))
+    drawn = _States.of(states).drawn(section.data_tokens)
+    work = _Work(config, device_of(config), target, head, drawn)
     evaluation, zero = _evaluation(work), _zero(work)
     memory = _memory(work, zero[section.zero_stage], evaluation)
     parameters = head.parameters

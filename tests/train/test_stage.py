@@ -150,6 +150,17 @@ def test_plan_counts_the_evaluations(tiny_config: Configure, store_states: Store
     assert "replies of 48 tokens" in with_them.basis[-1]
 
 
+def test_plan_counts_what_is_drawn_of_the_states(
+    tiny_config: Configure, store_states: Store
+) -> None:
+    whole, drawn, more = (tiny_config(data_tokens=tokens) for tokens in (None, 100, 10**6))
+    parent = store_states(whole)
+    few = plan(drawn)
+    assert few.tokens == 100 * drawn.train.epochs < plan(whole).tokens
+    assert few.records == pytest.approx(parent.rows * few.tokens / parent.tokens, abs=3)
+    assert few.seconds < plan(whole).seconds and plan(more) == plan(whole)
+
+
 @pytest.mark.parametrize(
     "settings", [{"loss": "lk"}, {"normalise": "all"}, {"activation_checkpointing": True}]
 )
