@@ -24,12 +24,14 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Experts(NamedTuple):
-    """The MLPs of a layer of experts; every layer is taken to have them."""
+    """The MLPs of layers of experts."""
 
     held: int
     active: int  # of a token
     shared: int  # of all tokens
     width: int  # of one's MLP
+    dense_layers: int = 0  # that have one MLP instead
+    dense_width: int = 0  # of that
 
 
 @dataclass(frozen=True)
@@ -78,17 +80,20 @@ class TargetShape:
     def _parameters(self, experts: int) -> int:
         """Of all weights, with so many experts in a layer."""
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
-        layer = 2 * self.hidden * (queries + keys) + 3 * self.hidden * self._mlp_width(experts)
+        layer = 2 * self.hidden * (queries + keys)
         layer += 2 * self.hidden  # norms
         layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        layer += self.hidden * self._widest()  # router
         embeddings = (1 if self.tied else 2) * self.vocabulary * self.hidden
-        return embeddings + self.layers * layer + self.hidden
+        return embeddings + self.layers * layer + self._mlps(experts) + self.hidden
 
-    def _mlp_width(self, experts: int) -> int:
-        if self.experts is None:
-            return self.intermediate
-        return (experts + self.experts.shared) * self.experts.width
+    def _mlps(self, experts: int) -> int:
+        """Of the MLPs of all layers and of their routers."""
+        if (given := self.experts) is None:
+            return self.layers * 3 * self.hidden * self.intermediate
+        chosen = 3 * self.hidden * (experts + given.shared) * given.width
+        chosen += self.hidden * given.held  # router
+        dense = given.dense_layers * 3 * self.hidden * given.dense_width
+        return (self.layers - given.dense_layers) * chosen + dense
 
 
 #: From the config.json that each model's owner published on the Hugging Face hub.
@@ -174,7 +179,13 @@ def _experts(numbers: dict[str, Any]) -> Experts | None:
     width = numbers.get("moe_intermediate_size") or numbers["intermediate_size"]
     # Llama 4 has one shared expert and no field for it.
     shared = numbers.get("n_shared_experts") or int("interleave_moe_layer_step" in numbers)
-    return Experts(count, numbers["num_experts_per_tok"], shared, width)
+    layers, dense_width = numbers["num_hidden_layers"], numbers["intermediate_size"]
+    dense = min(layers, numbers.get("first_k_dense_replace") or 0)  # DeepSeek, GLM
+    if step := numbers.get("interleave_moe_layer_step"):
+        dense = layers - layers // step
+        dense_width = numbers.get("intermediate_size_mlp") or dense_width
+    active = numbers["num_experts_per_tok"]
+    return Experts(count, active, shared, width, dense, dense_width)
 
 
 def _config_on_disk(target: TargetSection) -> Path | None:

@@ -112,6 +112,13 @@ def test_a_target_is_taken_from_where_its_numbers_are(tiny_target: Path, tmp_pat
         ),
         ("mixtral", {}, 46.7e9, 12.9e9),  # Mixtral 8x7B
         ("gpt_oss", {}, 116.8e9, 5.7e9),  # gpt-oss-120b, its embedding counted
+        (
+            "llama4_text",  # Llama 4 Maverick: every other layer is dense
+            {"num_local_experts": 128, "interleave_moe_layer_step": 2},
+            400.7e9,
+            17.2e9,
+        ),
+        ("glm4_moe", {}, 103.5e9, 10.05e9),  # the first layer is dense
     ],
 )
 def test_experts_count_where_they_are_held_and_where_they_compute(
