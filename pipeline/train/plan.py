@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, TrainSection
 from pipeline.planning.devices import (
     LINK_BYTES,
     TRAIN_SHARE,
@@ -242,10 +242,25 @@ def _problems(work: _Work, needed: int) -> tuple[str, ...]:
         ("training", "raise train.zero_stage, or lower train.batch_tokens"): needed,
         ("a start by least squares", f"set train.{key}=target_last"): _start_bytes(work),
     }
-    return tuple(
+    unfit = tuple(
         f"{what} does not fit: {work.device.share_of(size)}; {mend}"
         for (what, mend), size in sizes.items()
         if not work.device.holds(size)
+    )
+    return _too_large(work.config.train, work.head, work.target) + unfit
+
+
+def _too_large(section: TrainSection, head: HeadSize, target: TargetShape) -> tuple[str, ...]:
+    """What training would refuse a new head for, after all else was computed for it."""
+    dflash = section.algorithm == "dflash"
+    limit = (section.dflash if dflash else section.head_config).max_share_of_target
+    share = head.parameters / target.parameters
+    if section.start_from or share <= limit:
+        return ()
+    name = "train.dflash" if dflash else "train.head_config"
+    return (
+        f"the head is {share:.1%} of the target, above the limit of {limit:.1%}; lower "
+        f"{name}.draft_vocab_size or intermediate_size, or raise {name}.max_share_of_target",
     )
 
 

@@ -122,6 +122,19 @@ def test_what_does_not_fit_is_a_problem(
     assert any(problem in line for line in plans(fleet(tmp_path, *overrides))[stage].problems)
 
 
+def test_a_head_that_training_would_refuse_is_a_problem_of_the_plan(tmp_path: Path) -> None:
+    """7.1 % of Llama-3.2-1B, found out before replies and states are made for it."""
+    small = fleet(tmp_path, "target.source=meta-llama/Llama-3.2-1B-Instruct")
+    (problem,) = plans(small)[2].problems
+    assert "above the limit of 5.0%" in problem and "train.head_config.max_share" in problem
+    raised = fleet(
+        tmp_path,
+        f"target.source={small.target.source}",
+        "train.head_config.max_share_of_target=0.5",
+    )
+    assert not plans(raised)[2].problems
+
+
 def test_servers_go_at_the_rate_that_was_measured(tmp_path: Path) -> None:
     screening = 2 * PROMPTS * 0.004
     (measured,) = plans(fleet(tmp_path, "plan.server_tokens_per_second=5000"), "synth")
