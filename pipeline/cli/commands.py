@@ -36,6 +36,10 @@ def run_stages(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         print_plans(make_plans(config, stages), config)
         return 0
+    if len(stages) > 1 and find_manifest(config.run.uri, "train") is None:
+        from pipeline.train.plan import check_size
+
+        check_size(config)
     for stage in stages:
         arguments.stage = stage  # for what is said of an error
         run(config, stage)

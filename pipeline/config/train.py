@@ -259,3 +259,10 @@ class TrainSection(Section):
                 f"{self.dflash.block_size} predicts {most} tokens; lower it"
             )
         return self
+
+    @property
+    def asked_head(self) -> tuple[HeadSection | DflashSection, str]:
+        """The section of the head that is trained, and its name."""
+        if self.algorithm == "dflash":
+            return self.dflash, "train.dflash"
+        return self.head_config, "train.head_config"

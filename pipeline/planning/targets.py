@@ -120,7 +120,7 @@ def shape_of(config: RunConfig, contract: TargetContract | None = None) -> Targe
 
     Raises TargetError for a config.json that cannot be read.
     """
-    shape = _find(config)
+    shape = known_shape(config)
     if contract is None:
         return shape or _assumed(config.target.source)
     if shape is None or shape.hidden != contract.hidden_size:
@@ -133,7 +133,11 @@ def shape_of(config: RunConfig, contract: TargetContract | None = None) -> Targe
     )
 
 
-def _find(config: RunConfig) -> TargetShape | None:
+def known_shape(config: RunConfig) -> TargetShape | None:
+    """The target's shape where its config.json is at hand or it is well known.
+
+    Raises TargetError for a config.json that cannot be read.
+    """
     if config.plan.target_config:
         path = Path(config.plan.target_config).expanduser()
         return read_shape(path / "config.json" if path.is_dir() else path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pipeline.config import RunConfig, TrainSection
+from pipeline.errors import ConfigError
 from pipeline.planning.devices import (
     LINK_BYTES,
     TRAIN_SHARE,
@@ -17,7 +18,7 @@ from pipeline.planning.devices import (
     store_seconds,
 )
 from pipeline.planning.heads import HeadSize
-from pipeline.planning.targets import TargetShape, shape_of
+from pipeline.planning.targets import TargetShape, known_shape, shape_of
 from pipeline.planning.training import (
     ZERO_STAGES,
     start_bytes,
@@ -43,6 +44,8 @@ _DECODING_SHARE = 0.75
 #: begin.json, manifest.json, metrics.jsonl; the head's three files, and as shards with entries.
 _OBJECTS = 3 + 3 + 3 * 2
 _HEAD_FILES = 3
+#: Parameters of the target, from its shape, over those that it has: at most.
+_COUNTED_WITHIN = 1.03
 #: Of one checkpoint: weights, moments, the metrics so far, the marker.
 _CHECKPOINT_FILES = 4
 
@@ -178,6 +181,23 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     )
 
 
+def check_size(config: RunConfig) -> None:
+    """Raise ConfigError where the target's size is known and training will refuse the head for it:
+    when training looks, replies and states have been paid for."""
+    target = known_shape(config)
+    if target is None or config.train.start_from:
+        return
+    own, name = config.train.asked_head
+    share = HeadSize.of(config.train, target).parameters / target.parameters
+    if share > own.max_share_of_target * _COUNTED_WITHIN:
+        limit = f"above the limit of {own.max_share_of_target:.1%}"
+        raise ConfigError(
+            f"the head has {share:.1%} of the target's parameters, {limit}",
+            where=f"{name}.max_share_of_target",
+            fix=f"lower {name}.draft_vocab_size or intermediate_size, or raise the limit",
+        )
+
+
 def _seconds(work: _Work) -> float:
     """Arithmetic and collectives one after the other; reading the states goes on beside them."""
     config, workers = work.config, work.config.plan.workers
@@ -252,12 +272,10 @@ def _problems(work: _Work, needed: int) -> tuple[str, ...]:
 
 def _too_large(section: TrainSection, head: HeadSize, target: TargetShape) -> tuple[str, ...]:
     """What training would refuse a new head for, after all else was computed for it."""
-    dflash = section.algorithm == "dflash"
-    limit = (section.dflash if dflash else section.head_config).max_share_of_target
-    share = head.parameters / target.parameters
+    own, name = section.asked_head
+    limit, share = own.max_share_of_target, head.parameters / target.parameters
     if section.start_from or share <= limit:
         return ()
-    name = "train.dflash" if dflash else "train.head_config"
     return (
         f"the head is {share:.1%} of the target, above the limit of {limit:.1%}; lower "
         f"{name}.draft_vocab_size or intermediate_size, or raise {name}.max_share_of_target",

@@ -15,6 +15,7 @@ from pipeline.cli.commands import make_plans
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
 from pipeline.records import STAGES, Plan, Stage
+from pipeline.train.plan import check_size
 
 FILE = Path(__file__).resolve().parents[2] / "configs/llama-3.3-70b.yaml"
 PROMPTS, TOKENS, GENERATED = 1_056_000, 1_000_032_000, 757_152_000
@@ -123,16 +124,31 @@ def test_what_does_not_fit_is_a_problem(
 
 
 def test_a_head_that_training_would_refuse_is_a_problem_of_the_plan(tmp_path: Path) -> None:
-    """7.1 % of Llama-3.2-1B, found out before replies and states are made for it."""
+    """11.8 % of Llama-3.2-1B, found out before replies and states are made for it."""
     small = fleet(tmp_path, "target.source=meta-llama/Llama-3.2-1B-Instruct")
     (problem,) = plans(small)[2].problems
     assert "above the limit of 5.0%" in problem and "train.head_config.max_share" in problem
+    with pytest.raises(ConfigError, match=r"11.8% of the target's parameters, above"):
+        check_size(small)
     raised = fleet(
         tmp_path,
         f"target.source={small.target.source}",
         "train.head_config.max_share_of_target=0.5",
     )
     assert not plans(raised)[2].problems
+    check_size(raised)
+    check_size(fleet(tmp_path, "target.source=someone/unknown"))  # what is assumed refuses nothing
+
+
+def test_a_run_of_all_stages_begins_none_for_a_head_that_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.cli.commands.run", lambda *_: pytest.fail("a stage was begun"))
+    file, uri = tmp_path / "run.yaml", f"run.uri={tmp_path / 'run'}"
+    prompts = "synth: {sources: [{source: prompts.jsonl}]}"
+    file.write_text(f"target: {{source: smollm2-135m-instruct}}\n{prompts}\n")
+    assert main(["run", "-c", str(file), uri, "train.head_config.draft_vocab_size=30000"]) == 2
+    assert "train.head_config.max_share_of_target" in capsys.readouterr().err
 
 
 def test_servers_go_at_the_rate_that_was_measured(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import DflashSection, HeadSection, TrainSection
+from pipeline.config import HeadSection, TrainSection
 from pipeline.console import notice
 from pipeline.eagle3.any_head import empty_head, load_any_head
 from pipeline.eagle3.chained.head import ChainedHead, ChainedShape
@@ -82,18 +82,11 @@ def choose_start(section: TrainSection, target_directory: Path, contract: Target
         shape = chained_shape(section.head_config, target_directory, contract)
     else:
         shape = head_shape(section.head_config, target_directory, contract.vocab_size)
-    own, name = asked_for(section)
+    own, name = section.asked_head
     parameters, share = check_share(shape, contract.parameters, own.max_share_of_target, name)
     of_target = f"{share:.2%} of the target's {contract.parameters:,}"
     notice("train", f"head: {parameters:,} parameters, {of_target}")
     return Start(shape, parameters, share, earlier, origin)
-
-
-def asked_for(section: TrainSection) -> tuple[HeadSection | DflashSection, str]:
-    """The section of the head that is trained, and its name."""
-    if section.algorithm == "dflash":
-        return section.dflash, "train.dflash"
-    return section.head_config, "train.head_config"
 
 
 def starts_by_least_squares(section: TrainSection) -> bool:
@@ -212,7 +205,7 @@ def _check_kept(section: TrainSection, head: DraftingHead, *, where: str) -> Non
         )
     if isinstance(head, ChainedHead):
         _check_steps(section, head, where=where)
-    own, name = asked_for(section)
+    own, name = section.asked_head
     fixed = DFLASH_FIXED if section.algorithm == "dflash" else {key: key for key in EAGLE3_FIXED}
     for key, field in fixed.items():
         asked, kept = getattr(own, key), _kept(head.shape, field)
