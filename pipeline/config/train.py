@@ -172,6 +172,9 @@ class TrainSection(Section):
     """AdamW's moment decays."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled decay."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of what the layer reads, normed embedding and hidden state, that is set to zero, drawn
+    anew for each step of the unroll: data that is passed over often is less learned by heart."""
     clip_norm: float = Field(0.5, gt=0)
     """Gradient norm limit."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -234,7 +237,7 @@ class TrainSection(Section):
             raise ValueError(
                 f"ttt_steps is {self.ttt_steps}, too few to train {heads} heads: one a step"
             )
-        for name in ("activation_checkpointing", "compile"):
+        for name in ("dropout", "activation_checkpointing", "compile"):
             if getattr(self, name):
                 raise ValueError(f"{name} is of one head; leave it out for head_config.heads > 1")
         return self
@@ -249,7 +252,7 @@ class TrainSection(Section):
     def _asks_nothing_of_the_other_algorithm(self) -> TrainSection:
         if self.algorithm == "eagle3":
             return self
-        for name in ("position_reach", "activation_checkpointing", "compile"):
+        for name in ("position_reach", "dropout", "activation_checkpointing", "compile"):
             if getattr(self, name):
                 raise ValueError(f"{name} is of algorithm eagle3; leave it out for dflash")
         most = self.dflash.block_size - 1

@@ -68,6 +68,7 @@ def activation_bytes(section: TrainSection, head: HeadSize, *, width: int) -> in
     every = steps * step + 2 * head.keys * steps * (steps - 1) // 2
     if section.activation_checkpointing:
         every = step + 2 * head.keys * (steps - 1) + steps * (3 * hidden + 2 * head.keys)
+    every += steps * 2 * hidden if section.dropout else 0  # its factors, recomputed or not
     once = 4 * hidden  # the aux states and fc's output
     loss = 3 * hidden * steps
     logits = min(CHUNK_LOGITS, tokens * steps * head.draft_vocabulary)

@@ -245,6 +245,8 @@ def _model(
         max_length=longest,
         dtype=dtype,
         reach=reach,
+        dropout=section.dropout,
+        seed=config.run.seed,
         checkpointing=section.activation_checkpointing,
         compiled=section.compile,
     )

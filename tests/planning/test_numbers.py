@@ -230,6 +230,9 @@ def test_activations_in_numbers() -> None:
     assert activation_bytes(checkpointed, HEAD, width=2) == 2 * kept + 4 * (
         4_096 * step + 262_144_000
     )
+    dropped = SECTION.model_copy(update={"dropout": 0.1})
+    factors = activation_bytes(dropped, HEAD, width=2) - activation_bytes(SECTION, HEAD, width=2)
+    assert factors == 2 * 4_096 * 5 * 16_384
     assert CHUNK_LOGITS == divergence._CUDA_CHUNK_LOGITS
 
 
@@ -342,20 +345,13 @@ def most_held(profiler: Any) -> int:
     return peak
 
 
-def ttt_model(steps: int, *, tokens: int, dtype: torch.dtype, checkpointing: bool) -> TttModel:
+def ttt_model(steps: int, *, tokens: int, dtype: torch.dtype, **switches: Any) -> TttModel:
     head = Eagle3Head(shape())
     head.set_vocabulary(torch.arange(40))
     embedding, output = torch.randn(50, 64), torch.randn(50, 64)
     objective = Objective(steps, 0.8)
-    return TttModel(
-        head,
-        embedding,
-        output,
-        objective,
-        max_length=tokens,
-        dtype=dtype,
-        checkpointing=checkpointing,
-    )
+    given = head, embedding, output, objective
+    return TttModel(*given, max_length=tokens, dtype=dtype, **switches)
 
 
 def supervised_batch(tokens: int, dtype: torch.dtype) -> TrainBatch:
@@ -369,19 +365,20 @@ def supervised_batch(tokens: int, dtype: torch.dtype) -> TrainBatch:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_about_what_a_step_allocates(checkpointing: bool) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_activations_are_about_what_a_step_allocates(dropout: float, checkpointing: bool) -> None:
     """torch's own account of a forward and backward pass."""
     torch.manual_seed(0)
     tokens, steps, dtype = 512, 6, torch.float32
-    model = ttt_model(steps, tokens=tokens, dtype=dtype, checkpointing=checkpointing)
+    switches = {"checkpointing": checkpointing, "dropout": dropout}
+    model = ttt_model(steps, tokens=tokens, dtype=dtype, **switches)
     batch = supervised_batch(tokens, dtype)
     model(batch)  # tables that stay
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model(batch).loss.backward()
     peak = most_held(profiler)
-    section = TrainSection(
-        batch_tokens=tokens, ttt_steps=steps, activation_checkpointing=checkpointing
-    )
+    asked = {"activation_checkpointing": checkpointing, "dropout": dropout}
+    section = TrainSection.model_validate({"batch_tokens": tokens, "ttt_steps": steps, **asked})
     planned = activation_bytes(section, HeadSize(64, 96, 64, 32, 40), width=4)
     assert 0.75 * peak < planned < 1.5 * peak
 
@@ -391,7 +388,7 @@ def test_the_optimiser_holds_what_is_planned(stage: ZeroStage) -> None:
     """DeepSpeed's own masters and moments, in bf16, by one process."""
     section = TrainSection(dtype="bfloat16", zero_stage=stage, batch_tokens=32)
     dtype = torch.bfloat16
-    model = ttt_model(2, tokens=32, dtype=dtype, checkpointing=False)
+    model = ttt_model(2, tokens=32, dtype=dtype)
     trainer = Trainer(model, section, torch.device("cpu"))
     trainer.step([supervised_batch(32, torch.float32)], 1e-3)
     optimizer = trainer._engine.optimizer

@@ -100,7 +100,7 @@ def test_processes_follow_the_loss_curve_of_one(
     optimizer: str,
 ) -> None:
     settings = {**SETTINGS, **EVALUATION, "dtype": dtype, "epochs": 4 * processes}
-    settings |= {"optimizer": optimizer, "ema_decay": 0.5}
+    settings |= {"optimizer": optimizer, "ema_decay": 0.5, "dropout": 0.1}
     one = tiny_config("one", **settings, accumulate=4)
     two = tiny_config("two", **settings, accumulate=4 // processes, zero_stage=stage)
     for config in (one, two):

@@ -6,6 +6,7 @@ A frozen lm_head, EAGLE-3.1 norms, recomputation, compilation; losses are in tes
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.eagle3.init import random_init
 from pipeline.train.ttt.model import Objective, TttModel
 from pipeline.train.ttt.trained import StepResult
+from pipeline.train.ttt.unroll import draw_dropout
 from tests.train.dense import dense_loss
 from tests.train.memory_corpus import pack_samples
 from tests.train.test_unroll import DECAY, STEPS, constants, documents
@@ -23,9 +25,11 @@ from tests.train.test_unroll import DECAY, STEPS, constants, documents
 OBJECTIVE = Objective(STEPS, DECAY)
 
 
-def run(head: Eagle3Head, objective: Objective = OBJECTIVE, **switches: Any) -> StepResult:
+def run(
+    head: Eagle3Head, objective: Objective = OBJECTIVE, *, number: int = 0, **switches: Any
+) -> StepResult:
     model = TttModel(head, *constants(), objective, max_length=12, dtype=torch.float64, **switches)
-    result: StepResult = model(pack_samples(documents()))
+    result: StepResult = model(replace(pack_samples(documents()), number=number))
     return result
 
 
@@ -88,7 +92,48 @@ def test_norms_of_eagle_31(small_head: Eagle3Head, flags: dict[str, bool]) -> No
     torch.testing.assert_close(*gradients)
 
 
-def test_recomputation_changes_no_bit_and_saves_memory(small_head: Eagle3Head) -> None:
+def test_dropout_is_drawn_by_seed_and_batch(small_head: Eagle3Head) -> None:
+    """So a training that was stopped, or another number of processes, draws the same."""
+    plain, half = run(small_head).loss, run(small_head, dropout=0.5).loss
+    assert torch.equal(half, run(small_head, dropout=0.5).loss)
+    others = [run(small_head, number=1, dropout=0.5), run(small_head, dropout=0.5, seed=1)]
+    assert len({plain.item(), half.item(), *(other.loss.item() for other in others)}) == 4
+
+
+def test_dropout_scales_what_it_keeps() -> None:
+    draw = draw_dropout(pack_samples(documents()), 0.25, seed=0, width=64)
+    first, second = draw(500), draw(500)
+    assert sorted(set(first.flatten().tolist())) == pytest.approx([0, 4 / 3])
+    assert 0.24 < float((first == 0).double().mean()) < 0.26
+    assert not torch.equal(first, second), "each step has draws of its own"
+
+
+def test_dropout_is_of_what_the_layer_reads_alone(
+    small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the hidden half dropped, all of a step but its residual is a function of the tokens."""
+    hidden, seen = small_head.shape.hidden_size, []
+    kept = torch.ones(2 * hidden, dtype=torch.float64).index_fill(
+        0, torch.arange(hidden, 2 * hidden), 0
+    )
+    draw = lambda rows: kept.expand(rows, -1)  # noqa: E731
+    monkeypatch.setattr("pipeline.train.ttt.model.draw_dropout", lambda *_, **__: draw)
+    project = small_head.midlayer.self_attn.project_qkv
+
+    def spy(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(x)
+        return project(x, rows)
+
+    monkeypatch.setattr(small_head.midlayer.self_attn, "project_qkv", spy)
+    run(small_head, dropout=0.5)
+    assert len(seen) == STEPS
+    assert all(not x[:, hidden:].any() and x[:, :hidden].any() for x in seen)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recomputation_changes_no_bit_and_saves_memory(
+    small_head: Eagle3Head, dropout: float
+) -> None:
     parameters, gradients, saved = list(small_head.parameters()), [], []
     for checkpointing in (False, True):
         held: list[int] = []
@@ -98,7 +143,7 @@ def test_recomputation_changes_no_bit_and_saves_memory(small_head: Eagle3Head) -
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = run(small_head, checkpointing=checkpointing).loss
+            loss = run(small_head, checkpointing=checkpointing, dropout=dropout).loss
         gradients.append([loss, *torch.autograd.grad(loss, parameters)])
         saved.append(sum(held))
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
@@ -110,7 +155,7 @@ def test_recomputation_changes_no_bit_and_saves_memory(small_head: Eagle3Head) -
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_layer_equals_the_plain_one(small_head: Eagle3Head) -> None:
     parameters = list(small_head.parameters())
-    plain, compiled = (run(small_head, compiled=compiled) for compiled in (False, True))
+    plain, compiled = (run(small_head, compiled=each, dropout=0.3) for each in (False, True))
     torch.testing.assert_close(compiled.loss, plain.loss)
     torch.testing.assert_close(
         *(torch.autograd.grad(result.loss, parameters) for result in (compiled, plain))

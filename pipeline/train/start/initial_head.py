@@ -225,7 +225,7 @@ def _check_steps(section: TrainSection, head: ChainedHead, *, where: str) -> Non
         problem = f"{section.ttt_steps} steps are too few for the {heads} heads of {where}"
         fix = f"set at least {heads}, one a head"
         raise ConfigError(problem, where="train.ttt_steps", fix=fix)
-    for name in ("activation_checkpointing", "compile"):
+    for name in ("dropout", "activation_checkpointing", "compile"):
         if getattr(section, name):
             problem = f"the head that training starts from has several heads ({where})"
             raise ConfigError(problem, where=f"train.{name}", fix="leave it out")

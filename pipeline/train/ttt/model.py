@@ -41,7 +41,14 @@ from pipeline.eagle3.head import Eagle3Head
 from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.divergence import acceptance
 from pipeline.train.ttt.trained import Kind, StepResult, TrainedModel, count_coarse_rows
-from pipeline.train.ttt.unroll import Layer, Unroll, position_skips, predicting_rows, unroll
+from pipeline.train.ttt.unroll import (
+    Layer,
+    Unroll,
+    draw_dropout,
+    position_skips,
+    predicting_rows,
+    unroll,
+)
 
 
 class Objective(NamedTuple):
@@ -142,18 +149,23 @@ class TttModel(UnrolledModel[Eagle3Head]):
         max_length: int,
         dtype: torch.dtype,
         reach: int = 0,
+        dropout: float = 0.0,
+        seed: int = 0,
         checkpointing: bool = False,
         compiled: bool = False,
     ) -> None:
-        """As of `UnrolledModel`; the last two as of `Layer`."""
+        """As of `UnrolledModel`; dropout is a share as of `draw_dropout`, by seed; the last two as
+        of `Layer`."""
         given = head, embedding, target_lm_head, objective
         super().__init__(*given, max_length=max_length, dtype=dtype, reach=reach)
         computing = self._compute.head if self._compute else head
         self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
+        self._dropout, self._seed = dropout, seed
 
     def unrolled(
         self, head: Eagle3Head, batch: TrainBatch, rows: Tensor, offsets: Tensor | None
     ) -> Unroll:
+        share, width = self._dropout, 2 * head.shape.hidden_size
         return unroll(
             head,
             self.embedding,
@@ -163,6 +175,7 @@ class TttModel(UnrolledModel[Eagle3Head]):
             steps=self.objective.steps,
             layer=self._layer,
             offsets=offsets,
+            dropout=draw_dropout(batch, share, seed=self._seed, width=width) if share else None,
         )
 
 

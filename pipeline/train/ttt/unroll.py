@@ -39,8 +39,10 @@ from pipeline.train.data.batches import TrainBatch
 from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
 
 #: `Eagle3Head.step` before and behind attention
-ProjectQkv = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+ProjectQkv = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 AfterAttention = Callable[[Tensor, Tensor], Tensor]
+#: Rows n → factors [n, 2H] of what the layer reads, drawn anew by each call.
+Dropout = Callable[[int], Tensor]
 
 
 class Unroll(NamedTuple):
@@ -78,20 +80,22 @@ class Layer(NamedTuple):
         hidden: Tensor,
         attention: UnrolledAttention,
         past: list[KeyValue],
+        dropout: Dropout | None = None,
     ) -> tuple[Tensor, KeyValue]:
         """Output [A, H] of step k, and its keys and values for later steps.
 
         embedding and hidden [N, H] at step 0, [A, H] later.
         """
         rows = None if past else attention.rows
+        kept = dropout(len(embedding)) if dropout else None
 
         def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            projected = self.project_qkv(embedding, hidden, rows)
+            projected = self.project_qkv(embedding, hidden, rows, kept)
             attention_output, own = attention.attend(k, *projected, past)
             carried = hidden if rows is None else hidden[rows]
             return self.after_attention(carried, attention_output), *own
 
-        if self.checkpointing:  # a step draws no random numbers, so there is no state to put back
+        if self.checkpointing:  # `run` draws no random numbers, so there is no state to put back
             output, key, value = checkpoint(
                 run, embedding, hidden, use_reentrant=False, preserve_rng_state=False
             )
@@ -110,19 +114,21 @@ def unroll(
     steps: int,
     layer: Layer | None = None,
     offsets: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Unroll:
     """Run the head for `steps` steps. embedding [V, H] is the target's.
 
-    rows [A] ascending; layer is the head's own when None; offsets [N] as in `position_skips`.
+    rows [A] ascending; layer is the head's own when None; offsets [N] as in `position_skips`;
+    dropout as in `draw_dropout`.
     """
     layer = layer or Layer.of(head)
     attention = UnrolledAttention(batch.lengths, rows, rotary, offsets, head.shape.draft_window)
     inputs = embed_tokens(embedding, batch, _all_positions(batch) + 1)
-    hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [])
+    hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [], dropout)
     outputs, past = [hidden], [own]
     for k in range(1, steps):
         inputs = embed_tokens(embedding, batch, rows + k + 1)
-        hidden, own = layer.step(k, inputs, hidden, attention, list(past))
+        hidden, own = layer.step(k, inputs, hidden, attention, list(past), dropout)
         outputs.append(hidden)
         past.append(own)
     return Unroll(tuple(outputs), rows, rows_by_position(batch, rows))
@@ -175,6 +181,22 @@ def position_skips(batch: TrainBatch, reach: int) -> Tensor:
         cut, jump = draw.randint(1, length), draw.randint(0, max(0, reach - length))
         offsets.append(torch.arange(length).ge(cut) * jump)
     return torch.cat(offsets).to(batch.token_ids.device)
+
+
+def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> Dropout:
+    """Zero for a share of what the layer reads at each step, more for the rest (Srivastava et al.
+    2014), so that little is learned by heart of data that is passed over often.
+
+    A function of seed and batch number, so that a training that was resumed draws the same.
+    """
+    states, number = batch.aux_states, random.Random(f"{seed}/dropout/{batch.number}")
+    generator = torch.Generator(states.device).manual_seed(number.getrandbits(63))
+
+    def draw(rows: int) -> Tensor:
+        kept = states.new_empty(rows, width).bernoulli_(1 - share, generator=generator)
+        return kept.div_(1 - share)
+
+    return draw
 
 
 def _all_positions(batch: TrainBatch) -> Tensor:
