@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from pipeline.console import markdown_text
+from pipeline.eagle3.chained.head import ChainedHead
 from pipeline.eagle3.checkpoint import HeadCard
 from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.head import DraftingHead, Eagle3Head
@@ -90,7 +91,11 @@ def _metric(kind: str, name: str, value: float) -> dict[str, Any]:
 def _about(head: DraftingHead, card: HeadCard) -> str:
     contract, parameters = card.contract, head.count_parameters()
     share = 100 * parameters / contract.parameters
-    kind = "a block drafter (DFlash)" if isinstance(head, DflashHead) else "an EAGLE-3 draft head"
+    kind = "an EAGLE-3 draft head"
+    if isinstance(head, DflashHead):
+        kind = "a block drafter (DFlash)"
+    elif isinstance(head, ChainedHead):
+        kind = f"a chain of {head.shape.heads} draft heads (multi-token prediction)"
     return (
         f"This is {kind} of {parameters:,} parameters ({share:.1f} % of the target's). It makes "
         f"{markdown_text(contract.source)} decode faster; with the same target greedy output is "

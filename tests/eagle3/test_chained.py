@@ -290,6 +290,13 @@ def test_a_trained_lm_head_and_one_head_are_refused(
         export_head(str(tmp_path / "one"), format="mtp", out=str(tmp_path / "out"))
 
 
+def test_the_model_card_names_the_chain(target: Target, chain: ChainedHead, tmp_path: Path) -> None:
+    own = saved(chain, target.contract, tmp_path / "own")
+    export_head(str(own), format="mtp", out=str(tmp_path / "mtp"))
+    card = (tmp_path / "mtp" / "README.md").read_text()
+    assert f"This is a chain of {HEADS} draft heads" in card and "an EAGLE-3 draft head" not in card
+
+
 @pytest.fixture
 def exported(target: Target, chain: ChainedHead, tmp_path: Path) -> Path:
     """MTP layers as another trainer leaves them: no card, the whole vocabulary, a model around."""

@@ -130,7 +130,7 @@ def test_the_page_holds_every_cell_and_escapes_what_it_shows(tmp_path: Path) -> 
     )
     page = write_page(plan)
     assert "budget 1,024" in page
-    assert "1.31×" in page and "0.93×" in page and "2/3/6" in page and "–" in page
+    assert "1.31×" in page and "0.93×" in page and "3/2/6" in page and "–" in page
     assert "off by 10.0% on average and 10.0% at most" in page
     assert "a &amp; b" in page and "<b>cpu" not in page and "<ngram>" not in page
     assert "&lt;ngram&gt;" in page and "<svg" in page

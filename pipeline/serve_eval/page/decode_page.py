@@ -75,7 +75,7 @@ def _rows(plan: DecodePlan, batch: int) -> dict[str, list[list[str]]]:
 def _shown(cell: PlannedDecoding | None) -> list[str]:
     if cell is None:
         return ["–"]
-    shape = "/".join(str(cell.tree[key]) for key in ("top_k", "steps", "nodes"))
+    shape = "/".join(str(cell.tree[key]) for key in ("steps", "top_k", "nodes"))
     lines = [f"{cell.speedup:.2f}×", f"τ {cell.acceptance_length:.2f}, {shape}"]
     lines += [f"{name.replace('_', ' ')} {value:,}" for name, value in cell.settings.items()]
     if cell.measured_speedup is not None:

@@ -16,7 +16,7 @@ last norm (w / (w² + ε), as some weights are next to nothing). So
 
 Attention is as it was started, so step 2 is meant for the own token and 3 sees what attention makes
 of it; queries and keys that made every token find itself began better and ended the same
-(docs/training.md).
+(docs/log.md).
 
 Only step 0 is solved. Later steps of the unroll, context, and everything that is not linear are
 training's part.
