@@ -1,8 +1,10 @@
-"""What docs/fleet.md shows of jobs is what `eagle3 jobs render` writes."""
+"""What README.md and docs/ show is there: links, paths, commands, keys, defaults, rendered jobs."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,25 @@ import pytest
 import yaml
 
 from pipeline.cli.parser import parse_arguments
-from pipeline.config import RunConfig, parse
+from pipeline.config import RunConfig, overridden, parse
+from pipeline.config.reading import _fields_at
 from pipeline.jobs import render
 
-TEXT = (Path(__file__).resolve().parents[1] / "docs/fleet.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+FLEET = PAGES["docs/fleet.md"]
+#: What every run needs and a command in a document leaves to the reader's configuration.
+TREE: dict[str, Any] = {
+    "target": {"source": "org/model"},
+    "synth": {"sources": [{"source": "hub:org/prompts"}]},
+}
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", FLEET, re.DOTALL)
 
 
 @pytest.fixture
@@ -25,11 +38,9 @@ def config() -> RunConfig:
     """A run with the page's section `jobs`."""
     tree: dict[str, Any] = {
         "run": {"uri": "gs://bucket/heads/x"},
-        "target": {"source": "org/model"},
-        "synth": {"sources": [{"source": "hub:org/prompts"}]},
         "eval": {"sources": [{"source": "hub:org/questions"}]},
     }
-    return parse(tree | yaml.safe_load(blocks("yaml")[0]))
+    return parse(TREE | tree | yaml.safe_load(blocks("yaml")[0]))
 
 
 def holds(whole: Any, part: Any) -> bool:
@@ -52,8 +63,108 @@ def test_shown_script_is_part_of_the_rendered_one(config: RunConfig) -> None:
     assert shown in render(config, "slurm")["features.sbatch"]
 
 
-def test_shown_commands_are_ones_that_eagle3_takes() -> None:
-    shown = re.findall(r"^    eagle3 (jobs [^#\n]*)", TEXT, re.MULTILINE)
-    assert len(shown) == 2
-    schedulers = [parse_arguments(line.split()).scheduler for line in shown]
-    assert schedulers == ["kubernetes", "slurm"]
+def anchors(text: str) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    lost = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        is_there = path.exists()
+        if is_there and anchor:
+            is_there = anchor in anchors(path.read_text(encoding="utf-8"))
+        lost += [] if is_there else [target]
+    assert not lost
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_are_there(page: str) -> None:
+    kinds = r"(?:py|md|yaml|json|cpp|h|j2)"
+    named = re.findall(
+        rf"(?<![\w./-])(?:bench|configs|docs|experiments|pipeline|tests)/[\w./-]+\.{kinds}\b",
+        PAGES[page],
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words behind `eagle3` of every command in a block, however it is launched."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    starts = r"(?:eagle3|(?:torchrun|deepspeed)[^\n]*? pipeline\.cli)"
+    for line in re.findall(rf"^    {starts} +(.*)$", text, re.M):
+        yield shlex.split(line, comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_ones_that_eagle3_takes(page: str) -> None:
+    for words in commands(PAGES[page]):
+        arguments = vars(parse_arguments(words))  # exits where it does not
+        overridden(dict(TREE), arguments.get("overrides", []))  # raises for an unknown key
+
+
+def test_commands_are_found() -> None:
+    shown = [list(commands(text)) for text in PAGES.values()]
+    assert sum(map(len, shown)) > 40
+    with pytest.raises(SystemExit):
+        parse_arguments(["inspect", "HEAD", "what", "it", "is"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_has_the_targets(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    known = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.M))
+    named = re.findall(r"(?:^    |`)make ((?:[a-z][a-z-]* ?)+)", PAGES[page], re.M)
+    assert {target for targets in named for target in targets.split()} <= known
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_keys_are_keys_of_the_configuration(page: str) -> None:
+    text = re.sub(r"\[[^\]]*\]\([^)]*\)", "", PAGES[page])
+    sections = "|".join(RunConfig.model_fields)
+    #: Not `run.yaml`, `/train.json`, `run.store_…_seconds`.
+    key = rf"(?<![\w./-])(?:{sections})(?:\.[a-z][a-z_0-9]*)+(?![\w…/])"
+    named = {each for each in re.findall(key, text) if not _is_file(each)}
+    assert {each for each in named if not _is_key(each)} == set()
+
+
+def _is_file(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in ("yaml", "json", "jsonl", "html", "sbatch", "gz")
+
+
+def _is_key(name: str) -> bool:
+    *section, key = name.split(".")
+    return key in _fields_at(section)
+
+
+def test_documented_defaults_are_those_of_the_configuration() -> None:
+    """The table of docs/training.md; `off` and `the target's` are None or 0."""
+    table = PAGES["docs/training.md"].partition("## Switches")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.M)
+    checked = 0
+    for keys, defaults in rows:
+        names, said = keys.replace("`", "").split(", "), defaults.replace("`", "").split(", ")
+        for name, value in zip(names, said * len(names) if len(said) == 1 else said, strict=True):
+            path = name if name.startswith("features.") else f"train.{name}"
+            *section, key = path.split(".")
+            default = _fields_at(section)[key].get_default(call_default_factory=True)
+            if value in ("off", "the target's"):
+                assert not default, name
+            else:
+                assert default == _read(value), name
+            checked += 1
+    assert checked > 30
+
+
+def _read(value: str) -> Any:
+    """1e-3 is a text to YAML."""
+    try:
+        return float(value)
+    except ValueError:
+        return yaml.safe_load(value)
