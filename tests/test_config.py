@@ -123,6 +123,14 @@ def test_wrong_value_says_what_is_right(dotted: str, value: Any, problem: str) -
     assert caught.value.fix == " ".join(described_as.split())
 
 
+def test_settings_that_contradict_each_other_are_named_with_what_to_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse({**TREE, "train": {"algorithm": "dflash", "dropout": 0.1}})
+    assert caught.value.where == "config: train"
+    assert caught.value.problem == "dropout is of algorithm eagle3"
+    assert caught.value.fix == "leave it out for dflash"
+
+
 @pytest.mark.parametrize(
     ("dotted", "value", "problem"),
     [

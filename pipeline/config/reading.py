@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from pipeline.config.credentials import refuse_credentials
 from pipeline.config.run import RunConfig
@@ -135,10 +136,18 @@ def _explain(error: ValidationError, where: str) -> ConfigError:
         return ConfigError(
             "required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …"
         )
-    same = [each["msg"] for each in error.errors() if each["loc"][:depth] == first["loc"][:depth]]
-    said = " or ".join(dict.fromkeys(same)) if location != whole else first["msg"]
+    same = [_said(each) for each in error.errors() if each["loc"][:depth] == first["loc"][:depth]]
+    said = " or ".join(dict.fromkeys(same)) if location != whole else _said(first)
+    if isinstance(first["input"], dict) and "; " in said:  # of a section, whose text is no advice
+        problem, _, fix = said.partition("; ")
+        return ConfigError(problem, where=f"{where}: {dotted}", fix=fix)
     shown = f", got {first['input']!r}" if _may_be_shown(location, first["input"]) else ""
     return ConfigError(f"{said}{shown}", where=f"{where}: {dotted}", fix=_describe(location))
+
+
+def _said(error: ErrorDetails) -> str:
+    """pydantic's words, or those of our own check alone."""
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _may_be_shown(location: list[str], value: Any) -> bool:
