@@ -4,6 +4,9 @@ eagle3 synth|features|train|eval -c run.yaml [section.key=value …] [--plan] [-
 eagle3 run    -c run.yaml …      the four stages in order
 eagle3 show   -c run.yaml …      the resolved configuration as YAML
 eagle3 schema [report]           the JSON schema of the configuration, or of report.json
+eagle3 drafters                  what can draft, what it needs, and its settings
+eagle3 plan-decode -c run.yaml … [--paper GPU]   which drafter pays at which batch size and context
+eagle3 simulate -c run.yaml … [--acceptance τ,…]    speed at acceptance lengths that are imposed
 eagle3 compare REPORT EARLIER [--tolerance τ]    a gate: exit code 1 where acceptance is worse
 eagle3 serve  -c run.yaml … [--host ADDRESS] [--port N] [--head DIR]    OpenAI's API
 eagle3 eval   -c run.yaml … --server URL        a running SGLang, vLLM or eagle3 server

@@ -74,7 +74,7 @@ class RunSection(Section):
     """Where the run lives and what all its stages share."""
 
     uri: str = "runs/run"
-    """Directory or fsspec URI (file://, gs://, …) that holds one folder a stage."""
+    """Directory, file://, gs:// or s3:// that holds one folder a stage (docs/storage.md)."""
     seed: int = Field(0, ge=0)
     """Seed of every random choice in the run."""
     threads: int = Field(0, ge=0)
