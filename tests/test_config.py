@@ -128,7 +128,7 @@ def test_settings_that_contradict_each_other_are_named_with_what_to_do() -> None
         parse({**TREE, "train": {"algorithm": "dflash", "dropout": 0.1}})
     assert caught.value.where == "config: train"
     assert caught.value.problem == "dropout is of algorithm eagle3"
-    assert caught.value.fix == "leave it out for dflash"
+    assert caught.value.fix == "turn it off for dflash"
 
 
 @pytest.mark.parametrize(

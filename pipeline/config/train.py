@@ -239,7 +239,7 @@ class TrainSection(Section):
             )
         for name in ("dropout", "activation_checkpointing", "compile"):
             if getattr(self, name):
-                raise ValueError(f"{name} is of one head; leave it out for head_config.heads > 1")
+                raise ValueError(f"{name} is of one head; turn it off for head_config.heads > 1")
         return self
 
     @model_validator(mode="after")
@@ -254,7 +254,7 @@ class TrainSection(Section):
             return self
         for name in ("position_reach", "dropout", "activation_checkpointing", "compile"):
             if getattr(self, name):
-                raise ValueError(f"{name} is of algorithm eagle3; leave it out for dflash")
+                raise ValueError(f"{name} is of algorithm eagle3; turn it off for dflash")
         most = self.dflash.block_size - 1
         if self.evaluate_every and self.evaluate_tree.steps > most:
             raise ValueError(
