@@ -9,8 +9,8 @@ A trainer counts with the type that is faster here. What differs: ours goes thro
 fp32 weights and sums whatever the type; theirs are torch's AdamW on weights of the type.
 
 `floor` is what the products alone would take that no exact step can leave out, those with weights
-at the positions that a label needs, at the rate of a large product; `floor_vs_peers` is therefore
-the most that a trainer could win over these peers here.
+at the positions that a label needs, at the rate of a large product; `floor_vs_peers` is what a
+trainer of nothing else would win over these peers here.
 """
 
 from __future__ import annotations
