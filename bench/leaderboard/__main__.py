@@ -45,7 +45,7 @@ def main() -> int:
 
 def _tables(cells: Sequence[CellResult]) -> str:
     known = {each.name: each for each in read_experiments(_EXPERIMENTS, [])}
-    return page(rows_of(sorted(cells, key=lambda cell: cell.key), known))
+    return page(rows_of(cells, known))
 
 
 def _cells(options: argparse.Namespace) -> list[CellResult]:

@@ -59,10 +59,11 @@ def draws_of(row: Row) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
 
 
 def rows_of(cells: Iterable[CellResult], experiments: Mapping[str, Experiment]) -> list[Row]:
-    """Cells in the order of their keys as rows, each of one group, budget and experiment."""
+    """Rows of cells, each of one group, budget and experiment."""
+    ordered = sorted(cells, key=lambda cell: cell.key)
     return [
         Row(experiments.get(row) or Experiment(name=row, about=_GONE), budget, tuple(of))
-        for (*_, budget, row), of in groupby(cells, key=lambda cell: cell.key[:-1])
+        for (*_, budget, row), of in groupby(ordered, key=lambda cell: cell.key[:-1])
     ]
 
 

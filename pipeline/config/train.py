@@ -269,3 +269,10 @@ class TrainSection(Section):
         if self.algorithm == "dflash":
             return self.dflash, "train.dflash"
         return self.head_config, "train.head_config"
+
+    @property
+    def starts_by_least_squares(self) -> bool:
+        """Whether a new head's weights are solved on the first batches."""
+        eagle3, dflash = self.head_config.init_layer, self.dflash.init_layers
+        asked = eagle3 if self.algorithm == "eagle3" else dflash
+        return asked == "least_squares" and not self.start_from

@@ -99,7 +99,7 @@ def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> i
     regressions: sums of P by P and P by H in float32, the former factored in float64, a solution,
     and of the numbers that strengths are compared by one for each, and a block in float64.
     """
-    if not _solves(section):
+    if not section.starts_by_least_squares:
         return 0
     hidden = head.hidden
     most = max(4 * hidden, _second_regressors(head))
@@ -115,7 +115,7 @@ def start_flops(section: TrainSection, head: HeadSize, tokens: int) -> float:
     For the P of both regressions: products of P by P, of which a half is enough, and of P by H, a
     Cholesky factor for each strength and one for the solution. One forward pass of the head.
     """
-    if not _solves(section):
+    if not section.starts_by_least_squares:
         return 0.0
     regressors = 4 * head.hidden
     asked = section.head_config.init_tokens if section.algorithm == "eagle3" else None
@@ -128,13 +128,6 @@ def start_flops(section: TrainSection, head: HeadSize, tokens: int) -> float:
         for count, size in ((rows, regressors), (second, _second_regressors(head)))
     )
     return solved + rows * 2 * head.parameters
-
-
-def _solves(section: TrainSection) -> bool:
-    """Whether training begins with a start by least squares."""
-    eagle3, dflash = section.head_config.init_layer, section.dflash.init_layers
-    asked = eagle3 if section.algorithm == "eagle3" else dflash
-    return asked == "least_squares" and not section.start_from
 
 
 def _second_regressors(head: HeadSize) -> int:

@@ -83,9 +83,18 @@ def first_before_others(action: Callable[[], Value]) -> Value:
     """
     if world_size() == 1:
         return action()
+    done = on_first(action)
+    return done[0] if done else action()
+
+
+def on_first(action: Callable[[], Value]) -> list[Value]:
+    """Do `action` on the first process: [its value] there, [] on the others.
+
+    Its error is raised on all.
+    """
     done: list[Value] = []
     first_decides(lambda: done.append(action()))
-    return done[0] if done else action()
+    return done
 
 
 def together(action: Callable[[], Value]) -> list[Value]:

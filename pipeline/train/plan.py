@@ -44,8 +44,8 @@ _DECODING_SHARE = 0.75
 #: begin.json, manifest.json, metrics.jsonl; the head's three files, and as shards with entries.
 _OBJECTS = 3 + 3 + 3 * 2
 _HEAD_FILES = 3
-#: Parameters of the target, from its shape, over those that it has: at most.
-_COUNTED_WITHIN = 1.03
+#: Parameters that a target has, over those that its shape tells: at most.
+_COUNTED = 1.03
 #: Of one checkpoint: weights, moments, the metrics so far, the marker.
 _CHECKPOINT_FILES = 4
 
@@ -184,18 +184,24 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
 def check_size(config: RunConfig) -> None:
     """Raise ConfigError where the target's size is known and training will refuse the head for it:
     when training looks, replies and states have been paid for."""
-    target = known_shape(config)
-    if target is None or config.train.start_from:
-        return
-    own, name = config.train.asked_head
-    share = HeadSize.of(config.train, target).parameters / target.parameters
-    if share > own.max_share_of_target * _COUNTED_WITHIN:
-        limit = f"above the limit of {own.max_share_of_target:.1%}"
-        raise ConfigError(
-            f"the head has {share:.1%} of the target's parameters, {limit}",
-            where=f"{name}.max_share_of_target",
-            fix=f"lower {name}.draft_vocab_size or intermediate_size, or raise the limit",
-        )
+    target, section = known_shape(config), config.train
+    if target and (refusal := _refusal(section, HeadSize.of(section, target), target, _COUNTED)):
+        raise refusal
+
+
+def _refusal(
+    section: TrainSection, head: HeadSize, target: TargetShape, tolerance: float = 1.0
+) -> ConfigError | None:
+    """What training will say of a new head that is above its limit by more than `tolerance`."""
+    own, name = section.asked_head
+    limit, share = own.max_share_of_target, head.parameters / target.parameters
+    if section.start_from or share <= limit * tolerance:
+        return None
+    return ConfigError(
+        f"the head has {share:.1%} of the target's parameters, above the limit of {limit:.1%}",
+        where=f"{name}.max_share_of_target",
+        fix=f"lower {name}.draft_vocab_size or intermediate_size, or raise the limit",
+    )
 
 
 def _seconds(work: _Work) -> float:
@@ -267,19 +273,8 @@ def _problems(work: _Work, needed: int) -> tuple[str, ...]:
         for (what, mend), size in sizes.items()
         if not work.device.holds(size)
     )
-    return _too_large(work.config.train, work.head, work.target) + unfit
-
-
-def _too_large(section: TrainSection, head: HeadSize, target: TargetShape) -> tuple[str, ...]:
-    """What training would refuse a new head for, after all else was computed for it."""
-    own, name = section.asked_head
-    limit, share = own.max_share_of_target, head.parameters / target.parameters
-    if section.start_from or share <= limit:
-        return ()
-    return (
-        f"the head is {share:.1%} of the target, above the limit of {limit:.1%}; lower "
-        f"{name}.draft_vocab_size or intermediate_size, or raise {name}.max_share_of_target",
-    )
+    refusal = _refusal(work.config.train, work.head, work.target)
+    return (*([f"{refusal.where}: {refusal.problem}; {refusal.fix}"] if refusal else []), *unfit)
 
 
 def _evaluation(work: _Work) -> _Evaluation:

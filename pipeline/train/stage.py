@@ -50,7 +50,7 @@ from pipeline.train.export import (
     provenance,
     training_facts,
 )
-from pipeline.train.group import first_before_others, first_decides, join_group
+from pipeline.train.group import first_before_others, first_decides, join_group, on_first
 from pipeline.train.loop import TrainingLoop, total_steps
 from pipeline.train.metrics import Metrics
 from pipeline.train.prepare import Data, measure_scale, open_data, solve
@@ -60,7 +60,6 @@ from pipeline.train.start.initial_head import (
     choose_start,
     draft_vocabulary,
     initial_head,
-    starts_by_least_squares,
 )
 from pipeline.train.trainer import Trainer
 from pipeline.train.ttt.model import Objective, TttModel
@@ -119,7 +118,7 @@ def fit(
     location, keep = stage_run.location, section.keep_checkpoints
     checkpoints = Checkpoints(location, identity=identity, keep=keep)
     resumed = first_decides(checkpoints.newest)
-    if starts_by_least_squares(section) and resumed is None:
+    if section.starts_by_least_squares and resumed is None:
         solve(config, head, target, data)
     config, why = _choose_dtype(config, resumed, target.device)
     section = config.train
@@ -276,9 +275,8 @@ def _evaluator(
         return None
     count, every = config.train.evaluate_prompts, f"every {config.train.evaluate_every:,} steps"
     notice("train", f"{every} {count} held-out samples are decoded, {count} others at the end")
-    made: list[Evaluator] = []
     given = target, shape, config.train, held_out, trainer.device
-    first_decides(lambda: made.append(Evaluator(*given)))
+    made = on_first(lambda: Evaluator(*given))
     return made[0] if made else None
 
 
@@ -286,13 +284,12 @@ def _metrics(
     config: RunConfig, stage: Location, identity: str, resumed: Checkpoint | None
 ) -> AbstractContextManager[Metrics | None]:
     """On the first process, whose error stops all; the others write none."""
-    made: list[Metrics] = []
 
-    def begin() -> None:
+    def begin() -> Metrics:
         before, run_id = resumed.metrics() if resumed else b"", identity[:12]
-        made.append(Metrics(workspace(stage), stage, config, before=before, run_id=run_id))
+        return Metrics(workspace(stage), stage, config, before=before, run_id=run_id)
 
-    first_decides(begin)
+    made = on_first(begin)
     return closing(made[0]) if made else nullcontext()
 
 

@@ -89,13 +89,6 @@ def choose_start(section: TrainSection, target_directory: Path, contract: Target
     return Start(shape, parameters, share, earlier, origin)
 
 
-def starts_by_least_squares(section: TrainSection) -> bool:
-    """Whether a new head's weights are solved on the first batches."""
-    eagle3, dflash = section.head_config.init_layer, section.dflash.init_layers
-    asked = eagle3 if section.algorithm == "eagle3" else dflash
-    return asked == "least_squares" and not section.start_from
-
-
 def draft_vocabulary(start: Start, counts: Mapping[str, Tensor]) -> DraftVocabulary:
     """The most frequent supervised tokens, or the earlier head's own. counts: source → [V]."""
     total = torch.stack(list(counts.values())).sum(0)
