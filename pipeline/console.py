@@ -132,7 +132,9 @@ def fail(message: str, code: int, *, stage: str | None = None) -> int:
             _write_json(sys.stderr, "error", stage, line, exit_code=code)
     else:
         with suppress(OSError):  # the exit code says it, too
-            print(f"error: {line}", file=sys.stderr, flush=True)
+            # In one piece: processes of one launcher write to the same place, unbuffered.
+            sys.stderr.write(f"error: {line}\n")
+            sys.stderr.flush()
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -165,6 +166,21 @@ def test_notices_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
 CONTROLS = (
     "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\x1b]8;;http://x\x1b\\e\rf\u202eg\ud800h\x00\x85i\x1bc"
 )
+
+
+def test_an_error_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a launcher write to one place, unbuffered: a second write for the line's end
+    lets another's error in between."""
+    written: list[str] = []
+
+    class Unbuffered(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Unbuffered())
+    assert fail("a: b (fix: c)", 2) == 2
+    assert written == ["error: a: b (fix: c)\n"]
 
 
 def test_nothing_that_is_shown_steers_the_terminal(
