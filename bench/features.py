@@ -257,7 +257,9 @@ def _tokens(samples: Sequence[Sample] | Sequence[StatesSample]) -> int:
 
 
 def _capture(target: LoadedTarget, samples: list[Sample], name: str) -> list[StatesSample]:
-    return capture_shard(target, samples, BATCH_TOKENS, lambda _: None, name=name, tolerance=64)
+    return capture_shard(
+        target, samples, BATCH_TOKENS, lambda _: None, name=name, tolerance=64
+    ).states
 
 
 def _take_all(corpus: StoredCorpus, *, before: Callable[[], None]) -> float:

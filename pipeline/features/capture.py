@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +22,49 @@ from pipeline.records import Sample, TargetContract
 from pipeline.store.manifest import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.store.states.encodings import AUX_LAYERS
+from pipeline.target.agreement import CAUSES, Agreement, problem_of, problem_of_sample
 from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
 from pipeline.target.load import LoadedTarget
-from pipeline.target.open import open_target
+from pipeline.target.open import Target, open_target
 from pipeline.target.parallel import Group
+from pipeline.target.referee import Referee
+
+
+class CapturedShard(NamedTuple):
+    """What one shard's samples give."""
+
+    states: list[StatesSample]
+    agreements: list[Agreement]  # of each sample's replies with the teacher; empty if not asked
+
+
+class MatchedTarget(NamedTuple):
+    """The target that wrote the samples: its files, and the model in memory."""
+
+    target: Target
+    loaded: LoadedTarget
+
+    def referee(self) -> Referee:
+        """Of replies, by the output rows that transformers computes logits with."""
+        rows, scale = self.loaded.model.get_output_embeddings().weight, 1.0
+        contract = self.loaded.contract
+        if (
+            tuple(rows.shape) == (contract.vocab_size, contract.hidden_size)
+            and type(rows.data) is Tensor
+        ):
+            scale = self.target.architecture.logit_scale
+        else:  # this process holds a slice of them
+            rows = self.target.weights.lm_head().to(self.loaded.device, self.loaded.model.dtype)
+        return Referee(
+            rows,
+            scale=scale,
+            parameters=contract.parameters,
+            stop_ids=self.target.template().stop_ids,
+        )
 
 
 def load_matching_target(
     config: RunConfig, expected: TargetContract, group: Group | None = None
-) -> LoadedTarget:
+) -> MatchedTarget:
     """The target, ready for packed forwards; its slice of it where a `group` shares the target.
 
     Raises ContractMismatch when it is not the one that wrote the samples, and ConfigError when it
@@ -46,7 +81,8 @@ def load_matching_target(
         target = open_target(config.target, expected=expected, where=where)
     device_map, attention = config.features.device_map, register_packed_attention()
     with group.together():
-        return target.load(attention=attention, device_map=device_map, processes=group.size)
+        loaded = target.load(attention=attention, device_map=device_map, processes=group.size)
+        return MatchedTarget(target, loaded)
 
 
 def capture_shard(
@@ -58,8 +94,10 @@ def capture_shard(
     name: str,
     tolerance: float,
     supervise: Supervise = "replies",
-) -> list[StatesSample]:
-    """The states of `samples`, in their order, bf16 on the target's device.
+    referee: Referee | None = None,
+) -> CapturedShard:
+    """The states of `samples`, in their order, bf16 on the target's device; and with a `referee`
+    how their replies agree with the target.
 
     The first forward of a shard needs the most memory. When there is not enough, its samples and
     those of the shard's other forwards are computed in two halves. Raises OutOfMemory when that
@@ -67,10 +105,13 @@ def capture_shard(
 
     One sample, chosen by the shard's `name`, is computed again by itself and compared (see
     `differences`). `advance` is given how many tokens each forward took in. Raises DataError that
-    names the sample for ids or states that cannot be used, and for states that depend on how
-    samples were batched.
+    names the sample for ids or states that cannot be used, for states that depend on how samples
+    were batched, and for replies that are another model's.
     """
     states: dict[int, StatesSample] = {}
+    stride = referee.stride(samples) if referee else 1
+    scored = [referee.positions(sample, stride) if referee else [] for sample in samples]
+    before: dict[int, Tensor] = {}  # final states before the scored tokens
     checked = chosen_for_check(name, len(samples))
     waiting = deque(into_forwards([len(sample.token_ids) for sample in samples], batch_tokens))
     halved = False
@@ -87,13 +128,30 @@ def capture_shard(
             waiting.popleft()
             for number, (aux, final) in captured.items():
                 states[number] = _keep(samples[number], aux, final, supervise)
+                before[number] = final[torch.tensor(scored[number], device=final.device) - 1]
             advance(sum(len(sample.token_ids) for sample in documents.values()))
             continue
         # Now that the error, and with it what the forward held, is gone.
         torch.cuda.empty_cache()
         # Like lengths stand side by side.
         waiting = deque(half for batch in waiting for half in (batch[::2], batch[1::2]) if half)
-    return [states[number] for number in range(len(samples))]
+    numbers = range(len(samples))
+    agreements = []
+    if referee and samples:
+        final = torch.cat([before[number] for number in numbers])
+        agreements = referee.score(samples, scored, final)
+        check_replies(samples, agreements)
+    return CapturedShard([states[number] for number in numbers], agreements)
+
+
+def check_replies(samples: Sequence[Sample], agreements: Sequence[Agreement]) -> None:
+    """Raise DataError, naming the sample, where replies are another model's than the teacher."""
+    for sample, own in zip(samples, agreements, strict=True):
+        if problem := problem_of_sample(own):
+            raise DataError(problem, where=_where(sample), fix=CAUSES)
+    if problem := problem_of(sum(agreements, Agreement())):
+        worst = max(range(len(samples)), key=lambda number: agreements[number].distance)
+        raise DataError(problem, where=f"{_where(samples[worst])}, the farthest", fix=CAUSES)
 
 
 def _capture(

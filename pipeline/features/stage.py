@@ -7,12 +7,14 @@ background (writer.py): the states of at most four are in memory.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from pipeline.config import RunConfig, take_settings
 from pipeline.console import notice, progress_bar
 from pipeline.errors import DataError
+from pipeline.features.audit import AUDIT, RepliesAudit
 from pipeline.features.packing import Part, parts_of
 from pipeline.features.plan import require_space
 from pipeline.records import STATES_FORMAT, Manifest
@@ -98,14 +100,19 @@ def _finish(
     """The manifest, from the entries of all shards."""
     counts: Counter[str] = Counter()
     rejected: Counter[str] = Counter()
+    audit = RepliesAudit()
     for entry in stage_run.collect(list(parts)):
-        counts.update(samples=entry.shard.rows, **entry.tallies)
+        counts.update(samples=entry.shard.rows, supervised=entry.tallies["supervised"])
         rejected.update(entry.shard.rejected)
+        audit.add(entry.tallies)
     if not counts["samples"]:
         problem = f"no sample with supervised tokens ({dict(rejected) or 'no samples at all'})"
         where = stage_location(config.run.uri, "synth").uri
         fix = "see the rejected counts in its manifest.json and widen synth's sources or filters"
         raise DataError(problem, where=where, fix=fix)
+    audit.check(stage_run.location.uri)
+    text = audit.as_json()
+    stage_run.write_once(AUDIT, text.encode())
     return stage_run.finish(
         contract=parent.contract,
         licenses=parent.licenses,
@@ -115,6 +122,8 @@ def _finish(
             "format": STATES_FORMAT,
             "supervised_tokens": counts["supervised"],
             "samples": counts["samples"],
+            "replies": audit.figures,
+            f"{AUDIT}_sha256": hashlib.sha256(text.encode()).hexdigest(),
         },
     )
 

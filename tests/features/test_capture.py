@@ -130,7 +130,7 @@ def test_the_order_of_samples_and_the_packing_do_not_show(
 ) -> None:
     target = load(tiny_target)
     packed, alone = (
-        capture_shard(target, samples, budget, lambda tokens: None, name="a", tolerance=64)
+        capture_shard(target, samples, budget, lambda tokens: None, name="a", tolerance=64).states
         for budget in (200, 1)
     )
     assert (
@@ -158,11 +158,13 @@ def test_a_forward_for_which_memory_runs_out_is_computed_in_halves(
     tiny_target: Path, samples: list[Sample], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, advanced, attempts = load(tiny_target), list[int](), list[int]()
-    expected = capture_shard(target, samples, 200, lambda tokens: None, name="a", tolerance=64)
+    expected = capture_shard(
+        target, samples, 200, lambda tokens: None, name="a", tolerance=64
+    ).states
     total = sum(len(sample.token_ids) for sample in samples)
     assert total > 200, "several forwards"
     hook = out_of_memory_above(target, 150, attempts)
-    halved = capture_shard(target, samples, 200, advanced.append, name="a", tolerance=64)
+    halved = capture_shard(target, samples, 200, advanced.append, name="a", tolerance=64).states
     hook.remove()
     assert attempts[0] > 150 and max(attempts[1:]) <= 150, "one forward failed, no later one"
     assert sum(advanced) == total, "every token once"

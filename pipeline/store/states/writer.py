@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +22,16 @@ _SHORT_IDS = 1 << 16
 
 
 def encode_states(
-    samples: list[StatesSample], encoding: Encoding = "bf16", *, hidden_size: int | None = None
+    samples: list[StatesSample],
+    encoding: Encoding = "bf16",
+    *,
+    hidden_size: int | None = None,
+    agreements: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
     """One safetensors file of samples with bf16 states; equal samples give equal bytes.
 
-    Without any sample, `hidden_size` says how wide the rows would be. States are encoded on their
+    Without any sample, `hidden_size` says how wide the rows would be. `agreements` of replies with
+    the teacher, one a sample or none at all, stand beside the ids. States are encoded on their
     device. Raises DataError for those that the encoding cannot hold.
     """
     assert samples or hidden_size, "nothing tells the width of the rows"
@@ -58,11 +64,12 @@ def encode_states(
     }
     if codec.channels is not None:
         tensors["channel_scales"] = codec.channels
-    listing = {
-        "format": STATES_FORMAT,
-        "encoding": encoding,
-        "samples": [{"sample_id": sample.sample_id, "source": sample.source} for sample in samples],
-    }
+    listed: list[dict[str, Any]] = [
+        {"sample_id": sample.sample_id, "source": sample.source} for sample in samples
+    ]
+    for entry, agreement in zip(listed, agreements, strict=False):
+        entry["agreement"] = dict(agreement)
+    listing = {"format": STATES_FORMAT, "encoding": encoding, "samples": listed}
     return save(tensors, metadata={METADATA: canonical_json(listing)})
 
 

@@ -1,0 +1,174 @@
+"""Whether replies are those of the target: transformers' own distribution is the referee.
+
+A reply token follows from the logits before it. `features` has the final states there, so one
+product with the output rows says what the target would have done:
+
+    sampled greedily      gap = best logit - the token's: 0, or small where arithmetic broke a tie
+    drawn at temperature  log p(token), against what draws from p have on average
+
+Both need an allowance for arithmetic. Two sound ways to compute a final state h differ by a few
+steps (eps) of bfloat16 in a direction of no meaning, so the logits of two tokens with output rows
+a and b move against each other by about eps · ‖h‖ · ‖a - b‖ / √H. A gap counts as arithmetic up to
+GAP_STEPS times that. Measured on SmolLM2-135M, decoder in bf16 and teacher in bf16 or fp32: 1.1 %
+of the reply tokens are not the teacher's best, the largest gap is 6.2 such units; with the target's
+weights rounded to 4 bits in groups of 32, 22 % lie beyond 8.
+
+Only every n-th position is scored (`stride`), counted from the reply's start: which ones must not
+depend on how a reply ends, or the average would be biased.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.records import Sample, SamplingParams
+from pipeline.target.agreement import COLUMNS, GAP_STEPS, LEAST_NATS, REAL, Agreement
+
+#: Of a target's forward over a shard, that scoring may cost in FLOPs; and positions that are scored
+#: whatever they cost, so that small runs are judged as well.
+_SHARE, _LEAST_POSITIONS = 0.02, 256
+#: FLOPs an entry of the vocabulary costs beside the product: exponentials, comparisons.
+_ENTRY_FLOPS = 400
+_BLOCK = 128  # positions whose logits are held at once
+_FEW = 1024  # entries in which a nucleus is looked for before everything is sorted
+_EPS = float(torch.finfo(torch.bfloat16).eps)
+
+
+class Referee:
+    """Scores the reply tokens of one target."""
+
+    def __init__(
+        self, rows: Tensor, *, scale: float, parameters: int, stop_ids: Sequence[int]
+    ) -> None:
+        """rows [V, H]: the output embedding; logits are `scale` · rows · final state.
+
+        `parameters` of the target say what scoring may cost; `stop_ids` end a reply.
+        """
+        self._rows, self._scale = rows.detach(), scale
+        self._stop_ids = frozenset(stop_ids)
+        vocabulary, hidden = rows.shape
+        forward = 2 * max(parameters - vocabulary * hidden, 1)
+        #: Positions a token of a shard, that may be scored.
+        self._rate = _SHARE * forward / (vocabulary * (2 * hidden + _ENTRY_FLOPS))
+
+    def stride(self, samples: Sequence[Sample]) -> int:
+        """Every how manyth reply token of a shard is scored."""
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        replies = sum(span.end - span.start for sample in samples for span in sample.supervised)
+        return max(1, int(replies / max(self._rate * tokens, _LEAST_POSITIONS)))
+
+    def positions(self, sample: Sample, stride: int) -> list[int]:
+        """Of the reply tokens that are scored. They depend on the sample's id, not on its text."""
+        name = f"{sample.source}\n{sample.sample_id}".encode()
+        place = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
+        chosen: list[int] = []
+        for span in sample.supervised:
+            chosen += range(span.start + (-place) % stride, span.end, stride)
+            place += span.end - span.start
+        return chosen
+
+    @torch.inference_mode()
+    def score(
+        self, samples: Sequence[Sample], positions: Sequence[Sequence[int]], final: Tensor
+    ) -> list[Agreement]:
+        """What the reply tokens of each sample at its `positions` are worth.
+
+        final [N, H]: the states before them, of all samples one after the other.
+        """
+        tokens = [
+            (number, sample.token_ids[place])
+            for number, (sample, places) in enumerate(zip(samples, positions, strict=True))
+            for place in places
+        ]
+        owners = torch.tensor([number for number, _ in tokens], dtype=torch.int64)  # [N]
+        ids = torch.tensor([token for _, token in tokens], dtype=torch.int64)  # [N]
+        sums = torch.zeros(len(samples), len(COLUMNS), dtype=torch.float64)
+        for sampling in dict.fromkeys(sample.sampling for sample in samples):
+            alike = [number for number, each in enumerate(samples) if each.sampling == sampling]
+            mine = torch.isin(owners, torch.tensor(alike)).nonzero().flatten()
+            for block in torch.split(mine, _BLOCK):
+                scored = self._score_block(final[block.to(final.device)], ids[block], sampling)
+                sums.index_add_(0, owners[block], scored.double().cpu())
+        return [
+            Agreement(
+                **{
+                    name: value if name in REAL else int(value)
+                    for name, value in zip(COLUMNS, row.tolist(), strict=True)
+                },
+                unended=self._unended(sample),
+            )
+            for sample, row in zip(samples, sums, strict=True)
+        ]
+
+    def _unended(self, sample: Sample) -> int:
+        """Replies with an end token before their end, or with none at the end of one that is not
+        the last or says that it has stopped."""
+        count, last = 0, len(sample.supervised) - 1
+        for number, span in enumerate(sample.supervised):
+            ids = sample.token_ids[span.start : span.end]
+            ends = number < last or sample.finish_reason == "stop"
+            past = any(token in self._stop_ids for token in ids[:-1])
+            count += past or (ends and ids[-1] not in self._stop_ids)
+        return count
+
+    def _score_block(self, final: Tensor, ids: Tensor, sampling: SamplingParams) -> Tensor:
+        """final [n, H], ids [n] → what each token adds to the COLUMNS of its sample."""
+        rows = self._rows
+        final = final.to(rows.device)
+        logits = (final.to(rows.dtype) @ rows.T).float() * self._scale  # [n, V]
+        ids = ids.to(rows.device)[:, None]
+        own, one = logits.gather(1, ids)[:, 0], torch.ones(len(ids), device=rows.device)  # [n]
+        norm = final.float().norm(dim=1) * (self._scale * _EPS * GAP_STEPS / final.shape[1] ** 0.5)
+
+        def allowed(others: Tensor) -> Tensor:
+            """The gap [n] between each token and another one [n]."""
+            apart = rows[others].float() - rows[ids[:, 0]].float()  # [n, H]
+            return norm * torch.linalg.vector_norm(apart, dim=1)
+
+        if sampling.temperature == 0:
+            best = logits.max(-1)
+            is_best = own >= best.values
+            near = ~is_best & (best.values - own <= allowed(best.indices))
+            return torch.stack([one, is_best, near, *[0 * one] * 6], dim=1)
+        scaled = logits / sampling.temperature
+        log_p = scaled - scaled.logsumexp(-1, keepdim=True)  # [n, V]
+        least = _least_kept(log_p, sampling)  # [n, 1]
+        kept = log_p >= least
+        border = log_p.masked_fill(~kept, torch.inf).min(-1).indices  # [n]
+        below = logits.gather(1, border[:, None])[:, 0] - own
+        inside = below <= allowed(border)
+        log_q = log_p - log_p.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
+        q = log_q.exp().masked_fill_(~kept, 0)
+        weighted = (q * log_q).nan_to_num_(0)
+        expected = weighted.sum(-1)  # [n]
+        variance = (weighted * log_q).nan_to_num_(0).sum(-1) - expected.square()
+        chosen = log_q.gather(1, ids)[:, 0]
+        nats = LEAST_NATS / min(1.0, sampling.temperature) ** 2 * one
+        values = chosen, expected, variance.clamp_min(0), nats
+        sums = [torch.where(inside, each, 0) for each in values]
+        return torch.stack([*[0 * one] * 3, one, ~inside, *sums], dim=1)
+
+
+def _least_kept(log_p: Tensor, sampling: SamplingParams) -> Tensor:
+    """The lowest log-probability [n, 1] that top-k and then top-p keep, of log_p [n, V]."""
+    vocabulary = log_p.shape[1]
+    least = torch.full_like(log_p[:, :1], -torch.inf)
+    mass = torch.zeros_like(least)
+    if 0 < sampling.top_k < vocabulary:
+        least = log_p.topk(sampling.top_k).values[:, -1:]
+        log_p = log_p.masked_fill(log_p < least, -torch.inf)
+        mass = log_p.logsumexp(-1, keepdim=True)
+        log_p = log_p - mass
+    if sampling.top_p >= 1:
+        return least
+    few = min(_FEW, vocabulary)
+    highest = log_p.topk(few).values  # [n, few]
+    if few < vocabulary and bool((highest.exp().sum(-1) < sampling.top_p).any()):
+        highest = log_p.sort(-1, descending=True).values
+    before = highest.exp().cumsum(-1) - highest.exp()  # of the tokens above each
+    nucleus = highest.masked_fill(before >= sampling.top_p, torch.inf).min(-1, keepdim=True).values
+    return torch.maximum(least, nucleus + mass)  # on the scale before top-k
