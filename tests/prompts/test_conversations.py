@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from pipeline.config import SourceSpec
 from pipeline.prompts import load_prompts
-from pipeline.prompts.bad_records import BadRecord
+from pipeline.prompts.bad_records import BadRecord, BadRecords
+from pipeline.prompts.sources import read_source
 from pipeline.records import Prompt
 
 GOLD = "SECRET REPLY"
@@ -108,10 +110,7 @@ READ: list[tuple[dict[str, Any], tuple[tuple[str, ...], str | None]]] = [
 def test_conversations_are_read(
     tmp_path: Path, record: dict[str, Any], expected: Any, parquet: bool
 ) -> None:
-    try:
-        (prompt,) = load(tmp_path, [record], parquet=parquet)
-    except pa.ArrowException:
-        pytest.skip("a list of mixed types, which no table holds")
+    (prompt,) = load(tmp_path, [record], parquet=parquet)
     assert (prompt.turns, prompt.system) == expected
     assert GOLD not in prompt.model_dump_json()
 
@@ -335,3 +334,14 @@ def test_no_reply_is_ever_in_a_prompt(chat: Any, encode: Any, field: str, parque
 def kind(message: dict[str, Any]) -> str:
     role = str(next(iter(message.values()))).lower()
     return {"human": "user"}.get(role, role)
+
+
+def test_each_reason_is_counted(tmp_path: Path) -> None:
+    good = [{"messages": CHAT}] * 20 * len(REFUSED)
+    path = tmp_path / "p.jsonl"
+    records = [*(record for _, record in REFUSED), *good]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    bad = BadRecords()
+    prompts = list(read_source(SourceSpec(source=str(path)), bad))
+    assert bad.counts == Counter(f"record:{reason}" for reason, _ in REFUSED)
+    assert len(prompts) == len(good) and GOLD not in str(bad)
