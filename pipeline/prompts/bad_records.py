@@ -10,6 +10,16 @@ it is counted under its reason and left out, as long as a source has few of them
     record:blank        a turn or a system prompt without text
     record:not_unicode  half of a surrogate pair, which no file can hold
     record:placeholder  a note where a benchmark's text belongs
+
+and conversations of which the user's turns cannot be known, or that the target could not have met:
+
+    record:serialised       a turn that is a conversation's text, or a text in place of messages
+    record:strings          messages that are bare texts: who speaks is not said
+    record:role             a message without a role, or with one of no known name
+    record:assistant_first  the assistant speaks before the user
+    record:system_later     a system message after the first message
+    record:user_twice       two messages of the user without a reply between them
+    record:media            images, audio or files in the user's message
 """
 
 from __future__ import annotations
@@ -28,7 +38,20 @@ _AT_THE_START = 100
 _SHOWN = 3
 
 Reason = Literal[
-    "not_utf8", "not_json", "not_object", "fields", "blank", "not_unicode", "placeholder"
+    "not_utf8",
+    "not_json",
+    "not_object",
+    "fields",
+    "blank",
+    "not_unicode",
+    "placeholder",
+    "serialised",
+    "strings",
+    "role",
+    "assistant_first",
+    "system_later",
+    "user_twice",
+    "media",
 ]
 
 

@@ -13,6 +13,7 @@ from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
 from pipeline.prompts.records import to_prompt
+from pipeline.prompts.tables import plain
 from pipeline.records import Prompt
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
@@ -106,11 +107,11 @@ def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
 def _rows(batch: Any) -> Iterator[Any]:
     """Of a row whose texts are no UTF-8 the error takes the place."""
     try:
-        yield from batch.to_pylist()
+        yield from map(plain, batch.to_pylist())
     except UnicodeDecodeError:
         for index in range(batch.num_rows):
             try:
-                yield from batch.slice(index, 1).to_pylist()
+                yield from map(plain, batch.slice(index, 1).to_pylist())
             except UnicodeDecodeError as error:
                 yield error
 

@@ -10,6 +10,7 @@ from pipeline.config import SourceSpec
 from pipeline.errors import DataError, MissingPackage
 from pipeline.prompts.bad_records import BadRecords, usable
 from pipeline.prompts.records import to_prompt
+from pipeline.prompts.tables import plain
 from pipeline.records import Prompt
 
 
@@ -23,7 +24,9 @@ def read_hub(spec: SourceSpec, name: str, bad: BadRecords | None = None) -> Iter
 
     def read(number: int, where: str, record: Any) -> Prompt:
         sample_id = f"{name}:{number}"
-        return to_prompt(record, where=where, sample_id=sample_id, source=name, field=spec.field)
+        return to_prompt(
+            plain(record), where=where, sample_id=sample_id, source=name, field=spec.field
+        )
 
     yield from usable(islice(records, spec.read_at_most), read, bad)
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -232,4 +233,5 @@ class ServerApp:
 
     def _pieces(self, body: GenerationBody) -> TextPieces:
         special, template = not body.skip_special_tokens, self._template
-        return TextPieces(lambda ids: template.text(ids, special=special), body.stop)
+        text = partial(template.text, special=special)
+        return TextPieces(text, body.stop, template.is_byte)

@@ -3,6 +3,10 @@
 ids      12   7    7    90        a character may take several tokens
 text     "a"  "a�" "a€" "a€b"     what ends in � is held back: the next token may complete it
 pieces   "a"  ""   "€"  "b"
+
+The right text is what the tokenizer decodes from all ids of the reply at once. Special tokens and
+ids without a token are left out *before* that decode, so that the space after one in the middle of
+a reply stays, and only the space that begins the whole reply is taken by decoders that take one.
 """
 
 from __future__ import annotations
@@ -18,20 +22,32 @@ _MOST_BROKEN = 3
 class TextPieces:
     """The text of one reply as it grows. The pieces together are the text of all ids."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        """`decode` makes text of ids; the reply ends before the first of the strings in `stop`."""
-        self._decode, self._stop = decode, stop
-        self._ids: list[int] = []
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        is_byte: Callable[[int], bool] = lambda token: False,
+    ) -> None:
+        """`decode` makes text of ids; the reply ends before the first of the strings in `stop`.
+
+        `is_byte`: tokens of one byte each. Decoders read neighbouring ones together, and one wrong
+        byte turns all of them into �: their text is certain when another token has ended them.
+        """
+        self._decode, self._stop, self._is_byte = decode, stop, is_byte
+        self._ids: list[int] = []  # those with a text
         # Only a window is decoded again: from a place at which the text was whole, one such place
-        # before the last, since decoders treat the first token of a text in their own way.
+        # before the last, since decoders treat the beginning of a text in their own way. What lies
+        # between the two places has a text, or it would not be the beginning.
         self._start = self._whole = self._sent = 0
         self._held = ""  # may be the beginning of a stop string
         self.matched: str | None = None
 
     def add(self, token: int) -> str:
         """The text that is certain now. `matched` is set once a stop string is complete."""
+        if not self._has_text(token):
+            return ""
         self._ids.append(token)
-        return self._without_stop(self._grown())
+        return "" if self._is_byte(token) else self._without_stop(self._grown())
 
     def end(self) -> str:
         """All that was held back."""
@@ -39,6 +55,10 @@ class TextPieces:
         text = self._without_stop(rest)
         held, self._held = self._held, ""
         return text if self.matched is not None else text + held
+
+    def _has_text(self, token: int) -> bool:
+        """A space that begins a text may vanish; in a row of three some would remain."""
+        return bool(self._decode([token]) or self._decode([token] * 3))
 
     def _window(self) -> str:
         return self._decode(self._ids[self._start :])
@@ -50,7 +70,7 @@ class TextPieces:
         until = len(text) - min(broken, _MOST_BROKEN)
         piece = text[self._sent : until]
         self._sent = max(self._sent, until)
-        if not broken:
+        if not broken and self._decode(self._ids[self._whole :]):
             self._start, self._whole = self._whole, len(self._ids)
             self._sent = len(self._window())
         return piece

@@ -147,7 +147,18 @@ class ChatTemplate:
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Ids as text; special tokens only show with `special`."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+        return str(
+            self._tokenizer.decode(
+                list(ids),
+                skip_special_tokens=not special,
+                clean_up_tokenization_spaces=False,  # it rewrites " ." and " n't" in code and prose
+            )
+        )
+
+    def is_byte(self, token: int) -> bool:
+        """Whether it is one byte, as SentencePiece spells what its vocabulary lacks: `<0x0A>`."""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return name is not None and re.fullmatch(r"<0x[0-9A-F]{2}>", name) is not None
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Ids of a text that already holds every special token that belongs there, unless the
