@@ -11,6 +11,7 @@ Both files are read as JSON: settings of sampling in them are none of ours, and 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,33 @@ _DECODERS = ("decoder", "generator", "text_config")
 _FIX = "name the ids of the tokens that end a reply, as eos_token_id: 2 or eos_token_id: [2, 32]"
 
 
-def read_end_ids(directory: Path, tokenizer: Any, *, source: str) -> tuple[int, ...]:
-    """End ids of the target in `directory`, ascending; () where nothing names one.
+@dataclass(frozen=True)
+class EndIds:
+    """What a target's files name."""
+
+    ids: frozenset[int]
+    vocabulary: int | None  # rows of its embedding; None where config.json does not say
+
+    def with_own(self, tokenizer: Any) -> tuple[int, ...]:
+        """These and the tokenizer's, where that is a row of the embedding; ascending."""
+        own, most = tokenizer.eos_token_id, self.vocabulary
+        known = own is not None and (most is None or own < most)
+        return tuple(sorted(self.ids | {own} if known else self.ids))
+
+
+def read_end_ids(directory: Path, *, source: str) -> EndIds:
+    """Of the target in `directory`.
 
     Raises TargetError, which names file and field, for what is no id of its vocabulary.
     """
     files = {name: _read(directory / name, source) for name in _FILES}
     vocabulary = _own(files["config.json"], "vocab_size")
     most = vocabulary if isinstance(vocabulary, int) else None
-    ids: set[int] = set()
     for name, fields in files.items():
         if (value := _own(fields, "eos_token_id")) is not None:
-            ids = set(_checked(value, most, f"target.source={source}, {name}: eos_token_id"))
-            break
-    own = tokenizer.eos_token_id
-    if own is not None and (most is None or own < most):
-        ids.add(own)
-    return tuple(sorted(ids))
+            where = f"target.source={source}, {name}: eos_token_id"
+            return EndIds(frozenset(_checked(value, most, where)), most)
+    return EndIds(frozenset(), most)
 
 
 def _read(path: Path, source: str) -> dict[str, Any]:

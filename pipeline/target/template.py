@@ -368,6 +368,7 @@ def load_template(
     TemplateError for a template that cannot render even one user turn."""
     from transformers import AutoTokenizer
 
+    end_ids = read_end_ids(directory, source=source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # the tokenizers library has no type of its own
@@ -378,7 +379,7 @@ def load_template(
         tokenizer,
         source=source,
         system_prompt=system_prompt,
-        stop_ids=read_end_ids(directory, tokenizer, source=source),
+        stop_ids=end_ids.with_own(tokenizer),
         kwargs=kwargs,
     )
     template.check()
