@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from pipeline.config import RunConfig
 from pipeline.records import SCHEMA_VERSION, Manifest, Record, Stage, canonical_json
@@ -34,7 +34,7 @@ class Begin(Record):
     made_with: dict[str, str] = Field({})
     #: When chat templates that write a date say it is, for every process and attempt: when the
     #: stage was begun. None where it does not matter, and in work that older versions began.
-    clock: datetime | None = None
+    clock: AwareDatetime | None = None
 
     @classmethod
     def of(

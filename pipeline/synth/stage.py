@@ -60,6 +60,10 @@ from pipeline.target.template import ChatTemplate
 #: stand for other weights today than when the stage was begun.
 _OF_THE_TARGET = ("fingerprint", "tokenizer_hash", "chat_template_hash")
 
+_OTHER_STOP = (
+    "; name the token that it writes after a reply as eos_token_id in generation_config.json"
+)
+
 
 def run(config: RunConfig) -> Manifest:
     """Do what is left of the stage, as far as no other process does.
@@ -184,7 +188,8 @@ class SynthPipeline:
         """Say so where the template continues no conversation beyond its first reply."""
         for name in self._runner.stops_after_reply():
             ends = f"most conversations end with their first reply, counted under {name}"
-            notice("synth", f"by the chat template {ends} (docs/synth.md)")
+            fix = _OTHER_STOP if name == "other_stop_token" else ""
+            notice("synth", f"by the chat template {ends} (docs/synth.md){fix}")
 
     def make(
         self,

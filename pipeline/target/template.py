@@ -91,7 +91,9 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             fix = "use an instruct model, or add chat_template.jinja to its directory"
             raise self._error("the target's tokenizer has no chat template", fix=fix)
-        if not isinstance(tokenizer.chat_template, str | dict):
+        written = tokenizer.chat_template
+        texts = written.values() if isinstance(written, dict) else [written]
+        if not all(isinstance(text, str) for text in texts):
             fix = "write it as text, best in chat_template.jinja"
             raise self._error("the target's chat template is not a text", fix=fix)
         self._check_kwargs()
