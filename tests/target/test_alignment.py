@@ -186,3 +186,13 @@ def test_another_stop_token_ends_the_conversation() -> None:
     ids, spans = start(template, template.encode("4"))
     assert template.follow(TURNS[:2], [*ids, other], spans) == "other_stop_token"
     assert isinstance(template.follow(TURNS[:2], [*ids, end], spans), list)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "metaspace, first", "byte-level"])
+def test_text_is_not_tidied_up(kind: str) -> None:
+    """Older tokenizers carry a flag to drop spaces before punctuation when they decode."""
+    tokenizer = KINDS[kind]()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.chat_template = CHATML
+    template = ChatTemplate(tokenizer, source=kind)
+    assert template.text(template.encode("It is 4 . So ?")) == "It is 4 . So ?"
