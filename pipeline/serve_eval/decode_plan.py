@@ -16,7 +16,7 @@ from pipeline.eagle3.checkpoint import HEAD_FILES
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
-from pipeline.serve_eval.questions import fill_context, first_question, read_prompts
+from pipeline.serve_eval.questions import fill_context, first_question, read_prompts, readable
 from pipeline.store.location import Location, as_directory
 from pipeline.store.manifest import stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
@@ -128,8 +128,8 @@ def _contexts(
     config: RunConfig, target: Target, contexts: Sequence[int], count: int
 ) -> dict[int, list[tuple[int, ...]]]:
     """Of each context length, `count` evaluation questions behind others that fill it."""
-    measured, _ = read_prompts(config)
     template = target.template(system_prompt=config.eval.system_prompt)
+    measured, _ = readable(read_prompts(config)[0], [template])
     questions = [first_question(prompt, template).context for prompt in measured]
     if len(questions) < 2:
         fix = "name more of them; others stand before each to fill the context"

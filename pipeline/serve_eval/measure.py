@@ -24,7 +24,7 @@ from pipeline.eagle3.checkpoint import HEAD_FILES
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.records import Prompt
-from pipeline.serve_eval.questions import Question, first_question, next_question
+from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
 from pipeline.store.location import Location, as_directory
 from pipeline.target.load import LoadedTarget, pick_device
 from pipeline.target.open import Target
@@ -174,8 +174,8 @@ class Comparison:
 
     def measure(
         self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int
-    ) -> Iterator[Measured | str]:
-        """Each turn of each prompt; a string is the id of a question without room for its reply."""
+    ) -> Iterator[Measured | LeftOut]:
+        """Each turn of each prompt, up to one that is left out."""
         engines = {
             "plain": self.engine(speculative=False),
             "speculative": self.engine(speculative=True),
@@ -186,9 +186,13 @@ class Comparison:
             question, reply = first_question(prompt, self._template), None
             for turn in range(min(len(prompt.turns), self._section.max_turns)):
                 if reply:
-                    question = next_question(question, reply, prompt, turn, self._template)
+                    following = next_question(question, reply, prompt, turn, self._template)
+                    if isinstance(following, LeftOut):
+                        yield following
+                        break
+                    question = following
                 if not self.fits(question.context):
-                    yield question.request_id
+                    yield LeftOut(question.request_id, "prompt_too_long")
                     break
                 rival = hf if index in with_hf else None
                 measured = self._decode(question, engines, rival, warm_up=index == turn == 0)

@@ -31,7 +31,7 @@ from pipeline.serve_eval.load import (
     measure_workloads,
 )
 from pipeline.serve_eval.measure import Comparison
-from pipeline.serve_eval.questions import first_question, read_prompts
+from pipeline.serve_eval.questions import first_question, read_prompts, readable
 from pipeline.store.location import Location, as_directory
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
@@ -105,7 +105,7 @@ def simulate(config: RunConfig, lengths: Sequence[float]) -> SimulatedLoad:
         section = section.model_copy(update={"load": load})
     target = open_target(config.target, decoded=True)
     template = target.template(system_prompt=section.system_prompt)
-    prompts, _ = read_prompts(config)
+    prompts, _ = readable(read_prompts(config)[0], [template])
     longest = max(len(first_question(prompt, template).context) for prompt in prompts)
     with long_step("simulate", "loading the target"):
         head, named = _head(config, target)

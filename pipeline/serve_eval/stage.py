@@ -20,7 +20,14 @@ from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison, Measured
 from pipeline.serve_eval.page.report import print_table, write_html
 from pipeline.serve_eval.pages import PAGE, write_pages
-from pipeline.serve_eval.questions import Question, first_question, follow_up, read_prompts
+from pipeline.serve_eval.questions import (
+    LeftOut,
+    Question,
+    clock_of,
+    longest_context,
+    read_prompts,
+    readable,
+)
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.store.location import Location, as_directory
@@ -44,7 +51,7 @@ def run(config: RunConfig) -> Manifest:
     prepare_process(config.run)
     drafts = config.eval.drafter.needs_head
     parent = read_manifest(config.run.uri, "train") if drafts and not config.eval.head else None
-    stage_run = open_stage(config, "eval", parent)
+    stage_run = open_stage(config, "eval", parent, clock=clock_of(config, "synth"))
     if stage_run.manifest:
         tau = stage_run.manifest.details["acceptance_length"]
         notice(
@@ -90,14 +97,17 @@ def _evaluate(
 ) -> EvalReport:
     """Speed and acceptance in this machine's type, then losslessness in fp32."""
     section = config.eval
-    prompts, others = read_prompts(config)
-    if section.compare:
-        check_prompts(len(prompts))
     template = target.template(system_prompt=section.system_prompt)
+    template.set_clock(stage_run.clock)
     if section.chat_template_kwargs:
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
     modes = [{}, *section.load.modes.values()] if section.load.concurrency else [{}]
     varied = [template.varied(kwargs=mode, where="eval.load.modes") for mode in modes]
+    prompts, others = read_prompts(config)
+    prompts, unreadable = readable(prompts, varied)
+    others, _ = readable(others, [template])
+    if section.compare:
+        check_prompts(len(prompts))
     longest = max(_tokens(prompt, config, each) for prompt in prompts for each in varied)
     head = loaded[0] if loaded else None
     positions = head.shape.max_position_embeddings if head else target.positions
@@ -116,11 +126,11 @@ def _evaluate(
     choice = own.tune(others or prompts) if section.tree.auto else None
     own.add_rivals(section.compare)
     measured: list[Measured] = []
-    left_out: list[str] = []
+    left_out = list[LeftOut](unreadable)
     turns = sum(min(len(prompt.turns), section.max_turns) for prompt in prompts)
     with progress_bar("eval", unit="turns", total=turns) as bar:
         for item in own.measure(prompts, hf, section.hf_prompts):
-            if isinstance(item, str):
+            if isinstance(item, LeftOut):
                 left_out.append(item)
             else:
                 measured.append(item)
@@ -185,10 +195,8 @@ def _check_lossless(
 
 def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:
     """Tokens of a whole conversation, every reply at its longest."""
-    turns = range(1, min(len(prompt.turns), config.eval.max_turns))
-    asked = len(first_question(prompt, template).context)
-    asked += sum(len(follow_up(prompt, turn, template, closed=False)) for turn in turns)
-    return asked + config.eval.max_new_tokens * (1 + len(turns))
+    turns = min(len(prompt.turns), config.eval.max_turns)
+    return longest_context(prompt, turns, template) + config.eval.max_new_tokens * turns
 
 
 def _head_location(config: RunConfig) -> Location:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -20,6 +20,7 @@ from pipeline.reports import EvalReport, LoadCurve, PromptResult
 from pipeline.serve_eval.compare import compare_rivals
 from pipeline.serve_eval.groups import grouped_acceptance
 from pipeline.serve_eval.measure import Measured
+from pipeline.serve_eval.questions import LeftOut
 from pipeline.serve_eval.shapes import ReplayedShapes
 from pipeline.tuning.tune import Choice
 
@@ -29,7 +30,7 @@ class Measurements(NamedTuple):
 
     measured: Sequence[Measured]
     identical: Sequence[bool]  # the losslessness verdict of each question
-    left_out: Sequence[str]  # questions without room for a reply
+    left_out: Sequence[LeftOut]
     tree: TreeSection  # that the drafter was measured on
     choice: Choice | None  # of `tree: auto`
     arithmetic: Arithmetic  # of speed and acceptance; losslessness is checked in fp32
@@ -108,7 +109,10 @@ def summarise(
                 **config.eval.chat_template_kwargs,
             },
             "prompts": len(measured),
-            "left_out": {"prompt_too_long": len(measurements.left_out)},
+            "left_out": {
+                "prompt_too_long": 0,
+                **Counter(each.reason for each in measurements.left_out),
+            },
             "shapes_left_out": measurements.replayed.left_out,
         },
         prompts=results,

@@ -7,9 +7,10 @@ a year later, compares. Work for other inputs is refused by the keys that differ
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from pipeline.config import RunConfig
 from pipeline.records import SCHEMA_VERSION, Manifest, Record, Stage, canonical_json
@@ -31,10 +32,18 @@ class Begin(Record):
     #: What else shapes the output: facts of the target, versions of filters. One that an older
     #: version did not know is not compared.
     made_with: dict[str, str] = Field({})
+    #: When chat templates that write a date say it is, for every process and attempt: when the
+    #: stage was begun. None where it does not matter, and in work that older versions began.
+    clock: AwareDatetime | None = None
 
     @classmethod
     def of(
-        cls, config: RunConfig, stage: Stage, parent: Manifest | None, made_with: Mapping[str, str]
+        cls,
+        config: RunConfig,
+        stage: Stage,
+        parent: Manifest | None,
+        made_with: Mapping[str, str],
+        clock: datetime | None = None,
     ) -> Begin:
         """What a stage begun now would be."""
         return cls(
@@ -43,6 +52,7 @@ class Begin(Record):
             parent_hash=parent.content_hash if parent else None,
             shaping=config.shaping(stage),
             made_with=dict(made_with),
+            clock=clock,
         )
 
     def create(self, location: Location) -> Begin:
@@ -53,7 +63,8 @@ class Begin(Record):
         return _parse(location, location.create(BEGIN, canonical_json(self.dump()).encode()))
 
     def dump(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
+        without = {"clock"} if self.clock is None else None
+        return self.model_dump(mode="json", exclude=without)
 
     def changes(self, now: Begin, config: RunConfig) -> dict[str, tuple[str, str]]:
         """Key → its value here and `now`, of all that differ; `config` is what `now` was made of.

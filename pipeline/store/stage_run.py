@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 from pipeline import __version__
@@ -62,14 +63,16 @@ def open_stage(
     parent: Manifest | None,
     *,
     made_with: Mapping[str, str] | None = None,
+    clock: datetime | None = None,
 ) -> StageRun:
     """Begin, continue or recognise as complete the stage's work for this config and parent.
 
-    `made_with` is what else shapes the output: the target, versions of filters. Raises
-    StageConflict when the directory holds other work and `run.force` is off, and CorruptShard when
-    committed files are not what they were. With `run.force` both are discarded.
+    `made_with` is what else shapes the output: the target, versions of filters; `clock` is what
+    time it is for a stage that begins now, see `StageRun.clock`. Raises StageConflict when the
+    directory holds other work and `run.force` is off, and CorruptShard when committed files are not
+    what they were. With `run.force` both are discarded.
     """
-    inputs = Begin.of(config, stage, parent, made_with or {})
+    inputs = Begin.of(config, stage, parent, made_with or {}, clock)
     try:
         return _open(config, inputs, parent)
     except (StageConflict, CorruptShard):
@@ -105,6 +108,9 @@ class StageRun:
         self._arithmetic: Arithmetic | None = None  # of this attempt
         self._earlier: tuple[Arithmetic, ...] = ()
         self.stage, self._inputs, self._parent_uri = inputs.stage, inputs, parent_uri
+        #: What time it is for chat templates: the same for all who work on the stage, since it is
+        #: that of the process that began it. None where none was given then.
+        self.clock = inputs.clock
         self._seconds = 0.0
         self._counted_until = time.monotonic()
         self._lock = threading.Lock()

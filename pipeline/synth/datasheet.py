@@ -31,6 +31,7 @@ _MEANING = {
     "length": "reply cut off at the limit, and such are dropped",
     "long": "more characters than the limit",
     "tools_not_in_template": "has tools, which the chat template does not show",
+    "not_rendered": "the chat template fails on it",
     "remote": "a server's answer could not be used",
 }
 
@@ -41,6 +42,8 @@ _ENDED = {
     "no_tool_call": "a tool's answer came next, and the target had called none",
     "template_rewrites": "the chat template would have changed earlier turns",
     "other_stop_token": "the reply ended with a stop token that the template does not write",
+    "not_rendered": "the chat template fails on the next turn",
+    "not_aligned": "the chat template's tokens are of another text than was read and generated",
 }
 
 _HISTOGRAMS = {"prompt": "First prompts", "reply": "Replies", "conversation": "Conversations"}

@@ -65,6 +65,8 @@ def finish(
         fix = "widen synth's filters or raise its limits, then run again with --force"
         raise DataError(problem, where=stage_run.location.uri, fix=fix)
     details = _details(config, selection, template, tallies)
+    if stage_run.clock:
+        details["template"]["clock"] = stage_run.clock.isoformat()
     details["forecast"] = forecast(
         contract, stage_run.location, shards, supervised=tallies["supervised"]
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,10 @@ from pipeline.target.template import ChatTemplate
 #: stand for other weights today than when the stage was begun.
 _OF_THE_TARGET = ("fingerprint", "tokenizer_hash", "chat_template_hash")
 
+_OTHER_STOP = (
+    "; name the token that it writes after a reply as eos_token_id in generation_config.json"
+)
+
 
 def run(config: RunConfig) -> Manifest:
     """Do what is left of the stage, as far as no other process does.
@@ -76,9 +81,10 @@ def run(config: RunConfig) -> Manifest:
     stage_run, selection = _begin(config, pipeline)
     if stage_run.manifest:  # another process has finished it since this one looked
         return _complete(config, stage_run, stage_run.manifest)
+    pipeline.template.set_clock(stage_run.clock)
     _refuse_foreign(stage_run, selection)
     if selection.turns > 1 and synth_section(config).max_turns > 1:
-        pipeline.check_turns()
+        pipeline.notice_first_turns()
     counts = f"{selection.loaded:,} prompts, {selection.prompts:,} after the filters"
     committed = f"in {len(selection.shards)} shards, {len(stage_run.committed)} of them committed"
     notice("synth", f"{counts}, {committed}")
@@ -105,9 +111,10 @@ def _begin(config: RunConfig, pipeline: SynthPipeline) -> tuple[StageRun, Select
     that cannot be read leaves no begun stage behind.
     """
     location, made_with = stage_location(config.run.uri, "synth"), pipeline.made_with
+    clock = datetime.now(UTC) if pipeline.template.reads_clock else None
 
     def open_begun() -> StageRun:
-        return open_stage(config, "synth", None, made_with=made_with)
+        return open_stage(config, "synth", None, made_with=made_with, clock=clock)
 
     stage_run = open_begun() if read_begin(location) else None
     if config.run.force and stage_run is None and location.exists(SELECTION):
@@ -177,9 +184,12 @@ class SynthPipeline:
         self._is_told = False
         self._shown = False
 
-    def check_turns(self) -> None:
-        """Raise TemplateError where the template cannot continue a conversation."""
-        self._runner.check_turns()
+    def notice_first_turns(self) -> None:
+        """Say so where the template continues no conversation beyond its first reply."""
+        for name in self._runner.stops_after_reply():
+            ends = f"most conversations end with their first reply, counted under {name}"
+            fix = _OTHER_STOP if name == "other_stop_token" else ""
+            notice("synth", f"by the chat template {ends} (docs/synth.md){fix}")
 
     def make(
         self,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import TargetError, UnsupportedModel
+from pipeline.errors import TargetError, UnsupportedModel, brief
 
 
 class Family(NamedTuple):
@@ -97,9 +97,11 @@ def read_config(directory: Path, where: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        problem = f"config.json cannot be read: {str(error).splitlines()[0]}"
+    except Exception as error:  # a field of another type is an error of huggingface_hub's own
+        problem = f"config.json cannot be read: {brief(error)}"
         fix = "use a causal language model that transformers knows"
+        if "Validation error for field" in problem:
+            fix = "correct that field of config.json"
         raise TargetError(problem, where=where, fix=fix) from error
 
 

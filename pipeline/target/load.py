@@ -58,6 +58,7 @@ def load_model(
     Raises MissingPackage when that needs accelerate and it is not installed, and TargetError for a
     target that cannot be split over so many processes.
     """
+    from transformers import GenerationConfig
     from transformers.utils import logging
 
     device = pick_device(section.device)
@@ -67,6 +68,8 @@ def load_model(
     options: dict[str, Any] = {
         "dtype": resolve_dtype(dtype or section.dtype, device),
         "attn_implementation": attention,
+        # Not the target's own, whose settings of sampling are none of ours and may be refused.
+        "generation_config": GenerationConfig(),  # type: ignore[no-untyped-call]
     }
     if device_map is not None:
         _require_accelerate()

@@ -122,12 +122,13 @@ class Referee:
         logits = (final.to(rows.dtype) @ rows.T).float() * self._scale  # [n, V]
         ids = ids.to(rows.device)[:, None]
         own, one = logits.gather(1, ids)[:, 0], torch.ones(len(ids), device=rows.device)  # [n]
-        norm = final.float().norm(dim=1) * (self._scale * _EPS * GAP_STEPS / final.shape[1] ** 0.5)
+        step = self._scale * _EPS / final.shape[1] ** 0.5
+        norm = torch.as_tensor(final.float().norm(dim=1)) * (step * GAP_STEPS)
 
         def allowed(others: Tensor) -> Tensor:
             """The gap [n] between each token and another one [n]."""
             apart = rows[others].float() - rows[ids[:, 0]].float()  # [n, H]
-            return norm * torch.linalg.vector_norm(apart, dim=1)
+            return norm * torch.as_tensor(apart.norm(dim=1))
 
         if sampling.temperature == 0:
             best = logits.max(-1)

@@ -1,31 +1,69 @@
 """Conversations → token ids, through the target's own chat template.
 
-A multi-turn conversation is grown, never re-tokenised: the ids of a reply are those that were
-generated, and only the text between two replies is rendered.
+The ids of a reply are those that were generated. What follows a reply is cut out of the whole
+rendering, tokenised at once as a server does, so that no fragment is tokenised as if it began a
+text:
 
-    start("2+2?")     <sys>…<end><user>2+2?<end><assistant>
-    generated                                              4<end>
-    follow("Why?")                                               \\n<user>Why?<end><assistant>
+    start              <sys>…<end><user>2+2?<end><assistant>
+    generated                                                4<end>
+    whole rendering    <sys>…<end><user>2+2?<end><assistant> 4<end>\\n<user>Why?<end><assistant>
+    follow                                                         └────────────────────────┘
 
-That is what a server would read only if the template, given the longer conversation, renders the
-shorter one unchanged in front. `check_turns` tries it before a run, `keeps` for a conversation.
+That holds only where the longer rendering begins with the shorter one, and what stands before the
+cut decodes to what was read and generated. Where it does not, `follow` says why, and the
+conversation ends with that reply.
 """
 
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import TargetError, TemplateError
+from pipeline.errors import TargetError, TemplateError, brief
+from pipeline.records import Span
+from pipeline.target.end_ids import read_end_ids
 
 # Private-use characters: no template gives them a meaning and no user types them.
 _REPLY = "\ue000reply\ue001"
 _TURNS = tuple(f"\ue000turn {number}\ue001" for number in range(1, 5))
+#: What a decoder writes for bytes that are no character.
+_BROKEN = "\ufffd"
 
-_CANNOT_CONTINUE = "so a conversation cannot be continued token by token"
+#: Takes the place of transformers' own `strftime_now`, which reads this machine's clock and time
+#: zone. Template variables cannot: transformers turns functions among them into text. The newline
+#: is the last tag's own, so that what follows is trimmed as at the beginning of a template.
+_FIXED_CLOCK = (
+    "{%- macro strftime_now(format) -%}"
+    "{%- set written = namespace(text=format | replace('%%', '\ue002')) -%}"
+    "{%- for code, value in eagle3_clock.items() -%}"
+    "{%- set written.text = written.text | replace(code, value) -%}"
+    "{%- endfor -%}"
+    "{{- written.text | replace('\ue002', '%') -}}"
+    "{%- endmacro %}\n"
+)
+
+
+@dataclass
+class _Clock:
+    """What time it is for templates; None: now."""
+
+    moment: datetime | None = None
+
+    @cached_property
+    def codes(self) -> dict[str, str]:
+        """Each code of strftime that means something, and what is written for it."""
+        assert self.moment is not None
+        moment = self.moment.astimezone(UTC).replace(tzinfo=None)
+        codes = [f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in string.ascii_letters]
+        written = {code: moment.strftime(code) for code in codes}
+        return {code: text for code, text in written.items() if not text.startswith("%")}
 
 
 class ChatTemplate:
@@ -43,16 +81,23 @@ class ChatTemplate:
         stop_ids: tuple[int, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         where: str = "target",
+        clock: _Clock | None = None,
     ) -> None:
         self._tokenizer, self._where = tokenizer, where
+        self._clock = clock or _Clock()
         self._source = source
         self._system = system_prompt
         self._kwargs = dict(kwargs or {})
         if not tokenizer.chat_template:
             fix = "use an instruct model, or add chat_template.jinja to its directory"
             raise self._error("the target's tokenizer has no chat template", fix=fix)
+        written = tokenizer.chat_template
+        texts = written.values() if isinstance(written, dict) else [written]
+        if not all(isinstance(text, str) for text in texts):
+            fix = "write it as text, best in chat_template.jinja"
+            raise self._error("the target's chat template is not a text", fix=fix)
         self._check_kwargs()
-        ids = {*stop_ids, tokenizer.eos_token_id} - {None}
+        ids = set(stop_ids) or {tokenizer.eos_token_id} - {None}
         if not ids:
             fix = "set eos_token_id in generation_config.json"
             raise self._error("the target names no end-of-turn token", fix=fix)
@@ -68,82 +113,170 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """The same with another system prompt, further variables, or tools that may be called.
 
-        Raises TemplateError where the template reads no such variable; `where` is the section that
-        names them.
+        Raises TemplateError where the template reads no such variable, or cannot render a plain
+        conversation with it; `where` is the section that names them.
         """
-        return ChatTemplate(
+        varied = ChatTemplate(
             self._tokenizer,
             source=self._source,
             system_prompt=system_prompt or self._system,
             stop_ids=self.stop_ids,
             kwargs={**self._kwargs, **(kwargs or {}), **({"tools": list(tools)} if tools else {})},
             where=where,
+            clock=self._clock,
         )
+        if not tools:  # those are a record's own
+            varied.check()
+        return varied
+
+    def check(self) -> None:
+        """Raise TemplateError where not even one user turn can be rendered."""
+        turn = "Hello."
+        if turn not in self._render([turn], [], None):
+            fix = "correct the template: it writes `content` of each of the `messages`"
+            raise self._error("the chat template writes nothing of what a user says", fix=fix)
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether what it renders may depend on when that is."""
+        return "strftime_now" in self._source_text
+
+    def set_clock(self, moment: datetime | None) -> None:
+        """Render dates as of `moment`, with all that were or will be `varied` from this one."""
+        if self._clock.moment != moment:
+            self._clock.__dict__.pop("codes", None)
+            self._clock.moment = moment
 
     def start(self, turn: str, *, system: str | None = None) -> list[int]:
         """Ids of the system prompt, the first user turn and the opening of the reply."""
         return self.encode(self._render([turn], [], system))
 
     def follow(
-        self, turn: str, *, closed: bool, system: str | None = None, by_tool: bool = False
-    ) -> list[int]:
-        """Ids that lead from the end of a reply to the opening of the next one.
-
-        `closed`: the reply's ids end with the end-of-turn token already; it is not repeated.
-        `by_tool`: the turn is what a tool answered.
-        """
-        opening, tool_turns = self._render([_TURNS[0]], [], system), {1} if by_tool else ()
-        grown = self._render([_TURNS[0], turn], [_REPLY], system, tool_turns)
-        before, reply, after = grown.partition(_REPLY)
-        if not reply or before != opening:
-            raise self._rewrites()
-        if closed:
-            for stop in self.stop_ids:
-                after = after.removeprefix(self._tokenizer.decode([stop]))
-        return self.encode(after)
-
-    def keeps(
         self,
         turns: Sequence[str],
-        replies: Sequence[str],
+        token_ids: Sequence[int],
+        replies: Sequence[Span],
         *,
         system: str | None = None,
         tool_turns: Collection[int] = (),
-    ) -> bool:
-        """Whether rendering `turns`, with `replies` to all but the last, keeps the earlier turns.
+    ) -> list[int] | str:
+        """Ids that lead from the end of a conversation to the opening of its next reply, or why
+        there are none.
+
+        `turns` are the user's, up to the one that comes next; `token_ids` is the conversation,
+        which ends with a reply and, unless that was cut off, its end token; `replies` are the spans
+        of its replies without their end tokens. Of a reply that was cut off, the end token comes
+        first. `tool_turns` are turns by tools.
+
+            not_rendered         the template fails on this conversation
+            template_rewrites    it changes earlier turns or the reply
+            other_stop_token     the reply ended with another token than the template writes
+            not_aligned          the tokens of the whole rendering are of another text
+        """
+        texts = [self.text(token_ids[each.start : each.end], special=True) for each in replies]
+        closed = replies[-1].end < len(token_ids)
+        try:
+            grown = self._grown(turns, texts, system, tool_turns)
+        except TemplateError:
+            return "not_rendered"
+        if grown is None:
+            return "template_rewrites"
+        rendered, after = grown
+        end = self._first_stop(after)
+        if closed and token_ids[-1] != end:
+            return "other_stop_token"
+        if end is None or (not closed and texts[-1].endswith(_BROKEN)):  # half a character
+            return "not_aligned"
+        whole, count = self.encode(rendered), self.encode(after).count(end)
+        # Tokenizers split a text at added tokens before anything else, so that there are as many
+        # in what follows the reply as among the last of the whole.
+        places = [index for index, token in enumerate(whole) if token == end]
+        if not 0 < count <= len(places):
+            return "not_aligned"
+        place = places[-count]
+        if not self._decodes_to(whole[:place], token_ids, replies):
+            return "not_aligned"
+        return whole[place + closed :]
+
+    def stops_after_reply(self) -> str | None:
+        """Why a plain conversation of several turns ends with its first reply; None: it does not.
+
+        The reasons are those of `follow`. A conversation may still be cut for what is in it.
+        """
+        try:
+            for turns in range(2, len(_TURNS) + 1):
+                if self._grown(_TURNS[:turns], [_REPLY] * (turns - 1)) is None:
+                    return "template_rewrites"
+        except TemplateError:
+            return "not_rendered"
+        return "other_stop_token" if self.end_of_turn is None else None
+
+    def longest(
+        self, turns: Sequence[str], *, system: str | None = None, tool_turns: Collection[int] = ()
+    ) -> int:
+        """Tokens of these turns with short replies between them. Raises TemplateError."""
+        return len(self.encode(self._render(turns, ["x"] * (len(turns) - 1), system, tool_turns)))
+
+    def _grown(
+        self,
+        turns: Sequence[str],
+        replies: Sequence[str],
+        system: str | None = None,
+        tool_turns: Collection[int] = (),
+    ) -> tuple[str, str] | None:
+        """The rendering of `turns` with `replies` to all but the last, and what of it comes after
+        the last reply; None where it does not begin with what was rendered before.
 
             before   <user>2+2?<end><assistant>
             now      <user>2+2?<end><assistant>4<end><user>Why?<end><assistant>
-                     └ a prefix of `now` ─────┘└ and here the reply; space around it may be trimmed
+                     └ a prefix of `now` ─────┘└ and here the reply; space around it is no matter
 
-        False for templates that move the system prompt, number the turns, or cut reasoning out of
-        all replies but the last.
+        None for templates that move the system prompt, number the turns, or cut reasoning out of
+        all replies but the last. Raises TemplateError.
         """
-        before = self._render(turns[:-1], replies[:-1], system, tool_turns)
+        before = self._render(turns[:-1], replies[:-1], system, tool_turns).rstrip()
         now = self._render(turns, replies, system, tool_turns)
-        reply = now.removeprefix(before).lstrip()
-        return now.startswith(before) and reply.startswith(replies[-1].strip())
+        rest, reply = now.removeprefix(before).lstrip(), replies[-1].strip()
+        if not now.startswith(before) or not rest.startswith(reply):
+            return None
+        return now, rest[len(reply) :]
 
-    def check_turns(self) -> None:
-        """Raise TemplateError when this template's conversations cannot grow token by token."""
-        for turns in range(2, len(_TURNS) + 1):
-            if not self.keeps(_TURNS[:turns], [_REPLY] * (turns - 1)):
-                raise self._rewrites()
-        self.follow(_TURNS[1], closed=True)
-        if self.end_of_turn is None:
-            problem = "the chat template writes no end-of-turn token behind a reply"
-            token = "the token that it writes as an eos_token_id in generation_config.json"
-            fix = f"set synth.max_turns=1, or name {token}"
-            raise self._error(f"{problem}, {_CANNOT_CONTINUE}", fix=fix)
+    def _first_stop(self, text: str) -> int | None:
+        """The stop token that a text begins with, space aside."""
+        text = text.lstrip()
+        begun = [stop for stop, written in self._stop_texts.items() if text.startswith(written)]
+        return max(begun, key=lambda stop: len(self._stop_texts[stop]), default=None)
+
+    @cached_property
+    def _stop_texts(self) -> dict[int, str]:
+        texts = {stop: self.text([stop], special=True).strip() for stop in self.stop_ids}
+        return {stop: text for stop, text in texts.items() if text}
+
+    def _decodes_to(
+        self, rendered: Sequence[int], token_ids: Sequence[int], replies: Sequence[Span]
+    ) -> bool:
+        """Whether tokens of a rendering have the text of a conversation up to its last reply's end.
+
+        Space before and after a reply may differ: templates trim or add it.
+        """
+        text, cuts = self.text(rendered, special=True), [0]
+        for span in replies:
+            cuts += [span.start, span.end]
+        for start, end in pairwise(cuts):
+            text, piece = text.lstrip(), self.text(token_ids[start:end], special=True).strip()
+            if not text.startswith(piece):
+                return False
+            text = text[len(piece) :]
+        return not text.strip()
 
     @cached_property
     def end_of_turn(self) -> int | None:
-        """The stop token that the template writes behind a reply; None when it writes none."""
-        after = self._render(_TURNS[:2], [_REPLY], None).partition(_REPLY)[2].lstrip()
-        for stop in self.stop_ids:
-            if after.startswith(self._tokenizer.decode([stop])):
-                return stop
-        return None
+        """The stop token that the template writes after a reply; None when it writes none."""
+        try:
+            rendered = self._render(_TURNS[:2], [_REPLY], None)
+        except TemplateError:  # it takes one turn alone
+            return None
+        return self._first_stop(rendered.partition(_REPLY)[2])
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Ids as text; special tokens only show with `special`."""
@@ -192,31 +325,42 @@ class ChatTemplate:
         return self._rendered(messages)
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
-        from jinja2 import TemplateError as JinjaError
-
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self._kwargs
+                list(messages), tokenize=False, add_generation_prompt=True, **self._variables()
             )
-        except (JinjaError, TypeError, ValueError) as error:
-            problem = f"the chat template cannot be rendered: {error}"
-            fix = "correct the template or drop the system prompt"
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program, which may fail in any way
+            problem = f"the chat template cannot be rendered: {brief(error)}"
+            fix = "correct the template, or set or drop the system prompt"
             raise self._error(problem, fix=fix) from error
+        if not text:
+            fix = "correct the template: it writes `content` of each of the `messages`"
+            raise self._error("the chat template renders an empty text", fix=fix)
         return str(text)
+
+    def _variables(self) -> dict[str, Any]:
+        """What `apply_chat_template` is given beside the messages."""
+        if self._clock.moment is None or not self.reads_clock:
+            return self._kwargs
+        template = self._tokenizer.get_chat_template(None, self._kwargs.get("tools"))
+        fixed = {"chat_template": _FIXED_CLOCK + template, "eagle3_clock": self._clock.codes}
+        return {**self._kwargs, **fixed}
+
+    @property
+    def _source_text(self) -> str:
+        template = self._tokenizer.chat_template
+        return " ".join(template.values()) if isinstance(template, dict) else template
 
     def _check_kwargs(self) -> None:
         """A variable that the template does not read would be ignored without a word."""
-        template = self._tokenizer.chat_template
-        text = " ".join(template.values()) if isinstance(template, dict) else str(template)
+        text = self._source_text
         for name in self._kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 problem = f"the chat template reads no variable {name!r}"
                 where = f"{self._where}.chat_template_kwargs.{name}"
                 raise TemplateError(problem, where=where, fix="correct the name or leave it out")
-
-    def _rewrites(self) -> TemplateError:
-        problem = f"the chat template rewrites earlier turns, {_CANNOT_CONTINUE}"
-        return self._error(problem, fix="set synth.max_turns=1 (and eval.max_turns=1)")
 
     def _error(self, problem: str, *, fix: str) -> TemplateError:
         return TemplateError(problem, where=f"target.source={self._source}", fix=fix)
@@ -229,20 +373,23 @@ def load_template(
     system_prompt: str | None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTemplate:
-    """Tokenizer and stop ids of a resolved target directory."""
-    from transformers import AutoTokenizer, GenerationConfig
+    """Tokenizer, template and end ids of a resolved target directory. Raises TargetError, and
+    TemplateError for a template that cannot render even one user turn."""
+    from transformers import AutoTokenizer
 
+    end_ids = read_end_ids(directory, source=source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (ValueError, OSError, KeyError) as error:
-        problem = f"the tokenizer cannot be loaded: {str(error).splitlines()[0]}"
+    except Exception as error:  # the tokenizers library has no type of its own
+        problem = f"the tokenizer cannot be loaded: {brief(error)}"
         fix = "save the tokenizer beside the weights"
         raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
-    stops: tuple[int, ...] = ()
-    if (directory / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(directory).eos_token_id
-        if eos is not None:
-            stops = tuple(eos) if isinstance(eos, list) else (eos,)
-    return ChatTemplate(
-        tokenizer, source=source, system_prompt=system_prompt, stop_ids=stops, kwargs=kwargs
+    template = ChatTemplate(
+        tokenizer,
+        source=source,
+        system_prompt=system_prompt,
+        stop_ids=end_ids.with_own(tokenizer),
+        kwargs=kwargs,
     )
+    template.check()
+    return template

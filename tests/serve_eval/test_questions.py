@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import parse
-from pipeline.errors import TemplateError
+from pipeline.decoder.request import Completion, Statistics
+from pipeline.errors import ConfigError, TemplateError
 from pipeline.records import Prompt
-from pipeline.serve_eval.questions import first_question, follow_up
+from pipeline.serve_eval.questions import (
+    LeftOut,
+    Question,
+    first_question,
+    next_question,
+    readable,
+)
 from pipeline.serve_eval.stage import _tokens
 from pipeline.target.template import load_template
 from tests.conftest import CHATML
@@ -45,8 +52,12 @@ def test_tools_stand_in_the_question_and_their_answers_in_the_next(tiny_target: 
     template._tokenizer.chat_template = shows_tools
     question = first_question(prompt, template)
     assert '[{"name": "weather"}]' in template.text(question.context)
-    followed = template.text(follow_up(prompt, 1, template, closed=True), special=True)
-    assert followed.startswith("\n<|im_start|>tool\n4 degrees<|im_end|>")
+    reply = Completion("", (*template.encode("Hm."), *template.stop_ids), "stop", Statistics())
+    following = next_question(question, reply, prompt, 1, template)
+    assert isinstance(following, Question)
+    followed = following.context[len(question.context) + len(reply.token_ids) :]
+    text = template.text(followed, special=True)
+    assert text.startswith("\n<|im_start|>tool\n4 degrees<|im_end|>")
 
 
 def test_the_longest_conversation_has_its_own_system_prompt(tiny_target: Path) -> None:
@@ -58,4 +69,37 @@ def test_the_longest_conversation_has_its_own_system_prompt(tiny_target: Path) -
     lengths = [_tokens(each, parse(tree), template) for each in (prompt, long)]
     assert lengths[1] > lengths[0] + 50
     first = len(template.start("Hi", system=long.system))
-    assert lengths[1] == first + len(template.follow("Why?", closed=False)) + 10
+    question = first_question(long, template)
+    reply = Completion("", (9, 9, 9, 9, 9), "length", Statistics())
+    following = next_question(question, reply, long, 1, template)
+    assert isinstance(following, Question) and len(question.context) == first
+    assert len(following.context) + 5 <= lengths[1] <= len(following.context) + 6
+
+
+REFUSING = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + CHATML
+
+
+def test_prompts_that_the_template_refuses_are_left_out_by_reason(
+    tiny_target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = load_template(tiny_target, source=str(tiny_target), system_prompt=None)
+    template._tokenizer.chat_template = REFUSING
+    plain = Prompt(sample_id="1", source="s", license="MIT", category="c", turns=("Hi",))
+    system = plain.model_copy(update={"sample_id": "2", "system": "Be kind."})
+    tools = plain.model_copy(update={"sample_id": "3", "tools": '[{"name":"f"}]'})
+    kept, left_out = readable([system, plain, tools], [template])
+    assert kept == [plain]
+    assert left_out == [LeftOut("s/2", "not_rendered"), LeftOut("s/3", "tools_not_in_template")]
+    told = capsys.readouterr()
+    assert "2 prompts are left out: not_rendered 1, tools_not_in_template 1" in told.out + told.err
+    with pytest.raises(ConfigError, match="the chat template renders none of the 1 prompts"):
+        readable([system], [template])
+
+
+def test_a_turn_that_the_template_rewrites_is_left_out(tiny_target: Path) -> None:
+    template = load_template(tiny_target, source=str(tiny_target), system_prompt=None)
+    prompt = Prompt(sample_id="1", source="s", license="MIT", category="c", turns=("Hi", "Why?"))
+    reply = Completion("", (*template.encode("Hm."), *template.stop_ids), "stop", Statistics())
+    template._tokenizer.chat_template = "{{ messages | length }}" + CHATML
+    following = next_question(first_question(prompt, template), reply, prompt, 1, template)
+    assert following == LeftOut("s/1#2", "template_rewrites")

@@ -14,7 +14,7 @@ from pipeline.reports import EvalReport, RoundCounters
 from pipeline.serve_eval.groups import context_bucket
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.page.report import write_html
-from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.questions import LeftOut, Question
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.tuning.score import Gaps
 from pipeline.tuning.tune import Choice
@@ -62,8 +62,10 @@ def _report(predicted_speedup: float) -> EvalReport:
     tree = {name: {"chat_template_kwargs": kwargs} for name, kwargs in modes.items()}
     config = parse({"target": {"source": "x", **tree["target"]}, "eval": tree["eval"]})
     identical = [True, False, True]
+    left_out = [LeftOut(name, "not_rendered") for name in ("e", "f")]
+    left_out.append(LeftOut("d", "prompt_too_long"))
     measurements = Measurements(
-        *(measured, identical, ["d"], TREE, Choice(TREE, 1.6, predicted_speedup), ARITHMETIC),
+        *(measured, identical, left_out, TREE, Choice(TREE, 1.6, predicted_speedup), ARITHMETIC),
         trees={1: TREE, 8: None},
     )
     card = HeadCard(CONTRACT, {}, {"coverage": 0.9})
@@ -98,7 +100,7 @@ def test_one_difference_is_enough(report: EvalReport) -> None:
     assert (report.lossless["tokens_scored"], report.lossless["near_ties"]) == (9, 1 + 0 + 2)
     assert report.lossless["worst_log_probability_gap"] == pytest.approx(0.4)
     assert [prompt.identical_fp32 for prompt in report.prompts] == [True, False, True]
-    assert report.settings["left_out"] == {"prompt_too_long": 1}
+    assert report.settings["left_out"] == {"prompt_too_long": 1, "not_rendered": 2}
     asked_with = {"thinking": False, "date": "today"}
     assert report.settings["chat_template_kwargs"] == asked_with, "eval's over the target's"
 

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,24 @@ def test_of_two_that_begin_at_once_one_is_first(
         return
     with pytest.raises(StageConflict, match=r"holds begun work .*max_prompts null → 7"):
         open_synth(make_config(tmp_path, synth={"max_prompts": 7}))
+
+
+def test_the_clock_is_that_of_the_process_that_began(
+    tmp_path: Path, make_config: Configs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    first, later = datetime(2026, 3, 1, 23, 30, 15, 250, tzinfo=UTC), datetime.now(UTC)
+    assert open_stage(config, "synth", None, clock=first).clock == first
+    assert open_stage(config, "synth", None, clock=later).clock == first, "it is not compared"
+    monkeypatch.setattr(stage_run_module, "read_begin", lambda location: None)
+    assert open_stage(config, "synth", None, clock=later).clock == first, "it looked before"
+
+
+def test_work_of_an_older_version_has_no_clock(tmp_path: Path, make_config: Configs) -> None:
+    config = make_config(tmp_path)
+    assert open_synth(config).clock is None
+    assert "clock" not in json.loads((tmp_path / "synth/begin.json").read_text())
+    assert open_stage(config, "synth", None, clock=datetime.now(UTC)).clock is None
 
 
 @pytest.mark.parametrize("same", [True, False])

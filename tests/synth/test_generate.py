@@ -326,7 +326,7 @@ def test_a_conversation_ends_where_the_template_would_cut_its_reasoning(
     template = load_template(
         with_template(tiny_target, tmp_path, forgetful), source="tiny", system_prompt=None
     )
-    template.check_turns()
+    assert template.stops_after_reply() is None
     script = Script(template, [("<think>hm</think>4", "stop"), ("plain", "stop"), ("so", "stop")])
     batch = run_batch(
         runner(section(), template), script, prompts(("2+2?", "why?"), ("3+3?", "why?"))

@@ -32,6 +32,7 @@ from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
 from pipeline.synth import run, screen, stage
 from pipeline.synth.plan import plan
+from tests.conftest import CHATML
 from tests.synth.conftest import tree
 
 Configure = Callable[..., RunConfig]
@@ -390,3 +391,77 @@ def test_the_plan_needs_no_torch(
         "assert not heavy & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+REFUSING = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + CHATML
+DIVIDING = "{{ 1 // (messages[0].content | length - 7) }}{{ messages[0].content[0:9][8] }}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "odd"),
+    [
+        (REFUSING, {"messages": [{"role": "system", "content": "Hm."}, {"role": "user"}]}),
+        (DIVIDING, {"turns": ["7 chars"]}),
+    ],
+)
+def test_a_record_on_which_the_template_fails_is_counted(
+    make_config: Configure,
+    tiny_target: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    template: str,
+    odd: dict[str, Any],
+) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    (target / "chat_template.jinja").write_text(template)
+    if "messages" in odd:
+        odd["messages"][1]["content"] = "Hi."
+    with prompts_file.open("a") as file:
+        file.write(json.dumps({"id": "odd", "source": "ours", "license": "MIT", **odd}) + "\n")
+    config = make_config()
+    manifest = run(
+        config.model_copy(
+            update={"target": config.target.model_copy(update={"source": str(target)})}
+        )
+    )
+    assert manifest.rejected == {"not_rendered": 1} and manifest.rows == 24
+    audit = json.loads((Path(config.run.uri) / "synth/audit.json").read_text())
+    assert audit["rejected"] == {"not_rendered": 1}
+
+
+def test_a_template_that_continues_no_conversation_ends_no_run(
+    make_config: Configure,
+    tiny_target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As R1's with reasoning open: what begins a reply is in no later rendering."""
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    opening = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    (target / "chat_template.jinja").write_text(opening)
+    config = make_config()
+    manifest = run(
+        config.model_copy(
+            update={"target": config.target.model_copy(update={"source": str(target)})}
+        )
+    )
+    assert manifest.rows == 24 and not manifest.rejected
+    audit = json.loads((Path(config.run.uri) / "synth/audit.json").read_text())
+    assert set(audit["ended"]) == {"template_rewrites", "length"}, "no second turn"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "end with their first reply, counted under template_rewrites" in said
+
+
+def test_a_template_that_renders_nothing_leaves_nothing(
+    make_config: Configure, tiny_target: Path, tmp_path: Path
+) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    (target / "chat_template.jinja").write_text("{{ 1 // 0 }}")
+    config = make_config()
+    with pytest.raises(TemplateError, match="cannot be rendered: integer division"):
+        run(
+            config.model_copy(
+                update={"target": config.target.model_copy(update={"source": str(target)})}
+            )
+        )
+    assert not Path(config.run.uri).exists()

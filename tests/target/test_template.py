@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 
 from pipeline.config import TargetSection
 from pipeline.errors import ContractMismatch, TemplateError
-from pipeline.records import match_contracts
+from pipeline.records import Span, match_contracts
 from pipeline.target.open import open_target
 from pipeline.target.template import ChatTemplate, load_template
 from tests.conftest import CHATML
@@ -30,9 +33,10 @@ def tokenizer(tiny_target: Path) -> Any:
 def test_a_grown_conversation_reads_like_the_rendered_one(
     template: ChatTemplate, tokenizer: Any
 ) -> None:
-    end = tokenizer.eos_token_id
-    reply = [*tokenizer("It is 4.")["input_ids"], end]
-    grown = [*template.start("2+2?"), *reply, *template.follow("Why?", closed=True)]
+    end, first = tokenizer.eos_token_id, template.start("2+2?")
+    ids = [*first, *tokenizer("It is 4.")["input_ids"], end]
+    spans = [Span(start=len(first), end=len(ids) - 1)]
+    grown = [*ids, *followed(template, ["2+2?", "Why?"], ids, spans)]
     turns = [("user", "2+2?"), ("assistant", "It is 4."), ("user", "Why?")]
     whole = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in turns],
@@ -41,14 +45,14 @@ def test_a_grown_conversation_reads_like_the_rendered_one(
     )
     assert tokenizer.decode(grown) == whole
     assert template.stop_ids == (end,)
+    closing = followed(template, ["2+2?", "Why?"], ids[:-1], spans)
+    assert closing == [end, *grown[len(ids) :]], "a reply that was cut is closed by the template"
 
 
-def test_a_reply_that_was_cut_is_closed_by_the_template(
-    template: ChatTemplate, tokenizer: Any
-) -> None:
-    closing = template.follow("Why?", closed=False)
-    assert closing[0] == tokenizer.eos_token_id
-    assert closing[1:] == template.follow("Why?", closed=True)
+def followed(template: ChatTemplate, turns: list[str], ids: list[int], spans: Any) -> list[int]:
+    tail = template.follow(turns, ids, spans)
+    assert isinstance(tail, list)
+    return tail
 
 
 def test_the_system_prompt_comes_first(tokenizer: Any) -> None:
@@ -67,18 +71,6 @@ def test_no_template(tokenizer: Any) -> None:
     message = r"target\.source=tiny: the target's tokenizer has no chat template"
     with pytest.raises(TemplateError, match=message):
         ChatTemplate(tokenizer, source="tiny")
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_for_further_turns(
-    tokenizer: Any,
-) -> None:
-    tokenizer.chat_template = (
-        "{{ messages | length }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    )
-    template = ChatTemplate(tokenizer, source="tiny")
-    assert tokenizer.decode(template.start("Hi")) == "1[Hi]"
-    with pytest.raises(TemplateError, match=r"rewrites earlier turns.*max_turns=1"):
-        template.follow("Why?", closed=True)
 
 
 def test_a_template_that_fails_is_explained(tokenizer: Any) -> None:
@@ -109,26 +101,93 @@ def with_template(tokenizer: Any, template: str, **kwargs: Any) -> ChatTemplate:
         ),
     ],
 )
-def test_check_turns_refuses_templates_that_change_earlier_turns(
+def test_templates_that_change_earlier_turns_are_named(
     tokenizer: Any, what: str, template: str
 ) -> None:
-    with pytest.raises(TemplateError, match=r"rewrites earlier turns.*synth\.max_turns=1"):
-        with_template(tokenizer, template).check_turns()
+    rewriting = with_template(tokenizer, template)
+    assert rewriting.stops_after_reply() == "template_rewrites"
+    ids = [*rewriting.start("Hi"), *rewriting.encode("So."), tokenizer.eos_token_id]
+    spans = [Span(start=len(rewriting.start("Hi")), end=len(ids) - 1)]
+    if "drops" not in what:  # that one does from the third turn on
+        assert rewriting.follow(["Hi", "Why?"], ids, spans) == "template_rewrites"
 
 
-def test_check_turns_passes_other_templates(template: ChatTemplate, tokenizer: Any) -> None:
-    template.check_turns()
+def test_other_templates_continue(template: ChatTemplate, tokenizer: Any) -> None:
+    assert template.stops_after_reply() is None
     trimming = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
-    with_template(tokenizer, trimming).check_turns()
-    assert template.keeps(["a", "b"], [" spaced out \n"])
+    assert with_template(tokenizer, trimming).stops_after_reply() is None
 
 
 def test_a_template_without_an_end_of_turn_token_serves_single_turns_only(tokenizer: Any) -> None:
     plain = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
     template = with_template(tokenizer, plain)
     assert template.end_of_turn is None
-    with pytest.raises(TemplateError, match=r"writes no end-of-turn token.*max_turns=1"):
-        template.check_turns()
+    assert template.stops_after_reply() == "other_stop_token"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{% for m in messages %}{{ m.content.split('x')[5] }}{% endfor %}", "an empty text"),
+        ("{% for m in messages %}{{ m.contents }}.{% endfor %}", "nothing of what a user says"),
+        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "cannot be rendered"),
+        ("{% for m in messages %}{{ m.content }", "cannot be rendered"),
+        ("{{ messages[7].content.foo.bar }}", "cannot be rendered"),
+        ("{{ 1 // 0 }}", "cannot be rendered: integer division or modulo by zero"),
+        ("{{ m() }}", "cannot be rendered"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot be rendered"),
+        ({"rag": CHATML, "tool_use": CHATML}, "cannot be rendered"),
+        (7, "is not a text"),
+    ],
+)
+def test_a_template_that_renders_nothing_plain_is_refused_at_once(
+    tiny_target: Path, tmp_path: Path, text: Any, problem: str
+) -> None:
+    fields = json.loads((tiny_target / "tokenizer_config.json").read_text())
+    if isinstance(text, dict):
+        text = [{"name": name, "template": each} for name, each in text.items()]
+    fields["chat_template"] = text
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    shutil.copy(tiny_target / "tokenizer.json", tmp_path)
+    with pytest.raises(TemplateError, match=problem):
+        load_template(tmp_path, source="tiny", system_prompt=None)
+
+
+DATED = "{%- if x %}{% endif %}\n{{ strftime_now('%d %b %Y, %H:%M%%, %-d %q') }}\n" + CHATML
+
+
+def test_dates_are_as_of_one_moment(
+    tokenizer: Any, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers renders at that moment."""
+    moment = datetime(2024, 7, 6, 23, 5, tzinfo=UTC)
+
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return moment.replace(tzinfo=None)
+
+    dated = with_template(tokenizer, DATED)
+    varied = dated.varied(system_prompt="Be kind.", kwargs={"x": True})
+    assert dated.reads_clock and not template.reads_clock
+    today = tokenizer.decode(dated.start("Hi"))
+    dated.set_clock(moment.astimezone(timezone(timedelta(hours=14))))
+    ours = [tokenizer.decode(each.start("Hi")) for each in (dated, varied)]
+    dated.set_clock(None)
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Then)
+    assert ours == [tokenizer.decode(each.start("Hi")) for each in (dated, varied)]
+    assert ours[0].startswith("06 Jul 2024, 23:05%, 6 %q\n<|im_start|>") and today != ours[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["  {% if true %}{{ 1 }}{% endif %}", "\n\n  {{ 1 }}", "{#- a #}\n b"]
+)
+def test_a_fixed_clock_changes_nothing_else(tokenizer: Any, text: str) -> None:
+    rest = "{{ '' if true else strftime_now('%d') }}" + CHATML
+    template = with_template(tokenizer, text + rest)
+    before = template.start("Hi")
+    template.set_clock(datetime.now(UTC))
+    assert template.start("Hi") == before
 
 
 def test_variables_choose_a_mode_and_must_exist(tokenizer: Any) -> None:

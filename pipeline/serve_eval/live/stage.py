@@ -34,7 +34,13 @@ from pipeline.serve_eval.live.golden import evenly, prompts_digest
 from pipeline.serve_eval.live.measure import LiveMeasure, LiveReply, LoadRun
 from pipeline.serve_eval.live.servers import LiveServer, identify
 from pipeline.serve_eval.live.table import print_server
-from pipeline.serve_eval.questions import Question, first_question, read_prompts
+from pipeline.serve_eval.questions import (
+    Question,
+    clock_of,
+    first_question,
+    read_prompts,
+    readable,
+)
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.store.reports import read_report
@@ -54,8 +60,10 @@ def evaluate_server(config: RunConfig) -> ServerResult:
         template = open_template(config.target, system_prompt=section.system_prompt)
     if section.chat_template_kwargs:
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
-    prompts = read_prompts(config)[0]
+    prompts, _ = readable(read_prompts(config)[0], [template])
+    template.set_clock(clock_of(config, "eval", "synth"))  # as in the report
     questions = [first_question(prompt, template) for prompt in prompts]
+    template.set_clock(None)  # the server's own template, with which it is compared, knows today's
     report = report_of(config)
     seen, failures = asyncio.run(_ask(config, template, prompts, questions, report))
     result = _result(config, questions, seen, failures)

@@ -6,7 +6,8 @@
 A request's prompt is everything in front of the reply. A reply's token ids enter the sample as they
 were generated. A conversation ends where its turns end, where a reply hit the length limit (what is
 cut off is no context for another turn), where the next turn would make the prompt too long, where
-the template would change earlier turns, or where a tool's answer comes next and no tool was called:
+the template would not continue it (see `ChatTemplate.follow`), or where a tool's answer comes next
+and no tool was called:
 
     turns       Weather in Oslo?                       {"celsius": 4}          And in Rome?
     replies                       <tool_call>…<end>                  4 °C.<end>
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -95,16 +97,19 @@ class ConversationRunner:
                 template = template.varied(tools=json.loads(prompt.tools))
             except TemplateError:
                 return "tools_not_in_template"
-        token_ids = template.start(prompt.turns[0], system=prompt.system)
+        try:
+            token_ids = template.start(prompt.turns[0], system=prompt.system)
+        except TemplateError:
+            return "not_rendered"
         if len(token_ids) > self._section.max_prompt_tokens:
             return "prompt_too_long"
         sampling = self._sampling(prompt, variant)
         return Conversation(prompt, variant, template, sampling, drawn % 2**_SEED_BITS, token_ids)
 
-    def check_turns(self) -> None:
-        """Raise TemplateError when conversations of some variant cannot grow token by token."""
-        for variant in self._variants:
-            variant.template.check_turns()
+    def stops_after_reply(self) -> Counter[str]:
+        """Why plain conversations of some variants end with their first reply."""
+        reasons = (variant.template.stops_after_reply() for variant in self._variants)
+        return Counter(reason for reason in reasons if reason)
 
     def request(self, request_id: str, conversation: Conversation) -> Request:
         """The request for the next reply."""
@@ -142,18 +147,19 @@ class ConversationRunner:
         turns, system, replied = prompt.turns, prompt.system, len(conversation.replies)
         if replied >= min(len(turns), self._section.max_turns):
             return "complete"
-        if conversation.token_ids[-1] != template.end_of_turn:
-            return "other_stop_token"  # a server would render the usual one instead
-        replies = [
-            template.text(conversation.token_ids[span.start : span.end - 1], special=True)
-            for span in conversation.spans
-        ]
-        by_tool, tool_turns = replied in prompt.tool_turns, prompt.tool_turns
-        if by_tool and not _TOOL_CALL.search(replies[-1]):
-            return "no_tool_call"
-        if not template.keeps(turns[: replied + 1], replies, system=system, tool_turns=tool_turns):
-            return "template_rewrites"
-        turn_ids = template.follow(turns[replied], closed=True, system=system, by_tool=by_tool)
+        # Without their end tokens, which every reply has that is not the last.
+        replies = [Span(start=span.start, end=span.end - 1) for span in conversation.spans]
+        if replied in prompt.tool_turns:
+            called = conversation.token_ids[replies[-1].start : replies[-1].end]
+            if not _TOOL_CALL.search(template.text(called, special=True)):
+                return "no_tool_call"
+        turn_ids = template.follow(
+            *(turns[: replied + 1], conversation.token_ids, replies),
+            system=system,
+            tool_turns=prompt.tool_turns,
+        )
+        if isinstance(turn_ids, str):
+            return turn_ids
         if len(conversation.token_ids) + len(turn_ids) > self._section.max_prompt_tokens:
             return "prompt_too_long"
         conversation.token_ids.extend(turn_ids)

@@ -1,10 +1,12 @@
 """From what a server sent to the token ids that it generated, or a reason why they are not known.
 
 ids      given by the server: the reply is exact
-text     encoded again: accepted only if nothing contradicts that these are the generated ids
+text     encoded again after its prompt, as a server reads both: accepted only if nothing
+         contradicts that these are the generated ids
 
 remote:other_prompt     the server read other tokens than it was sent
 remote:not_text         the text does not survive decoding and encoding
+remote:not_aligned      encoded with its prompt, it changes the prompt's ids
 remote:other_count      it has another number of tokens than the server counted
 remote:no_stop_token    ended by itself, but by which of several tokens is not known
 remote:past_stop        went on behind a stop token
@@ -57,9 +59,14 @@ class TokenIdReader:
 
     def _encoded(self, request: Request, sent: ServerReply) -> tuple[int, ...] | str:
         """The text as ids, with the token that ended the reply."""
-        ids = tuple(self._template.encode(sent.text))
-        if _REPLACEMENT in sent.text or self._template.text(ids, special=True) != sent.text:
+        prompt, template = request.prompt_ids, self._template
+        text = template.text(prompt, special=True) + sent.text
+        whole = tuple(template.encode(text))
+        if _REPLACEMENT in sent.text or template.text(whole, special=True) != text:
             return "not_text"
+        if whole[: len(prompt)] != prompt:
+            return "not_aligned"
+        ids = whole[len(prompt) :]
         if sent.finish_reason == "stop" and not (ids and ids[-1] in request.stop_ids):
             stop = sent.stop_id if sent.stop_id in request.stop_ids else self._usual_stop(request)
             if stop is None:
