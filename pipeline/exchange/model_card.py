@@ -24,6 +24,11 @@ from pipeline.reports import EvalReport, ShapeAcceptance
 MODEL_CARD = "README.md"
 #: What the ways of decoding are called that a speedup is over.
 _RIVALS = {"plain": "plain decoding", "hf": "Hugging Face generate"}
+_REFERENCE = {
+    True: "gives transformers' tokens in fp32",
+    False: "does NOT give transformers' tokens in fp32",
+    None: "was not compared with transformers",
+}
 #: Sources of training data that are listed one by one.
 _SOURCES = 20
 
@@ -127,7 +132,8 @@ def _measured(report: EvalReport) -> str:
         f"{report.settings.get('max_new_tokens')} tokens, greedy, one at a time",
         f"* {markdown_text(str(report.settings.get('device')))}, {report.settings.get('dtype')}",
         f"* fp32 output {'is' if report.lossless['greedy_fp32'] else 'is NOT'} that of plain "
-        f"decoding on {report.lossless['prompts_checked']} requests",
+        f"decoding on {report.lossless['prompts_checked']} requests; plain decoding "
+        f"{_REFERENCE[report.plain_is_the_target]}",
         *_golden(report),
     ]
     categories = [

@@ -20,10 +20,12 @@ class RepliesAudit:
 
     def __init__(self) -> None:
         self._pooled, self._farthest = Agreement(), list[dict[str, Any]]()
+        self._rendered = 0
 
     def add(self, tallies: Mapping[str, Any]) -> None:
         """Of one shard; those of older versions say nothing."""
         self._pooled += Agreement.read(tallies.get("agreement", {}))
+        self._rendered += tallies.get("rendered", 0)
         self._farthest += tallies.get("farthest", [])
         self._farthest.sort(
             key=lambda each: (-Agreement.read(each).distance, each["source"], each["sample_id"])
@@ -40,7 +42,8 @@ class RepliesAudit:
     @property
     def figures(self) -> dict[str, Any]:
         """What the manifest carries; empty where no reply was scored."""
-        return self._pooled.figures()
+        rendered = {"rendered_samples": self._rendered} if self._rendered else {}
+        return self._pooled.figures() | rendered
 
     def as_json(self) -> str:
         """The file. It quotes no prompt and no reply."""

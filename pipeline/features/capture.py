@@ -128,7 +128,8 @@ def capture_shard(
             waiting.popleft()
             for number, (aux, final) in captured.items():
                 states[number] = _keep(samples[number], aux, final, supervise)
-                before[number] = final[torch.tensor(scored[number], device=final.device) - 1]
+                places = torch.tensor(scored[number], dtype=torch.int64, device=final.device)
+                before[number] = final[places - 1]
             advance(sum(len(sample.token_ids) for sample in documents.values()))
             continue
         # Now that the error, and with it what the forward held, is gone.

@@ -77,7 +77,7 @@ def _make(
                     require_space(config)
                     from pipeline.features.writer import ShardCapture
 
-                    capture = ShardCapture(config, parent.contract, stage_run, bar.advance, group)
+                    capture = ShardCapture(config, parent, stage_run, bar.advance, group)
                 capture.make(name, parts[name])
             if capture:
                 capture.wait()

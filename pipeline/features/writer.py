@@ -24,6 +24,7 @@ from pipeline.features.capture import (
     load_matching_target,
 )
 from pipeline.features.packing import Part, cut
+from pipeline.features.rendering import Rendering
 from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.manifest import stage_location
 from pipeline.store.samples import read_samples
@@ -53,15 +54,17 @@ class ShardCapture:
     def __init__(
         self,
         config: RunConfig,
-        contract: TargetContract,
+        parent: Manifest,
         stage_run: StageRun,
         advance: Callable[[float], None],
         group: Group,
     ) -> None:
         self._section, self._advance, self._group = config.features, advance, group
         self._synth = stage_location(config.run.uri, "synth")
+        contract = parent.contract
         matched = load_matching_target(config, group.broadcast(contract), group)
         self._target, self._referee = matched.loaded, matched.referee()
+        self._rendering = Rendering(matched.target.template(), parent)
         arithmetic = torch_arithmetic(self._target.model.dtype, self._target.device)
         if group.size > 1:  # the sums of a layer depend on how many processes share it
             arithmetic = arithmetic.model_copy(update={"repeatable": "no"})
@@ -74,12 +77,13 @@ class ShardCapture:
         """Compute the states of `part`; they are committed as shard `name` in the background."""
         samples = self._samples(part)
         usable = [sample for sample in samples if sample.supervised]
+        rendered = self._rendering.check(usable)
         self._group.broadcast((name, usable))
         captured = _capture(
             *(self._target, usable, self._section, name, self._advance), self._referee
         )
         rejected = {UNSUPERVISED: len(samples) - len(usable)}
-        self._writer.put(name, captured.states, rejected, captured.agreements)
+        self._writer.put(name, captured.states, rejected, captured.agreements, rendered)
 
     def wait(self) -> None:
         """Until all shards that were made are committed."""
@@ -163,13 +167,15 @@ class ShardWriter:
         samples: list[StatesSample],
         rejected: Mapping[str, int] | None = None,
         agreements: Sequence[Agreement] = (),
+        rendered: int = 0,
     ) -> None:
         """Encode and commit `samples` as shard `name`, in turn; waits while too many are held.
 
-        `agreements` of the samples' replies, if any, stand beside their ids.
+        `agreements` of the samples' replies, if any, stand beside their ids; of so many the
+        messages were `rendered` again.
         """
         self._pending.append(
-            self._pool.submit(self._write, name, samples, rejected or {}, agreements)
+            self._pool.submit(self._write, name, samples, rejected or {}, agreements, rendered)
         )
         while len(self._pending) > WAITING + 1:
             self._pending.popleft().result()
@@ -201,6 +207,7 @@ class ShardWriter:
         samples: list[StatesSample],
         rejected: Mapping[str, int],
         agreements: Sequence[Agreement],
+        rendered: int,
     ) -> None:
         if self._failed:  # a gap in the order would be computed twice
             return
@@ -221,6 +228,7 @@ class ShardWriter:
                 rejected={reason: count for reason, count in rejected.items() if count},
                 tallies={
                     "supervised": supervised,
+                    "rendered": rendered,
                     "agreement": sum(agreements, Agreement()).as_tally(),
                     "farthest": farthest(samples, agreements),
                 },

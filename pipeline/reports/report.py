@@ -96,8 +96,9 @@ class EvalReport(Record):
     speedup: dict[str, float]
     """Over plain and over hf: medians of ratios on the same request."""
     lossless: dict[str, Any]
-    """Whether greedy_fp32 holds, prompts_checked, and how far any token of the run's own type is
-    from the plain model's best."""
+    """Whether greedy_fp32 holds, prompts_checked, what transformers says of plain replies
+    (transformers: same, replies, tokens, near_ties, wrong_tokens, different), and how far any token
+    of the run's own type is from the plain model's best."""
     head: dict[str, Any]
     """Its parameters, share_of_target, draft_vocab_size, coverage; {} without a head."""
     drafter: dict[str, Any] = Field({"name": "eagle3"})
@@ -128,6 +129,24 @@ class EvalReport(Record):
     """Tree, threads, type, prompts, machine."""
     prompts: tuple[PromptResult, ...]
     """Every request."""
+
+    @property
+    def speculation_is_lossless(self) -> bool:
+        """The first leg: speculative decoding gives plain decoding's tokens in fp32."""
+        drawn = self.lossless.get("sampled_fp32", {})
+        return bool(self.lossless["greedy_fp32"] and all(drawn.values()))
+
+    @property
+    def plain_is_the_target(self) -> bool | None:
+        """The second leg: plain decoding gives transformers' tokens in fp32. None in a report of an
+        older version, which did not look."""
+        same: bool | None = self.lossless.get("transformers", {}).get("same")
+        return same
+
+    @property
+    def is_lossless(self) -> bool:
+        """Both."""
+        return self.speculation_is_lossless and self.plain_is_the_target is True
 
 
 def report_schema() -> dict[str, Any]:

@@ -225,6 +225,16 @@ class Comparison:
         plain, drafted = replies
         return [drafted[each.request_id] == plain[each.request_id] for each in requests]
 
+    def plain_replies(self, questions: Sequence[Question]) -> list[tuple[int, ...]]:
+        """Token ids of each question's plain reply."""
+        requests = [
+            replace(self._request(question), request_id=str(index))
+            for index, question in enumerate(questions)
+        ]
+        engine = self.engine(speculative=False, slots=len(requests))
+        done = {each.request_id: each.token_ids for each in engine.generate(requests)}
+        return [done[each.request_id] for each in requests]
+
     def _decode(
         self,
         question: Question,

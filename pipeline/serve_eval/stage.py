@@ -28,6 +28,7 @@ from pipeline.serve_eval.questions import (
     read_prompts,
     readable,
 )
+from pipeline.serve_eval.reference import check_with_transformers, chosen
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, summarise
 from pipeline.store.location import Location, as_directory
@@ -37,6 +38,8 @@ from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
+#: Replies of plain decoding that transformers reads.
+_WITH_TRANSFORMERS = 4
 #: Where the measurements go that the stage does not stand for.
 NOT_LOSSLESS = "not-lossless"
 #: Requests of each temperature of the load whose draws are compared in fp32.
@@ -68,9 +71,7 @@ def run(config: RunConfig) -> Manifest:
             loaded = load_any_head(directory, expected=contract)
     # The one that is there is a faster process's, or of an attempt that was killed after it.
     report = _committed(stage_run) or _evaluate(config, stage_run, target, loaded)
-    if not (
-        report.lossless["greedy_fp32"] and all(report.lossless.get("sampled_fp32", {}).values())
-    ):
+    if not report.is_lossless:
         raise _not_lossless(stage_run, report)
     data = stage_run.location.create(REPORT, _as_json(report))
     report = _parse(stage_run, data)
@@ -151,12 +152,19 @@ def _evaluate(
     identical = _check_lossless(exact, questions)
     drawn = [each for each in section.load.temperatures if each and section.load.concurrency]
     sampled = {each: _check_lossless(exact, questions[:_SAMPLED], each) for each in drawn}
+    read = chosen(questions, _WITH_TRANSFORMERS)
+    replies = exact.plain_replies(read)
+    del exact
+    note = "plain decoding is transformers'?"
+    with progress_bar("eval", unit="replies", total=len(read), note=note) as bar:
+        reference = check_with_transformers(target, read, replies, bar.advance)
     measurements = Measurements(
         *(measured, identical, left_out, tree, choice, arithmetic),
         tuned_apart=bool(others),
         replayed=replayed,
         load=load,
         sampled=sampled,
+        reference=reference,
         trees=trees,
     )
     report = summarise(config, target.contract, loaded, measurements)
@@ -232,6 +240,15 @@ def _not_lossless(stage_run: StageRun, report: EvalReport) -> NotLossless:
     problem = (
         f"{problem}, first {different[0]}" if different else "draws differ in fp32 by drafting"
     )
+    reference = report.lossless.get("transformers", {})
+    if report.speculation_is_lossless and not reference:
+        problem = "its report does not say whether plain decoding is the target's"
+    elif not report.plain_is_the_target:
+        problem = (
+            f"plain decoding is not the target's: in fp32 {reference['wrong_tokens']} of "
+            f"{reference['tokens']} tokens are not what transformers computes, first in "
+            f"{reference['different'][0]}"
+        )
     fix = "do not ship this build of the decoder; report the prompt, the head and the target"
     where = stage_run.location.where(f"{NOT_LOSSLESS}.html")
     return NotLossless(problem, where=where, fix=fix)

@@ -38,6 +38,7 @@ class Measurements(NamedTuple):
     replayed: ReplayedShapes = ReplayedShapes((), {})
     load: tuple[LoadCurve, ...] = ()
     sampled: Mapping[float, Sequence[bool]] = {}  # by temperature, as `identical`
+    reference: Mapping[str, Any] = {}  # plain decoding against transformers, in fp32
     trees: Mapping[int, TreeSection | None] = {}  # of `tree: auto` by batch size; None: plain
 
     @property
@@ -77,6 +78,7 @@ def summarise(
                 for item, same in zip(measured, drawn, strict=False)
                 if not same
             ),
+            "transformers": dict(measurements.reference),
             "different": sorted(each.id for each in results if not each.identical_fp32),
             "identical_in_run_dtype": sum(
                 item.plain.token_ids == item.speculative.token_ids for item in drafted

@@ -20,6 +20,7 @@ depend on how a reply ends, or the average would be biased.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -122,7 +123,7 @@ class Referee:
         logits = (final.to(rows.dtype) @ rows.T).float() * self._scale  # [n, V]
         ids = ids.to(rows.device)[:, None]
         own, one = logits.gather(1, ids)[:, 0], torch.ones(len(ids), device=rows.device)  # [n]
-        step = self._scale * _EPS / final.shape[1] ** 0.5
+        step = self._scale * _EPS / math.sqrt(final.shape[1])
         norm = torch.as_tensor(final.float().norm(dim=1)) * (step * GAP_STEPS)
 
         def allowed(others: Tensor) -> Tensor:

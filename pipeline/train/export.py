@@ -136,5 +136,7 @@ def provenance(
         "config": without_places(shaping),
         "arithmetic": [str(arithmetic) for arithmetic in progress.arithmetic],
         "world_size": world_size(),
+        # How far the replies agree with the teacher; {} in states of an older version.
+        "replies": parent.details.get("replies", {}),
     }
     return facts | ({"start_from": without_places(dict(origin))} if origin else {})

@@ -17,6 +17,7 @@ from pipeline.target.contract import read_contract
 from pipeline.target.resolve import resolve
 
 VOCABULARY = 96
+END_ID = 1  # of the tiny target
 
 
 @pytest.fixture
@@ -52,8 +53,9 @@ def make_samples(count: int = 12) -> list[Sample]:
     for index in range(count):
         length = 9 + (index * 13) % 34
         ids = torch.randint(
-            0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(index)
+            2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(index)
         ).tolist()
+        ids[3] = END_ID
         samples.append(
             Sample(
                 sample_id=f"p{index}",
@@ -63,8 +65,9 @@ def make_samples(count: int = 12) -> list[Sample]:
                 messages=(Message(role="user", content="hi"),),
                 token_ids=tuple(ids),
                 supervised=(Span(start=2, end=4), Span(start=6, end=length)),
-                finish_reason="stop",
-                sampling=SamplingParams(temperature=0, top_p=1, top_k=0, max_new_tokens=64),
+                finish_reason="length",
+                # The tiny target's logits are nearly alike: any ids are draws from it.
+                sampling=SamplingParams(temperature=1, top_p=1, top_k=0, max_new_tokens=64),
                 seed=0,
                 generator="unit",
             )

@@ -65,7 +65,11 @@ def made_up_report(**changes: Any) -> EvalReport:
         "alpha": (0.4812, 0.3307, 0.2719, 0.2205, 0.2011),
         "tokens_per_second": {"speculative": 31.27, "plain": 25.14, "hf": 19.48},
         "speedup": {"plain": 1.2438, "hf": 1.6052},
-        "lossless": {"greedy_fp32": True, "prompts_checked": 32},
+        "lossless": {
+            "greedy_fp32": True,
+            "prompts_checked": 32,
+            "transformers": {"same": True, "replies": 4, "tokens": 228},
+        },
         "head": {
             "parameters": 5912064,
             "share_of_target": 0.04395,
@@ -270,6 +274,18 @@ def test_categories_that_look_like_formulas_or_drawings_are_text() -> None:
     [
         ({"greedy_fp32": False, "prompts_checked": 32}, "✗ not lossless: differs"),
         ({"greedy_fp32": True, "prompts_checked": 0}, "lossless: not checked"),
+        (
+            {"greedy_fp32": True, "prompts_checked": 32},
+            "plain decoding was not compared with transformers",
+        ),
+        (
+            {
+                "greedy_fp32": True,
+                "prompts_checked": 32,
+                "transformers": {"same": False, "replies": 4, "tokens": 228, "wrong_tokens": 9},
+            },
+            "✗ not lossless: 9 of 228 tokens of plain decoding are not transformers' choice",
+        ),
     ],
 )
 def test_badge_tells_the_truth(

@@ -14,6 +14,7 @@ from pipeline.serve_eval.page.wording import (
     milliseconds,
     mode,
     rate,
+    reference,
     timed,
 )
 
@@ -94,8 +95,10 @@ def _verdict(report: EvalReport) -> str:
         f"**{fixed(ratio)}×** over {mode(name)}" for name, ratio in timed(report.speedup).items()
     )
     lines.append(f"* speed: {', '.join(speedups) or 'not timed'}")
-    checked, exact = report.lossless["prompts_checked"], report.lossless["greedy_fp32"]
+    checked, exact = report.lossless["prompts_checked"], report.speculation_is_lossless
     verdict = "token-identical to plain decoding in fp32" if exact else "**NOT lossless in fp32**"
+    if report.plain_is_the_target is not None:
+        verdict = f"{verdict}, {reference(report.lossless)}"
     lines.append(f"* {verdict if checked else 'losslessness was not checked'}, {checked} requests")
     return "\n".join(lines)
 

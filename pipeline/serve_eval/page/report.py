@@ -190,8 +190,14 @@ def _badge(report: EvalReport) -> Badge:
     if not checked:
         return Badge("none", "lossless: not checked")
     rival, requests = "plain greedy decoding in fp32", f"{wording.plain(checked)} requests checked"
-    if report.lossless["greedy_fp32"]:
-        return Badge("good", f"✓ lossless: token-identical to {rival} on all {requests}")
+    if report.plain_is_the_target is False:
+        return Badge("bad", f"✗ not lossless: {wording.reference(report.lossless)}")
+    if report.is_lossless:
+        same = f"token-identical to {rival} on all {requests}"
+        return Badge("good", f"✓ lossless: {same}; {wording.reference(report.lossless)}")
+    if report.speculation_is_lossless:
+        same = f"token-identical to {rival} on {requests}"
+        return Badge("none", f"{same}; plain decoding was not compared with transformers")
     return Badge("bad", f"✗ not lossless: differs from {rival} ({requests})")
 
 

@@ -72,6 +72,16 @@ def words(key: str) -> str:
     return known.get(key, key.replace("_", " "))
 
 
+def reference(lossless: Mapping[str, Any]) -> str:
+    """What transformers says of plain decoding, in a report that has it."""
+    leg = lossless["transformers"]
+    tokens, replies = plain(leg["tokens"]), plain(leg["replies"])
+    if leg["same"]:
+        return f"plain decoding is transformers' own on {replies} replies ({tokens} tokens)"
+    wrong = plain(leg["wrong_tokens"])
+    return f"{wrong} of {tokens} tokens of plain decoding are not transformers' choice in fp32"
+
+
 def mode(name: str) -> str:
     """What a reader calls a way of decoding."""
     return charts.MODE_NAMES.get(name, name)

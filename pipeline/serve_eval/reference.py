@@ -1,0 +1,73 @@
+"""The second leg of losslessness: is plain decoding the target's? transformers answers.
+
+Speculative decoding equals plain decoding where the first leg holds; both may still be of another
+model than the target, by a tensor or a rope setting that our reader got wrong. A few plain replies
+in fp32 are therefore read by transformers' own model, attention and masks, one forward each:
+
+    tokens   <prompt> … <assistant> 4    <end>
+    logits                    best: 4    <end>     each reply token must be the best one before it
+
+or lie below it by no more than fp32 arithmetic moves logits (see `target/referee.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pipeline.serve_eval.questions import Question
+from pipeline.target.open import Target
+
+#: Steps (eps) of float32 that two sound ways to compute a final state may differ by.
+_STEPS = 256.0
+_EPS = float(torch.finfo(torch.float32).eps)
+
+
+def chosen(questions: Sequence[Question], count: int) -> list[Question]:
+    """Of the questions those that are checked: the longest context, and others evenly."""
+    longest = max(range(len(questions)), key=lambda index: len(questions[index].context))
+    step = max(1, len(questions) // count)
+    indices = dict.fromkeys([longest, *range(0, len(questions), step)])
+    return [questions[index] for index in list(indices)[:count]]
+
+
+@torch.inference_mode()
+def check_with_transformers(
+    target: Target,
+    questions: Sequence[Question],
+    replies: Sequence[Sequence[int]],
+    advance: Callable[[int], None],
+) -> dict[str, Any]:
+    """What `report.json` says of the second leg, under `lossless.transformers`.
+
+    `replies` are those of plain decoding in fp32; `advance` is given 1 for each.
+    """
+    model = target.load(dtype="float32").model
+    rows = model.get_output_embeddings().weight  # [V, H]
+    near_ties, wrong, different = 0, 0, []
+    for question, reply in zip(questions, replies, strict=True):
+        ids = torch.tensor([[*question.context, *reply[:-1]]], device=model.device)
+        output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        logits = output.logits[0, len(question.context) - 1 :].float()  # [reply, V]
+        final = output.hidden_states[-1][0, len(question.context) - 1 :].float()  # [reply, H]
+        token = torch.tensor(list(reply), device=logits.device)  # [reply]
+        best = logits.max(-1)
+        gap = best.values - logits.gather(1, token[:, None])[:, 0]
+        apart = (rows[best.indices] - rows[token]).float()  # [reply, H]
+        allowed = final.norm(dim=1) * apart.norm(dim=1) * (_STEPS * _EPS / final.shape[1] ** 0.5)
+        is_wrong = gap > allowed
+        near_ties += int(((gap > 0) & ~is_wrong).sum())
+        wrong += int(is_wrong.sum())
+        if bool(is_wrong.any()):
+            different.append(question.request_id)
+        advance(1)
+    return {
+        "same": not different,
+        "replies": len(replies),
+        "tokens": sum(map(len, replies)),
+        "near_ties": near_ties,
+        "wrong_tokens": wrong,
+        "different": sorted(different),
+    }
