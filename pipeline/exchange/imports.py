@@ -42,10 +42,10 @@ def import_head(source: str, *, target: str, out: str) -> None:
     kwargs = card.contract.chat_template_kwargs if card else {}
     section = TargetSection(source=target, chat_template_kwargs=kwargs)
     opened = open_target(section)
+    contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     if foreign.dialect == "mtp":
         given = opened.weights.lm_head(), opened.weights.final_norm()
         complete_mtp(foreign, *given, where=f"head {source}")
-    contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     _check_embedding(foreign, opened, where=source)
     if foreign.lacks_rows:
         with torch.no_grad():

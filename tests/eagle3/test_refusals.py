@@ -124,7 +124,7 @@ def test_files_that_cannot_be_read_are_named(
     with pytest.raises(HeadError, match=r"model\.safetensors: cannot be read"):
         import_back(own)
     (own / WEIGHTS).rename(own / "pytorch_model.bin")
-    message = r"has no model\.safetensors \(a pytorch_model\.bin is a pickle"
+    message = r"has no model\.safetensors, only weights as pickle \(pytorch_model\.bin\)"
     with pytest.raises(HeadError, match=message):
         import_back(own)
     (own / CONFIG).write_text("[]")

@@ -132,6 +132,7 @@ LAYER_RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"), _CAUSAL
     ),
+    "transformers_weights": only("model.safetensors", reason="that file holds a head's weights"),
     "is_causal": only(True, reason="the head's attention is causal"),
     "use_parallel_residual": only(False, reason="the head's MLP follows its attention"),
     "use_sliding_window": Rule(_no_window_is_used, "the head attends to everything"),

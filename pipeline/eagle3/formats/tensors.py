@@ -1,7 +1,7 @@
 """The files of a head directory, read and checked: every kind and dialect comes through here.
 
-    which file    model.safetensors, else what model.safetensors.index.json lists, as transformers
-                  chooses; any other file beside them changes nothing
+    which file    as transformers chooses (target/files.py): model.safetensors, else the shards of
+                  its index; any other file beside them changes nothing
     each tensor   of a type that we compute with, finite; all that the head has, and no other, in
                   the shapes of config.json
     d2t, t2d      offsets → target ids, distinct and inside the vocabulary; rows put in order
@@ -23,10 +23,11 @@ from torch import Tensor
 
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import HeadError
+from pipeline.target.files import weight_files
 
 Head = TypeVar("Head", bound=DraftingHead)
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
 MAPS = ("d2t", "t2d")
 #: What trainers leave in their checkpoints and no head needs: the verifier's own weights.
 _IGNORED = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
@@ -50,32 +51,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return body
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers would load. Raises HeadError."""
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
-    if (directory / INDEX).is_file():
-        listed = read_json(directory / INDEX).get("weight_map")
-        names = sorted({str(name) for name in listed.values()}) if isinstance(listed, dict) else []
-        files = [directory / name for name in names]
-        # A name with a folder in it could lead anywhere on the machine.
-        wrong = [file.name for file, name in zip(files, names, strict=True) if file.name != name]
-        absent = [file.name for file in files if not file.is_file()]
-        if files and not wrong and not absent:
-            return files
-        problem = f"lists {', '.join(absent or wrong) or 'no files'}"
-        problem += ", which the directory lacks" if absent else ""
-        raise HeadError(problem, where=str(directory / INDEX), fix=FETCH_AGAIN)
-    problem = f"has no {WEIGHTS}"
-    others = sorted(file.name for file in directory.glob("*.safetensors"))
-    if others:
-        problem += f", and {', '.join(others)} is no name that loaders look for"
-    elif any(directory.glob("*.bin")):
-        problem += " (a pytorch_model.bin is a pickle, which can run code)"
-    fix = f"save the head's weights as {WEIGHTS}"
-    raise HeadError(problem, where=str(directory), fix=fix)
-
-
 def read_tensors(
     directory: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
@@ -85,7 +60,7 @@ def read_tensors(
     tensor that holds NaN or infinity.
     """
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(directory):
+    for file in weight_files(directory, error=HeadError):
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in set(stored.keys()) - _IGNORED:
