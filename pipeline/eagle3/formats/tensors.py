@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_tensors(
     directory: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
-    """The wanted tensors of a head directory: weights in float32, vocabulary maps as they are.
+    """The wanted tensors of a head directory, in the types they are stored in.
 
     Raises HeadError for a file that cannot be read, a type that we do not compute with, and a
     tensor that holds NaN or infinity.
@@ -73,7 +73,7 @@ def read_tensors(
 
 
 def _checked(name: str, tensor: Tensor, where: str) -> Tensor:
-    """A weight in float32; a vocabulary map as it is. Raises HeadError for other values."""
+    """The tensor as it is. Raises HeadError for a weight that cannot be computed with."""
     if name.rpartition(".")[2] in MAPS:
         return tensor
     if tensor.dtype not in _FLOATS:
@@ -85,7 +85,7 @@ def _checked(name: str, tensor: Tensor, where: str) -> Tensor:
         problem = f"{name} holds NaN or infinity in {count:,} of {tensor.numel():,} places"
         fix = "take an earlier checkpoint of its training"
         raise HeadError(problem, where=where, fix=fix)
-    return tensor.float()
+    return tensor
 
 
 def shapes_of(kind: Callable[[Any], DraftingHead], shape: Any) -> dict[str, tuple[int, ...]]:
