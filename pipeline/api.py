@@ -16,11 +16,9 @@ from pipeline.decoder.drafters.registry import load_drafter, name_of
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.any_head import open_head
 from pipeline.errors import Eagle3Error
 from pipeline.records import STAGES, Manifest, Sample, Stage
-from pipeline.store.location import Location, as_directory
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import read_samples as read_shard_of_samples
 from pipeline.store.states import StatesReader, StatesSample
@@ -80,8 +78,7 @@ def open_engine(
     if head is None:
         target = open_target(TargetSection(source=source))
     else:
-        with as_directory(Location(head), HEAD_FILES) as directory:
-            weights, card = load_any_head(directory)
+        weights, card = open_head(head)
         target = open_contracted_target(card.contract, source, where=f"head {head}")
     where = pick_device(device)
     model = DecoderModel.load(

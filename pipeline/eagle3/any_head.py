@@ -7,49 +7,75 @@ DFlashDraftModel         a block drafter       dflash/
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.eagle3.chained.checkpoint import chained_config, read_chained_shape
+from pipeline.eagle3.chained.checkpoint import chained_config, read_chained_config
 from pipeline.eagle3.chained.head import ChainedHead, ChainedShape
 from pipeline.eagle3.checkpoint import (
     BLOCK_DRAFTER,
     CHAINED,
     CONFIG,
+    HEAD_FILES,
     HeadCard,
+    check_card,
+    load_head,
     open_files,
-    read_shape,
-    read_weights,
     save_head,
     write_files,
 )
-from pipeline.eagle3.dflash.checkpoint import dflash_config, read_dflash_shape
+from pipeline.eagle3.dflash.checkpoint import dflash_config, read_dflash_config
 from pipeline.eagle3.dflash.head import DflashHead, DflashShape
-from pipeline.eagle3.formats.foreign import read_json
+from pipeline.eagle3.formats.known import architectures_of
+from pipeline.eagle3.formats.tensors import fill_head, read_json, read_tensors
 from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head, HeadShape
 from pipeline.records import TargetContract
+from pipeline.store.location import Location, as_directory
+
+
+def open_head(
+    location: Location | str, *, expected: TargetContract | None = None
+) -> tuple[DraftingHead, HeadCard]:
+    """Read the head at a directory or URI, of any kind, in float32: the one way to a head of ours.
+
+    Every field of its config.json is honoured or refused, every tensor is checked. Raises HeadError
+    with file, field and fix, or ContractMismatch when it is for another target than `expected`.
+    """
+    with head_directory(location) as directory:
+        return load_any_head(directory, expected=expected)
+
+
+@contextmanager
+def head_directory(location: Location | str) -> Iterator[Path]:
+    """A head's files as a local directory, for the time of the block."""
+    place = Location(location) if isinstance(location, str) else location
+    with as_directory(place, HEAD_FILES) as directory:
+        yield directory
 
 
 def load_any_head(
     directory: Path, *, expected: TargetContract | None = None
 ) -> tuple[DraftingHead, HeadCard]:
-    """Read a head directory of any kind, as its architecture says, in float32.
-
-    Raises HeadError, or ContractMismatch when it is for another target than `expected`.
-    """
+    """`open_head` of a local directory."""
+    path, where = directory / CONFIG, f"head {directory}: {CONFIG}"
     card = open_files(directory, expected)
-    head = empty_head(read_any_shape(directory))
-    read_weights(directory, head)
-    return head.float(), card
-
-
-def read_any_shape(directory: Path) -> DraftShape:
-    """The shape in a head directory's config.json, as its architecture says. Raises HeadError."""
-    architectures = read_json(directory / CONFIG).get("architectures") or ()
+    body = read_json(path)
+    architectures = architectures_of(body, where)
+    head: DraftingHead
     if BLOCK_DRAFTER in architectures:
-        return read_dflash_shape(directory)
-    if CHAINED in architectures:
-        return read_chained_shape(directory)
-    return read_shape(directory)
+        tensors = read_tensors(directory)
+        block, layers = read_dflash_config(body, where, has_rows="lm_head.weight" in tensors)
+        check_card(card, block, layers, where)
+        head = fill_head(DflashHead, block, tensors, where=f"head {directory}")
+    elif CHAINED in architectures:
+        chain, layers = read_chained_config(body, where)
+        check_card(card, chain, layers, where)
+        tensors = read_tensors(directory)
+        head = fill_head(ChainedHead, chain, tensors, where=f"head {directory}")
+    else:
+        return load_head(directory, expected=expected)
+    return head, card
 
 
 def save_any_head(directory: Path, head: DraftingHead, card: HeadCard) -> None:

@@ -20,19 +20,20 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.eagle3.formats.fields import shape_of
-from pipeline.eagle3.formats.foreign import read_json
-from pipeline.eagle3.formats.sglang import sglang_config
+from pipeline.eagle3.formats.fields import Layers
+from pipeline.eagle3.formats.known import architectures_of
+from pipeline.eagle3.formats.sglang import read_config, sglang_config
 from pipeline.eagle3.formats.speculators import MODEL_TYPE, speculators_config, speculators_tensors
-from pipeline.eagle3.head import DraftingHead, Eagle3Head, HeadShape
+from pipeline.eagle3.formats.tensors import WEIGHTS, fill_head, read_json, read_tensors
+from pipeline.eagle3.head import DraftShape, Eagle3Head
 from pipeline.errors import HeadError, StoreError
 from pipeline.records import TargetContract, match_contracts
 
-HEAD_FILES = CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "eagle3.json"
+CONFIG, CARD = "config.json", "eagle3.json"
+HEAD_FILES = CONFIG, WEIGHTS, CARD
 #: The architectures of the other kinds of head (`eagle3/dflash/`, `eagle3/chained/`).
 BLOCK_DRAFTER, CHAINED = "DFlashDraftModel", "ChainedDraftModel"
 
@@ -78,18 +79,21 @@ def export_speculators(
 def load_head(
     directory: Path, *, expected: TargetContract | None = None
 ) -> tuple[Eagle3Head, HeadCard]:
-    """Read a head directory in float32.
+    """Read the directory of an EAGLE-3 head in float32.
 
     Raises HeadError, or ContractMismatch when it is for another target than `expected`.
     """
     card = open_files(directory, expected)
-    head = Eagle3Head(read_shape(directory))
-    read_weights(directory, head)
-    return head.float(), card
+    body, where = read_json(directory / CONFIG), f"head {directory}: {CONFIG}"
+    _refuse_other_kinds(body, where, directory)
+    shape, layers = read_config(body, where)
+    check_card(card, shape, layers, where)
+    head = fill_head(Eagle3Head, shape, read_tensors(directory), where=f"head {directory}")
+    return head, card
 
 
 def open_files(directory: Path, expected: TargetContract | None) -> HeadCard:
-    """The card of a head directory of either kind, all of whose files are there.
+    """The card of a head directory of any kind, all of whose files are there.
 
     Raises HeadError, or ContractMismatch when it is for another target than `expected`.
     """
@@ -104,46 +108,52 @@ def open_files(directory: Path, expected: TargetContract | None) -> HeadCard:
     return card
 
 
-def read_weights(directory: Path, head: DraftingHead) -> None:
-    """Read the tensors into a head of their shapes. Raises HeadError."""
-    try:
-        head.load_state_dict(load_file(directory / WEIGHTS))
-    except (SafetensorError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        problem = f"{WEIGHTS} does not fit {CONFIG}: {reason}"
-        where = f"head {directory}"
-        raise HeadError(problem, where=where, fix="export the head again") from error
+def check_card(card: HeadCard, shape: DraftShape, layers: Layers | None, where: str) -> None:
+    """Raise HeadError where a config.json is of another target than the card beside it."""
+    contract = card.contract
+    pairs = [(name, getattr(shape, name)) for name in ("hidden_size", "vocab_size")]
+    pairs += [("capture_layers", layers)] if layers else []
+    for name, value in pairs:
+        if value != getattr(contract, name):
+            problem = f"{name} is {value}, in {CARD} {getattr(contract, name)}"
+            raise HeadError(problem, where=where, fix="export the head again")
 
 
-def read_shape(directory: Path) -> HeadShape:
-    """The shape in a head directory's config.json.
-
-    Raises HeadError, also for the other dialect and for a block drafter.
-    """
-    body = read_json(directory / CONFIG)
-    where = f"head {directory}: {CONFIG}"
-    if BLOCK_DRAFTER in (body.get("architectures") or ()):
+def _refuse_other_kinds(body: dict[str, Any], where: str, directory: Path) -> None:
+    """Raise HeadError for a block drafter, chained heads and the other dialect."""
+    architectures = architectures_of(body, where)
+    if BLOCK_DRAFTER in architectures:
         fix = "name the head of an EAGLE-3 training, or draft with drafter.name=dflash"
         raise HeadError(f"is of a block drafter ({BLOCK_DRAFTER})", where=where, fix=fix)
-    if CHAINED in (body.get("architectures") or ()):
+    if CHAINED in architectures:
         fix = "name a head of one layer (train.head_config.heads=1), or export with --format mtp"
         raise HeadError(f"is of chained heads ({CHAINED})", where=where, fix=fix)
     if MODEL_TYPE in body:
         fix = f"eagle3 import {directory} --target SOURCE --out HEAD"
         raise HeadError("is in the dialect of speculators", where=where, fix=fix)
-    return shape_of({name: body[name] for name in HeadShape.model_fields if name in body}, where)
 
 
 def read_card(path: Path) -> HeadCard:
-    """The card in an `eagle3.json`. Raises HeadError."""
+    """The card in an `eagle3.json`. Raises HeadError with file, field and fix."""
+    body, where = read_json(path), f"head {path.parent}: {CARD}"
+    fix = "export or import the head again"
+    parts = {name: body.get(name) for name in ("contract", "provenance", "metrics")}
+    for name, value in parts.items():
+        if not isinstance(value, dict):
+            problem = f"{name} is {value!r}, not an object" if name in body else f"lacks {name}"
+            raise HeadError(problem, where=where, fix=fix)
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        contract = TargetContract.model_validate(body["contract"])
-        return HeadCard(contract, body["provenance"], body["metrics"])
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        problem = f"{CARD} cannot be read: {str(error).splitlines()[0]}"
-        where = f"head {path.parent}"
-        raise HeadError(problem, where=where, fix="export the head again") from error
+        contract = TargetContract.model_validate(parts["contract"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, ("contract", *first["loc"])))
+        problem = f"{field} is {first['input']!r}: it {first['msg'].removeprefix('Input ')}"
+        problem = f"lacks {field}" if first["type"] == "missing" else problem
+        raise HeadError(problem, where=where, fix=fix) from error
+    for name, value in (("parameters", contract.parameters), ("num_layers", contract.num_layers)):
+        if value < 1:
+            raise HeadError(f"contract.{name} is {value}", where=where, fix=fix)
+    return HeadCard(contract, parts["provenance"] or {}, parts["metrics"] or {})
 
 
 def write_files(

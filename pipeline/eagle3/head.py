@@ -27,10 +27,10 @@ d head size; `..` any leading dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from pipeline.eagle3.layers import rms_norm, swiglu
@@ -56,21 +56,26 @@ def hidden_positions(lengths: Tensor, window: int) -> Tensor:
     return ((lengths - window) // WINDOW_STEP - 1).clamp(min=0) * WINDOW_STEP
 
 
+#: Bounds that no model reaches; tensors of such shapes can still be described without an overflow.
+Size = Annotated[int, Field(gt=0, le=2**24)]
+Count = Annotated[int, Field(gt=0, le=2**12)]
+
+
 class DraftShape(BaseModel):
     """What decides the tensors' shapes and the positions in a head of any kind."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int  # of the target
-    draft_vocab_size: int
-    rms_norm_eps: float
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    vocab_size: Size  # of the target
+    draft_vocab_size: Size
+    rms_norm_eps: float = Field(gt=0, lt=1)
     rope_parameters: dict[str, Any]  # as transformers writes them; the target's
-    max_position_embeddings: int
+    max_position_embeddings: int = Field(gt=0)
 
     def rope_config(self) -> Any:
         """A transformers configuration that carries the rotary parameters, of one head.
@@ -93,7 +98,7 @@ class HeadShape(DraftShape):
 
     fc_norm: bool = False  # a norm of each aux state before fc
     norm_output: bool = False  # the next step reads the normed output
-    draft_window: int = 0  # recent positions that a query sees; 0: all
+    draft_window: int = Field(0, ge=0)  # recent positions that a query sees; 0: all
 
 
 class CausalAttention(nn.Module):

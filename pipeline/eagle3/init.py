@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipeline.eagle3.formats.rope import rope_of_target
 from pipeline.eagle3.head import (
     BorrowedRows,
     DraftingHead,
@@ -24,8 +25,6 @@ from pipeline.eagle3.head import (
 
 #: Standard deviation of randomly started matrices, as in the Llama family.
 _INIT_STD = 0.02
-#: Rotary parameters that a head does not take over: it turns whole heads, by positions in text.
-_NOT_OF_A_HEAD = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 
 def shape_for(
@@ -71,7 +70,7 @@ def _rope(target_config: Any) -> dict[str, Any]:
     """The target's rotary parameters for a head, which is one layer of full attention on text."""
     parameters = dict(getattr(target_config, "rope_parameters", None) or {})
     parameters = dict(parameters.get("full_attention") or parameters)  # of several kinds of layer
-    return {name: value for name, value in parameters.items() if name not in _NOT_OF_A_HEAD}
+    return rope_of_target(parameters)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.console import notice
-from pipeline.eagle3.any_head import load_any_head, save_any_head
+from pipeline.eagle3.any_head import head_directory, load_any_head, save_any_head
 from pipeline.eagle3.chained.head import ChainedHead
 from pipeline.eagle3.chained.mtp import export_mtp
 from pipeline.eagle3.checkpoint import (
     CARD,
-    HEAD_FILES,
     HeadCard,
     export_speculators,
     load_head,
@@ -24,7 +23,7 @@ from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.eagle3.published import published
 from pipeline.errors import HeadError, StoreError
 from pipeline.exchange.model_card import MODEL_CARD, model_card
-from pipeline.store.location import Location, as_directory
+from pipeline.store.location import Location
 from pipeline.store.reports import read_report
 from pipeline.target.open import Target, open_contracted_target
 
@@ -50,8 +49,8 @@ def export_head(
     exported head names without its path. SGLang's dialect does not need it. Raises HeadError,
     TargetError or ContractMismatch.
     """
-    read = load_head if format == "speculators" else load_any_head
-    with as_directory(Location(head_uri), HEAD_FILES) as directory:
+    with head_directory(head_uri) as directory:
+        read = load_head if format == "speculators" else load_any_head
         head, card = read(directory)
     _check_format(head, format, where=f"head {head_uri}")
     evaluated = read_report(report) if report else None

@@ -13,7 +13,8 @@ from pipeline.eagle3.any_head import save_any_head
 from pipeline.eagle3.chained.mtp import complete_mtp, is_mtp, read_mtp
 from pipeline.eagle3.checkpoint import CARD, CONFIG, HeadCard, read_card
 from pipeline.eagle3.dflash.foreign import is_block_drafter, read_foreign_blocks
-from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign, read_json
+from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign
+from pipeline.eagle3.formats.tensors import WEIGHTS, read_json
 from pipeline.eagle3.published import last_part
 from pipeline.errors import HeadError
 from pipeline.exchange.export import output_directory
@@ -41,10 +42,10 @@ def import_head(source: str, *, target: str, out: str) -> None:
     kwargs = card.contract.chat_template_kwargs if card else {}
     section = TargetSection(source=target, chat_template_kwargs=kwargs)
     opened = open_target(section)
+    contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     if foreign.dialect == "mtp":
         given = opened.weights.lm_head(), opened.weights.final_norm()
         complete_mtp(foreign, *given, where=f"head {source}")
-    contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     _check_embedding(foreign, opened, where=source)
     if foreign.lacks_rows:
         with torch.no_grad():
@@ -63,6 +64,8 @@ def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
     """The head at `source`, and its card when our own export wrote one. Raises HeadError."""
     location = Location(source)
     names = [name for name in location.names() if name.endswith((".json", ".safetensors"))]
+    if WEIGHTS in names:  # what lies beside it is not read, so not fetched either
+        names = [name for name in names if name.endswith(".json") or name == WEIGHTS]
     if CONFIG not in names:
         fix = "pass the directory of a head"
         raise HeadError(f"has no {CONFIG}", where=f"head {source}", fix=fix)

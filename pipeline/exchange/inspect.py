@@ -1,21 +1,21 @@
-"""What a head directory says about itself; its weights are not read, only their header."""
+"""What a head directory says about itself, once all of it has been read and checked."""
 
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors import safe_open
 
 from pipeline.console import console, printable
-from pipeline.eagle3.any_head import empty_head, read_any_shape
-from pipeline.eagle3.checkpoint import CARD, CONFIG, HEAD_FILES, WEIGHTS, read_card
-from pipeline.eagle3.head import DraftShape
+from pipeline.eagle3.any_head import head_directory, load_any_head
+from pipeline.eagle3.checkpoint import CONFIG, HEAD_FILES
+from pipeline.eagle3.formats.tensors import WEIGHTS
 from pipeline.errors import HeadError
-from pipeline.store.location import Location, as_directory
+from pipeline.store.location import Location
 
 #: The vocabulary's map, and what chained heads keep of the target.
 _NOT_TRAINED = ("d2t", "t2d", "target_norm")
@@ -54,20 +54,20 @@ class Inspection:
 def inspect_head(uri: str) -> Inspection:
     """Read the head at `uri` (directory or fsspec URI).
 
-    Raises HeadError for what is no head, or has other tensors than its shape asks for.
+    Raises HeadError for what `open_head` refuses.
     """
     location = Location(uri)
-    sizes = location.sizes()
-    missing = [name for name in HEAD_FILES if name not in sizes]
+    names = location.names()
+    missing = [name for name in HEAD_FILES if name not in names]
     if missing:
         fix = "pass a head directory that `eagle3 train` or `eagle3 import` wrote"
-        if CONFIG in sizes and WEIGHTS in sizes:  # a head of another trainer
+        if CONFIG in names and WEIGHTS in names:  # a head of another trainer
             fix = f"eagle3 import {uri} --target SOURCE --out HEAD"
         raise HeadError(f"has no {', '.join(missing)}", where=f"head {uri}", fix=fix)
-    with as_directory(location, [CONFIG, CARD]) as directory:
-        shape, card = read_any_shape(directory), read_card(directory / CARD)
-    tensors = _read_header(location, sizes[WEIGHTS])
-    _check(tensors, shape, where=f"head {uri}: {WEIGHTS}")
+    with head_directory(location) as directory:
+        head, card = load_any_head(directory)
+        tensors = _read_header(directory / WEIGHTS)
+    shape = head.shape
     parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.name not in _NOT_TRAINED)
     draft_vocabulary = {
         "size": shape.draft_vocab_size,
@@ -88,44 +88,16 @@ def inspect_head(uri: str) -> Inspection:
     )
 
 
-def _read_header(location: Location, size: int) -> tuple[TensorEntry, ...]:
-    """The header of model.safetensors, a file of `size` bytes: 8 bytes of length, then JSON."""
-    where, fix = location.where(WEIGHTS), "export the head again"
-    broken = HeadError("is no safetensors file", where=where, fix=fix)
-    if size < 8:
-        raise broken
-    (length,) = struct.unpack("<Q", location.read_range(WEIGHTS, 0, 8))
-    if length > size - 8:
-        raise broken
-    try:
-        header = json.loads(location.read_range(WEIGHTS, 8, 8 + length))
-        entries, end = [], 0
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            start, stop = entry["data_offsets"]
-            end = max(end, stop)
-            shape = tuple(entry["shape"])
-            entries.append(TensorEntry(name, shape, entry["dtype"], stop - start))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise broken from None
-    expected = 8 + length + end
-    if expected != size:
-        problem = f"has {size:,} bytes where its header asks for {expected:,}"
-        raise HeadError(problem, where=where, fix="copy or export the head again")
-    return tuple(sorted(entries, key=lambda entry: entry.name))
-
-
-def _check(tensors: tuple[TensorEntry, ...], shape: DraftShape, *, where: str) -> None:
-    with torch.device("meta"):
-        parts = empty_head(shape).state_dict()
-    expected = {name: tuple(tensor.shape) for name, tensor in parts.items()}
-    stored = {tensor.name: tensor.shape for tensor in tensors}
-    for name in sorted(expected.keys() | stored.keys()):
-        if expected.get(name) != stored.get(name):
-            have, want = stored.get(name, "missing"), expected.get(name, "no such tensor")
-            problem = f"{name} is {have} where {CONFIG} asks for {want}"
-            raise HeadError(problem, where=where, fix="export the head again")
+def _read_header(path: Path) -> tuple[TensorEntry, ...]:
+    """Names, shapes, types and sizes in a file that has been read."""
+    entries = []
+    with safe_open(path, framework="pt") as stored:
+        for name in sorted(set(stored.keys())):
+            entry = stored.get_slice(name)
+            shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+            size = prod(shape) * stored.get_tensor(name).element_size()
+            entries.append(TensorEntry(name, shape, dtype, size))
+    return tuple(entries)
 
 
 def print_inspection(inspection: Inspection) -> None:

@@ -11,13 +11,12 @@ from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
 from pipeline.console import progress_bar
 from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.any_head import open_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
 from pipeline.serve_eval.questions import fill_context, first_question, read_prompts, readable
-from pipeline.store.location import Location, as_directory
+from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
@@ -120,8 +119,7 @@ def _head(
         return None
     own = stage_location(config.run.uri, "train").child("head")
     location = Location(config.eval.head) if config.eval.head else own
-    with as_directory(location, HEAD_FILES) as directory:
-        return load_any_head(directory, expected=target.contract)[0]
+    return open_head(location, expected=target.contract)[0]
 
 
 def _contexts(

@@ -19,13 +19,11 @@ from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.any_head import open_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
-from pipeline.store.location import Location, as_directory
 from pipeline.target.load import LoadedTarget, pick_device
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
@@ -141,8 +139,7 @@ class Comparison:
         for rival in rivals:
             head: DraftingHead | None = None
             if rival.head:
-                with as_directory(Location(rival.head), HEAD_FILES) as directory:
-                    head, _ = load_any_head(directory, expected=self._target.contract)
+                head, _ = open_head(rival.head, expected=self._target.contract)
                 _check_positions(head, self.model.max_length, rival.name)
             factory = load_drafter(rival.drafter, self.model, self._target, head)
             assert factory is not None, "the configuration refuses drafter none"

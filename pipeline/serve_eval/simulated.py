@@ -16,8 +16,7 @@ from pydantic import Field
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import console, long_step, notice
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.any_head import open_head
 from pipeline.eagle3.head import DraftingHead, Eagle3Head
 from pipeline.eagle3.init import random_init, shape_for
 from pipeline.errors import ConfigError
@@ -32,7 +31,7 @@ from pipeline.serve_eval.load import (
 )
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import first_question, read_prompts, readable
-from pipeline.store.location import Location, as_directory
+from pipeline.store.location import Location
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
@@ -189,8 +188,7 @@ def _head(config: RunConfig, target: Target) -> tuple[DraftingHead | None, str]:
     if section.head or find_manifest(config.run.uri, "train"):
         own = stage_location(config.run.uri, "train").child("head")
         location = Location(section.head) if section.head else own
-        with as_directory(location, HEAD_FILES) as directory:
-            return load_any_head(directory, expected=target.contract)[0], location.uri
+        return open_head(location, expected=target.contract)[0], location.uri
     asked = config.train.head_config
     if config.train.algorithm != "eagle3" or asked.heads > 1:
         problem = "there is no head, and only one of a single EAGLE-3 layer is drawn at random"

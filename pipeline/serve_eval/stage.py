@@ -8,8 +8,9 @@ import torch
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS, HeadCard
+from pipeline.eagle3.any_head import open_head
+from pipeline.eagle3.checkpoint import HeadCard
+from pipeline.eagle3.formats.tensors import WEIGHTS
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.records import Manifest, Prompt
@@ -31,7 +32,7 @@ from pipeline.serve_eval.questions import (
 from pipeline.serve_eval.reference import check_with_transformers, chosen
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, summarise
-from pipeline.store.location import Location, as_directory
+from pipeline.store.location import Location
 from pipeline.store.manifest import manifest_where, read_manifest, stage_location
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import decoder_arithmetic, reason
@@ -67,8 +68,7 @@ def run(config: RunConfig) -> Manifest:
     contract = target.contract
     loaded: tuple[DraftingHead, HeadCard] | None = None
     if drafts:
-        with as_directory(_head_location(config), HEAD_FILES) as directory:
-            loaded = load_any_head(directory, expected=contract)
+        loaded = open_head(_head_location(config), expected=contract)
     # The one that is there is a faster process's, or of an attempt that was killed after it.
     report = _committed(stage_run) or _evaluate(config, stage_run, target, loaded)
     if not report.is_lossless:

@@ -29,14 +29,14 @@ from pipeline.console import long_step, notice
 from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS
+from pipeline.eagle3.any_head import open_head
+from pipeline.eagle3.formats.tensors import WEIGHTS
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.reports import REPORT
 from pipeline.server.app import ServerApp
 from pipeline.server.metrics import missing
-from pipeline.store.location import Location, as_directory
+from pipeline.store.location import Location
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.reports import read_report
 from pipeline.target.open import Target, open_target
@@ -294,8 +294,7 @@ def _head(config: RunConfig, target: Target) -> DraftingHead | None:
     """`eval.head`, or the run's own; None for a drafter without, and for plain decoding."""
     if config.serve.plain or not config.eval.drafter.needs_head:
         return None
-    with as_directory(_head_location(config), HEAD_FILES) as directory:
-        return load_any_head(directory, expected=target.contract)[0]
+    return open_head(_head_location(config), expected=target.contract)[0]
 
 
 def _head_location(config: RunConfig) -> Location:

@@ -173,7 +173,8 @@ def _settings(directory: Path, **changes: Any) -> None:
         ({"num_hidden_layers": 3}, {}, r"has no tensor layers\.2\."),
         ({"num_hidden_layers": 1}, {}, r"no place for: layers\.1\."),
         ({"block_size": 64}, {"block_size": 64}, "block_size is 64, it can be 2 … 16"),
-        ({"hidden_size": "wide"}, {}, "garbles hidden_size"),
+        ({"block_size": 1}, {"block_size": 1}, "block_size is 1, it can be 2 … 16"),
+        ({"hidden_size": "wide"}, {}, "hidden_size is 'wide'"),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from pipeline.eagle3.checkpoint import HeadCard, load_head, save_head
-from pipeline.eagle3.formats.fields import rope_fields, rope_parameters
+from pipeline.eagle3.formats.rope import rope_fields, rope_parameters
 from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import HeadError
 from pipeline.exchange.export import Format, export_head

@@ -27,7 +27,7 @@ OTHER_TOKENS = "do not name the same distinct target tokens"
         ("sglang", {"norm_before_residual": True}, r"config\.json: norm_before_residual is True"),
         ("sglang", {"num_hidden_layers": 2}, "num_hidden_layers is 2"),
         ("sglang", {"attention_bias": True}, "attention_bias is True"),
-        ("sglang", {"target_hidden_size": 64}, "target_hidden_size 64 differs from hidden_size 32"),
+        ("sglang", {"target_hidden_size": 64}, "target_hidden_size is 64: the head borrows"),
         ("sglang", {"model_type": "qwen3"}, "model_type is 'qwen3'"),
         ("sglang", {"hidden_size": None}, "lacks hidden_size"),
         ("sglang", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
@@ -42,7 +42,7 @@ OTHER_TOKENS = "do not name the same distinct target tokens"
         (
             "sglang",
             {"eagle_config": {"use_aux_hidden_state": False}},
-            "use_aux_hidden_state is off",
+            r"eagle_config\.use_aux_hidden_state is False",
         ),
         ("sglang", {"eagle_config": {"norm_before_fc": True}}, "norm_before_fc is True"),
         (
@@ -124,7 +124,7 @@ def test_files_that_cannot_be_read_are_named(
     with pytest.raises(HeadError, match=r"model\.safetensors: cannot be read"):
         import_back(own)
     (own / WEIGHTS).rename(own / "pytorch_model.bin")
-    message = r"has no \*\.safetensors \(a pytorch_model\.bin is a pickle"
+    message = r"has no model\.safetensors, only weights as pickle \(pytorch_model\.bin\)"
     with pytest.raises(HeadError, match=message):
         import_back(own)
     (own / CONFIG).write_text("[]")

@@ -158,3 +158,7 @@ def check_fits(head: DraftingHead, model: DecoderModel) -> None:
                 where="head",
                 fix="use the head that was trained for this target",
             )
+    proposed = head.target_ids()
+    if bool(((proposed < 0) | (proposed >= model.vocabulary)).any()):
+        problem = f"d2t leads outside the target's vocabulary of {model.vocabulary} tokens"
+        raise HeadError(problem, where="head", fix="use the head that was trained for this target")

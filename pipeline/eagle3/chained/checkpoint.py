@@ -9,15 +9,32 @@ No server reads this directory; `mtp.py` writes what one reads.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pipeline.eagle3.chained.head import ChainedShape
-from pipeline.eagle3.checkpoint import CHAINED, CONFIG
-from pipeline.eagle3.formats.fields import layer_config, validated
-from pipeline.eagle3.formats.foreign import read_json
-from pipeline.errors import HeadError
+from pipeline.eagle3.checkpoint import CHAINED
+from pipeline.eagle3.formats.fields import (
+    EAGLE3_RULES,
+    LAYER_FIELDS,
+    Layers,
+    layer_config,
+    layer_ids,
+    validated,
+)
+from pipeline.eagle3.formats.known import check_layer_types, only, refuse_unknown
+from pipeline.eagle3.formats.rope import rope_parameters
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
+
+_LAYERS = "target_layer_ids"
+_READ = (
+    *("architectures", "draft_vocab_size", "heads", "chain_input", "attention_bias"),
+    _LAYERS,
+)
+_RULES = {
+    **EAGLE3_RULES,
+    "model_type": only("llama", reason="a head's layer is a Llama layer"),
+    "aux_layer_convention": only(CAPTURE_CONVENTION, reason="ids are read as output indices"),
+}
 
 
 def chained_config(shape: ChainedShape, contract: TargetContract) -> dict[str, Any]:
@@ -34,12 +51,12 @@ def chained_config(shape: ChainedShape, contract: TargetContract) -> dict[str, A
     }
 
 
-def read_chained_shape(directory: Path) -> ChainedShape:
-    """The shape in a directory's config.json. Raises HeadError."""
-    body, where = read_json(directory / CONFIG), f"head {directory}: {CONFIG}"
-    fields = {name: body[name] for name in ChainedShape.model_fields if name in body}
-    shape = validated(ChainedShape, fields, where)
-    if shape.heads < 1:
-        problem = f"heads is {shape.heads}, it can be 1 or more"
-        raise HeadError(problem, where=where, fix="export the head again")
-    return shape
+def read_chained_config(body: dict[str, Any], where: str) -> tuple[ChainedShape, Layers | None]:
+    """Shape and aux layers of a config.json. Raises HeadError."""
+    refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ), rules=_RULES)
+    check_layer_types(body, where)
+    names = set(ChainedShape.model_fields) - {"rope_parameters"}
+    fields = {name: body[name] for name in names if body.get(name) is not None}
+    fields["rope_parameters"] = rope_parameters(body, where)
+    layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=0)
+    return validated(ChainedShape, fields, where), layers

@@ -30,6 +30,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.eagle3.head import CausalAttention, DraftingHead, DraftShape, RmsNorm, SwiGluMlp
@@ -38,7 +39,7 @@ from pipeline.eagle3.head import CausalAttention, DraftingHead, DraftShape, RmsN
 class ChainedShape(DraftShape):
     """Of chained heads."""
 
-    heads: int  # K
+    heads: int = Field(gt=0, le=64)  # K
     chain_input: Literal["aux", "final"] = "aux"  # what head 0 reads
     attention_bias: bool = False  # of queries, keys and values, as Qwen2's
 

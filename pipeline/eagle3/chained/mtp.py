@@ -19,13 +19,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.eagle3.chained.head import ChainedHead, ChainedShape
 from pipeline.eagle3.checkpoint import CONFIG, HeadCard, write_files
-from pipeline.eagle3.formats.fields import layer_config, layer_ids, rope_parameters, validated
-from pipeline.eagle3.formats.foreign import ForeignHead, check_tensors, draft_ids, read_json
+from pipeline.eagle3.formats.fields import (
+    LAYER_FIELDS,
+    default_head_dim,
+    layer_config,
+    layer_ids,
+    validated,
+)
+from pipeline.eagle3.formats.foreign import ForeignHead
+from pipeline.eagle3.formats.known import (
+    LAYER_RULES,
+    architectures_of,
+    check_layer_types,
+    refuse_unknown,
+)
+from pipeline.eagle3.formats.rope import rope_parameters
+from pipeline.eagle3.formats.tensors import (
+    check_tensors,
+    draft_ids,
+    read_json,
+    read_tensors,
+    shapes_of,
+)
 from pipeline.errors import HeadError
 from pipeline.records import TargetContract
 
@@ -35,8 +54,11 @@ _LAYERS = "model.mtp_layers."
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAPS = ("d2t", "t2d")
 _BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
-#: field → the only value that our layer can carry
-_FIXED = {"hidden_act": "silu", "use_sliding_window": False}
+#: Beside the fields of a shape: of the whole model, or said by the tensors, as Qwen2's biases are.
+_READ = (
+    *("architectures", "model_type", "num_hidden_layers", "tie_word_embeddings", "attention_bias"),
+    *("draft_vocab_size", "target_layer_ids", _COUNT),
+)
 
 
 def export_mtp(
@@ -101,7 +123,7 @@ def read_mtp(directory: Path) -> ForeignHead:
     """
     body, where = read_json(directory / CONFIG), f"{directory}/{CONFIG}"
     _refuse_unsupported(body, where)
-    tensors = _load(directory)
+    tensors = _load(directory, where)
     embedding, lm_head = (tensors.pop(name, None) for name in (_EMBEDDING, _LM_HEAD))
     plain = all(
         not bool(tensor.any()) for name, tensor in tensors.items() if name.endswith(_BIASES)
@@ -129,65 +151,54 @@ def complete_mtp(foreign: ForeignHead, lm_head: Tensor, final_norm: Tensor, *, w
 
 
 def _refuse_unsupported(body: dict[str, Any], where: str) -> None:
-    architectures = body.get("architectures") or []
+    architectures = architectures_of(body, where)
     if not any(name in ARCHITECTURES for name in architectures):
         problem = f"MTP layers of {', '.join(architectures) or 'no architecture'} are not supported"
         fix = f"import heads of a dense layer, architectures [{ARCHITECTURES[0]}]"
         raise HeadError(problem, where=where, fix=fix)
-    for name, supported in _FIXED.items():
-        if body.get(name, supported) != supported:
-            problem = f"{name} is {body[name]!r}"
-            raise HeadError(problem, where=where, fix=f"import heads with {name} {supported!r}")
+    refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ), rules=LAYER_RULES)
+    check_layer_types(body, where)
 
 
 def _shape(body: dict[str, Any], where: str, *, bias: bool) -> ChainedShape:
     names = set(ChainedShape.model_fields) - {"rope_parameters"}
     fields = {name: body[name] for name in names if body.get(name) is not None}
-    heads, hidden = body.get("num_attention_heads"), body.get("hidden_size")
-    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        fields.setdefault("num_key_value_heads", heads)
-        fields.setdefault("head_dim", hidden // heads)
+    fields.setdefault("num_key_value_heads", body.get("num_attention_heads"))
+    fields.setdefault("head_dim", default_head_dim(body, where))
     fields.setdefault("draft_vocab_size", body.get("vocab_size"))
     fields |= {"heads": body[_COUNT], "chain_input": "final", "attention_bias": bias}
     fields |= {"rope_parameters": rope_parameters(body, where)}
-    shape = validated(ChainedShape, fields, where)
-    if shape.heads < 1:
-        problem = f"{_COUNT} is {shape.heads}"
+    if type(body[_COUNT]) is not int or body[_COUNT] < 1:
+        problem = f"{_COUNT} is {body[_COUNT]!r}"
         raise HeadError(problem, where=where, fix="import a checkpoint that has MTP layers")
-    return shape
+    return validated(ChainedShape, fields, where)
 
 
 def _head(shape: ChainedShape, tensors: dict[str, Tensor], where: str) -> ChainedHead:
     """Float32 heads of `shape`, but for what is the target's."""
-    head = ChainedHead(shape)
     maps = {name: tensors.pop(name) for name in _MAPS if name in tensors}
     ids = torch.arange(shape.vocab_size)
-    if len(maps) == len(_MAPS):
+    if maps:
+        check_tensors({"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}, maps, where)
         ids = draft_ids(maps["d2t"], maps["t2d"], where)
     if len(ids) != shape.draft_vocab_size:
         problem = f"draft_vocab_size is {shape.draft_vocab_size}, its map has {len(ids)} tokens"
         raise HeadError(problem, where=where, fix="export the head again with its vocabulary map")
-    state = head.state_dict()
-    inner = {name: tensor for name, tensor in state.items() if name.startswith("mtp_layers.")}
-    named = {name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()}
-    check_tensors({name: tuple(each.shape) for name, each in inner.items()}, named, where)
-    head.load_state_dict({**state, **named})
+    named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    sizes = shapes_of(ChainedHead, shape)
+    inner = {name: sizes[name] for name in sizes if name.startswith("mtp_layers.")}
+    check_tensors(inner, named, where)
+    head = ChainedHead(shape)
+    head.load_state_dict({**head.state_dict(), **named})
     head.set_vocabulary(ids.sort().values)
     return head
 
 
-def _load(directory: Path) -> dict[str, Tensor]:
+def _load(directory: Path, where: str) -> dict[str, Tensor]:
     """What is not the model's own."""
-    wanted, tensors = (*_MAPS, _EMBEDDING, _LM_HEAD), dict[str, Tensor]()
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                names = [name for name in set(stored.keys()) if name in wanted or _LAYERS in name]
-                tensors |= {name: stored.get_tensor(name) for name in names}
-        except (SafetensorError, OSError) as error:
-            fix = "download or export the head again"
-            raise HeadError(f"cannot be read: {error}", where=str(file), fix=fix) from error
+    wanted = (*_MAPS, _EMBEDDING, _LM_HEAD)
+    tensors = read_tensors(directory, lambda name: name in wanted or _LAYERS in name)
     if not any(name.startswith(_LAYERS) for name in tensors):
-        problem = f"has no tensor {_LAYERS}… in *.safetensors"
-        raise HeadError(problem, where=str(directory), fix="import a checkpoint with MTP layers")
+        problem = f"has no tensor {_LAYERS}… in its weights"
+        raise HeadError(problem, where=where, fix="import a checkpoint with MTP layers")
     return tensors

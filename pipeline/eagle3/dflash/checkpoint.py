@@ -11,17 +11,56 @@ take the target's lm_head, which is what a head trained with train_lm_head=false
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from pipeline.eagle3.checkpoint import BLOCK_DRAFTER, CONFIG
+from pipeline.eagle3.checkpoint import BLOCK_DRAFTER
 from pipeline.eagle3.dflash.head import MOST_BLOCK, DflashShape
-from pipeline.eagle3.formats.fields import layer_config, validated
-from pipeline.eagle3.formats.foreign import read_json
+from pipeline.eagle3.formats.fields import (
+    LAYER_FIELDS,
+    Layers,
+    layer_config,
+    layer_ids,
+    validated,
+)
+from pipeline.eagle3.formats.known import (
+    LAYER_RULES,
+    check_layer_types,
+    only,
+    refuse_unknown,
+    section,
+)
+from pipeline.eagle3.formats.rope import rope_parameters
 from pipeline.errors import HeadError
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 
-_SETTINGS = "dflash_config"
+_SETTINGS, _LAYERS, _BORROWED = "dflash_config", "target_layer_ids", "target_lm_head"
+#: Fields of a Qwen3 configuration that this drafter carries as they are.
+_COPIED = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "num_hidden_layers"),
+    "draft_vocab_size",
+)
+#: Honoured at the top level or inside `dflash_config`. A drafter has no embedding, and an lm_head
+#: only where its weights hold one; how many layers the target has says nothing about this one.
+_READ = (
+    *("block_size", "mask_token_id", _LAYERS, _BORROWED, _SETTINGS, "num_target_layers"),
+    *("architectures", "num_hidden_layers", "draft_vocab_size", "tie_word_embeddings"),
+)
+_SETTING_RULES = {
+    "aux_layer_convention": only(CAPTURE_CONVENTION, reason="ids are read as output indices"),
+    "use_aux_hidden_state": only(True, reason="a block drafter reads aux states"),
+    "causal": only(False, reason="every position of a block sees the whole block"),
+    "sample_from_anchor": only(False, reason="the root is a token of the target's"),
+}
+_RULES = {
+    **LAYER_RULES,
+    "model_type": only("qwen3", reason="a layer is one of Qwen3"),
+    **dict.fromkeys(
+        ("qk_norm", "use_qk_norm", "qk_layernorm"), only(True, reason="a layer norms both")
+    ),
+    # A drafter's block is not causal, and a trainer may say so of its attention.
+    "is_causal": only(True, False, reason="every position of a block sees the whole block"),
+}
 
 
 def dflash_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
@@ -42,36 +81,61 @@ def dflash_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any
         _SETTINGS: {
             "block_size": shape.block_size,
             "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(contract.capture_layers),
+            _LAYERS: list(contract.capture_layers),
             "aux_layer_convention": CAPTURE_CONVENTION,
-            **({"target_lm_head": True} if shape.target_lm_head else {}),
+            **({_BORROWED: True} if shape.target_lm_head else {}),
         },
     }
 
 
-def read_dflash_shape(directory: Path) -> DflashShape:
-    """The shape in a directory's config.json. Raises HeadError."""
-    body, where = read_json(directory / CONFIG), f"head {directory}: {CONFIG}"
-    own = body.get(_SETTINGS)
-    settings = own if isinstance(own, dict) else {}
-    fields = {name: body[name] for name in DflashShape.model_fields if name in body}
-    fields |= {name: settings[name] for name in DflashShape.model_fields if name in settings}
+def read_dflash_config(
+    body: dict[str, Any], where: str, *, has_rows: bool
+) -> tuple[DflashShape, Layers | None]:
+    """Shape and aux layers, which are output indices, of a head with an lm_head or without.
+
+    Raises HeadError.
+    """
+    settings = section(body, _SETTINGS, where)
+    refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ), rules=_RULES)
+    refuse_unknown(settings, where, read=_READ, rules=_SETTING_RULES, prefix=f"{_SETTINGS}.")
+    check_layer_types(body, where)
+    if has_rows and body.get("tie_word_embeddings"):
+        problem = "tie_word_embeddings is True, and the weights hold an lm_head of their own"
+        raise HeadError(problem, where=where, fix="write false, or use a head without lm_head")
+    fields = {name: body[name] for name in _COPIED if body.get(name) is not None}
+    fields.setdefault("num_key_value_heads", body.get("num_attention_heads"))
+    for name in ("block_size", "mask_token_id"):
+        if (value := _one_of(body, settings, name, where)) is not None:
+            fields[name] = value
+    fields["rope_parameters"] = rope_parameters(body, where)
+    if body.get("draft_vocab_size") is None and "vocab_size" in fields:
+        fields["draft_vocab_size"] = fields["vocab_size"]
+    whole = fields.get("draft_vocab_size") == fields.get("vocab_size")
+    borrowed = settings.get(_BORROWED)
+    fields[_BORROWED] = whole and not has_rows if borrowed is None else borrowed
     shape = validated(DflashShape, fields, where)
-    check_numbers(shape, where)
-    return shape
+    _check_numbers(shape, where)
+    ids = _one_of(body, settings, _LAYERS, where)
+    return shape, layer_ids(ids, where, _LAYERS, offset=0)
 
 
-def check_numbers(shape: DflashShape, where: str) -> None:
+def _one_of(body: dict[str, Any], settings: dict[str, Any], name: str, where: str) -> Any:
+    """A field that may stand at the top level, in `dflash_config`, or in both."""
+    inside, top = settings.get(name), body.get(name)
+    if inside is not None and top is not None and inside != top:
+        problem = f"{_SETTINGS}.{name} {inside!r} contradicts {name} {top!r}"
+        raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
+    return top if inside is None else inside
+
+
+def _check_numbers(shape: DflashShape, where: str) -> None:
     """Raise HeadError for numbers that no drafter has."""
     for name, value, least, most in (
         ("block_size", shape.block_size, 2, MOST_BLOCK),
         ("mask_token_id", shape.mask_token_id, 0, shape.vocab_size - 1),
-        ("num_hidden_layers", shape.num_hidden_layers, 1, None),
-        ("draft_vocab_size", shape.draft_vocab_size, 1, shape.vocab_size),
     ):
-        if value < least or (most is not None and value > most):
-            allowed = f"{least} or more" if most is None else f"{least} … {most}"
-            problem = f"{name} is {value}, it can be {allowed}"
+        if not least <= value <= most:
+            problem = f"{name} is {value}, it can be {least} … {most}"
             raise HeadError(problem, where=where, fix="export the head again")
     if shape.target_lm_head and shape.draft_vocab_size != shape.vocab_size:
         problem = f"target_lm_head proposes all {shape.vocab_size} tokens of the target"

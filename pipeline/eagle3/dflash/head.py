@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from pipeline.eagle3.head import DraftingHead, DraftShape, RmsNorm, SwiGluMlp
@@ -55,7 +56,7 @@ AttendBlocks = Callable[[BlockQkv, ContextKeys], Tensor]
 class DflashShape(DraftShape):
     """Of a block drafter."""
 
-    num_hidden_layers: int
+    num_hidden_layers: int = Field(gt=0, le=256)
     block_size: int  # root included
     mask_token_id: int  # whose embedding stands for a token to predict
     target_lm_head: bool = False  # logits by the target's rows, of its whole vocabulary

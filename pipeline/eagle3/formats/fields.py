@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from pipeline.eagle3.formats.known import LAYER_RULES, only
+from pipeline.eagle3.formats.rope import ROPE_FIELDS, check_rotary, rope_fields, rope_parameters
 from pipeline.eagle3.head import DraftShape, HeadShape
 from pipeline.errors import HeadError
 
 Shape = TypeVar("Shape", bound=DraftShape)
+#: Output indices of the three aux layers, low to high.
+Layers = tuple[int, int, int]
 
 #: EAGLE-3.1's switches and the draft window, written only when on: a reader that does not know them
 #: then still reads a plain head right. Servers know no window: there such a head sees everything.
 SWITCHES = ("fc_norm", "norm_output", "draft_window")
 
-#: Without a base, transformers' Llama configuration means this, and so do the loaders built on it.
-_ROPE_THETA = 10000.0
-
-_NO_BIAS = (False, "the head's projections have no bias")
-#: field → (the only value that this head can carry, why another one is refused)
-_FIXED: dict[str, tuple[Any, str]] = {
-    "hidden_act": ("silu", "the head's MLP is SwiGLU"),
-    "num_hidden_layers": (1, "the head has one decoder layer"),
-    "num_aux_hidden_states": (3, "the head reads three aux states"),
-    "tie_word_embeddings": (False, "the head has an lm_head of its own"),
-    "attention_bias": _NO_BIAS,
-    "qkv_bias": _NO_BIAS,
-    "mlp_bias": _NO_BIAS,
-    "bias": _NO_BIAS,
-    "norm_before_fc": (
+#: Fields of a config.json that become part of any head's shape.
+LAYER_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "layer_types"),
+    *ROPE_FIELDS,
+)
+#: What an EAGLE-3 head of either dialect cannot carry, beside what no layer can.
+EAGLE3_RULES = {
+    **LAYER_RULES,
+    "num_hidden_layers": only(1, reason="the head has one decoder layer"),
+    "num_aux_hidden_states": only(3, reason="the head reads three aux states"),
+    "tie_word_embeddings": only(False, reason="the head has an lm_head of its own"),
+    "norm_before_fc": only(
         False,
-        "one norm over the joined aux states is not supported, `fc_norm` over each of them is",
+        reason="one norm over the joined aux states is not supported, `fc_norm` over each is",
     ),
-    "norm_before_residual": (False, "the head's residual stream is un-normed"),
+    "norm_before_residual": only(False, reason="the head's residual stream is un-normed"),
 }
 
 
@@ -60,95 +63,88 @@ def layer_config(shape: DraftShape) -> dict[str, Any]:
     }
 
 
-def refuse_unsupported(body: dict[str, Any], where: str) -> None:
-    """Raise HeadError for the first field with a value that would change the maths."""
-    for name, (supported, reason) in _FIXED.items():
-        value = body.get(name)
-        if value is not None and value != supported:
-            fix = f"import a head with {name} {supported!r}"
-            raise HeadError(f"{name} is {value!r}: {reason}", where=where, fix=fix)
-    wide, hidden = body.get("target_hidden_size"), body.get("hidden_size")
-    if wide is not None and wide != hidden:
-        problem = (
-            f"target_hidden_size {wide} differs from hidden_size {hidden}: "
-            "the head borrows the target's embedding, so both are one"
-        )
-        raise HeadError(problem, where=where, fix="import a head of the target's width")
-
-
 def shape_fields(body: dict[str, Any], where: str) -> HeadShape:
     """The shape that `body` describes, defaults as in transformers' Llama. Raises HeadError."""
-    sizes = ("num_attention_heads", "hidden_size", "vocab_size")
-    heads, hidden, vocabulary = (_positive(body, name, where) for name in sizes)
-    copied = ("intermediate_size", "rms_norm_eps", "max_position_embeddings")
+    sizes = ("hidden_size", "num_attention_heads", "vocab_size")
+    hidden, heads, vocabulary = (_positive(body, name, where) for name in sizes)
+    copied = ("intermediate_size", "rms_norm_eps", "max_position_embeddings", *SWITCHES)
     fields = {name: body[name] for name in copied if body.get(name) is not None}
-    fields |= {name: body[name] for name in SWITCHES if body.get(name)}
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": default_head_dim(body, where),
+        "draft_vocab_size": vocabulary,
+    }
     fields |= {
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "vocab_size": vocabulary,
-        "num_key_value_heads": body.get("num_key_value_heads") or heads,
-        "head_dim": body.get("head_dim") or hidden // heads,
-        "draft_vocab_size": body.get("draft_vocab_size") or vocabulary,
+        **{name: _given(body, name, default) for name, default in defaults.items()},
         "rope_parameters": rope_parameters(body, where),
     }
-    return shape_of(fields, where)
-
-
-def shape_of(fields: dict[str, Any], where: str) -> HeadShape:
-    """A HeadShape; raises HeadError that names the first missing or unreadable field."""
     return validated(HeadShape, fields, where)
 
 
+def default_head_dim(body: Mapping[str, Any], where: str) -> int | None:
+    """What transformers takes for an absent head_dim; None where the body has one.
+
+    Raises HeadError where the heads do not divide the hidden size.
+    """
+    heads, hidden = body.get("num_attention_heads"), body.get("hidden_size")
+    whole = all(isinstance(each, int) and each > 0 for each in (heads, hidden))
+    if body.get("head_dim") is not None or not whole:
+        return None
+    assert isinstance(heads, int) and isinstance(hidden, int)
+    if hidden % heads:
+        problem = f"num_attention_heads {heads} does not divide hidden_size {hidden}"
+        raise HeadError(problem, where=where, fix="write head_dim, or correct the two")
+    return hidden // heads
+
+
+def _given(body: Mapping[str, Any], name: str, default: Any) -> Any:
+    return default if body.get(name) is None else body[name]
+
+
 def validated(kind: type[Shape], fields: dict[str, Any], where: str) -> Shape:
-    """A shape of a kind; raises HeadError that names the first missing or unreadable field."""
+    """A shape of a kind that a head can have.
+
+    Raises HeadError that names the first missing or unreadable field, and numbers that contradict
+    each other.
+    """
     try:
-        return kind.model_validate(fields)
+        shape = kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        problem = f"garbles {name}: {first['msg']}, got {first['input']!r}"
+        reason = first["msg"].removeprefix("Input ")
+        problem = f"{name} is {first['input']!r}: it {reason}"
         if first["type"] == "missing":
             problem = f"lacks {name}"
         fix = f"write {name}, or export the head again"
         raise HeadError(problem, where=where, fix=fix) from error
+    _check_numbers(shape, where)
+    check_rotary(shape.rope_parameters, shape.rope_config, shape.head_dim, where)
+    return shape
 
 
-def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters in every spelling that readers look for.
-
-    transformers ≥ 5 reads `rope_parameters`; older readers and converters read only a top-level
-    `rope_theta`, which they take for 10000 when it is absent, and `rope_scaling`.
-    """
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
-    fields = {"rope_theta": rope.get("rope_theta", _ROPE_THETA), "rope_parameters": rope}
-    if scaling.get("rope_type", "default") != "default":
-        fields["rope_scaling"] = scaling
-    return fields
-
-
-def rope_parameters(body: dict[str, Any], where: str) -> dict[str, Any]:
-    """The rotary parameters in either spelling. Raises HeadError when the two disagree."""
-    theta = body.get("rope_theta")
-    parameters = body.get("rope_parameters") or body.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        problem = f"rope_parameters is no mapping: {parameters!r}"
-        raise HeadError(problem, where=where, fix="write rope_type and rope_theta")
-    inner = parameters.get("rope_theta")
-    if theta is not None and inner is not None and float(theta) != float(inner):
-        problem = f"rope_theta {theta} contradicts rope_parameters.rope_theta {inner}"
-        fix = "write the value that the head was trained with in both places"
-        raise HeadError(problem, where=where, fix=fix)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    others = {name: value for name, value in parameters.items() if name != "type"}
-    return {**others, "rope_type": kind, "rope_theta": float(inner or theta or _ROPE_THETA)}
+def _check_numbers(shape: DraftShape, where: str) -> None:
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    problem = ""
+    if heads % groups:
+        problem = f"num_key_value_heads {groups} does not divide num_attention_heads {heads}"
+    elif shape.head_dim % 2:
+        problem = f"head_dim is {shape.head_dim}, and rotary positions turn pairs"
+    elif shape.draft_vocab_size > shape.vocab_size:
+        draft, whole = shape.draft_vocab_size, shape.vocab_size
+        problem = f"draft_vocab_size {draft} is larger than vocab_size {whole}"
+    if problem:
+        raise HeadError(problem, where=where, fix="correct the field, or export the head again")
 
 
-def layer_ids(ids: Any, where: str, name: str, *, offset: int) -> tuple[int, int, int] | None:
+def layer_ids(ids: Any, where: str, name: str, *, offset: int) -> Layers | None:
     """Output indices from the `ids` of a dialect that counts `offset` higher; None without any."""
-    if not ids:
+    if ids is None or ids == []:
         return None
-    whole = isinstance(ids, list) and all(isinstance(layer, int) for layer in ids)
+    whole = isinstance(ids, list) and all(type(layer) is int for layer in ids)
     if not whole or len(ids) != 3:
         problem = f"{name} is {ids!r}: the head reads three aux states"
         raise HeadError(problem, where=where, fix="write the ids of three layers")
@@ -162,7 +158,7 @@ def layer_ids(ids: Any, where: str, name: str, *, offset: int) -> tuple[int, int
 
 def _positive(body: dict[str, Any], name: str, where: str) -> int:
     value = body.get(name)
-    if not isinstance(value, int) or value <= 0:
+    if type(value) is not int or value <= 0:
         problem = f"lacks {name}" if value is None else f"{name} is {value!r}"
         raise HeadError(problem, where=where, fix=f"write {name} as a positive number")
     return value

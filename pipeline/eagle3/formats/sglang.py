@@ -8,18 +8,45 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.eagle3.formats.fields import (
+    EAGLE3_RULES,
+    LAYER_FIELDS,
     SWITCHES,
+    Layers,
     layer_config,
     layer_ids,
-    refuse_unsupported,
     shape_fields,
+)
+from pipeline.eagle3.formats.known import (
+    architectures_of,
+    check_layer_types,
+    only,
+    refuse_unknown,
+    section,
 )
 from pipeline.eagle3.head import HeadShape
 from pipeline.errors import HeadError
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-_LAYERS = "eagle_aux_hidden_state_layer_ids"
+#: The same class under vLLM's name, and as SafeAILab's trainer writes its target's.
+_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+_MODEL_TYPES = ("llama", "qwen2", "phi3")
+_SECTION, _LAYERS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
+_READ = ("architectures", "model_type", "draft_vocab_size", "use_aux_norm", _LAYERS, _SECTION)
+_ONE_LAYER = only(1, None, reason="the head has one layer, and drafts a token a step")
+#: What ModelOpt writes, most of it inside `eagle_config`.
+_EAGLE_RULES = {
+    "aux_layer_convention": only(CAPTURE_CONVENTION, reason="ids are read as output indices"),
+    "use_aux_hidden_state": only(True, reason="an EAGLE-3 head reads aux states"),
+    "use_input_layernorm_in_first_layer": only(True, reason="the head norms its embedding"),
+    "use_last_layernorm": only(True, reason="the head norms what lm_head reads"),
+    "use_mtp_layernorm": only(False, reason="the head norms its hidden state inside the layer"),
+    "next_layer_regular": only(True, reason="the head has no layer of another kind"),
+    "has_lm_head": only(True, reason="the head has an lm_head of its own"),
+    "eagle_decoder_type": only("llama", reason="the head's layer is a Llama layer"),
+    "parallel_draft_step": _ONE_LAYER,
+    "parallel_draft_heads_num_layers": only(0, 1, reason="the head has no parallel heads"),
+}
 
 
 def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
@@ -43,25 +70,40 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
     }
 
 
-def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, tuple[int, int, int] | None]:
+def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | None]:
     """Shape and aux layers (output indices; None: the loaders' default). Raises HeadError."""
-    eagle = body.get("eagle_config") or {}
-    norm_before_fc = eagle.get("norm_before_fc", body.get("norm_before_fc"))
-    refuse_unsupported({**body, "norm_before_fc": norm_before_fc}, where)
-    if body.get("model_type", "llama") != "llama":
-        fix = "import a head whose layer is a Llama layer"
-        raise HeadError(f"model_type is {body['model_type']!r}", where=where, fix=fix)
-    if eagle.get("use_aux_hidden_state") is False:
-        problem = "eagle_config.use_aux_hidden_state is off: the head reads no aux states"
-        raise HeadError(problem, where=where, fix="import an EAGLE-3 head")
-    inside = layer_ids(eagle.get(_LAYERS), where, f"eagle_config.{_LAYERS}", offset=0)
+    _check_kind(body, where)
+    eagle = section(body, "eagle_config", where)
+    read = (*LAYER_FIELDS, *SWITCHES, *_READ)
+    refuse_unknown(body, where, read=read, rules={**EAGLE3_RULES, **_EAGLE_RULES})
+    refuse_unknown(
+        eagle, where, read=(_LAYERS,), rules={**EAGLE3_RULES, **_EAGLE_RULES}, prefix=f"{_SECTION}."
+    )
+    check_layer_types(body, where)
+    inside = layer_ids(eagle.get(_LAYERS), where, f"{_SECTION}.{_LAYERS}", offset=0)
     top = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
     if inside and top and inside != top:
         problem = (
-            f"eagle_config.{_LAYERS} {list(inside)} and {_LAYERS} {body[_LAYERS]} "
+            f"{_SECTION}.{_LAYERS} {list(inside)} and {_LAYERS} {body[_LAYERS]} "
             "name different layers: the latter count one higher"
         )
         raise HeadError(problem, where=where, fix="keep the list that the head was trained with")
     # `use_aux_norm` is what SGLang called `fc_norm` first, and still reads.
-    fc_norm = body.get("fc_norm") or body.get("use_aux_norm")
-    return shape_fields({**body, "fc_norm": fc_norm}, where), inside or top
+    new, old = body.get("fc_norm"), body.get("use_aux_norm")
+    if new is not None and old is not None and new != old:
+        problem = f"fc_norm {new!r} contradicts use_aux_norm {old!r}, its older name"
+        raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
+    return shape_fields({**body, "fc_norm": old if new is None else new}, where), inside or top
+
+
+def _check_kind(body: dict[str, Any], where: str) -> None:
+    """Raise HeadError for another class than the one whose maths these are."""
+    architectures = architectures_of(body, where)
+    if architectures and not set(architectures) & set(_ARCHITECTURES):
+        problem = f"architectures is {architectures}"
+        raise HeadError(problem, where=where, fix=f"use a head of {', '.join(_ARCHITECTURES)}")
+    # The class builds a Llama layer; a trainer may still write its target's type. Of these, the
+    # configuration's defaults are the same, and tensors of another layer would be surplus.
+    if body.get("model_type", "llama") not in _MODEL_TYPES:
+        fix = "use a head whose layer is a Llama layer"
+        raise HeadError(f"model_type is {body['model_type']!r}", where=where, fix=fix)

@@ -17,11 +17,9 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import HEAD_FILES
+from pipeline.eagle3.any_head import open_head
 from pipeline.errors import OutOfMemory, brief, is_out_of_memory
 from pipeline.records import Arithmetic
-from pipeline.store.location import Location, as_directory
 from pipeline.synth.generate.backend import NextRequest, Reply
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target
@@ -113,8 +111,7 @@ def open_local(section: SynthSection, target: Target) -> LocalBackend:
 def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Drafter | None:
     head = None
     if section.head is not None:
-        with as_directory(Location(section.head), HEAD_FILES) as folder:
-            head, _ = load_any_head(folder, expected=target.contract)
+        head, _ = open_head(section.head, expected=target.contract)
     named = section.drafter or DrafterSection(name=name_of(head))
     factory = load_drafter(named, model, target, head)
     return factory(section.tree) if factory else None

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pipeline.config import HeadSection, TrainSection
 from pipeline.console import notice
-from pipeline.eagle3.any_head import empty_head, load_any_head
+from pipeline.eagle3.any_head import empty_head, open_head
 from pipeline.eagle3.chained.head import ChainedHead, ChainedShape
-from pipeline.eagle3.checkpoint import HEAD_FILES, WEIGHTS
 from pipeline.eagle3.dflash.head import DflashHead, DflashShape
+from pipeline.eagle3.formats.tensors import WEIGHTS
 from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head, HeadShape
 from pipeline.eagle3.init import (
     DraftVocabulary,
@@ -32,7 +32,7 @@ from pipeline.eagle3.init import (
 )
 from pipeline.errors import ConfigError
 from pipeline.records import TargetContract
-from pipeline.store.location import Location, as_directory
+from pipeline.store.location import Location
 from pipeline.target.open import Target
 from pipeline.target.weights import TargetWeights
 from pipeline.train.start.block_drafter import (
@@ -232,7 +232,6 @@ def _kept(shape: DraftShape, field: str) -> Any:
 
 
 def _load_earlier(source: str, contract: TargetContract) -> tuple[DraftingHead, dict[str, Any]]:
-    with as_directory(Location(source), HEAD_FILES) as directory:
-        head, card = load_any_head(directory, expected=contract)
-        checksum = Location(str(directory)).sha256(WEIGHTS)
+    head, card = open_head(source, expected=contract)
+    checksum = Location(source).sha256(WEIGHTS)
     return head, {"head": source, "weights_sha256": checksum, "provenance": card.provenance}

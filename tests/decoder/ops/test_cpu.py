@@ -180,6 +180,13 @@ def test_embed_concat(ops: CpuOps, size: int) -> None:
     assert_rounded(both, REFERENCE.embed_concat(tokens, *wide, 1e-5))
 
 
+@pytest.mark.parametrize("token", [10, 1 << 40, -1])
+def test_embed_concat_refuses_a_token_without_an_embedding(ops: CpuOps, token: int) -> None:
+    tensors = numbers(ops, 10, 33), numbers(ops, 3, 33), numbers(ops, 33), numbers(ops, 33)
+    with pytest.raises(IndexError, match=f"token {token} is outside the embedding of 10 tokens"):
+        ops.embed_concat(torch.tensor([4, token, 9]), *tensors, 1e-5)
+
+
 @pytest.mark.parametrize(("rows", "k"), [(1, 1), (1, 4), (5, 8)])
 def test_select_beams(ops: CpuOps, rows: int, k: int) -> None:
     score, gained = -torch.rand(rows, k), -torch.randint(1, 9, (rows, k, k)) / 4

@@ -21,6 +21,7 @@ from pipeline.decoder.ops.draft import unroll
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import read_prompt
 from pipeline.eagle3.head import Eagle3Head
+from pipeline.errors import HeadError
 from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from tests.decoder.conftest import (
     CAPTURE,
@@ -114,6 +115,37 @@ def test_a_draft_in_one_call_is_the_draft_step_by_step(
     assert torch.equal(copies[0].nan_to_num(), copies[1].nan_to_num())
     untraced = ops.unroll(drafter._head, *state, copies[0], steps, k)
     assert all(torch.equal(each, other) for each, other in zip(untraced, wanted, strict=True))
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, 1 << 40, -1, -(1 << 40)])
+@torch.inference_mode()
+def test_a_draft_outside_the_vocabulary_reads_no_embedding(
+    make_target: Callable[[str], Path], ops: CpuOps, token: int
+) -> None:
+    """The kernel by itself: it read whatever lay there, and died where nothing did."""
+    model = _model(make_target("llama"), ops)
+    head = random_head(model.config, torch.arange(60), intermediate_size=64, scale=12)
+    drafter = Eagle3Drafter(head, model, TreeSection(top_k=4, steps=3, nodes=2))
+    batch = open_rows(model, 1, pages=3, drafter=drafter)
+    planes = poisoned_planes(model, 4, drafter)
+    read_prompt(model, planes, drafter, batch.rows(0, 1), random_tokens(9, seed=4))
+    state = batch.drafter_state, batch.block_table, batch.seq_lens, batch.seq_lens
+    ops.unroll(drafter._head, *state, planes.drafter[0].clone(), 3, 4)
+    wrong = replace(drafter._head, target_ids=torch.full((60,), token))
+    for steps in (1, 3):
+        with pytest.raises(IndexError, match=f"token {token} is outside the embedding of"):
+            ops.unroll(wrong, *state, planes.drafter[0].clone(), steps, 4)
+
+
+def test_a_drafter_takes_no_head_that_leads_outside_the_vocabulary(
+    make_target: Callable[[str], Path], ops: CpuOps
+) -> None:
+    model = _model(make_target("llama"), ops)
+    head = random_head(model.config, torch.arange(60), intermediate_size=64, scale=12)
+    for offset in (VOCABULARY, -1):
+        head.d2t.zero_().sub_(-offset)
+        with pytest.raises(HeadError, match="d2t leads outside the target's vocabulary"):
+            Eagle3Drafter(head, model, TreeSection(top_k=4, steps=3, nodes=2))
 
 
 @pytest.mark.parametrize("tree", TREES)

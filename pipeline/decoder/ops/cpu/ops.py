@@ -35,6 +35,7 @@ from pipeline.decoder.ops.cpu.structs import (
     addresses,
     layer_structs,
     metadata_struct,
+    refuse_outside,
 )
 from pipeline.decoder.ops.draft import Candidates, DraftHead, beam_depths
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
@@ -193,7 +194,9 @@ class CpuOps(TorchOps):
         rows, size = hidden.shape
         both = hidden.new_empty(rows, 2 * size)
         tensors = tokens, embedding, hidden, embed_norm, hidden_norm, both
-        self._library.eagle3_embed_concat(*addresses(*tensors), eps, rows, size)
+        sizes = eps, rows, size, len(embedding)
+        outside = self._library.eagle3_embed_concat(*addresses(*tensors), *sizes)
+        refuse_outside(outside, len(embedding))
         return both
 
     def rope_write(
@@ -309,7 +312,8 @@ class CpuOps(TorchOps):
         if struct is None:
             layer = ctypes.addressof(self._structs_of(head.stack, plane))
             weights = addresses(*tensors[:3], head.target_ids)
-            struct = DraftHeadStruct(layer, head.lm_head.address, *weights, head.norm_output)
+            numbers = head.norm_output, len(head.embedding)
+            struct = DraftHeadStruct(layer, head.lm_head.address, *weights, *numbers)
             self._heads[head] = struct
         rows, count = len(state), k + (steps - 1) * k * k
         cache = *head.rotary, positions, None, block_table, seq_lens, None, None
@@ -318,7 +322,7 @@ class CpuOps(TorchOps):
         scores = torch.empty(rows, count)
         beams = 1 + (steps - 1) * k if trace is not None else k
         logits = state.new_empty(rows * beams, vocabulary)
-        self._library.eagle3_unroll(
+        outside = self._library.eagle3_unroll(
             ctypes.addressof(struct),
             ctypes.addressof(metadata),
             *addresses(state, plane),
@@ -330,6 +334,7 @@ class CpuOps(TorchOps):
             head.stack.eps,
             _threads(),
         )
+        refuse_outside(outside, len(head.embedding))
         if trace is not None:
             sizes = [rows, *[rows * k] * (steps - 1)]
             trace += [each.view(rows, -1, vocabulary) for each in torch.split(logits, sizes)]

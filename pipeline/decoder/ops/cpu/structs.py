@@ -37,6 +37,16 @@ def addresses(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
+#: `kInside` of kernels.h.
+_INSIDE = -(2**63)
+
+
+def refuse_outside(token: int, vocabulary: int) -> None:
+    """Raise IndexError, as torch does, for a token that a kernel found no embedding of."""
+    if token != _INSIDE:
+        raise IndexError(f"token {token} is outside the embedding of {vocabulary} tokens")
+
+
 def _fields(*, pointers: str, numbers: str) -> list[tuple[str, Any]]:
     fields = [(name, ctypes.c_void_p) for name in pointers.split()]
     return [*fields, *((name, ctypes.c_int64) for name in numbers.split())]
@@ -55,7 +65,8 @@ class DraftHeadStruct(ctypes.Structure):
     """`DraftHead`: the addresses of a DraftHead."""
 
     _fields_ = _fields(
-        pointers="layer lm_head embedding embed_norm hidden_norm target_ids", numbers="norm_output"
+        pointers="layer lm_head embedding embed_norm hidden_norm target_ids",
+        numbers="norm_output vocabulary",
     )
 
 

@@ -11,7 +11,7 @@ struct DraftHead {  // DraftHead of draft.py
     const Matrix* lm_head;
     const Act *embedding, *embed_norm, *hidden_norm;
     const int64_t* target_ids;
-    int64_t norm_output;
+    int64_t norm_output, vocabulary;  // rows of the embedding
 };
 
 }
@@ -30,14 +30,19 @@ struct Beams {
     static std::vector<int64_t> numbers(int64_t count) { return std::vector<int64_t>(count); }
 };
 
-// Logits of `count` normed outputs, and the best k of each.
-void propose(const DraftHead& head, const Act* normed, Act* logits, Beams& beams, int64_t count,
+// Logits of `count` normed outputs, and the best k of each. Returns a proposed token that the
+// embedding has no row for, or `kInside`.
+int64_t propose(const DraftHead& head, const Act* normed, Act* logits, Beams& beams, int64_t count,
              int64_t threads) {
     const int64_t k = beams.k;
     eagle3_linear(normed, head.lm_head, nullptr, logits, count, threads, head.layer->qkv);
     eagle3_propose(logits, beams.gained.data(), beams.proposed.data(), k, count, head.lm_head->out,
                    threads);
-    for (int64_t i = 0; i < count * k; ++i) beams.proposed[i] = head.target_ids[beams.proposed[i]];
+    for (int64_t i = 0; i < count * k; ++i) {
+        beams.proposed[i] = head.target_ids[beams.proposed[i]];
+        if (beams.proposed[i] < 0 || beams.proposed[i] >= head.vocabulary) return beams.proposed[i];
+    }
+    return kInside;
 }
 
 }  // namespace
@@ -48,10 +53,11 @@ extern "C" {
 // k + (steps - 1) k². Keys and values of drafted entries go to `plane`, of two sides of `side`
 // numbers. `metadata` says which rows there are, and the position of each one's first drafted token;
 // its tokens are none. `logits` has room for a step's,
-// or with `keep` for all of them, one behind the other.
-void eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* state, Act* plane,
-                   int64_t side, int64_t* tokens, int64_t* parents, float* scores, Act* logits,
-                   int64_t keep, int64_t steps, int64_t k, float eps, int64_t threads) {
+// or with `keep` for all of them, one after the other. Returns `kInside`, or the first proposed
+// token that the embedding has no row for: then nothing that was written is a draft.
+int64_t eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* state, Act* plane,
+                      int64_t side, int64_t* tokens, int64_t* parents, float* scores, Act* logits,
+                      int64_t keep, int64_t steps, int64_t k, float eps, int64_t threads) {
     const int64_t size = head->layer->output->out, rows = metadata->rows, all = rows * k;
     const int64_t candidates = k + (steps - 1) * k * k;
     Beams beams{rows, k}, kept{rows, k};
@@ -64,7 +70,8 @@ void eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* s
                             size, threads);
         read = normed.data();
     }
-    propose(*head, read, logits, beams, rows, threads);
+    int64_t outside = propose(*head, read, logits, beams, rows, threads);
+    if (outside != kInside) return outside;
     if (keep) logits += rows * head->lm_head->out;
     for (int64_t beam = 0; beam < all; ++beam) {
         const int64_t row = beam / k, i = beam % k, at = row * candidates + i;
@@ -92,10 +99,11 @@ void eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* s
         here.positions = positions.data(), here.slots = slots.data();
         here.query_starts = starts.data(), here.mask = beams.lineage.data(), here.tokens = all;
         eagle3_embed_concat(beams.token.data(), head->embedding, hidden.data(), head->embed_norm,
-                            head->hidden_norm, joined.data(), eps, all, size);
+                            head->hidden_norm, joined.data(), eps, all, size, head->vocabulary);
         eagle3_layers(head->layer, 1, &here, joined.data(), hidden.data(), normed.data(), plane,
                       side, nullptr, 0, eps, threads);
-        propose(*head, normed.data(), logits, beams, all, threads);
+        outside = propose(*head, normed.data(), logits, beams, all, threads);
+        if (outside != kInside) return outside;
         if (keep) logits += all * head->lm_head->out;
         const Act* output = head->norm_output ? normed.data() : hidden.data();
         eagle3_select_beams(beams.score.data(), beams.gained.data(), beams.proposed.data(),
@@ -115,6 +123,7 @@ void eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* s
         std::swap(beams, kept);
         std::swap(hidden, other);
     }
+    return kInside;
 }
 
 }  // extern "C"

@@ -3,7 +3,12 @@
 
 #include "simd.h"
 
+#include <limits>
+
 constexpr int64_t kPage = 64;  // PAGE of layer.py
+
+// What a kernel returns that reads embeddings, where every token has one; otherwise the token.
+constexpr int64_t kInside = std::numeric_limits<int64_t>::min();
 
 // Ask for line i of the `count` cache lines at `from`, into L2: in L1 the next panel of a weight
 // would push out the one that is being multiplied. Lines are taken from several places in turn,
@@ -49,9 +54,9 @@ void eagle3_tree_attention(const Act* query, const Act* keys, const Act* values,
 void eagle3_layers(const Layer* layers, int64_t count, const Metadata* metadata, const Act* normed,
                    Act* hidden, Act* output_normed, Act* planes, int64_t side, Act* aux,
                    int64_t captures, float eps, int64_t threads);
-void eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
-                         const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
-                         int64_t rows, int64_t size);
+int64_t eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
+                            const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
+                            int64_t rows, int64_t size, int64_t vocabulary);
 void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, int64_t rows,
                     int64_t size, int64_t threads);
 void eagle3_select_beams(const float* score, const float* gained, const int64_t* proposed,

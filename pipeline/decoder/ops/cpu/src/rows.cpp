@@ -61,14 +61,17 @@ void eagle3_add_rms_norm(const Act* x, const Act* update, const Act* weight, Act
 }
 
 // The input of an EAGLE-3 head, to [rows, 2 size]: the norm of each token's embedding, then that
-// of its hidden state [rows, size].
-void eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
-                         const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
-                         int64_t rows, int64_t size) {
+// of its hidden state [rows, size]. Returns `kInside`, or the first token that is outside
+// the `vocabulary` of the embedding: rows from there on are not written.
+int64_t eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const Act* hidden,
+                            const Act* embed_norm, const Act* hidden_norm, Act* to, float eps,
+                            int64_t rows, int64_t size, int64_t vocabulary) {
     for (int64_t row = 0; row < rows; ++row, to += 2 * size) {
+        if (tokens[row] < 0 || tokens[row] >= vocabulary) return tokens[row];
         norm(embedding + tokens[row] * size, embed_norm, to, size, eps);
         norm(hidden + row * size, hidden_norm, to + size, size, eps);
     }
+    return kInside;
 }
 
 // gate_up [rows, 2 size] → y [rows, size]: silu(gate) · up.
