@@ -11,6 +11,7 @@ from pipeline.config import TargetSection
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract, digest
 from pipeline.target.architecture import read_config
+from pipeline.target.files import weight_files
 from pipeline.target.resolve import ResolvedTarget, content_fingerprint
 from pipeline.target.weights import TargetWeights
 
@@ -20,7 +21,7 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
     directory = resolved.directory
     where = f"target.source={resolved.source}"
     config: Any = read_config(directory, where).get_text_config()
-    files = sorted(directory.glob("*.safetensors"))
+    files = weight_files(directory)
     weights = TargetWeights(directory)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     return TargetContract(

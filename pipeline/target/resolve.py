@@ -24,6 +24,7 @@ from pipeline.config import TargetSection, cache_directory
 from pipeline.console import long_step, notice
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.target.architecture import read_architecture, read_config
+from pipeline.target.files import WHOLE, weight_files, weight_names
 
 #: What a GGUF file is dequantised to, whatever computes with it later: the weights, and with them
 #: the fingerprint, are the same on every machine.
@@ -99,9 +100,7 @@ def _checked_directory(path: Path, source: str) -> Path:
     if not (path / "config.json").is_file():
         fix = "pass a directory saved by `save_pretrained`"
         raise TargetError("has no config.json", where=where, fix=fix)
-    if not any(path.glob("*.safetensors")):
-        fix = "save the model with `save_pretrained` (safetensors is its default)"
-        raise TargetError("has no *.safetensors weights", where=where, fix=fix)
+    weight_files(path)
     return path
 
 
@@ -193,7 +192,9 @@ def _from_hub(source: str, revision: str | None, decoded: bool) -> ResolvedTarge
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=_SMALL))
         if (directory / "config.json").is_file():  # refused before its weights are fetched
             read_architecture(read_config(directory, where), where, decoded=decoded)
-        patterns = [*_SMALL, "*.safetensors"]
+        patterns = [*_SMALL, WHOLE]
+        directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        patterns = [*_SMALL, *weight_names(directory)]
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _unfetched(source, error) from error

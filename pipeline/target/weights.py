@@ -19,13 +19,14 @@ from torch import Tensor
 
 from pipeline.errors import TargetError
 from pipeline.target.architecture import Architecture
+from pipeline.target.files import weight_files
 
 #: safetensors' names of the types that weights are computed in.
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 class TargetWeights:
-    """Tensors by Hugging Face name over all safetensors files of a directory (memory-mapped)."""
+    """Tensors by Hugging Face name, of the files that transformers would load (memory-mapped)."""
 
     def __init__(self, directory: Path, architecture: Architecture | None = None) -> None:
         """Without an `architecture` it is taken to be Llama's."""
@@ -34,7 +35,7 @@ class TargetWeights:
         self.directory = directory
         self._architecture = architecture or Architecture()
         self._files: dict[str, Any] = {}
-        for path in sorted(directory.glob("*.safetensors")):
+        for path in weight_files(directory):
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
