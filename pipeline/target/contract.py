@@ -11,13 +11,13 @@ from pipeline.config import TargetSection
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract, digest
 from pipeline.target.architecture import read_config
-from pipeline.target.files import weight_files
-from pipeline.target.resolve import ResolvedTarget, content_fingerprint
+from pipeline.target.files import fingerprint, sampled_fingerprint, weight_files
+from pipeline.target.resolve import ResolvedTarget
 from pipeline.target.weights import TargetWeights
 
 
 def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetContract:
-    """The contract of a resolved target. Reads headers and sampled blocks, no whole weights."""
+    """The contract of a resolved target. Every byte of the weights is read once."""
     directory = resolved.directory
     where = f"target.source={resolved.source}"
     config: Any = read_config(directory, where).get_text_config()
@@ -27,7 +27,8 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
     return TargetContract(
         source=resolved.source,
         revision=resolved.revision,
-        fingerprint=digest([[path.name, content_fingerprint(path)] for path in files]),
+        fingerprint=fingerprint(files),
+        sampled_fingerprint=sampled_fingerprint(files),
         dtype=weights.stored_dtype(),
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,

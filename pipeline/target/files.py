@@ -1,4 +1,6 @@
-"""Which safetensors files of a model directory hold the model: those that transformers loads.
+"""Which safetensors files of a model directory hold the model, and what their bytes are.
+
+They are those that transformers loads:
 
     config.json: transformers_weights     that file, or the shards of that index; else
     model.safetensors                     alone, whatever lies beside it; else
@@ -12,14 +14,34 @@ torch and no transformers in this module.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
+from pipeline.config import cache_directory
+from pipeline.console import progress_bar
 from pipeline.errors import Eagle3Error, TargetError
+from pipeline.records import digest
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_SHA256 = r"[0-9a-f]{64}"
+_BLOCK = 4 << 20
+#: More bytes than this are read under a bar.
+_LONG = 1 << 30
+#: Seconds after which a file system's clock has surely moved on from the last change.
+_SETTLED = 2.0
+#: Of the figure of earlier versions.
+_SAMPLE_BYTES, _SAMPLES = 1 << 20, 64
 _SAVE = "save the model again with `save_pretrained`"
 
 
@@ -117,3 +139,115 @@ def _without_weights(directory: Path, error: type[Eagle3Error]) -> Eagle3Error:
     else:
         problem = f"has no weights: neither {WHOLE} nor {INDEX}"
     return error(problem, where=str(directory), fix=fix)
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """SHA-256 over every byte of the files, and their names: `sha256:` and 64 hex digits."""
+    sums = sha256_of(files)
+    return "sha256:" + digest([[path.name, sums[path]] for path in files])
+
+
+def sampled_fingerprint(files: Sequence[Path]) -> str:
+    """What earlier versions called the fingerprint: of each file its size, 64 evenly spaced blocks
+    of 1 MiB, and the last one."""
+    return digest([[path.name, _sampled(path)] for path in files])
+
+
+def sha256_of(files: Sequence[Path]) -> dict[Path, str]:
+    """SHA-256 of each whole file, in hex digits.
+
+    A file that the hub's own sum vouches for is not read, nor one that this machine has read since
+    it was last changed. Several threads read the others, under a bar where that takes long.
+    """
+    sums = {path: known for path in files if (known := _hub_sum(path))}
+    rest = [path for path in files if path not in sums]
+    total = sum(path.stat().st_size for path in rest)
+    threads = max(1, min(len(rest), 8, os.cpu_count() or 1))
+    note = "SHA-256 of the target's weights"
+    bar = progress_bar("target", unit="bytes", total=total, note=note)
+    with bar if total > _LONG else nullcontext() as progress, ThreadPoolExecutor(threads) as pool:
+        lock = Lock()
+
+        def advance(count: int) -> None:
+            if progress is not None:
+                with lock:
+                    progress.advance(count)
+
+        return sums | dict(zip(rest, pool.map(lambda path: _sum(path, advance), rest), strict=True))
+
+
+def _sum(path: Path, advance: Callable[[int], None]) -> str:
+    """Of a file, from the cache where it has not changed since it was read."""
+    path = path.resolve()
+    name = hashlib.sha256(str(path).encode()).hexdigest()[:32]
+    entry = cache_directory() / "fingerprints" / f"{name}.json"
+    with _alone(entry.with_suffix(".lock")):
+        before = _state(path)
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            tree = json.loads(entry.read_text(encoding="utf-8"))
+            if tree["state"] == before and re.fullmatch(_SHA256, tree["sha256"]):
+                advance(path.stat().st_size)
+                return str(tree["sha256"])
+        state = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK):
+                state.update(block)
+                advance(len(block))
+        # A file that changes while it is read, or within the clock's own step after, is not cached.
+        if before == _state(path) and time.time() - path.stat().st_ctime > _SETTLED:
+            with suppress(OSError):
+                tree = {"path": str(path), "state": before, "sha256": state.hexdigest()}
+                partial = entry.with_suffix(f".{os.getpid()}")
+                partial.write_text(json.dumps(tree), encoding="utf-8")
+                partial.replace(entry)
+    return state.hexdigest()
+
+
+def _state(path: Path) -> list[int]:
+    """What changes with a file's bytes: ctime also where somebody has set mtime back."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process of a machine reads a file; the others wait for its sum in the cache."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError:  # a cache that cannot be written
+        yield
+        return
+    with file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _hub_sum(path: Path) -> str | None:
+    """The SHA-256 that the hub gave when it sent this file, unless it has changed since.
+
+    In the hub's cache a snapshot's file is a link to a blob that is named by its sum, made right
+    after it; in a directory that `hf download --local-dir` wrote, the sum is in a file of metadata.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        if path.is_symlink():
+            blob = path.resolve()
+            if blob.parent.name == "blobs" and re.fullmatch(_SHA256, blob.name):
+                return blob.name if blob.stat().st_ctime <= path.lstat().st_ctime + 1 else None
+        metadata = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
+        _, etag, written = metadata.read_text(encoding="utf-8").splitlines()[:3]
+        if re.fullmatch(_SHA256, etag) and path.stat().st_ctime <= float(written) + 1:
+            return etag
+    return None
+
+
+def _sampled(path: Path) -> str:
+    size = path.stat().st_size
+    state = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        step = max(_SAMPLE_BYTES, -(-size // _SAMPLES))
+        for offset in (*range(0, size, step), max(0, size - _SAMPLE_BYTES)):
+            file.seek(offset)
+            state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()

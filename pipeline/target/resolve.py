@@ -24,13 +24,11 @@ from pipeline.config import TargetSection, cache_directory
 from pipeline.console import long_step, notice
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.target.architecture import read_architecture, read_config
-from pipeline.target.files import WHOLE, weight_files, weight_names
+from pipeline.target.files import WHOLE, sha256_of, weight_files, weight_names
 
 #: What a GGUF file is dequantised to, whatever computes with it later: the weights, and with them
 #: the fingerprint, are the same on every machine.
 _STORED = "bfloat16"
-_SAMPLE_BYTES = 1 << 20
-_SAMPLES = 64
 #: Files of a hub repository that are not weights.
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
@@ -79,22 +77,6 @@ def resolve_tokenizer(target: TargetSection) -> ResolvedTarget:
     return _tokenizer_from_hub(source, target.revision)
 
 
-def content_fingerprint(path: Path) -> str:
-    """SHA-256 over a file's size, 64 evenly spaced blocks of 1 MiB, and the last one.
-
-    Reading 65 MiB instead of a whole 140 GB checkpoint; fine-tuning changes every matrix, so any
-    other set of weights differs in the blocks that are read.
-    """
-    size = path.stat().st_size
-    state = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        step = max(_SAMPLE_BYTES, -(-size // _SAMPLES))
-        for offset in (*range(0, size, step), max(0, size - _SAMPLE_BYTES)):
-            file.seek(offset)
-            state.update(file.read(_SAMPLE_BYTES))
-    return state.hexdigest()
-
-
 def _checked_directory(path: Path, source: str) -> Path:
     where = f"target.source={source}"
     if not (path / "config.json").is_file():
@@ -120,7 +102,7 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
 
 
 def _dequantised(gguf: Path) -> Path:
-    key = hashlib.sha256(f"{content_fingerprint(gguf)} {_STORED}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{sha256_of([gguf])[gguf]} {_STORED}".encode()).hexdigest()[:16]
     final = cache_directory() / "targets" / f"{gguf.stem}-{_STORED}-{key}"
     if final.is_dir():
         return final
