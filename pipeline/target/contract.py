@@ -10,20 +10,23 @@ from typing import Any
 from pipeline.config import TargetSection
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract, digest
-from pipeline.target.architecture import read_config
+from pipeline.target.architecture import Architecture, read_architecture, read_config
 from pipeline.target.files import fingerprint, sampled_fingerprint, weight_files
 from pipeline.target.resolve import ResolvedTarget
 from pipeline.target.weights import TargetWeights
 
 
-def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetContract:
+def read_contract(
+    target: TargetSection, resolved: ResolvedTarget, architecture: Architecture | None = None
+) -> TargetContract:
     """The contract of a resolved target. Every byte of the weights is read once."""
     directory = resolved.directory
     where = f"target.source={resolved.source}"
-    config: Any = read_config(directory, where).get_text_config()
+    whole = read_config(directory, where)
+    architecture = architecture or read_architecture(whole, where)
+    config: Any = whole.get_text_config()
     files = weight_files(directory)
-    weights = TargetWeights(directory)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
+    weights = TargetWeights(directory, architecture)
     return TargetContract(
         source=resolved.source,
         revision=resolved.revision,
@@ -38,7 +41,7 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         tokenizer_hash=_tokenizer_hash(directory, where),
         chat_template_hash=_template_hash(directory),
         chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
-        parameters=weights.count_parameters(tied=tied),
+        parameters=weights.count_parameters(tied=bool(architecture.tied)),
     )
 
 
