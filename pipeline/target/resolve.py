@@ -25,10 +25,13 @@ from pipeline.console import long_step, notice
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.target.architecture import read_architecture, read_config
 from pipeline.target.files import WHOLE, sha256_of, weight_files, weight_names
+from pipeline.target.gguf.metadata import GgufMetadata, apply_metadata, check_converted
 
 #: What a GGUF file is dequantised to, whatever computes with it later: the weights, and with them
 #: the fingerprint, are the same on every machine.
 _STORED = "bfloat16"
+#: Raised when the same file converts to another target: what earlier versions wrote is not taken.
+_CONVERSION = 2
 #: Files of a hub repository that are not weights.
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
@@ -102,7 +105,9 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
 
 
 def _dequantised(gguf: Path) -> Path:
-    key = hashlib.sha256(f"{sha256_of([gguf])[gguf]} {_STORED}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{sha256_of([gguf])[gguf]} {_STORED} {_CONVERSION}".encode()).hexdigest()[
+        :16
+    ]
     final = cache_directory() / "targets" / f"{gguf.stem}-{_STORED}-{key}"
     if final.is_dir():
         return final
@@ -131,6 +136,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    GgufMetadata(gguf)
     if not torch.cuda.is_available():  # accelerate would otherwise ask deepspeed for a device
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -145,8 +151,10 @@ def _convert(gguf: Path, directory: Path) -> None:
         fix = "use an architecture that transformers can dequantise, or its safetensors"
         raise TargetError(problem, where=str(gguf), fix=fix) from error
     model.config._name_or_path = ""
+    apply_metadata(gguf, model)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    check_converted(gguf, directory)
 
 
 def _dequantise_arguments() -> dict[str, object]:
