@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -120,3 +121,35 @@ def test_a_gguf_file_is_dequantised_to_one_type_on_every_machine(
     }
     (directory,) = directories
     assert directory.name.startswith("model-bfloat16-") and converted == [gguf]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_only_what_transformers_loads_is_downloaded(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    """No hub can be reached from here; this one filters as huggingface_hub does."""
+    import huggingface_hub
+    from huggingface_hub.utils._paths import filter_repo_objects
+
+    repository, cache = tmp_path / "repository", tmp_path / "cache"
+    shutil.copytree(tiny_target, repository)
+    shutil.copy(repository / "model.safetensors", repository / "consolidated.safetensors")
+    shutil.copy(repository / "model.safetensors", repository / "model_ema.safetensors")
+    whole = "model.safetensors"
+    if sharded:
+        whole = "model-00001-of-00001.safetensors"
+        names = list(load_file(repository / "model.safetensors"))
+        (repository / "model.safetensors").rename(repository / whole)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, whole)}
+        (repository / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def download(_: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        names = [path.name for path in repository.iterdir()]
+        cache.mkdir(exist_ok=True)
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copy(repository / name, cache / name)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve(TargetSection(source="somebody/something"))
+    assert [path.name for path in cache.glob("*.safetensors")] == [whole]
