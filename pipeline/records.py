@@ -145,7 +145,10 @@ class TargetContract(Record):
     revision: str
     """Hub commit, package version, or local."""
     fingerprint: str
-    """SHA-256 over the weights."""
+    """SHA-256 over every byte of the weights, as `sha256:…`; without that of sampled blocks, which
+    is what earlier versions wrote."""
+    sampled_fingerprint: str = ""
+    """What those versions would have written, to know their heads and runs by."""
     dtype: str
     """Type that its weights are stored in; what computes with them is in Arithmetic."""
     hidden_size: int
@@ -171,10 +174,19 @@ class TargetContract(Record):
     parameters: int
     """Of the target, tied weights counted once."""
 
+    def has_weights_of(self, other: TargetContract) -> bool:
+        """Whether both are of the same weights.
 
-#: Fields that may differ between stages: where a target was found, and the type of weights whose
-#: bytes the fingerprint covers (heads of schema 2 name the type they were computed in).
-CONTRACT_LABELS = frozenset({"source", "revision", "dtype"})
+        By every byte; by sampled blocks where one of the two was made before all bytes were read.
+        """
+        ours, theirs = self.fingerprint, other.fingerprint
+        return ours in (theirs, other.sampled_fingerprint) or theirs == self.sampled_fingerprint
+
+
+#: Fields that may differ between stages: where a target was found, the type of weights whose bytes
+#: the fingerprint covers (heads of schema 2 name the type they were computed in), and the figure
+#: by which older ones are known.
+CONTRACT_LABELS = frozenset({"source", "revision", "dtype", "sampled_fingerprint"})
 
 
 class Arithmetic(Record):
@@ -316,6 +328,8 @@ def match_contracts(target: TargetContract, other: TargetContract, *, where: str
     ours, theirs = target.model_dump(mode="json"), other.model_dump(mode="json")
     for field, value in ours.items():
         if field in CONTRACT_LABELS or theirs[field] == value:
+            continue
+        if field == "fingerprint" and target.has_weights_of(other):
             continue
         made_for, has = canonical_json(theirs[field]), canonical_json(value)
         raise ContractMismatch(

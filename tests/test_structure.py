@@ -44,6 +44,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "dflash": {".", "formats"},
         "chained": {".", "formats"},
     },
+    "target": {".": {"gguf"}, "gguf": {"."}},
     "decoder": {
         ".": {"ops", "drafters"},
         "drafters": {".", "ops"},

@@ -25,7 +25,7 @@ from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeigh
 from pipeline.decoder.tree import HEADROOM
 from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
-from pipeline.target.architecture import DECODED
+from pipeline.target.architecture import DECODED, read_architecture
 from pipeline.target.weights import TargetWeights
 
 #: model_type of the configurations that the decoder runs.
@@ -90,6 +90,12 @@ class DecoderModel:
         self.stack = LayerStack(tuple(layers), tuple(norms[1:]), eps, capture_layers)
         length = max_length + HEADROOM
         rotary = RotaryTable(config, length, device=device, dtype=dtype)
+        if rotary.cos.shape[-1] != self.head_dim:
+            turned = (
+                f"rotary positions of {rotary.cos.shape[-1]} of a head's {self.head_dim} values"
+            )
+            fix = "use a model whose heads are turned as a whole (partial_rotary_factor=1)"
+            raise UnsupportedModel(f"the decoder does not run {turned}", where="target", fix=fix)
         self.rotary = rotary.cos, rotary.sin
 
     @classmethod
@@ -108,9 +114,10 @@ class DecoderModel:
 
         config: Any = AutoConfig.from_pretrained(directory)
         check_supported(config, max_length, where=str(directory))
+        architecture = read_architecture(config, str(directory), decoded=True)
         return cls(
             config,
-            TargetWeights(directory),
+            TargetWeights(directory, architecture),
             capture_layers,
             device=device,
             dtype=dtype,

@@ -58,8 +58,7 @@ def model_card(
 
 
 def _check_report(card: HeadCard, report: EvalReport, where: str) -> None:
-    mine, theirs = card.contract.fingerprint, report.contract.fingerprint
-    if mine != theirs or not report.head:
+    if not card.contract.has_weights_of(report.contract) or not report.head:
         problem = "this report is of another target" if report.head else "it is of no trained head"
         raise DataError(problem, where=where, fix="give the report of this head's evaluation")
     if without_places(report.provenance) != without_places(card.provenance):

@@ -37,8 +37,8 @@ _ACTIVATIONS = 32
 _SAMPLE_BYTES, _HEADER_BYTES = 80, 900
 #: Entries of committed shards that are read for the rate.
 _ENTRIES_READ = 8
-#: A shard's file and its entry; begin.json and manifest.json.
-_OBJECTS_PER_SHARD, _OTHER_OBJECTS = 2, 2
+#: A shard's file and its entry; begin.json, audit.json and manifest.json.
+_OBJECTS_PER_SHARD, _OTHER_OBJECTS = 2, 3
 
 
 class _Samples(NamedTuple):

@@ -147,8 +147,9 @@ def sentence(compared: PairedComparison) -> str:
 def _conditions(own: EvalReport, earlier: EvalReport) -> list[tuple[str, Any, Any]]:
     """What has to be equal for replies to be the same."""
     mine, theirs = own.contract, earlier.contract
+    weights = mine.fingerprint if mine.has_weights_of(theirs) else theirs.fingerprint
     return [
-        ("the target's weights", mine.fingerprint, theirs.fingerprint),
+        ("the target's weights", mine.fingerprint, weights),
         ("the chat template", mine.chat_template_hash, theirs.chat_template_hash),
         *(
             (f"settings.{key}", own.settings.get(key), earlier.settings.get(key))

@@ -129,10 +129,11 @@ def _told(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any
         return told
     golden = read_report(config.run.uri).golden
     head = _head_location(config).sha256(WEIGHTS) if config.eval.drafter.needs_head else ""
-    served = head, target.contract.fingerprint, config.eval.drafter.name
+    contract = target.contract
     if (
         golden is None
-        or served != (golden.head_fingerprint, golden.target_fingerprint, golden.drafter)
+        or golden.target_fingerprint not in (contract.fingerprint, contract.sampled_fingerprint)
+        or (head, config.eval.drafter.name) != (golden.head_fingerprint, golden.drafter)
         or golden.tree != tree.model_dump(exclude={"auto"})
     ):
         return told

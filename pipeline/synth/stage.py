@@ -57,8 +57,14 @@ from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
 #: Facts of the target that decide the samples, beside its key in the configuration: a name may
-#: stand for other weights today than when the stage was begun.
-_OF_THE_TARGET = ("fingerprint", "tokenizer_hash", "chat_template_hash")
+#: stand for other weights today than when the stage was begun. Of a stage that an earlier version
+#: has begun, `target.fingerprint` is the sampled one, and the whole one is not compared.
+_OF_THE_TARGET = {
+    "target.fingerprint": "sampled_fingerprint",
+    "target.weights": "fingerprint",
+    "target.tokenizer_hash": "tokenizer_hash",
+    "target.chat_template_hash": "chat_template_hash",
+}
 
 _OTHER_STOP = (
     "; name the token that it writes after a reply as eos_token_id in generation_config.json"
@@ -169,7 +175,7 @@ class SynthPipeline:
         screen = Screen(section, seed=seed)
         self.clean_reasons = screen.metadata.clean_reasons
         self._screening = partial(Screening, screen, section, seed=seed)
-        facts = {f"target.{name}": getattr(self.contract, name) for name in _OF_THE_TARGET}
+        facts = {name: getattr(self.contract, fact) for name, fact in _OF_THE_TARGET.items()}
         self.made_with = facts | screened_with(section)
         self._backend, self._arithmetic = _open_backend(section, target, self.template)
         self._why = reason(self._arithmetic, config.target.dtype)

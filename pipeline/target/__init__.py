@@ -2,6 +2,8 @@
 
 open.py          the way in: resolved, understood, contract matched, the parts below on demand
 resolve.py       hub id, directory, GGUF file or pip package → a directory of safetensors
+files.py         which safetensors files of a directory transformers would load
+gguf/            what a GGUF file says of its model, applied to the converted one or refused
 architecture.py  its config.json → whether it can be trained for, and where it departs from Llama
 contract.py      that directory → TargetContract
 arithmetic.py    which type this machine computes with, and what may be promised of the results

@@ -10,7 +10,8 @@ docs/targets.md shows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -89,6 +90,10 @@ class Architecture:
     logit_scale: float = 1.0  # logits = scale · lm_head(final)
     norm_offset: float = 0.0  # norms multiply by offset + weight
     query_scale: float = 1.0  # scores = scale · q·k / √d
+    #: Whether lm_head is the embedding; None where nothing is said of it.
+    tied: bool | None = field(default=None, compare=False)
+    #: Name → shape of all that transformers' model is made of; None where files use other names.
+    tensors: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False)
 
 
 def read_config(directory: Path, where: str) -> Any:
@@ -122,6 +127,8 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
     decoder = decoder_of(model)
     if reason := _misfit(model, decoder, config.get_text_config()):
         raise _refusal(config, reason, where)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tensors = _tensors(model, tied) if _stores_as_named(config) else None
     scale, large = (_logit(model, decoder, value) for value in (1.0, 1000.0))
     if abs(large - 1000 * scale) > abs(scale):
         raise _refusal(config, _CAPPED, where)
@@ -135,7 +142,20 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
         logit_scale=scale,
         norm_offset=_norm_offset(decoder.norm, config.get_text_config().hidden_size),
         query_scale=round(scaling * size**0.5, 9) if scaling and size else 1.0,
+        tied=tied,
+        tensors=tensors,
     )
+
+
+def _stores_as_named(config: Any) -> bool:
+    """Whether files hold a model's tensors under their names: elsewhere transformers renames and
+    joins them while it loads, as it does with experts, or unpacks quantised ones."""
+    return config.model_type in DECODED and not getattr(config, "quantization_config", None)
+
+
+def _tensors(model: Any, tied: bool) -> dict[str, tuple[int, ...]]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: shapes[name] for name in shapes if not (tied and name == "lm_head.weight")}
 
 
 def model_class(config: Any, where: str) -> Any:

@@ -10,23 +10,28 @@ from typing import Any
 from pipeline.config import TargetSection
 from pipeline.errors import ConfigError, TargetError
 from pipeline.records import TargetContract, digest
-from pipeline.target.architecture import read_config
-from pipeline.target.resolve import ResolvedTarget, content_fingerprint
+from pipeline.target.architecture import Architecture, read_architecture, read_config
+from pipeline.target.files import fingerprint, sampled_fingerprint, weight_files
+from pipeline.target.resolve import ResolvedTarget
 from pipeline.target.weights import TargetWeights
 
 
-def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetContract:
-    """The contract of a resolved target. Reads headers and sampled blocks, no whole weights."""
+def read_contract(
+    target: TargetSection, resolved: ResolvedTarget, architecture: Architecture | None = None
+) -> TargetContract:
+    """The contract of a resolved target. Every byte of the weights is read once."""
     directory = resolved.directory
     where = f"target.source={resolved.source}"
-    config: Any = read_config(directory, where).get_text_config()
-    files = sorted(directory.glob("*.safetensors"))
-    weights = TargetWeights(directory)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
+    whole = read_config(directory, where)
+    architecture = architecture or read_architecture(whole, where)
+    config: Any = whole.get_text_config()
+    files = weight_files(directory)
+    weights = TargetWeights(directory, architecture)
     return TargetContract(
         source=resolved.source,
         revision=resolved.revision,
-        fingerprint=digest([[path.name, content_fingerprint(path)] for path in files]),
+        fingerprint=fingerprint(files),
+        sampled_fingerprint=sampled_fingerprint(files),
         dtype=weights.stored_dtype(),
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -36,7 +41,7 @@ def read_contract(target: TargetSection, resolved: ResolvedTarget) -> TargetCont
         tokenizer_hash=_tokenizer_hash(directory, where),
         chat_template_hash=_template_hash(directory),
         chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
-        parameters=weights.count_parameters(tied=tied),
+        parameters=weights.count_parameters(tied=bool(architecture.tied)),
     )
 
 

@@ -78,11 +78,28 @@ def load_model(
         _require_slices(section, directory, device, processes)
         options["distributed_config"] = _slices(processes)
     with _errors_only() if processes > 1 else nullcontext():
-        model: Any = loader.from_pretrained(directory, **options)
+        model = _whole_model(loader, directory, options, where)
     if device_map is None and processes == 1:
         model = model.to(device)
     embedding = model.get_input_embeddings().weight
     return LoadedTarget(model.eval(), contract, embedding.device, directory)
+
+
+def _whole_model(loader: Any, directory: Path, options: dict[str, Any], where: str) -> Any:
+    """The model, every weight of which was in the files. Raises TargetError."""
+    try:
+        model, info = loader.from_pretrained(directory, output_loading_info=True, **options)
+    except RuntimeError as error:  # shapes; running out of memory is not of this text
+        if "size mismatch" not in str(error) and "mismatched" not in str(error):
+            raise
+        problem = f"its weights do not fit its config.json: {str(error).splitlines()[0]}"
+        raise TargetError(problem, where=where, fix="correct config.json or the weights") from error
+    if missing := sorted(info["missing_keys"]):
+        problem = f"has no tensor {missing[0]!r} ({len(missing)} are missing), "
+        problem += "which a model of its config.json has; transformers would make up random ones"
+        fix = "correct config.json, or download or convert the whole target again"
+        raise TargetError(problem, where=where, fix=fix)
+    return model
 
 
 def _require_accelerate() -> None:

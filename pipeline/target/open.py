@@ -105,14 +105,23 @@ def open_target(
     source = f"target.source={resolved.source}"
     config = read_config(resolved.directory, source)
     architecture = read_architecture(config, source, decoded=decoded)
-    contract = read_contract(section, resolved)
+    contract = read_contract(section, resolved, architecture)
     if expected is not None:
         match_contracts(contract, expected, where=where)
+        if expected.fingerprint != contract.fingerprint:
+            made = f"{where} was made by a version that sampled the target's weights"
+            notice("target", f"{made}: the sampled blocks are equal, other bytes were not compared")
     elif config.model_type not in DECODED:
         stages = "eval and train.evaluate_every cannot measure a head for it"
         notice("target", f"the bundled decoder does not run {config.model_type}: {stages}")
     target = Target(section, resolved, contract, architecture)
     target.weights.check()
+    harmless = "rotary_emb.inv_freq", "lm_head.weight"  # computed again; a copy of the embedding
+    surplus = [each for each in target.weights.surplus if not each.endswith(harmless)]
+    if surplus:
+        named = ", ".join(surplus[:3]) + (", …" if len(surplus) > 3 else "")
+        left = f"{len(surplus)} stored tensors are no part of a model of its config.json"
+        notice("target", f"{left} and are not read, as by transformers: {named}")
     return target
 
 

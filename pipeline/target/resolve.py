@@ -24,12 +24,14 @@ from pipeline.config import TargetSection, cache_directory
 from pipeline.console import long_step, notice
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.target.architecture import read_architecture, read_config
+from pipeline.target.files import WHOLE, sha256_of, weight_files, weight_names
+from pipeline.target.gguf.metadata import GgufMetadata, apply_metadata, check_converted
 
 #: What a GGUF file is dequantised to, whatever computes with it later: the weights, and with them
 #: the fingerprint, are the same on every machine.
 _STORED = "bfloat16"
-_SAMPLE_BYTES = 1 << 20
-_SAMPLES = 64
+#: Raised when the same file converts to another target: what earlier versions wrote is not taken.
+_CONVERSION = 2
 #: Files of a hub repository that are not weights.
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
@@ -78,30 +80,12 @@ def resolve_tokenizer(target: TargetSection) -> ResolvedTarget:
     return _tokenizer_from_hub(source, target.revision)
 
 
-def content_fingerprint(path: Path) -> str:
-    """SHA-256 over a file's size, 64 evenly spaced blocks of 1 MiB, and the last one.
-
-    Reading 65 MiB instead of a whole 140 GB checkpoint; fine-tuning changes every matrix, so any
-    other set of weights differs in the blocks that are read.
-    """
-    size = path.stat().st_size
-    state = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        step = max(_SAMPLE_BYTES, -(-size // _SAMPLES))
-        for offset in (*range(0, size, step), max(0, size - _SAMPLE_BYTES)):
-            file.seek(offset)
-            state.update(file.read(_SAMPLE_BYTES))
-    return state.hexdigest()
-
-
 def _checked_directory(path: Path, source: str) -> Path:
     where = f"target.source={source}"
     if not (path / "config.json").is_file():
         fix = "pass a directory saved by `save_pretrained`"
         raise TargetError("has no config.json", where=where, fix=fix)
-    if not any(path.glob("*.safetensors")):
-        fix = "save the model with `save_pretrained` (safetensors is its default)"
-        raise TargetError("has no *.safetensors weights", where=where, fix=fix)
+    weight_files(path)
     return path
 
 
@@ -121,7 +105,9 @@ def _gguf_in_package(name: str) -> tuple[Path, str]:
 
 
 def _dequantised(gguf: Path) -> Path:
-    key = hashlib.sha256(f"{content_fingerprint(gguf)} {_STORED}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{sha256_of([gguf])[gguf]} {_STORED} {_CONVERSION}".encode()).hexdigest()[
+        :16
+    ]
     final = cache_directory() / "targets" / f"{gguf.stem}-{_STORED}-{key}"
     if final.is_dir():
         return final
@@ -150,6 +136,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    GgufMetadata(gguf)
     if not torch.cuda.is_available():  # accelerate would otherwise ask deepspeed for a device
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -164,8 +151,10 @@ def _convert(gguf: Path, directory: Path) -> None:
         fix = "use an architecture that transformers can dequantise, or its safetensors"
         raise TargetError(problem, where=str(gguf), fix=fix) from error
     model.config._name_or_path = ""
+    apply_metadata(gguf, model)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    check_converted(gguf, directory)
 
 
 def _dequantise_arguments() -> dict[str, object]:
@@ -193,7 +182,9 @@ def _from_hub(source: str, revision: str | None, decoded: bool) -> ResolvedTarge
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=_SMALL))
         if (directory / "config.json").is_file():  # refused before its weights are fetched
             read_architecture(read_config(directory, where), where, decoded=decoded)
-        patterns = [*_SMALL, "*.safetensors"]
+        patterns = [*_SMALL, WHOLE]
+        directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        patterns = [*_SMALL, *weight_names(directory)]
         directory = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise _unfetched(source, error) from error

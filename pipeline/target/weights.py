@@ -8,7 +8,7 @@ embedding is as stored: a served head reads that table, and norms it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -19,28 +19,76 @@ from torch import Tensor
 
 from pipeline.errors import TargetError
 from pipeline.target.architecture import Architecture
+from pipeline.target.files import weight_files
 
 #: safetensors' names of the types that weights are computed in.
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
 class TargetWeights:
-    """Tensors by Hugging Face name over all safetensors files of a directory (memory-mapped)."""
+    """Tensors by Hugging Face name, of the files that transformers would load (memory-mapped)."""
 
     def __init__(self, directory: Path, architecture: Architecture | None = None) -> None:
-        """Without an `architecture` it is taken to be Llama's."""
+        """Without an `architecture` it is taken to be Llama's, and all that is stored is read.
+
+        Raises TargetError for files that cannot be read, or that are not the architecture's.
+        """
         from safetensors import SafetensorError, safe_open
 
         self.directory = directory
         self._architecture = architecture or Architecture()
         self._files: dict[str, Any] = {}
-        for path in sorted(directory.glob("*.safetensors")):
+        #: Stored tensors that are no part of the model, and that nothing reads.
+        self.surplus: list[str] = []
+        for path in weight_files(directory):
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 fix = "download or convert the target again"
                 raise TargetError(f"cannot be read: {error}", where=str(path), fix=fix) from error
             self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+        if self._architecture.tied is not None:
+            self._check_output(tied=self._architecture.tied)
+        if self._architecture.tensors is not None:
+            self._keep(self._architecture.tensors)
+
+    def _check_output(self, *, tied: bool) -> None:
+        """Raise TargetError where lm_head is not what the configuration says of it."""
+        name, flag = self._output_name, f"tie_word_embeddings={str(tied).lower()}"
+        if not tied:
+            if name is None and not any("lm_head." in each for each in self):
+                problem = f"holds no lm_head.weight, and config.json says {flag}: "
+                problem += "transformers would make up random weights"
+                fix = "set tie_word_embeddings to true if the model is tied, or add lm_head.weight"
+                raise TargetError(problem, where=str(self.directory), fix=fix)
+            return
+        packed = next((each for each in self if "lm_head." in each and each != name), None)
+        if packed is None and (name is None or torch.equal(self[name], self.embedding())):
+            return
+        where = f"{self.directory}: {packed or name}"
+        problem = f"differs from {self._embedding_name}, but config.json says {flag}"
+        fix = "set tie_word_embeddings to false if the stored lm_head is the model's, or remove "
+        raise TargetError(problem, where=where, fix=f"{fix}that tensor if the embedding is")
+
+    def _keep(self, tensors: Mapping[str, tuple[int, ...]]) -> None:
+        """Leave out what the configuration's model does not have.
+
+        Raises TargetError for a tensor that it has and the files lack, or hold in another shape.
+        """
+        where, kept = str(self.directory), {}
+        for name, shape in tensors.items():
+            stored = name if name in self else name.removeprefix("model.")
+            if stored not in self:
+                problem = f"has no tensor {name!r}, which a model of its config.json has"
+                fix = "correct config.json, or download or convert the whole target again"
+                raise TargetError(problem, where=where, fix=fix)
+            has = tuple(self._files[stored].get_slice(stored).get_shape())
+            if has != shape:
+                problem = f"{stored} has shape {list(has)}, by config.json it has {list(shape)}"
+                raise TargetError(problem, where=where, fix="correct config.json or the weights")
+            kept[stored] = self._files[stored]
+        self.surplus = sorted(self._files.keys() - kept.keys())
+        self._files = kept
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -132,7 +180,7 @@ class TargetWeights:
     def _embedding_name(self) -> str:
         return f"{self._prefix}embed_tokens.weight"
 
-    @cached_property
+    @property
     def _output_name(self) -> str | None:
         return next((name for name in self if _is_output(name)), None)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.config import TargetSection
 from pipeline.errors import ContractMismatch, TargetError
 from pipeline.records import TargetContract, match_contracts
 from pipeline.target.open import open_target
-from pipeline.target.resolve import content_fingerprint, resolve
+from pipeline.target.resolve import resolve
 
 
 def _contract(directory: Path) -> TargetContract:
@@ -49,7 +49,7 @@ def test_an_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ("missing", "problem"),
     [
         ("config.json", "has no config.json"),
-        ("model.safetensors", r"has no \*\.safetensors"),
+        ("model.safetensors", "has no weights"),
         ("tokenizer.json", "has no tokenizer"),
     ],
 )
@@ -123,12 +123,33 @@ def test_a_gguf_file_is_dequantised_to_one_type_on_every_machine(
     assert directory.name.startswith("model-bfloat16-") and converted == [gguf]
 
 
-def test_fingerprints_of_large_files_sample_all_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "large.bin"
-    data = torch.zeros(80 << 20, dtype=torch.uint8).numpy()
-    path.write_bytes(data.tobytes())
-    before = content_fingerprint(path)
-    with path.open("r+b") as file:
-        file.seek(-1000, 2)
-        file.write(b"x" * 1000)
-    assert content_fingerprint(path) != before
+@pytest.mark.parametrize("sharded", [False, True])
+def test_only_what_transformers_loads_is_downloaded(
+    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    """No hub can be reached from here; this one filters as huggingface_hub does."""
+    import huggingface_hub
+    from huggingface_hub.utils._paths import filter_repo_objects
+
+    repository, cache = tmp_path / "repository", tmp_path / "cache"
+    shutil.copytree(tiny_target, repository)
+    shutil.copy(repository / "model.safetensors", repository / "consolidated.safetensors")
+    shutil.copy(repository / "model.safetensors", repository / "model_ema.safetensors")
+    whole = "model.safetensors"
+    if sharded:
+        whole = "model-00001-of-00001.safetensors"
+        names = list(load_file(repository / "model.safetensors"))
+        (repository / "model.safetensors").rename(repository / whole)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, whole)}
+        (repository / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def download(_: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        names = [path.name for path in repository.iterdir()]
+        cache.mkdir(exist_ok=True)
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copy(repository / name, cache / name)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve(TargetSection(source="somebody/something"))
+    assert [path.name for path in cache.glob("*.safetensors")] == [whole]
