@@ -43,8 +43,8 @@ class MatchedTarget(NamedTuple):
     target: Target
     loaded: LoadedTarget
 
-    def referee(self) -> Referee:
-        """Of replies, by the output rows that transformers computes logits with."""
+    def referee(self, shards: int = 1) -> Referee:
+        """Of the replies of a stage of so many shards, by transformers' own output rows."""
         rows, scale = self.loaded.model.get_output_embeddings().weight, 1.0
         contract = self.loaded.contract
         if (
@@ -59,6 +59,7 @@ class MatchedTarget(NamedTuple):
             scale=scale,
             parameters=contract.parameters,
             stop_ids=self.target.template().stop_ids,
+            shards=shards,
         )
 
 

@@ -23,7 +23,7 @@ from pipeline.features.capture import (
     capture_shard,
     load_matching_target,
 )
-from pipeline.features.packing import Part, cut
+from pipeline.features.packing import Part, cut, parts_of
 from pipeline.features.rendering import Rendering
 from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.manifest import stage_location
@@ -63,7 +63,8 @@ class ShardCapture:
         self._synth = stage_location(config.run.uri, "synth")
         contract = parent.contract
         matched = load_matching_target(config, group.broadcast(contract), group)
-        self._target, self._referee = matched.loaded, matched.referee()
+        shards = len(parts_of(parent.shards, self._section.shard_tokens))
+        self._target, self._referee = matched.loaded, matched.referee(shards)
         self._rendering = Rendering(matched.target.template(), parent)
         arithmetic = torch_arithmetic(self._target.model.dtype, self._target.device)
         if group.size > 1:  # the sums of a layer depend on how many processes share it

@@ -17,7 +17,7 @@ GAP_STEPS = 12.0
 MOST_BEYOND, LEAST_BEYOND = 0.005, 3
 #: The mean log-probability of drawn tokens may differ from the expected one by so many standard
 #: errors, or by so many nats at temperature 1; noise of logits enters as its square over T².
-MOST_ERRORS, LEAST_NATS = 6.0, 0.03
+MOST_ERRORS, LEAST_NATS = 5.0, 0.03
 #: Fewer drawn tokens have no mean that could be trusted.
 _LEAST_DRAWN = 64
 #: One sample by itself is refused for far coarser differences only: there are many of them.
@@ -152,11 +152,15 @@ def problem_of_sample(own: Agreement) -> str:
             f"{own.beyond} of {own.greedy} greedy reply tokens lie below the teacher's best by "
             "more than arithmetic explains"
         )
+    if own.drawn >= _SAMPLE_LEAST and own.outside > _SAMPLE_BEYOND * own.drawn:
+        return (
+            f"{own.outside} of {own.drawn} drawn reply tokens lie outside the top-p and top-k that "
+            "the sample names"
+        )
     error = own.standard_error
-    hotter = own.drawn >= _SAMPLE_LEAST and -own.excess > max(_SAMPLE_NATS, _SAMPLE_ERRORS * error)
-    if hotter or (own.drawn >= _SAMPLE_LEAST and own.outside > _SAMPLE_BEYOND * own.drawn):
+    if own.drawn >= _SAMPLE_LEAST and -own.excess > max(_SAMPLE_NATS, _SAMPLE_ERRORS * error):
         return (
             f"the mean log-probability of {own.drawn} drawn reply tokens is {-own.excess:.2f} nats "
-            f"below what is expected (± {error:.2f}), {own.outside} are outside top-p and top-k"
+            f"below what is expected (± {error:.2f})"
         )
     return ""

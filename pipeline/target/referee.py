@@ -29,9 +29,9 @@ from torch import Tensor
 from pipeline.records import Sample, SamplingParams
 from pipeline.target.agreement import COLUMNS, GAP_STEPS, LEAST_NATS, REAL, Agreement
 
-#: Of a target's forward over a shard, that scoring may cost in FLOPs; and positions that are scored
-#: whatever they cost, so that small runs are judged as well.
-_SHARE, _LEAST_POSITIONS = 0.02, 256
+#: Of a target's forward over a shard, that scoring may cost in FLOPs; and reply tokens of a stage
+#: that are scored whatever they cost, so that small runs are judged as well.
+_SHARE, _LEAST_POSITIONS = 0.02, 4096
 #: FLOPs an entry of the vocabulary costs beside the product: exponentials, comparisons.
 _ENTRY_FLOPS = 400
 _BLOCK = 128  # positions whose logits are held at once
@@ -43,14 +43,22 @@ class Referee:
     """Scores the reply tokens of one target."""
 
     def __init__(
-        self, rows: Tensor, *, scale: float, parameters: int, stop_ids: Sequence[int]
+        self,
+        rows: Tensor,
+        *,
+        scale: float,
+        parameters: int,
+        stop_ids: Sequence[int],
+        shards: int,
     ) -> None:
         """rows [V, H]: the output embedding; logits are `scale` · rows · final state.
 
-        `parameters` of the target say what scoring may cost; `stop_ids` end a reply.
+        `parameters` of the target and the stage's `shards` say what scoring may cost; `stop_ids`
+        end a reply.
         """
         self._rows, self._scale = rows.detach(), scale
         self._stop_ids = frozenset(stop_ids)
+        self._least = _LEAST_POSITIONS / shards
         vocabulary, hidden = rows.shape
         forward = 2 * max(parameters - vocabulary * hidden, 1)
         #: Positions a token of a shard, that may be scored.
@@ -60,7 +68,7 @@ class Referee:
         """Every how manyth reply token of a shard is scored."""
         tokens = sum(len(sample.token_ids) for sample in samples)
         replies = sum(span.end - span.start for sample in samples for span in sample.supervised)
-        return max(1, int(replies / max(self._rate * tokens, _LEAST_POSITIONS)))
+        return max(1, int(replies / max(self._rate * tokens, self._least)))
 
     def positions(self, sample: Sample, stride: int) -> list[int]:
         """Of the reply tokens that are scored. They depend on the sample's id, not on its text."""
