@@ -97,8 +97,8 @@ class EvalReport(Record):
     """Over plain and over hf: medians of ratios on the same request."""
     lossless: dict[str, Any]
     """Whether greedy_fp32 holds, prompts_checked, what transformers says of plain replies
-    (transformers: same, replies, tokens, near_ties, wrong_tokens, different), and how far any token
-    of the run's own type is from the plain model's best."""
+    (transformers: same, replies, tokens, near_ties, wrong_tokens, logits_difference, different),
+    and how far any token of the run's own type is from the plain model's best."""
     head: dict[str, Any]
     """Its parameters, share_of_target, draft_vocab_size, coverage; {} without a head."""
     drafter: dict[str, Any] = Field({"name": "eagle3"})

@@ -24,10 +24,11 @@ from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
+from pipeline.serve_eval.reference import PlainReply
 from pipeline.target.load import LoadedTarget, pick_device
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
-from pipeline.tuning.score import Gaps, greedy_gaps
+from pipeline.tuning.score import Gaps, greedy_gaps, log_probabilities
 from pipeline.tuning.simulate import ImposedAcceptance
 from pipeline.tuning.tune import Choice, tune
 
@@ -222,15 +223,20 @@ class Comparison:
         plain, drafted = replies
         return [drafted[each.request_id] == plain[each.request_id] for each in requests]
 
-    def plain_replies(self, questions: Sequence[Question]) -> list[tuple[int, ...]]:
-        """Token ids of each question's plain reply."""
+    def plain_replies(self, questions: Sequence[Question]) -> list[PlainReply]:
+        """Each question's plain reply, with the decoder's log-probabilities before its tokens."""
         requests = [
             replace(self._request(question), request_id=str(index))
             for index, question in enumerate(questions)
         ]
         engine = self.engine(speculative=False, slots=len(requests))
         done = {each.request_id: each.token_ids for each in engine.generate(requests)}
-        return [done[each.request_id] for each in requests]
+        plain = []
+        for index, question in enumerate(questions):
+            reply = done[str(index)]
+            scores = log_probabilities(self.model, question.context, reply)
+            plain.append(PlainReply(question, reply, scores))
+        return plain
 
     def _decode(
         self,

@@ -7,21 +7,26 @@ in fp32 are therefore read by transformers' own model, attention and masks, one 
     tokens   <prompt> … <assistant> 4    <end>
     logits                    best: 4    <end>     each reply token must be the best one before it
 
-or lie below it by no more than fp32 arithmetic moves logits (see `target/referee.py`).
+or lie below it by no more than fp32 arithmetic moves logits (see `target/referee.py`). And the
+logits of both, which differ long before a token does, must agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeline.serve_eval.questions import Question
 from pipeline.target.open import Target
 
 #: Steps (eps) of float32 that two sound ways to compute a final state may differ by.
 _STEPS = 256.0
+#: Share by which the logits before a token may differ, ‖ours - theirs‖ / ‖theirs‖, both without
+#: their mean. Sound ways differ by some 1e-5.
+_LOGITS = 1e-3
 _EPS = float(torch.finfo(torch.float32).eps)
 
 
@@ -33,21 +38,26 @@ def chosen(questions: Sequence[Question], count: int) -> list[Question]:
     return [questions[index] for index in list(indices)[:count]]
 
 
+class PlainReply(NamedTuple):
+    """What plain decoding in fp32 answers to a question."""
+
+    question: Question
+    token_ids: tuple[int, ...]
+    scores: Tensor  # [reply, V]: the decoder's log-probabilities before each token
+
+
 @torch.inference_mode()
 def check_with_transformers(
-    target: Target,
-    questions: Sequence[Question],
-    replies: Sequence[Sequence[int]],
-    advance: Callable[[int], None],
+    target: Target, plain: Sequence[PlainReply], advance: Callable[[int], None]
 ) -> dict[str, Any]:
     """What `report.json` says of the second leg, under `lossless.transformers`.
 
-    `replies` are those of plain decoding in fp32; `advance` is given 1 for each.
+    `advance` is given 1 for each reply.
     """
     model = target.load(dtype="float32").model
     rows = model.get_output_embeddings().weight  # [V, H]
-    near_ties, wrong, different = 0, 0, []
-    for question, reply in zip(questions, replies, strict=True):
+    near_ties, wrong, farthest, different = 0, 0, 0.0, []
+    for question, reply, scores in plain:
         ids = torch.tensor([[*question.context, *reply[:-1]]], device=model.device)
         output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
         logits = output.logits[0, len(question.context) - 1 :].float()  # [reply, V]
@@ -55,19 +65,24 @@ def check_with_transformers(
         token = torch.tensor(list(reply), device=logits.device)  # [reply]
         best = logits.max(-1)
         gap = best.values - logits.gather(1, token[:, None])[:, 0]
-        apart = (rows[best.indices] - rows[token]).float()  # [reply, H]
-        allowed = final.norm(dim=1) * apart.norm(dim=1) * (_STEPS * _EPS / final.shape[1] ** 0.5)
+        between = (rows[best.indices] - rows[token]).float()  # [reply, H]
+        allowed = final.norm(dim=1) * between.norm(dim=1) * (_STEPS * _EPS / final.shape[1] ** 0.5)
         is_wrong = gap > allowed
+        theirs = logits - logits.mean(-1, keepdim=True)
+        ours = scores.to(logits.device) - scores.mean(-1, keepdim=True).to(logits.device)
+        apart = (ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(1e-30)  # [reply]
+        farthest = max(farthest, float(apart.max()))
         near_ties += int(((gap > 0) & ~is_wrong).sum())
         wrong += int(is_wrong.sum())
-        if bool(is_wrong.any()):
+        if bool(is_wrong.any()) or not float(apart.max()) <= _LOGITS:
             different.append(question.request_id)
         advance(1)
     return {
         "same": not different,
-        "replies": len(replies),
-        "tokens": sum(map(len, replies)),
+        "replies": len(plain),
+        "tokens": sum(len(each.token_ids) for each in plain),
         "near_ties": near_ties,
         "wrong_tokens": wrong,
+        "logits_difference": float(f"{farthest:.3g}"),
         "different": sorted(different),
     }

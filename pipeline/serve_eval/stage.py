@@ -153,11 +153,11 @@ def _evaluate(
     drawn = [each for each in section.load.temperatures if each and section.load.concurrency]
     sampled = {each: _check_lossless(exact, questions[:_SAMPLED], each) for each in drawn}
     read = chosen(questions, _WITH_TRANSFORMERS)
-    replies = exact.plain_replies(read)
+    plain = exact.plain_replies(read)
     del exact
     note = "plain decoding is transformers'?"
     with progress_bar("eval", unit="replies", total=len(read), note=note) as bar:
-        reference = check_with_transformers(target, read, replies, bar.advance)
+        reference = check_with_transformers(target, plain, bar.advance)
     measurements = Measurements(
         *(measured, identical, left_out, tree, choice, arithmetic),
         tuned_apart=bool(others),
@@ -246,8 +246,8 @@ def _not_lossless(stage_run: StageRun, report: EvalReport) -> NotLossless:
     elif not report.plain_is_the_target:
         problem = (
             f"plain decoding is not the target's: in fp32 {reference['wrong_tokens']} of "
-            f"{reference['tokens']} tokens are not what transformers computes, first in "
-            f"{reference['different'][0]}"
+            f"{reference['tokens']} tokens are not transformers' choice and logits differ by up to "
+            f"{reference['logits_difference']:.1%}, first in {reference['different'][0]}"
         )
     fix = "do not ship this build of the decoder; report the prompt, the head and the target"
     where = stage_run.location.where(f"{NOT_LOSSLESS}.html")

@@ -79,7 +79,8 @@ def reference(lossless: Mapping[str, Any]) -> str:
     if leg["same"]:
         return f"plain decoding is transformers' own on {replies} replies ({tokens} tokens)"
     wrong = plain(leg["wrong_tokens"])
-    return f"{wrong} of {tokens} tokens of plain decoding are not transformers' choice in fp32"
+    differ = f"logits differ by up to {percent(leg.get('logits_difference', 0.0))}"
+    return f"{wrong} of {tokens} tokens of plain decoding are not transformers' choice, {differ}"
 
 
 def mode(name: str) -> str:
