@@ -9,6 +9,8 @@ run, a ratio is the median of its turns':
 
     capture_vs_bare   capture, encoding and commit to the local disk, over the same packed forwards
                       of the decoder alone: no hooks, no checks, no lm_head
+    scored_vs_not     the same with the referee that scores replies, as in a stage of many shards,
+                      over capture without it
     loader_vs_disk    training's loader with an empty page cache, over a plain sequential read of
                       the files
     loader_vs_gcs     the loader with an empty cache, over gcsfs reading the same objects of a
@@ -54,6 +56,7 @@ from pipeline.target import forward
 from pipeline.target.forward import register_packed_attention
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
+from pipeline.target.referee import Referee
 from pipeline.target.template import load_template
 from pipeline.train.data.batches import ReadAhead
 from pipeline.train.data.corpus import survey
@@ -141,14 +144,19 @@ def capture(
     shards = [[samples[number] for number in part] for part in parts]
     tokens, number = _tokens(samples), count()
 
-    def whole() -> float:
+    rows = target.model.get_output_embeddings().weight
+    referee = Referee(
+        rows, scale=1.0, parameters=target.contract.parameters, stop_ids=(), shards=1000
+    )
+
+    def whole(referee: Referee | None = None) -> float:
         with tempfile.TemporaryDirectory() as folder:
             stage_run = open_stage(_config(folder, encoding), "features", None)
             started = time.perf_counter()
             with ShardWriter(stage_run, encoding) as writer:
                 for shard in shards:
                     name = f"{next(number):05d}.safetensors"
-                    writer.put(name, _capture(target, shard, name))
+                    writer.put(name, _capture(target, shard, name, referee))
             return tokens / (time.perf_counter() - started)
 
     def bare() -> float:
@@ -158,12 +166,13 @@ def capture(
                 _bare_forward(target, [list(shard[number].token_ids) for number in batch])
         return tokens / (time.perf_counter() - started)
 
-    seen = turns({"whole": whole, "bare": bare}, runs=runs)
+    seen = turns({"whole": whole, "scored": partial(whole, referee), "bare": bare}, runs=runs)
     rates = medians(seen)
     return {
         "capture_tokens_per_second": rates["whole"],
         "bare_tokens_per_second": rates["bare"],
         "capture_vs_bare": median_ratio(seen, "whole", "bare"),
+        "scored_vs_not": median_ratio(seen, "scored", "whole"),
     }
 
 
@@ -256,9 +265,14 @@ def _tokens(samples: Sequence[Sample] | Sequence[StatesSample]) -> int:
     return sum(len(sample.token_ids) for sample in samples)
 
 
-def _capture(target: LoadedTarget, samples: list[Sample], name: str) -> list[StatesSample]:
+def _capture(
+    target: LoadedTarget, samples: list[Sample], name: str, referee: Referee | None = None
+) -> list[StatesSample]:
     return capture_shard(
-        target, samples, BATCH_TOKENS, lambda _: None, name=name, tolerance=64
+        *(target, samples, BATCH_TOKENS, lambda _: None),
+        name=name,
+        tolerance=64,
+        referee=referee,
     ).states
 
 

@@ -21,6 +21,7 @@ from pipeline.config import FeaturesSection, RunConfig
 from pipeline.features.capture import (
     CapturedShard,
     capture_shard,
+    check_replies,
     load_matching_target,
 )
 from pipeline.features.packing import Part, cut, parts_of
@@ -83,6 +84,7 @@ class ShardCapture:
         captured = _capture(
             *(self._target, usable, self._section, name, self._advance), self._referee
         )
+        check_replies(usable, captured.agreements)
         rejected = {UNSUPERVISED: len(samples) - len(usable)}
         self._writer.put(name, captured.states, rejected, captured.agreements, rendered)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.config import TargetSection
 from pipeline.errors import DataError
-from pipeline.features.capture import CapturedShard, MatchedTarget, capture_shard
+from pipeline.features.capture import CapturedShard, MatchedTarget, capture_shard, check_replies
 from pipeline.records import Message, Sample, SamplingParams, Span
 from pipeline.target.agreement import Agreement
 from pipeline.target.architecture import FAMILIES
@@ -113,12 +113,14 @@ def judged(directory: Path, samples: list[Sample], dtype: str = "float32") -> Ca
     )
     target = open_target(section)
     matched = MatchedTarget(target, target.load(attention=register_packed_attention()))
-    return capture_shard(
+    shard = capture_shard(
         *(matched.loaded, samples, 512, lambda tokens: None),
         name="a",
         tolerance=0,
         referee=matched.referee(),
     )
+    check_replies(samples, shard.agreements)
+    return shard
 
 
 def pooled(shard: CapturedShard) -> Agreement:
