@@ -35,6 +35,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
     "features": {
         "batch_tokens",
         "self_check_tolerance",
+        "reply_tolerance",
         "device_map",
         "parallel",
         "parallel_timeout_seconds",
@@ -166,6 +167,10 @@ class FeaturesSection(Section):
     self_check_tolerance: float = Field(64, ge=0)
     """A sample of each shard is computed again alone; its states may differ by this many steps
     (eps) of the compute type. 0: no check."""
+    reply_tolerance: float | None = Field(None, ge=0, le=1)
+    """Share of the scored reply tokens that may lie further from the teacher than arithmetic
+    explains (docs/targets.md). None: 0.005, of a mixture of experts 0.15. 1: the figures are kept,
+    and judge nothing, for servers that are known to quantise."""
     device_map: Literal["auto", "balanced"] | dict[str, int | str] | None = None
     """Spread the target's layers over devices, as transformers' device_map; needs accelerate. None:
     all on target.device."""

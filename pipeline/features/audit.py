@@ -20,11 +20,13 @@ class RepliesAudit:
 
     def __init__(self) -> None:
         self._pooled, self._farthest = Agreement(), list[dict[str, Any]]()
-        self._rendered = 0
+        self._rendered, self._most_beyond, self._gap_steps = 0, 0.0, 0.0
 
     def add(self, tallies: Mapping[str, Any]) -> None:
         """Of one shard; those of older versions say nothing."""
         self._pooled += Agreement.read(tallies.get("agreement", {}))
+        self._most_beyond = max(self._most_beyond, tallies.get("most_beyond", 0.0))
+        self._gap_steps = max(self._gap_steps, tallies.get("gap_steps", 0.0))
         self._rendered += tallies.get("rendered", 0)
         self._farthest += tallies.get("farthest", [])
         self._farthest.sort(
@@ -34,7 +36,7 @@ class RepliesAudit:
 
     def check(self, where: str) -> None:
         """Raise DataError where all shards together show what none showed alone."""
-        if problem := problem_of(self._pooled):
+        if problem := problem_of(self._pooled, self._most_beyond):
             worst = self._farthest[0]
             named = f"{where}: sample {worst['sample_id']} of {worst['source']}, the farthest"
             raise DataError(problem, where=named, fix=CAUSES)
@@ -42,8 +44,9 @@ class RepliesAudit:
     @property
     def figures(self) -> dict[str, Any]:
         """What the manifest carries; empty where no reply was scored."""
-        rendered = {"rendered_samples": self._rendered} if self._rendered else {}
-        return self._pooled.figures() | rendered
+        figures = self._pooled.figures()
+        figures |= {"gap_steps": self._gap_steps} if figures else {}
+        return figures | ({"rendered_samples": self._rendered} if self._rendered else {})
 
     def as_json(self) -> str:
         """The file. It quotes no prompt and no reply."""

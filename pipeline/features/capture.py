@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig, prepare_process
+from pipeline.config import FeaturesSection, RunConfig, prepare_process
 from pipeline.config.run import Supervise
 from pipeline.console import notice
 from pipeline.errors import ConfigError, DataError, OutOfMemory, brief, is_out_of_memory
@@ -22,8 +22,23 @@ from pipeline.records import Sample, TargetContract
 from pipeline.store.manifest import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.store.states.encodings import AUX_LAYERS
-from pipeline.target.agreement import CAUSES, Agreement, problem_of, problem_of_sample
-from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
+from pipeline.target.agreement import (
+    CAUSES,
+    CHAOTIC_GAP,
+    GAP_PER_GAIN,
+    LEAST_GAP,
+    MOST_BEYOND,
+    MOST_BEYOND_OF_CHAOTIC,
+    Agreement,
+    problem_of,
+    problem_of_sample,
+)
+from pipeline.target.forward import (
+    capture_alone,
+    capture_states,
+    noise_gain,
+    register_packed_attention,
+)
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import Target, open_target
 from pipeline.target.parallel import Group
@@ -34,7 +49,8 @@ class CapturedShard(NamedTuple):
     """What one shard's samples give."""
 
     states: list[StatesSample]
-    agreements: list[Agreement]  # of each sample's replies with the teacher; empty if not asked
+    agreements: Sequence[Agreement]  # of each sample's replies with the teacher
+    gap_steps: float  # what counted as arithmetic, in steps of bfloat16
 
 
 class MatchedTarget(NamedTuple):
@@ -42,6 +58,15 @@ class MatchedTarget(NamedTuple):
 
     target: Target
     loaded: LoadedTarget
+
+    def most_beyond(self, section: FeaturesSection, gap_steps: float) -> float:
+        """Share of the reply tokens that may be beyond the gap: the section's, or by what the
+        target makes of noise."""
+        if section.reply_tolerance is not None:
+            return section.reply_tolerance
+        parts = (name for name, _ in self.loaded.model.named_modules())
+        chaotic = gap_steps > CHAOTIC_GAP or any("experts" in name for name in parts)
+        return MOST_BEYOND_OF_CHAOTIC if chaotic else MOST_BEYOND
 
     def referee(self, shards: int = 1) -> Referee:
         """Of the replies of a stage of so many shards, by transformers' own output rows."""
@@ -96,9 +121,10 @@ def capture_shard(
     tolerance: float,
     supervise: Supervise = "replies",
     referee: Referee | None = None,
+    scored: bool = False,
 ) -> CapturedShard:
     """The states of `samples`, in their order, bf16 on the target's device; and with a `referee`
-    how their replies agree with the target.
+    how their replies agree with the target. `scored`: another process of the group has one.
 
     The first forward of a shard needs the most memory. When there is not enough, its samples and
     those of the shard's other forwards are computed in two halves. Raises OutOfMemory when that
@@ -111,7 +137,8 @@ def capture_shard(
     """
     states: dict[int, StatesSample] = {}
     stride = referee.stride(samples) if referee else 1
-    scored = [referee.positions(sample, stride) if referee else [] for sample in samples]
+    places = [referee.positions(sample, stride) if referee else [] for sample in samples]
+    gap_steps = 0.0
     before: dict[int, Tensor] = {}  # final states before the scored tokens
     checked = chosen_for_check(name, len(samples))
     waiting = deque(into_forwards([len(sample.token_ids) for sample in samples], batch_tokens))
@@ -129,8 +156,11 @@ def capture_shard(
             waiting.popleft()
             for number, (aux, final) in captured.items():
                 states[number] = _keep(samples[number], aux, final, supervise)
-                places = torch.tensor(scored[number], dtype=torch.int64, device=final.device)
-                before[number] = final[places - 1]
+                after = torch.tensor(places[number], dtype=torch.int64, device=final.device)
+                before[number] = final[after - 1]
+                if number == checked and (referee or scored):
+                    gain = noise_gain(target, samples[number].token_ids, final)
+                    gap_steps = max(LEAST_GAP, GAP_PER_GAIN * gain)
             advance(sum(len(sample.token_ids) for sample in documents.values()))
             continue
         # Now that the error, and with it what the forward held, is gone.
@@ -138,19 +168,24 @@ def capture_shard(
         # Like lengths stand side by side.
         waiting = deque(half for batch in waiting for half in (batch[::2], batch[1::2]) if half)
     numbers = range(len(samples))
-    agreements = []
+    agreements: list[Agreement] = []
     if referee and samples:
         final = torch.cat([before[number] for number in numbers])
-        agreements = referee.score(samples, scored, final)
-    return CapturedShard([states[number] for number in numbers], agreements)
+        agreements = referee.score(samples, places, final, gap_steps)
+    return CapturedShard([states[number] for number in numbers], agreements, gap_steps)
 
 
-def check_replies(samples: Sequence[Sample], agreements: Sequence[Agreement]) -> None:
-    """Raise DataError, naming the sample, where replies are another model's than the teacher."""
+def check_replies(
+    samples: Sequence[Sample], agreements: Sequence[Agreement], most_beyond: float
+) -> None:
+    """Raise DataError, naming the sample, where replies are another model's than the teacher.
+
+    `most_beyond`: see `problem_of`.
+    """
     for sample, own in zip(samples, agreements, strict=True):
-        if problem := problem_of_sample(own):
+        if problem := problem_of_sample(own, most_beyond):
             raise DataError(problem, where=_where(sample), fix=CAUSES)
-    if problem := problem_of(sum(agreements, Agreement())):
+    if problem := problem_of(sum(agreements, Agreement()), most_beyond):
         worst = max(range(len(samples)), key=lambda number: agreements[number].distance)
         raise DataError(problem, where=f"{_where(samples[worst])}, the farthest", fix=CAUSES)
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from pipeline.store.manifest import stage_location
 from pipeline.store.samples import read_samples
 from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states
-from pipeline.target.agreement import Agreement
+from pipeline.target.agreement import MOST_BEYOND, Agreement
 from pipeline.target.arithmetic import reason, torch_arithmetic
 from pipeline.target.load import LoadedTarget
 from pipeline.target.parallel import Group
@@ -43,6 +43,15 @@ WAITING = 1
 UNSUPERVISED = "no_supervised_tokens"
 #: Samples of a shard, and of a stage, that the audit names.
 _FARTHEST = 3
+
+
+class RepliesChecked(NamedTuple):
+    """What is known of the replies of a shard's samples."""
+
+    agreements: Sequence[Agreement] = ()  # of each sample with the teacher
+    gap_steps: float = 0.0  # what counted as arithmetic
+    most_beyond: float = MOST_BEYOND  # share that may be beyond the gap, for this target
+    rendered: int = 0  # samples whose messages were rendered again
 
 
 class ShardCapture:
@@ -66,6 +75,7 @@ class ShardCapture:
         matched = load_matching_target(config, group.broadcast(contract), group)
         shards = len(parts_of(parent.shards, self._section.shard_tokens))
         self._target, self._referee = matched.loaded, matched.referee(shards)
+        self._matched = matched
         self._rendering = Rendering(matched.target.template(), parent)
         arithmetic = torch_arithmetic(self._target.model.dtype, self._target.device)
         if group.size > 1:  # the sums of a layer depend on how many processes share it
@@ -84,9 +94,11 @@ class ShardCapture:
         captured = _capture(
             *(self._target, usable, self._section, name, self._advance), self._referee
         )
-        check_replies(usable, captured.agreements)
+        most_beyond = self._matched.most_beyond(self._section, captured.gap_steps)
+        check_replies(usable, captured.agreements, most_beyond)
         rejected = {UNSUPERVISED: len(samples) - len(usable)}
-        self._writer.put(name, captured.states, rejected, captured.agreements, rendered)
+        replies = RepliesChecked(captured.agreements, captured.gap_steps, most_beyond, rendered)
+        self._writer.put(name, captured.states, rejected, replies)
 
     def wait(self) -> None:
         """Until all shards that were made are committed."""
@@ -118,7 +130,7 @@ def take_part(config: RunConfig, group: Group) -> Manifest:
         else:
             assert target, "the contract comes first"
             name, samples = received
-            _capture(target, samples, config.features, name, lambda tokens: None)
+            _capture(target, samples, config.features, name, lambda tokens: None, scored=True)
     return received
 
 
@@ -129,6 +141,8 @@ def _capture(
     name: str,
     advance: Callable[[float], None],
     referee: Referee | None = None,
+    *,
+    scored: bool = False,
 ) -> CapturedShard:
     budget, tolerance = section.batch_tokens, section.self_check_tolerance
     return capture_shard(
@@ -140,6 +154,7 @@ def _capture(
         tolerance=tolerance,
         supervise=section.supervise,
         referee=referee,
+        scored=scored,
     )
 
 
@@ -169,16 +184,16 @@ class ShardWriter:
         name: str,
         samples: list[StatesSample],
         rejected: Mapping[str, int] | None = None,
-        agreements: Sequence[Agreement] = (),
-        rendered: int = 0,
+        replies: RepliesChecked | None = None,
     ) -> None:
         """Encode and commit `samples` as shard `name`, in turn; waits while too many are held.
 
-        `agreements` of the samples' replies, if any, stand beside their ids; of so many the
-        messages were `rendered` again.
+        What is known of the samples' `replies` stands beside their ids, and in the entry.
         """
         self._pending.append(
-            self._pool.submit(self._write, name, samples, rejected or {}, agreements, rendered)
+            self._pool.submit(
+                self._write, name, samples, rejected or {}, replies or RepliesChecked()
+            )
         )
         while len(self._pending) > WAITING + 1:
             self._pending.popleft().result()
@@ -209,8 +224,7 @@ class ShardWriter:
         name: str,
         samples: list[StatesSample],
         rejected: Mapping[str, int],
-        agreements: Sequence[Agreement],
-        rendered: int,
+        replies: RepliesChecked,
     ) -> None:
         if self._failed:  # a gap in the order would be computed twice
             return
@@ -219,7 +233,7 @@ class ShardWriter:
                 samples,
                 self._encoding,
                 hidden_size=self._hidden_size,
-                agreements=[each.as_tally() for each in agreements],
+                agreements=[each.as_tally() for each in replies.agreements],
             )
             tokens = sum(len(sample.token_ids) for sample in samples)
             supervised = sum(int(sample.supervised_mask.sum()) for sample in samples)
@@ -231,9 +245,11 @@ class ShardWriter:
                 rejected={reason: count for reason, count in rejected.items() if count},
                 tallies={
                     "supervised": supervised,
-                    "rendered": rendered,
-                    "agreement": sum(agreements, Agreement()).as_tally(),
-                    "farthest": farthest(samples, agreements),
+                    "rendered": replies.rendered,
+                    "gap_steps": round(replies.gap_steps, 2),
+                    "most_beyond": replies.most_beyond,
+                    "agreement": sum(replies.agreements, Agreement()).as_tally(),
+                    "farthest": farthest(samples, replies.agreements),
                 },
             )
         except BaseException:

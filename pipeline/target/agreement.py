@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-#: Allowed gap, in units of one step of bfloat16 (see above), whatever computed the reply: a server
-#: does not say what it computes with.
-GAP_STEPS = 12.0
+#: Allowed gap, in steps of bfloat16 (`referee.py`): so many times what noise of one step at every
+#: layer moves the final states by, and no less than so many.
+GAP_PER_GAIN, LEAST_GAP = 2.5, 6.0
 #: Share of the greedy tokens beyond the gap, or of the drawn ones outside top-p and top-k, above
-#: which replies are another model's; and how many there must be at least.
-MOST_BEYOND, LEAST_BEYOND = 0.005, 3
+#: which replies are another model's: of dense targets, and of mixtures of experts, where a near-tie
+#: between experts changes a whole layer. And how many there must be at least.
+MOST_BEYOND, MOST_BEYOND_OF_CHAOTIC, LEAST_BEYOND = 0.005, 0.15, 3
+#: A target with a larger gap amplifies noise so much that its tails are long.
+CHAOTIC_GAP = 40.0
 #: The mean log-probability of drawn tokens may differ from the expected one by so many standard
 #: errors, or by so many nats at temperature 1; noise of logits enters as its square over T².
 MOST_ERRORS, LEAST_NATS = 5.0, 0.03
@@ -94,7 +97,6 @@ class Agreement:
                 "greedy_tokens": self.greedy,
                 "best_share": round(self.best / self.greedy, 6),
                 "within_gap_share": round((self.best + self.near) / self.greedy, 6),
-                "gap_steps": GAP_STEPS,
             }
         if self.drawn:
             inside = max(1, self.drawn - self.outside)
@@ -113,26 +115,29 @@ COLUMNS = [each.name for each in _SUMS if each.name != "unended"]
 REAL = ("log_probability", "expected", "variance", "allowance")
 
 
-def problem_of(pooled: Agreement) -> str:
-    """What shows that pooled replies are not the teacher's, with its figure; empty for none."""
+def problem_of(pooled: Agreement, most_beyond: float = MOST_BEYOND) -> str:
+    """What shows that pooled replies are not the teacher's, with its figure; empty for none.
+
+    `most_beyond` is a share as MOST_BEYOND; at 1 only ends of replies are judged.
+    """
     if pooled.unended:
         return f"{pooled.unended} replies do not end where an end token is"
-    if pooled.beyond >= LEAST_BEYOND and pooled.beyond > MOST_BEYOND * pooled.greedy:
+    if pooled.beyond >= LEAST_BEYOND and pooled.beyond > most_beyond * pooled.greedy:
         share = pooled.beyond / pooled.greedy
         return (
             f"{share:.1%} of {pooled.greedy:,} greedy reply tokens lie below the teacher's best by "
-            f"more than arithmetic explains (at most {MOST_BEYOND:.1%}); "
+            f"more than arithmetic explains (at most {most_beyond:.1%}); "
             f"{pooled.best / pooled.greedy:.1%} are its best"
         )
-    if pooled.outside >= LEAST_BEYOND and pooled.outside > MOST_BEYOND * pooled.drawn:
+    if pooled.outside >= LEAST_BEYOND and pooled.outside > most_beyond * pooled.drawn:
         share = pooled.outside / pooled.drawn
         return (
             f"{share:.1%} of {pooled.drawn:,} drawn reply tokens lie outside the top-p and top-k "
-            f"that the sample names (at most {MOST_BEYOND:.1%})"
+            f"that the sample names (at most {most_beyond:.1%})"
         )
     excess, error, inside = pooled.excess, pooled.standard_error, pooled.drawn - pooled.outside
     allowed = max(pooled.allowance / max(1, inside), MOST_ERRORS * error)
-    if inside >= _LEAST_DRAWN and abs(excess) > allowed:
+    if inside >= _LEAST_DRAWN and abs(excess) > allowed and most_beyond < 1:
         mean, expected = pooled.log_probability / inside, pooled.expected / inside
         return (
             f"{inside:,} drawn reply tokens have a mean log-probability of {mean:.3f} where "
@@ -143,16 +148,19 @@ def problem_of(pooled: Agreement) -> str:
     return ""
 
 
-def problem_of_sample(own: Agreement) -> str:
+def problem_of_sample(own: Agreement, most_beyond: float = MOST_BEYOND) -> str:
     """As `problem_of` for one sample, which differences of a few tokens say nothing of."""
     if own.unended:
         return "a reply does not end where an end token is"
-    if own.greedy >= _SAMPLE_LEAST and own.beyond > _SAMPLE_BEYOND * own.greedy:
+    if most_beyond >= 1:
+        return ""
+    most = max(_SAMPLE_BEYOND, 3 * most_beyond)
+    if own.greedy >= _SAMPLE_LEAST and own.beyond > most * own.greedy:
         return (
             f"{own.beyond} of {own.greedy} greedy reply tokens lie below the teacher's best by "
             "more than arithmetic explains"
         )
-    if own.drawn >= _SAMPLE_LEAST and own.outside > _SAMPLE_BEYOND * own.drawn:
+    if own.drawn >= _SAMPLE_LEAST and own.outside > most * own.drawn:
         return (
             f"{own.outside} of {own.drawn} drawn reply tokens lie outside the top-p and top-k that "
             "the sample names"

@@ -6,12 +6,12 @@ product with the output rows says what the target would have done:
     sampled greedily      gap = best logit - the token's: 0, or small where arithmetic broke a tie
     drawn at temperature  log p(token), against what draws from p have on average
 
-Both need an allowance for arithmetic. Two sound ways to compute a final state h differ by a few
+Both need an allowance for arithmetic. Two sound ways to compute a final state h differ by some
 steps (eps) of bfloat16 in a direction of no meaning, so the logits of two tokens with output rows
-a and b move against each other by about eps · ‖h‖ · ‖a - b‖ / √H. A gap counts as arithmetic up to
-GAP_STEPS times that. Measured on SmolLM2-135M, decoder in bf16 and teacher in bf16 or fp32: 1.1 %
-of the reply tokens are not the teacher's best, the largest gap is 6.2 such units; with the target's
-weights rounded to 4 bits in groups of 32, 22 % lie beyond 8.
+a and b move against each other by about steps · eps · ‖h‖ · ‖a - b‖ / √H. How many steps hangs on
+the target: noise of one step at every layer moves the final states of SmolLM2-135M by 9, of a
+random Gemma by 30 (`forward.noise_gain`). A gap counts as arithmetic up to GAP_PER_GAIN times that,
+whatever computed the reply: a server does not say. docs/targets.md has the measurements.
 
 Only every n-th position is scored (`stride`), counted from the reply's start: which ones must not
 depend on how a reply ends, or the average would be biased.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pipeline.records import Sample, SamplingParams
-from pipeline.target.agreement import COLUMNS, GAP_STEPS, LEAST_NATS, REAL, Agreement
+from pipeline.target.agreement import COLUMNS, LEAST_NATS, REAL, Agreement
 
 #: Of a target's forward over a shard, that scoring may cost in FLOPs; and reply tokens of a stage
 #: that are scored whatever they cost, so that small runs are judged as well.
@@ -82,11 +82,16 @@ class Referee:
 
     @torch.inference_mode()
     def score(
-        self, samples: Sequence[Sample], positions: Sequence[Sequence[int]], final: Tensor
+        self,
+        samples: Sequence[Sample],
+        positions: Sequence[Sequence[int]],
+        final: Tensor,
+        gap_steps: float,
     ) -> list[Agreement]:
         """What the reply tokens of each sample at its `positions` are worth.
 
-        final [N, H]: the states before them, of all samples one after the other.
+        final [N, H]: the states before them, of all samples one after the other. `gap_steps` is
+        what counts as arithmetic.
         """
         tokens = [
             (number, sample.token_ids[place])
@@ -100,7 +105,9 @@ class Referee:
             alike = [number for number, each in enumerate(samples) if each.sampling == sampling]
             mine = torch.isin(owners, torch.tensor(alike)).nonzero().flatten()
             for block in torch.split(mine, _BLOCK):
-                scored = self._score_block(final[block.to(final.device)], ids[block], sampling)
+                scored = self._score_block(
+                    final[block.to(final.device)], ids[block], sampling, gap_steps
+                )
                 sums.index_add_(0, owners[block], scored.double().cpu())
         return [
             Agreement(
@@ -124,7 +131,9 @@ class Referee:
             count += past or (ends and ids[-1] not in self._stop_ids)
         return count
 
-    def _score_block(self, final: Tensor, ids: Tensor, sampling: SamplingParams) -> Tensor:
+    def _score_block(
+        self, final: Tensor, ids: Tensor, sampling: SamplingParams, gap_steps: float
+    ) -> Tensor:
         """final [n, H], ids [n] → what each token adds to the COLUMNS of its sample."""
         rows = self._rows
         final = final.to(rows.device)
@@ -132,7 +141,7 @@ class Referee:
         ids = ids.to(rows.device)[:, None]
         own, one = logits.gather(1, ids)[:, 0], torch.ones(len(ids), device=rows.device)  # [n]
         step = self._scale * _EPS / math.sqrt(final.shape[1])
-        norm = torch.as_tensor(final.float().norm(dim=1)) * (step * GAP_STEPS)
+        norm = torch.as_tensor(final.float().norm(dim=1)) * (step * gap_steps)
 
         def allowed(others: Tensor) -> Tensor:
             """The gap [n] between each token and another one [n]."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import TargetSection
+from pipeline.config import FeaturesSection, TargetSection
 from pipeline.errors import DataError
 from pipeline.features.capture import CapturedShard, MatchedTarget, capture_shard, check_replies
 from pipeline.records import Message, Sample, SamplingParams, Span
@@ -119,7 +119,9 @@ def judged(directory: Path, samples: list[Sample], dtype: str = "float32") -> Ca
         tolerance=0,
         referee=matched.referee(),
     )
-    check_replies(samples, shard.agreements)
+    check_replies(
+        samples, shard.agreements, matched.most_beyond(FeaturesSection(), shard.gap_steps)
+    )
     return shard
 
 
@@ -132,7 +134,7 @@ def pooled(shard: CapturedShard) -> Agreement:
 
 @pytest.mark.parametrize("family", TRAINED_FOR)
 def test_right_replies_of_every_family(family: str, tmp_path: Path, tiny_target: Path) -> None:
-    """Greedy and drawn, in fp32."""
+    """Greedy and drawn, in fp32; and written in bf16, where experts change places."""
     directory = save_family(family, tmp_path / family, tiny_target)
     model = load(directory)
     greedy = pooled(judged(directory, write_replies(model, prompts(8))))
@@ -140,6 +142,8 @@ def test_right_replies_of_every_family(family: str, tmp_path: Path, tiny_target:
     drawn = pooled(judged(directory, write_replies(model, prompts(8), NUCLEUS)))
     assert drawn.drawn >= 40 and drawn.outside == 0
     assert abs(drawn.excess) < 4 * drawn.standard_error
+    for sampling in (GREEDY, NUCLEUS):
+        judged(directory, write_replies(model.bfloat16(), prompts(8), sampling))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, NUCLEUS], ids=["greedy", "warm", "nucleus"])
