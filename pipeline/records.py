@@ -166,6 +166,8 @@ class TargetContract(Record):
     """SHA-256 over the tokenizer."""
     chat_template_hash: str
     """SHA-256 over the chat template."""
+    chat_template: str | None = None
+    """Its text where the configuration gave it; None for the target's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the template, such as enable_thinking."""
     parameters: int
@@ -313,7 +315,8 @@ def match_contracts(target: TargetContract, other: TargetContract, *, where: str
 
     `other` is the contract of the artefact at `where`. CONTRACT_LABELS may differ.
     """
-    ours, theirs = target.model_dump(mode="json"), other.model_dump(mode="json")
+    by_hash = {"chat_template"}
+    ours, theirs = (each.model_dump(mode="json", exclude=by_hash) for each in (target, other))
     for field, value in ours.items():
         if field in CONTRACT_LABELS or theirs[field] == value:
             continue
