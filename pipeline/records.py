@@ -257,7 +257,9 @@ class Manifest(Record):
         """Hash of what the stage produced; equal for equal bytes, however they were computed."""
         volatile: dict[str, Any] = {"software": True, "arithmetic": True, "wall_seconds": True}
         places = {"parent_uri": True, "shards": {"__all__": {"file"}}}
-        return digest(self.model_dump(mode="json", exclude=volatile | places))
+        # Said by other fields of the contract, and unknown to earlier versions, whose runs go on.
+        repeated = {"contract": {"chat_template", "sampled_fingerprint"}}
+        return digest(self.model_dump(mode="json", exclude=volatile | places | repeated))
 
     @property
     def rows(self) -> int:
