@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline import runtime
-from pipeline.config import DrafterSection, RunConfig, TargetSection, TreeSection
+from pipeline.config import DrafterSection, RunConfig, TreeSection, parse
 from pipeline.config import load as load_config
 from pipeline.decoder.drafters.registry import load_drafter, name_of
 from pipeline.decoder.engine import Engine
@@ -65,18 +65,21 @@ def open_engine(
     max_length: int = 2048,
     device: str = "auto",
     dtype: str = "auto",
+    chat_template: str | None = None,
 ) -> tuple[Engine, ChatTemplate]:
     """The decoder on a target (as `target.source`), with the head at a directory or URI if given,
     or another `drafter`.
 
     `tree` is the draft tree's shape, `slots` the requests decoded side by side, `max_length` the
     most tokens of one, prompt and reply; `device` and `dtype` are as in the configuration's
-    `target`. The template's mode is that of the head's contract. Raises TargetError, HeadError,
-    ContractMismatch.
+    `target`, and `chat_template` too, for a target that has none and without a head: with one, the
+    template and its mode are those of the head's contract. Raises ConfigError, TargetError,
+    HeadError, ContractMismatch.
     """
     weights = None
     if head is None:
-        target = open_target(TargetSection(source=source))
+        section = {"source": source, "chat_template": chat_template}
+        target = open_target(parse({"target": section}, where="open_engine").target)
     else:
         weights, card = open_head(head)
         target = open_contracted_target(card.contract, source, where=f"head {head}")

@@ -169,6 +169,8 @@ class TargetContract(Record):
     """SHA-256 over the tokenizer."""
     chat_template_hash: str
     """SHA-256 over the chat template."""
+    chat_template: str | None = None
+    """Its text where the configuration gave it; None for the target's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the template, such as enable_thinking."""
     parameters: int
@@ -267,7 +269,9 @@ class Manifest(Record):
         """Hash of what the stage produced; equal for equal bytes, however they were computed."""
         volatile: dict[str, Any] = {"software": True, "arithmetic": True, "wall_seconds": True}
         places = {"parent_uri": True, "shards": {"__all__": {"file"}}}
-        return digest(self.model_dump(mode="json", exclude=volatile | places))
+        # Said by other fields of the contract, and unknown to earlier versions, whose runs go on.
+        repeated = {"contract": {"chat_template", "sampled_fingerprint"}}
+        return digest(self.model_dump(mode="json", exclude=volatile | places | repeated))
 
     @property
     def rows(self) -> int:
@@ -325,7 +329,8 @@ def match_contracts(target: TargetContract, other: TargetContract, *, where: str
 
     `other` is the contract of the artefact at `where`. CONTRACT_LABELS may differ.
     """
-    ours, theirs = target.model_dump(mode="json"), other.model_dump(mode="json")
+    by_hash = {"chat_template"}
+    ours, theirs = (each.model_dump(mode="json", exclude=by_hash) for each in (target, other))
     for field, value in ours.items():
         if field in CONTRACT_LABELS or theirs[field] == value:
             continue

@@ -69,6 +69,7 @@ SLOW = (
     "jobs/test_slurm.py",
     "jobs/test_launch.py",
     "test_api.py",
+    "gemma/",
 )
 
 
@@ -83,6 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if rank(item) < len(SLOW):
             item.add_marker(pytest.mark.slow)
+        if item.path.is_relative_to(root / "gemma"):
+            item.add_marker(pytest.mark.gemma)
     items.sort(key=rank)
 
 

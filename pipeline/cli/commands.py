@@ -240,7 +240,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def _import(arguments: argparse.Namespace) -> int:
     from pipeline.exchange.imports import import_head
 
-    import_head(arguments.head, target=arguments.target, out=arguments.out)
+    template = arguments.chat_template
+    import_head(arguments.head, target=arguments.target, out=arguments.out, chat_template=template)
     return 0
 
 

@@ -303,6 +303,11 @@ def _add_heads(commands: argparse._SubParsersAction[Parser]) -> None:
         help="the target it was trained for, as in target.source",
     )
     imported.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="chat template that the target is used with, as in target.chat_template",
+    )
+    imported.add_argument(
         "--out", required=True, metavar="HEAD", help=f"head directory to write; {empty}"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -143,9 +144,32 @@ class TargetSection(Section):
     """Where the target and the head run; auto takes CUDA when present."""
     capture_layers: Literal["auto"] | tuple[int, int, int] = "auto"
     """Output indices of the three aux layers; auto is [1, L//2-1, L-4]."""
+    chat_template: str | None = None
+    """A Jinja chat template in place of the target's own, for base models that have none: the path
+    of a file, which is read with the configuration, or the text itself. Part of the contract of
+    data and head."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field({})
     """Variables of the chat template that choose a mode, such as enable_thinking; part of the
     contract of data and head."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _read_template(cls, value: str | None) -> str | None:
+        """The text: what was read is hashed, and other machines need no file."""
+        if value is None or _is_template(value):
+            return value
+        try:
+            text = Path(value).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise ValueError(f"cannot be read: {reason}") from None
+        if not _is_template(text):
+            raise ValueError("is not a Jinja template: it holds neither {{ nor {%")
+        return text
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
 
 
 Supervise = Literal["replies", "all"]

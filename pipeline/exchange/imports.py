@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import TargetSection
+from pipeline.config import parse
 from pipeline.console import notice
 from pipeline.eagle3.any_head import save_any_head
 from pipeline.eagle3.chained.mtp import complete_mtp, is_mtp, read_mtp
@@ -29,18 +29,22 @@ _EMBEDDING_TOLERANCE = 2.0**-7
 _PASS_ITS_TARGET = "pass the target that the head was trained for with --target"
 
 
-def import_head(source: str, *, target: str, out: str) -> None:
+def import_head(source: str, *, target: str, out: str, chat_template: str | None = None) -> None:
     """Read the head at `source` (directory or fsspec URI, either dialect of an EAGLE-3 head, or a
     block drafter in the layout of DFlashDraftModel) and write ours to `out`.
 
     The contract is made from `target`. A head that our own export wrote has a card, and keeps its
     provenance and metrics; any other one says only where it was imported from. Raises HeadError,
-    TargetError or ContractMismatch.
+    TargetError or ContractMismatch. `chat_template` is as in the configuration, for targets that
+    have none; one that the card holds is taken from there.
     """
     foreign, card = _read(source)
     # The automatic capture layers are what every loader takes for a head that names none.
-    kwargs = card.contract.chat_template_kwargs if card else {}
-    section = TargetSection(source=target, chat_template_kwargs=kwargs)
+    settings: dict[str, Any] = {"source": target, "chat_template": chat_template}
+    if card:
+        settings["chat_template"] = chat_template or card.contract.chat_template
+        settings["chat_template_kwargs"] = card.contract.chat_template_kwargs
+    section = parse({"target": settings}, where="import").target
     opened = open_target(section)
     contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
     if foreign.dialect == "mtp":

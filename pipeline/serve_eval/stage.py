@@ -64,7 +64,8 @@ def run(config: RunConfig) -> Manifest:
         )
         return stage_run.manifest
     where = manifest_where(config.run.uri, "train")
-    target = open_target(config.target, expected=parent.contract if parent else None, where=where)
+    expected = parent.contract if parent else None
+    target = open_target(config.target, expected=expected, where=where, decoded=True)
     contract = target.contract
     loaded: tuple[DraftingHead, HeadCard] | None = None
     if drafts:

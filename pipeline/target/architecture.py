@@ -134,7 +134,8 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
         raise _refusal(config, _CAPPED, where)
     if decoded and config.model_type not in DECODED:
         problem = f"the bundled decoder does not run model_type {config.model_type!r}"
-        fix = "let servers answer (synth.generator.backend), or choose a target of docs/targets.md"
+        ways = "let servers answer (synth.generator.backend) and draft (eagle3 eval --server URL)"
+        fix = f"{ways}, without train.evaluate_every; or choose a target of docs/targets.md"
         raise UnsupportedModel(problem, where=where, fix=fix)
     attention = getattr(decoder.layers[-1], "self_attn", None)
     scaling, size = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)

@@ -39,7 +39,8 @@ def read_contract(
         rope=json.loads(json.dumps(getattr(config, "rope_parameters", None) or {})),
         capture_layers=capture_layers(target, config.num_hidden_layers),
         tokenizer_hash=_tokenizer_hash(directory, where),
-        chat_template_hash=_template_hash(directory),
+        chat_template_hash=_template_hash(directory, target.chat_template),
+        chat_template=target.chat_template,
         chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
         parameters=weights.count_parameters(tied=bool(architecture.tied)),
     )
@@ -70,11 +71,13 @@ def _tokenizer_hash(directory: Path, where: str) -> str:
     raise TargetError(problem, where=where, fix=fix)
 
 
-def _template_hash(directory: Path) -> str:
-    """Hash of the chat template's text, wherever it is kept; "none" without one."""
+def _template_hash(directory: Path, given: str | None) -> str:
+    """Hash of the chat template's text, given or wherever it is kept; "none" without one."""
     separate = directory / "chat_template.jinja"
-    if separate.is_file():
+    if separate.is_file() and given is None:
         return hashlib.sha256(separate.read_bytes()).hexdigest()
     settings = directory / "tokenizer_config.json"
     template = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+    if given is not None and given != template:
+        return hashlib.sha256(given.encode()).hexdigest()
     return digest(template) if template else "none"

@@ -61,6 +61,7 @@ class Target:
             source=self.section.source,
             system_prompt=system_prompt,
             kwargs=self.section.chat_template_kwargs,
+            chat_template=self.section.chat_template,
         )
 
     @cached_property
@@ -133,6 +134,7 @@ def open_template(section: TargetSection, *, system_prompt: str | None = None) -
         source=section.source,
         system_prompt=system_prompt,
         kwargs=section.chat_template_kwargs,
+        chat_template=section.chat_template,
     )
 
 
@@ -149,6 +151,7 @@ def open_contracted_target(
             "source": source or contract.source,
             "revision": contract.revision if source is None else None,
             "capture_layers": contract.capture_layers,
+            "chat_template": contract.chat_template,
             "chat_template_kwargs": contract.chat_template_kwargs,
         }
     )

@@ -89,7 +89,7 @@ class ChatTemplate:
         self._system = system_prompt
         self._kwargs = dict(kwargs or {})
         if not tokenizer.chat_template:
-            fix = "use an instruct model, or add chat_template.jinja to its directory"
+            fix = "set target.chat_template to a template's file, or use an instruct model"
             raise self._error("the target's tokenizer has no chat template", fix=fix)
         written = tokenizer.chat_template
         texts = written.values() if isinstance(written, dict) else [written]
@@ -372,9 +372,11 @@ def load_template(
     source: str,
     system_prompt: str | None,
     kwargs: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> ChatTemplate:
-    """Tokenizer, template and end ids of a resolved target directory. Raises TargetError, and
-    TemplateError for a template that cannot render even one user turn."""
+    """Tokenizer, template and end ids of a resolved target directory; `chat_template` takes the
+    place of its own. Raises TargetError, and TemplateError for a template that cannot render even
+    one user turn."""
     from transformers import AutoTokenizer
 
     end_ids = read_end_ids(directory, source=source)
@@ -384,6 +386,8 @@ def load_template(
         problem = f"the tokenizer cannot be loaded: {brief(error)}"
         fix = "save the tokenizer beside the weights"
         raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
+    if chat_template is not None:
+        tokenizer.chat_template, source = chat_template, f"{source}, target.chat_template"
     template = ChatTemplate(
         tokenizer,
         source=source,

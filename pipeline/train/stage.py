@@ -94,7 +94,8 @@ def run(config: RunConfig) -> Manifest:
         notice("train", f"complete: head at {head_uri}")
         return stage_run.manifest
     where = manifest_where(config.run.uri, "features")
-    target = open_target(config.target, expected=parent.contract, where=where)
+    decoded = config.train.evaluate_every is not None
+    target = open_target(config.target, expected=parent.contract, where=where, decoded=decoded)
     start = choose_start(config.train, target.directory, target.contract)
     with long_step("train", "reading the states"):
         data = open_data(config, parent, target, start.shape)
