@@ -15,7 +15,7 @@ from typing import cast
 from pipeline.cli.plans import print_plans
 from pipeline.config import DRAFTERS, DrafterSection, PiiSection, RunConfig, Section, load
 from pipeline.console import fail, readable_bytes
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, Eagle3Error
 from pipeline.planning.decode import DecodePlan
 from pipeline.records import STAGES, Plan, Stage
 from pipeline.reports import report_schema
@@ -259,17 +259,27 @@ def _pii_score(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from pipeline.store.manifest import read_manifest
     from pipeline.store.verify import verify_run
+    from pipeline.target.contract import recheck_weights
 
     check = verify_run(arguments.uri)
-    for problem in check.problems:
+    problems, target = list(check.problems), ""
+    for stage in check.finished[:1]:  # the contract is one throughout
+        manifest, where = read_manifest(arguments.uri, stage), f"{arguments.uri}/{stage}"
+        try:
+            unseen = recheck_weights(manifest.contract, where=where)
+            target = f"; the target was not looked at: {unseen}" if unseen else "; same target"
+        except Eagle3Error as error:
+            problems.append(str(error))
+    for problem in problems:
         fail(problem, 2)
-    if check.problems:
+    if problems:
         return 2
     unfinished = f"; not finished: {', '.join(check.begun)}" if check.begun else ""
     stages = ", ".join(check.finished) or "no finished stage"
     size = f"{check.shards:,} shards, {readable_bytes(check.bytes)}"
-    print(f"sound: {stages}; {size}{unfinished}")
+    print(f"sound: {stages}; {size}{unfinished}{target}")
     return 0
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import TargetSection
-from pipeline.errors import ConfigError, TargetError
+from pipeline.errors import ConfigError, ContractMismatch, TargetError
 from pipeline.records import TargetContract, digest
 from pipeline.target.architecture import Architecture, read_architecture, read_config
 from pipeline.target.files import fingerprint, sampled_fingerprint, weight_files
-from pipeline.target.resolve import ResolvedTarget
+from pipeline.target.resolve import ResolvedTarget, resolve
 from pipeline.target.weights import TargetWeights
 
 
@@ -44,6 +45,31 @@ def read_contract(
         chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
         parameters=weights.count_parameters(tied=bool(architecture.tied)),
     )
+
+
+def recheck_weights(contract: TargetContract, *, where: str) -> str | None:
+    """Why the target of a contract was not looked at: it is not on this machine.
+
+    None: it is, and has the contract's weights. Nothing is downloaded. Raises ContractMismatch for
+    other weights, and TargetError for a target that is damaged.
+    """
+    source = contract.source
+    path, name = Path(source).expanduser(), source.removeprefix("package:")
+    if name != source:
+        if not name.isidentifier() or importlib.util.find_spec(name) is None:
+            return f"{source} is not installed"
+    elif not path.exists():
+        return f"{source} is not on this machine"
+    directory = path if path.is_dir() else resolve(TargetSection(source=source)).directory
+    files = weight_files(directory)
+    old = not contract.fingerprint.startswith("sha256:")
+    has = sampled_fingerprint(files) if old else fingerprint(files)
+    if has != contract.fingerprint:
+        problem = f"made for a target whose weights are {contract.fingerprint[:23]}…"
+        fix = "restore the target, or make the run again for this one under another run.uri"
+        where = f"{where}: contract.fingerprint"
+        raise ContractMismatch(f"{problem}, {source} now has {has[:23]}…", where=where, fix=fix)
+    return None
 
 
 def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, int, int]:

@@ -6,6 +6,9 @@ target.contract, target.template(), target.weights, target.load()
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +17,12 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.console import notice
+from pipeline.errors import TargetError
 from pipeline.records import TargetContract, match_contracts
 from pipeline.target.architecture import DECODED, Architecture, read_architecture, read_config
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.contract import read_contract
+from pipeline.target.files import INDEX, WHOLE
 from pipeline.target.load import LoadedTarget, load_model, pick_device
 from pipeline.target.resolve import ResolvedTarget, resolve, resolve_tokenizer
 from pipeline.target.template import ChatTemplate, load_template
@@ -115,6 +120,7 @@ def open_target(
     elif config.model_type not in DECODED:
         stages = "eval and train.evaluate_every cannot measure a head for it"
         notice("target", f"the bundled decoder does not run {config.model_type}: {stages}")
+    _check_company(resolved.directory)
     target = Target(section, resolved, contract, architecture)
     target.weights.check()
     harmless = "rotary_emb.inv_freq", "lm_head.weight"  # computed again; a copy of the embedding
@@ -124,6 +130,25 @@ def open_target(
         left = f"{len(surplus)} stored tensors are no part of a model of its config.json"
         notice("target", f"{left} and are not read, as by transformers: {named}")
     return target
+
+
+def _check_company(directory: Path) -> None:
+    """Say, or refuse, what makes other tools load other weights from the same directory.
+
+    Raises TargetError for an adapter that transformers would apply.
+    """
+    adapter = directory / "adapter_config.json"
+    if adapter.is_file() and importlib.util.find_spec("peft") is not None:
+        problem = "is applied by transformers where peft is installed, as it is here"
+        fix = "merge the adapter into the weights, or move it out of the directory"
+        raise TargetError(problem, where=str(adapter), fix=fix)
+    index = directory / INDEX
+    if (directory / WHOLE).is_file() and index.is_file():
+        with suppress(OSError, ValueError, AttributeError):
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if others := sorted(n for n in names - {WHOLE} if (directory / n).is_file()):
+                text = f"{WHOLE} is read, as by transformers; {INDEX} names {others[0]}, which "
+                notice("target", f"{text}servers may load instead: keep one of the two")
 
 
 def open_template(section: TargetSection, *, system_prompt: str | None = None) -> ChatTemplate:

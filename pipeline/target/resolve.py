@@ -19,19 +19,26 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import TargetSection, cache_directory
 from pipeline.console import long_step, notice
 from pipeline.errors import MissingPackage, TargetError
 from pipeline.target.architecture import read_architecture, read_config
 from pipeline.target.files import WHOLE, sha256_of, weight_files, weight_names
-from pipeline.target.gguf.metadata import GgufMetadata, apply_metadata, check_converted
+from pipeline.target.gguf.metadata import (
+    GgufMetadata,
+    apply_metadata,
+    check_converted,
+    read_converted_config,
+)
+from pipeline.target.gguf.tokenizer import adds_bos, apply_tokenizer, check_keys
 
 #: What a GGUF file is dequantised to, whatever computes with it later: the weights, and with them
 #: the fingerprint, are the same on every machine.
 _STORED = "bfloat16"
 #: Raised when the same file converts to another target: what earlier versions wrote is not taken.
-_CONVERSION = 2
+_CONVERSION = 3
 #: Files of a hub repository that are not weights.
 _SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
@@ -136,24 +143,38 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    GgufMetadata(gguf)
+    metadata = GgufMetadata(gguf)
+    check_keys(metadata)
     if not torch.cuda.is_available():  # accelerate would otherwise ask deepspeed for a device
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder, name = str(gguf.parent), gguf.name
+    loader: Any = AutoModelForCausalLM
+    options = {"dtype": getattr(torch, _STORED), "output_loading_info": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=name, dtype=getattr(torch, _STORED), **_dequantise_arguments()
+        model, info = loader.from_pretrained(
+            folder,
+            gguf_file=name,
+            config=read_converted_config(gguf),
+            **options,
+            **_dequantise_arguments(),
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    except (ValueError, KeyError, NotImplementedError) as error:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    except (MemoryError, TargetError):
+        raise
+    except Exception as error:  # metadata and tensors may disagree in any way
         problem = f"cannot be read as GGUF: {_first_line(error)}"
         fix = "use an architecture that transformers can dequantise, or its safetensors"
         raise TargetError(problem, where=str(gguf), fix=fix) from error
+    if missing := sorted(info["missing_keys"]):
+        metadata.refuse(f"has no tensor for {missing[0]}, which transformers would make up")
     model.config._name_or_path = ""
     apply_metadata(gguf, model)
     model.save_pretrained(directory)
+    if tokenizer.add_bos_token != adds_bos(metadata):
+        tokenizer.add_bos_token = adds_bos(metadata)
     tokenizer.save_pretrained(directory)
+    apply_tokenizer(metadata, directory)
     check_converted(gguf, directory)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.cli import main
 from pipeline.config import RunConfig
 from pipeline.errors import (
     ContractMismatch,
@@ -28,6 +31,7 @@ from pipeline.records import STATES_FORMAT, Manifest, Sample
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.shards import read_entries, verify_shard
 from pipeline.store.states import StatesReader, StatesSample
+from pipeline.target.files import sampled_fingerprint
 from tests.shard_files import stored_path
 
 Configs = Callable[..., RunConfig]
@@ -343,6 +347,54 @@ def test_another_target_is_refused(
         ContractMismatch, match=r"contract\.capture_layers: .*\[1,3,4\], this one has \[1,2,4\]"
     ):
         run(make_config(tmp_path, target={"capture_layers": (1, 2, 4)}))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_that_change_between_two_shards_are_refused(
+    sharded: bool, tmp_path: Path, make_config: Configs, finish_synth: Synth, tiny_target: Path
+) -> None:
+    """One whole file of more than 128 MiB, half of it zeroed where earlier versions did not look;
+    or a byte of the second shard of two."""
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    changed = target / "model.safetensors"
+    tensors = load_file(changed)
+    if sharded:
+        names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+        index = {name: names["layers" in name] for name in tensors}
+        for name in names:
+            part = {each: tensors[each] for each in tensors if index[each] == name}
+            save_file(part, target / name, {"format": "pt"})
+        tree = {"metadata": {}, "weight_map": index}
+        changed.with_suffix(".safetensors.index.json").write_text(json.dumps(tree))
+        changed.unlink()
+        changed = target / names[1]
+    else:
+        tensors["padding"] = torch.ones(34 << 20)
+        save_file(tensors, changed, {"format": "pt"})
+    config = make_config(tmp_path / "run", target={"source": str(target)})
+    finish_synth(config)
+    parts = [
+        config.model_copy(update={"run": config.run.model_copy(update={"shard": f"{n}/2"})})
+        for n in range(2)
+    ]
+    with pytest.raises(StageIncomplete):
+        run(parts[0])
+    size, before = changed.stat().st_size, sampled_fingerprint([changed])
+    with changed.open("r+b") as file:
+        if sharded:
+            file.seek(size - 1)
+            file.write(b"\x55")
+        else:
+            step = -(-size // 64)
+            for offset in range(0, size - 2 * step, step):
+                file.seek(offset + (1 << 20))
+                file.write(bytes(step - (1 << 20)))
+    assert sharded or sampled_fingerprint([changed]) == before
+    with pytest.raises(ContractMismatch, match=r"contract\.fingerprint"):
+        run(parts[1])
+    assert not (tmp_path / "run/features/manifest.json").exists()
+    assert main(["verify", str(tmp_path / "run")]) == 2
 
 
 def test_missing_and_damaged_parents_are_named(

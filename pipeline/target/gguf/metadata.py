@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.errors import TargetError
 from pipeline.target.architecture import DECODED
 from pipeline.target.gguf.rope import FREQUENCIES, rope_parameters
+from pipeline.target.gguf.tokenizer import check_tokenizer
 
 _FIX = "use the model's safetensors, or another GGUF file of it"
 #: Keys of an architecture whose value does not change what a model computes.
@@ -32,6 +33,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
     "attention.sliding_window": (0,),
+}
+#: Fields of the configuration that transformers does not read from a GGUF file.
+_SIZES = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _ROPE = ("rope.scaling.", "rope.scale_linear")
 
@@ -74,8 +81,21 @@ class GgufMetadata:
                 self.refuse(f"the key {name} is not of its architecture {self.architecture}")
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, problem: str) -> NoReturn:
         raise TargetError(problem, where=self.where, fix=_FIX)
+
+
+def read_converted_config(path: Path) -> Any:
+    """The configuration that transformers makes of a file, with sizes that it leaves out."""
+    from transformers import AutoConfig
+
+    gguf = GgufMetadata(path)
+    config: Any = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    read = _renamed(gguf, config).values()
+    for name, field in _SIZES.items():
+        if name in gguf.model and field not in read and hasattr(config, field):
+            setattr(config, field, gguf.model[name])
+    return config
 
 
 def apply_metadata(path: Path, model: Any) -> None:
@@ -85,18 +105,26 @@ def apply_metadata(path: Path, model: Any) -> None:
     ends = {int(gguf.tokenizer[name]) for name in names if name in gguf.tokenizer}
     if len(ends) > 1:  # as llama.cpp, which ends a reply with any of them
         model.generation_config.eos_token_id = sorted(ends)
-    scaled = FREQUENCIES in gguf.tensors or any(name.startswith(_ROPE) for name in gguf.model)
-    if not scaled or (config.model_type not in DECODED and FREQUENCIES not in gguf.tensors):
-        return
     if config.model_type not in DECODED:
-        gguf.refuse(f"{FREQUENCIES} is only applied to {', '.join(DECODED)}")
+        _check_read(gguf, model)
+    if FREQUENCIES not in gguf.tensors and not any(each.startswith(_ROPE) for each in gguf.model):
+        return
+    has = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(each, dict) for each in has.values()):  # those of each type of layer
+        named = next((each for each in gguf.model if each.startswith(_ROPE)), FREQUENCIES)
+        gguf.refuse(f"{named} is not applied to layers of {config.model_type}")
     factors = gguf.tensors[FREQUENCIES].data if FREQUENCIES in gguf.tensors else None
     size, positions = _head_dim(config), config.max_position_embeddings
     rope = rope_parameters(
         gguf.model, factors, head_dim=size, positions=positions, where=gguf.where
     )
     if rope is not None:
-        config.rope_parameters = rope
+        partial = {name: has[name] for name in ("partial_rotary_factor",) if name in has}
+        config.rope_parameters = partial | rope
+        try:
+            type(config).from_dict(config.to_dict())
+        except Exception:  # of huggingface_hub or transformers, by the family
+            gguf.refuse(f"{rope['rope_type']} rotary scaling is none of {config.model_type}'s")
 
 
 def check_converted(path: Path, directory: Path) -> None:
@@ -109,12 +137,9 @@ def check_converted(path: Path, directory: Path) -> None:
         _check_key(gguf, config, name, value)
     if config.model_type in DECODED:
         _check_tensors(gguf, config)
-    elif any(name.startswith(_ROPE) for name in gguf.model):
-        kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        stated = gguf.model.get("rope.scaling.type", "linear")
-        if stated != "none" and kind != stated:
-            gguf.refuse(f"rope.scaling.type={stated} is not applied, the rope type is {kind!r}")
-    _check_tokenizer(gguf, config, AutoTokenizer.from_pretrained(directory))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    _check_tokenizer(gguf, config, tokenizer)
+    check_tokenizer(gguf, tokenizer)
 
 
 def _check_key(gguf: GgufMetadata, config: Any, name: str, value: Any) -> None:
@@ -148,17 +173,20 @@ def _check_key(gguf: GgufMetadata, config: Any, name: str, value: Any) -> None:
 
 def _attribute(gguf: GgufMetadata, config: Any, name: str) -> str | None:
     """The configuration's field that a key of the architecture becomes."""
-    from transformers.integrations import ggml
-
     if name in ("rope.dimension_count", "attention.key_length", "attention.value_length"):
         return "head_dim"
     if name == "attention.sliding_window":
         return "sliding_window"
+    return _SIZES.get(name) or _renamed(gguf, config).get(name)
+
+
+def _renamed(gguf: GgufMetadata, config: Any) -> dict[str, str]:
+    """Keys of the architecture that transformers reads, and the fields that they become."""
+    from transformers.integrations import ggml
+
     families: dict[str, dict[str, Any]] = getattr(ggml, "GGUF_CONFIG_MAPPING", {})
-    for family in (gguf.architecture, config.model_type):
-        if renamed := families.get(family, {}).get(name):
-            return str(renamed)
-    return None
+    both = {**families.get(config.model_type, {}), **families.get(gguf.architecture, {})}
+    return {name: str(field) for name, field in both.items() if field}
 
 
 def _check_tensors(gguf: GgufMetadata, config: Any) -> None:
@@ -179,6 +207,22 @@ def _check_tensors(gguf: GgufMetadata, config: Any) -> None:
     if surplus:
         name = min(surplus)
         gguf.refuse(f"{name} is not read by transformers' {config.model_type}")
+
+
+def _check_read(gguf: GgufMetadata, model: Any) -> None:
+    """Raise TargetError for a tensor that transformers' conversion of this family leaves out."""
+    from transformers import modeling_gguf_pytorch_utils as conversion
+
+    processor: Any = conversion.TENSOR_PROCESSORS.get(gguf.architecture, conversion.TensorProcessor)
+    try:
+        known = conversion.get_gguf_hf_weights_map(model, processor(config={}))
+    except NotImplementedError as error:
+        gguf.refuse(str(error).splitlines()[0])
+    tied = {"output.weight"} if model.config.tie_word_embeddings else set()
+    experts = {f"{name}.weight" for name in known}  # whose names there have no suffix
+    if surplus := gguf.tensors.keys() - known.keys() - experts - {FREQUENCIES} - tied:
+        name, kind = min(surplus), model.config.model_type
+        gguf.refuse(f"{name} is not read by transformers' {kind}")
 
 
 def _check_tokenizer(gguf: GgufMetadata, config: Any, tokenizer: Any) -> None:
