@@ -29,13 +29,14 @@ from torch import Tensor
 from pipeline.records import Sample, SamplingParams
 from pipeline.target.agreement import COLUMNS, LEAST_NATS, REAL, Agreement
 
-#: Of a target's forward over a shard, that scoring may cost in FLOPs; and reply tokens of a stage
-#: that are scored whatever they cost, so that small runs are judged as well.
-_SHARE, _LEAST_POSITIONS = 0.02, 4096
-#: FLOPs an entry of the vocabulary costs beside the product: exponentials, comparisons.
-_ENTRY_FLOPS = 400
+#: Of a target's forward over a shard, that scoring may cost in FLOPs.
+_SHARE = 0.02
+#: Reply tokens of a stage, or FLOPs, that are spent on it in any case: small runs are judged too.
+_LEAST_POSITIONS, _LEAST_FLOPS = 4096, 2e11
+#: FLOPs an entry of the vocabulary costs beside the product: exponentials and sorting are slow.
+_ENTRY_FLOPS = 2000
 _BLOCK = 128  # positions whose logits are held at once
-_FEW = 1024  # entries in which a nucleus is looked for before everything is sorted
+_FEW = 1024, 16384  # entries in which a nucleus is looked for before everything is sorted
 _EPS = float(torch.finfo(torch.bfloat16).eps)
 
 
@@ -58,11 +59,12 @@ class Referee:
         """
         self._rows, self._scale = rows.detach(), scale
         self._stop_ids = frozenset(stop_ids)
-        self._least = _LEAST_POSITIONS / shards
         vocabulary, hidden = rows.shape
+        position = vocabulary * (2 * hidden + _ENTRY_FLOPS)
+        self._least = min(_LEAST_POSITIONS, _LEAST_FLOPS / position) / shards
         forward = 2 * max(parameters - vocabulary * hidden, 1)
         #: Positions a token of a shard, that may be scored.
-        self._rate = _SHARE * forward / (vocabulary * (2 * hidden + _ENTRY_FLOPS))
+        self._rate = _SHARE * forward / position
 
     def stride(self, samples: Sequence[Sample]) -> int:
         """Every how manyth reply token of a shard is scored."""
@@ -184,10 +186,10 @@ def _least_kept(log_p: Tensor, sampling: SamplingParams) -> Tensor:
         log_p = log_p - mass
     if sampling.top_p >= 1:
         return least
-    few = min(_FEW, vocabulary)
-    highest = log_p.topk(few).values  # [n, few]
-    if few < vocabulary and bool((highest.exp().sum(-1) < sampling.top_p).any()):
-        highest = log_p.sort(-1, descending=True).values
+    for few in (*_FEW, vocabulary):
+        highest = log_p.topk(min(few, vocabulary)).values  # [n, few]
+        if few >= vocabulary or bool((highest.exp().sum(-1) >= sampling.top_p).all()):
+            break
     before = highest.exp().cumsum(-1) - highest.exp()  # of the tokens above each
     nucleus = highest.masked_fill(before >= sampling.top_p, torch.inf).min(-1, keepdim=True).values
     return torch.maximum(least, nucleus + mass)  # on the scale before top-k

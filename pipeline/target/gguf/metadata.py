@@ -229,7 +229,10 @@ def _check_tokenizer(gguf: GgufMetadata, config: Any, tokenizer: Any) -> None:
     tokens = gguf.tokenizer.get("ggml.tokens")
     if tokens is not None:
         ids = tokenizer.convert_tokens_to_ids(list(tokens))
-        wrong = [at for at, (token, each) in enumerate(zip(tokens, ids, strict=True)) if at != each]
+        # Tokens of SentencePiece that a user defined stand there with spaces, of which the
+        # normaliser makes "▁".
+        spelt = tokenizer.convert_tokens_to_ids([token.replace(" ", "▁") for token in tokens])
+        wrong = [at for at, either in enumerate(zip(ids, spelt, strict=True)) if at not in either]
         # A token that stands twice in the list has one id.
         wrong = [at for at in wrong if tokens.index(tokens[at]) == at]
         if wrong:
