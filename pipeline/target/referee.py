@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from pipeline.records import Sample, SamplingParams
 from pipeline.target.agreement import COLUMNS, LEAST_NATS, REAL, Agreement
 
 #: Of a target's forward over a shard, that scoring may cost in FLOPs.
-_SHARE = 0.02
+_SHARE = 0.015
 #: Reply tokens of a stage, or FLOPs, that are spent on it in any case: small runs are judged too.
 _LEAST_POSITIONS, _LEAST_FLOPS = 4096, 2e11
 #: FLOPs an entry of the vocabulary costs beside the product: exponentials and sorting are slow.
@@ -139,7 +140,7 @@ class Referee:
         """final [n, H], ids [n] → what each token adds to the COLUMNS of its sample."""
         rows = self._rows
         final = final.to(rows.device)
-        logits = (final.to(rows.dtype) @ rows.T).float() * self._scale  # [n, V]
+        logits = (final.to(rows.dtype) @ rows.T).float().mul_(self._scale)  # [n, V]
         ids = ids.to(rows.device)[:, None]
         own, one = logits.gather(1, ids)[:, 0], torch.ones(len(ids), device=rows.device)  # [n]
         step = self._scale * _EPS / math.sqrt(final.shape[1])
@@ -155,41 +156,56 @@ class Referee:
             is_best = own >= best.values
             near = ~is_best & (best.values - own <= allowed(best.indices))
             return torch.stack([one, is_best, near, *[0 * one] * 6], dim=1)
-        scaled = logits / sampling.temperature
-        log_p = scaled - scaled.logsumexp(-1, keepdim=True)  # [n, V]
-        least = _least_kept(log_p, sampling)  # [n, 1]
-        kept = log_p >= least
-        border = log_p.masked_fill(~kept, torch.inf).min(-1).indices  # [n]
-        below = logits.gather(1, border[:, None])[:, 0] - own
-        inside = below <= allowed(border)
-        log_q = log_p - log_p.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
-        q = log_q.exp().masked_fill_(~kept, 0)
-        weighted = (q * log_q).nan_to_num_(0)
-        expected = weighted.sum(-1)  # [n]
-        variance = (weighted * log_q).nan_to_num_(0).sum(-1) - expected.square()
-        chosen = log_q.gather(1, ids)[:, 0]
+        scaled = logits.div_(sampling.temperature)
+        whole = scaled.logsumexp(-1)  # [n]
+        scaled_own = scaled.gather(1, ids)[:, 0]
         nats = LEAST_NATS / min(1.0, sampling.temperature) ** 2 * one
-        values = chosen, expected, variance.clamp_min(0), nats
+        if sampling.top_p >= 1 and not 0 < sampling.top_k < rows.shape[0]:
+            weighted = (scaled - whole[:, None]).exp_().mul_(scaled)  # p · scaled [n, V]
+            mean = weighted.sum(-1)
+            variance = weighted.mul_(scaled).sum(-1) - mean.square()
+            drawn = [one, 0 * one, scaled_own - whole, mean - whole, variance.clamp_min(0), nats]
+            return torch.stack([*[0 * one] * 3, *drawn], dim=1)
+        kept = _kept(scaled, whole, sampling)
+        q = kept.log_q.exp()  # [n, few], zero where not kept
+        weighted = (q * kept.log_q).nan_to_num_(0)
+        expected = weighted.sum(-1)  # [n]
+        variance = (weighted * kept.log_q).nan_to_num_(0).sum(-1) - expected.square()
+        below = (kept.lowest - scaled_own) * sampling.temperature  # in logits
+        inside = below <= allowed(kept.border)
+        values = scaled_own - whole + kept.raised, expected, variance.clamp_min(0), nats
         sums = [torch.where(inside, each, 0) for each in values]
         return torch.stack([*[0 * one] * 3, one, ~inside, *sums], dim=1)
 
 
-def _least_kept(log_p: Tensor, sampling: SamplingParams) -> Tensor:
-    """The lowest log-probability [n, 1] that top-k and then top-p keep, of log_p [n, V]."""
-    vocabulary = log_p.shape[1]
-    least = torch.full_like(log_p[:, :1], -torch.inf)
-    mass = torch.zeros_like(least)
-    if 0 < sampling.top_k < vocabulary:
-        least = log_p.topk(sampling.top_k).values[:, -1:]
-        log_p = log_p.masked_fill(log_p < least, -torch.inf)
-        mass = log_p.logsumexp(-1, keepdim=True)
-        log_p = log_p - mass
-    if sampling.top_p >= 1:
-        return least
+class _Kept(NamedTuple):
+    """What top-k and then top-p keep of a distribution; n positions."""
+
+    log_q: Tensor  # [n, few], descending; minus infinity where not kept
+    raised: Tensor  # [n]: log-probability of a kept token, over that in the whole distribution
+    border: Tensor  # [n]: the last token that is kept
+    lowest: Tensor  # [n]: its scaled logit
+
+
+def _kept(scaled: Tensor, whole: Tensor, sampling: SamplingParams) -> _Kept:
+    """Of scaled logits [n, V], whose logsumexp is `whole` [n]."""
+    vocabulary = scaled.shape[1]
+    most = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
     for few in (*_FEW, vocabulary):
-        highest = log_p.topk(min(few, vocabulary)).values  # [n, few]
-        if few >= vocabulary or bool((highest.exp().sum(-1) >= sampling.top_p).all()):
+        highest = scaled.topk(min(few, most))  # [n, few], descending
+        log_p = highest.values - whole[:, None]
+        if few >= most or bool((log_p.exp().sum(-1) >= sampling.top_p).all()):
             break
-    before = highest.exp().cumsum(-1) - highest.exp()  # of the tokens above each
-    nucleus = highest.masked_fill(before >= sampling.top_p, torch.inf).min(-1, keepdim=True).values
-    return torch.maximum(least, nucleus + mass)  # on the scale before top-k
+    if most < vocabulary:
+        log_p = log_p - log_p.logsumexp(-1, keepdim=True)
+    before = log_p.exp().cumsum(-1) - log_p.exp()  # of the tokens above each
+    kept = (before < sampling.top_p) | (torch.arange(log_p.shape[1], device=scaled.device) == 0)
+    log_q = log_p.masked_fill(~kept, -torch.inf)
+    log_q = log_q - log_q.logsumexp(-1, keepdim=True)
+    last = kept.sum(-1, keepdim=True) - 1  # [n, 1]
+    return _Kept(
+        log_q,
+        log_q[:, 0] - (highest.values[:, 0] - whole),
+        highest.indices.gather(1, last)[:, 0],
+        highest.values.gather(1, last)[:, 0],
+    )
