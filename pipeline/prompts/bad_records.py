@@ -1,7 +1,7 @@
 """Records that cannot be used, in sources that can.
 
 Where every record counts, as in an evaluation, the first one is an error. Where prompts are many,
-it is counted under its reason and left out, as long as a source has few of them:
+it is counted under its reason and left out. Damage, as long as a source has little of it:
 
     record:not_utf8     bytes that are no UTF-8
     record:not_json     a line that is no JSON
@@ -10,11 +10,11 @@ it is counted under its reason and left out, as long as a source has few of them
     record:blank        a turn or a system prompt without text
     record:not_unicode  half of a surrogate pair, which no file can hold
     record:placeholder  a note where a benchmark's text belongs
+    record:serialised   a turn that is a conversation's text, or a text in place of messages
+    record:strings      messages that are bare texts: who speaks is not said
 
-and conversations of which the user's turns cannot be known, or that the target could not have met:
+and conversations of an order or kind that no head is trained on, of which a source may have many:
 
-    record:serialised       a turn that is a conversation's text, or a text in place of messages
-    record:strings          messages that are bare texts: who speaks is not said
     record:role             a message without a role, or with one of no known name
     record:assistant_first  the assistant speaks before the user
     record:system_later     a system message after the first message
@@ -31,7 +31,7 @@ from typing import Any, Literal, NoReturn
 from pipeline.errors import DataError
 from pipeline.records import Prompt
 
-#: Of a source, that may be left out; more of them are no accident.
+#: Of a source's records, that may be damaged; more of them are no accident.
 _MOST = 0.05
 #: A source whose first records are all bad is not read further: its `field` may be wrong.
 _AT_THE_START = 100
@@ -53,6 +53,12 @@ Reason = Literal[
     "user_twice",
     "media",
 ]
+
+#: Sound records that cannot be trained on: chat data sets have far more than one in twenty.
+_UNSUITED = frozenset(
+    f"record:{reason}"
+    for reason in ("role", "assistant_first", "system_later", "user_twice", "media")
+)
 
 
 class BadRecord(DataError):
@@ -91,10 +97,12 @@ def usable(
     """The prompts that `read` makes of the records of one source: of number, place and content.
 
     Raises DataError that names the first bad record: at once without `bad`, otherwise when more
-    than one in twenty is bad, or all at the start.
+    than one in twenty is damaged, also among the first hundred where none is usable, or when no
+    record is usable at all.
     """
     first: BadRecord | None = None
-    total = left_out = 0
+    first_damaged: BadRecord | None = None
+    total = left_out = damaged = 0
     for total, (where, record) in enumerate(records, start=1):
         try:
             prompt = read(total, where, record)
@@ -103,14 +111,19 @@ def usable(
                 raise
             bad.add(error)
             first, left_out = first or error, left_out + 1
-            if left_out == total == _AT_THE_START:
-                _refuse(first, f"all of the first {total}")
+            if error.reason not in _UNSUITED:
+                first_damaged, damaged = first_damaged or error, damaged + 1
+            if left_out == total == _AT_THE_START and first_damaged and damaged > _MOST * total:
+                _refuse(first_damaged, damaged, f"the first {total}")
             continue
         yield prompt
-    if first and left_out > _MOST * total:
-        _refuse(first, f"{left_out:,} of {total:,}")
+    if first_damaged and damaged > _MOST * total:
+        _refuse(first_damaged, damaged, f"{total:,}")
+    if first and left_out == total:
+        _refuse(first, left_out, f"{total:,}")
 
 
-def _refuse(first: BadRecord, share: str) -> NoReturn:
-    problem = f"{first.problem}; {share} records of this source cannot be used, this is the first"
+def _refuse(first: BadRecord, count: int, of: str) -> NoReturn:
+    share = f"{count:,} of {of} records of this source cannot be used"
+    problem = f"{first.problem}; {share}, this is the first"
     raise DataError(problem, where=first.where, fix=first.fix)

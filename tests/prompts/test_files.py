@@ -274,10 +274,40 @@ def test_bad_records_are_counted_where_they_are_few(tmp_path: Path) -> None:
 def test_a_source_of_bad_records_alone_is_not_read_to_its_end(tmp_path: Path) -> None:
     path, bad = tmp_path / "p.jsonl", BadRecords()
     path.write_text('{"turns": ["a"]}\n' * 5000)
-    expected = r"p\.jsonl:1: text: is missing; all of the first 100 .* \(fix: correct the source's"
+    expected = r"p\.jsonl:1: text: is missing; 100 of the first 100 .* \(fix: correct the source's"
     with pytest.raises(DataError, match=expected):
         list(read_source(SourceSpec(source=str(path), field="text"), bad))
     assert bad.counts == {"record:fields": 100}
+
+
+USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+UNSUITED: dict[str, list[object]] = {
+    "record:assistant_first": [ANSWER, USER],
+    "record:system_later": [USER, ANSWER, {"role": "system", "content": "Be brief."}, USER],
+    "record:user_twice": [USER, USER],
+    "record:media": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+    "record:role": [{"role": "narrator", "content": "Once."}, USER],
+}
+
+
+def test_a_source_may_have_many_conversations_that_no_head_is_trained_on(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    spec = SourceSpec(source=str(path))
+    kinds: list[dict[str, object]] = [{"messages": each} for each in UNSUITED.values()]
+    unsuited = kinds * 30
+    good: list[dict[str, object]] = [{"turns": ["fine"]}]
+    write_jsonl(path, unsuited + good)
+    bad = BadRecords()
+    [prompt] = read_source(spec, bad)
+    assert prompt.turns == ("fine",) and bad.counts == dict.fromkeys(UNSUITED, 30)
+    write_jsonl(path, unsuited)
+    expected = r"p\.jsonl:1: messages: message 1: is the assistant's.*; 150 of 150 records"
+    with pytest.raises(DataError, match=expected):
+        list(read_source(spec, BadRecords()))
+    # What is damaged still counts, and is what the error names.
+    write_jsonl(path, unsuited + good + [{"text": "a"}] * 10)
+    with pytest.raises(DataError, match=r"p\.jsonl:152: .*; 10 of 161 records"):
+        list(read_source(spec, BadRecords()))
 
 
 def test_a_file_that_is_missing_empty_or_of_unknown_kind_is_refused(tmp_path: Path) -> None:
