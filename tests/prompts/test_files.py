@@ -293,7 +293,8 @@ UNSUITED: dict[str, list[object]] = {
 def test_a_source_may_have_many_conversations_that_no_head_is_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     spec = SourceSpec(source=str(path))
-    unsuited: list[dict[str, object]] = [{"messages": each} for each in UNSUITED.values()] * 30
+    kinds: list[dict[str, object]] = [{"messages": each} for each in UNSUITED.values()]
+    unsuited = kinds * 30
     good: list[dict[str, object]] = [{"turns": ["fine"]}]
     write_jsonl(path, unsuited + good)
     bad = BadRecords()
