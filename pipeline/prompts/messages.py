@@ -14,7 +14,8 @@ from pipeline.prompts.roles import Kind, is_exchange, kind_of, messages_of
 from pipeline.prompts.serialised import CONTENT_KEYS, ROLE_KEYS, spelled
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-MEDIA = ("image", "images", "image_url", "audio", "video", "file")
+#: Kinds of content that is no text, and the fields that hold it.
+MEDIA = ("image", "images", "image_url", "audio", "video", "file", "document", "pdf")
 
 
 class ToolTurn(str):

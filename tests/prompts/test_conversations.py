@@ -211,6 +211,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
             ]
         },
     ),
+    (
+        "media",
+        {
+            "messages": [
+                user([{"type": "text", "text": "a"}, {"type": "document", "source": {"data": "x"}}])
+            ]
+        },
+    ),
     ("media", {"conversations": [{"from": "human", "value": "<image>\nWhat?"}], "image": "a.jpg"}),
 ]
 
