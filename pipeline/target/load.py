@@ -17,6 +17,7 @@ from pipeline.errors import MissingPackage, TargetError
 from pipeline.records import TargetContract
 from pipeline.target.architecture import model_class, read_config
 from pipeline.target.arithmetic import resolve_dtype
+from pipeline.target.end_ids import read_end_ids
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,10 @@ def load_model(
     options: dict[str, Any] = {
         "dtype": resolve_dtype(dtype or section.dtype, device),
         "attn_implementation": attention,
-        # Not the target's own, whose settings of sampling are none of ours and may be refused.
-        "generation_config": GenerationConfig(),  # type: ignore[no-untyped-call]
+        # Of the target's own only the end ids: its sampling settings may be refused.
+        "generation_config": GenerationConfig(  # type: ignore[no-untyped-call]
+            eos_token_id=sorted(read_end_ids(directory, source=section.source).ids) or None
+        ),
     }
     if device_map is not None:
         _require_accelerate()

@@ -347,7 +347,7 @@ def test_bad_sources_leave_nothing_that_looks_complete(
 ) -> None:
     prompts_file.write_text('{"turns": ["fine"]}\n{"turns": "broken"}\n')
     config = make_config()
-    with pytest.raises(DataError, match=r"prompts\.jsonl:2: turns: is a str, not a list"):
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2: turns: is a text, not a list"):
         run(config)
     with pytest.raises(DataError, match=r"gone\.jsonl: no such file"):
         run(make_config(sources=[{"source": "gone.jsonl"}]))
