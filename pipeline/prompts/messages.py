@@ -91,6 +91,7 @@ def from_messages(
                 raise BadRecord(problem, where=at, fix=fix, reason="user_twice")
             turns.append(_content(message, at))
         elif not with_tools:
+            last = kind if turns else last  # left out, and still between two messages of the user
             continue
         elif not turns:
             fix = "begin with what the user asked"

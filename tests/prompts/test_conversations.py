@@ -189,7 +189,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("system_later", {"messages": [system(), system("Be kind."), user()]}),
     ("user_twice", {"messages": [user(), user("b"), REPLY]}),
     ("user_twice", {"messages": [user(), system(""), user("b"), REPLY]}),
-    ("user_twice", {"messages": [user(), {"role": "tool", "content": "3"}, user("b")]}),
     (
         "media",
         {
