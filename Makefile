@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick test-gemma check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale leaderboard gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick test-gemma check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale leaderboard fingerprint gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -83,6 +83,9 @@ bench-scale: $(READY) ## Start, resume and plan of a run of 100,000 shards and 1
 
 leaderboard: $(READY) ## Train the rows of experiments/ and compare τ; ARGS='--prompts FILE --evaluation FILE …'
 	@$(BIN)/python -m bench.leaderboard $(ARGS)
+
+fingerprint: $(READY) ## SHA-256 of all that a run makes, times left out; ARGS='RUN', or over a tiny target
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.fingerprint $(or $(ARGS),--tiny)
 
 gpu-check: ## Correctness of the decoder on this GPU, in minutes; ARGS='--part 1/3 --save'
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)

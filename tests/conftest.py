@@ -98,10 +98,14 @@ def reset_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with config, tokenizer and safetensors."""
+    return build_tiny_target(tmp_path_factory.mktemp("tiny_target"))
+
+
+def build_tiny_target(directory: Path) -> Path:
+    """A random Llama with a tokenizer of QUESTIONS and ChatML, saved to `directory`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    directory = tmp_path_factory.mktemp("tiny_target")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
