@@ -35,11 +35,12 @@ from pydantic import ValidationError
 from bench.prompt_sets import prompt_set
 from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection, TreeSection
+from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
-from pipeline.drafters.registry import DrafterFactory, load_drafter, name_of
+from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import Eagle3Error
 from pipeline.heads.base import DraftingHead
-from pipeline.heads.registry import load_any_head
+from pipeline.heads.registry import load_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.open import Target, open_target
@@ -124,7 +125,7 @@ class _Bench:
         return list(dict.fromkeys((*self._options.head, *rows)))
 
     def _load(self, directory: Path) -> DraftingHead:
-        return load_any_head(directory, expected=self.target.contract)[0]
+        return load_head(directory, expected=self.target.contract)[0]
 
     def _head(self, row: Row) -> DraftingHead | None:
         """The row's own, or the only one of its kind among --head."""
@@ -133,7 +134,7 @@ class _Bench:
         fitting = [
             head
             for each in self._options.head
-            if name_of(head := self._heads[each]) == row.section.name
+            if drafter_name(head := self._heads[each]) == row.section.name
         ]
         if len(fitting) > 1:
             fix = f"{row.name}:head=DIR"

@@ -27,8 +27,9 @@ from bench.report import interleaved, publish, rounded
 from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.registry import load_head
 from pipeline.prompts import load_prompts
 from pipeline.records import Prompt
 from pipeline.synth.generate.conversations import ConversationRunner
@@ -109,6 +110,7 @@ def generation(
     }
     if head is not None:
         draft_head, _ = load_head(head, expected=hf.contract)
+        assert isinstance(draft_head, Eagle3Head)
         drafter = Eagle3Drafter(draft_head, model, TreeSection(top_k=1, steps=2, nodes=3))
         drafting = Engine(model, drafter=drafter, slots=slots)
         cases["with_head"] = lambda: _our_rate(drafting, template, asked, limit, across=True)

@@ -15,7 +15,7 @@ from pipeline.config import load as load_config
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
-from pipeline.drafters.registry import load_drafter, name_of
+from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import Eagle3Error
 from pipeline.heads.registry import open_head
 from pipeline.records import STAGES, Manifest, Sample, Stage
@@ -91,7 +91,7 @@ def open_engine(
         dtype=resolve_dtype(dtype, where),
         max_length=max_length,
     )
-    named = drafter or DrafterSection(name=name_of(weights))
+    named = drafter or DrafterSection(name=drafter_name(weights))
     factory = load_drafter(named, model, target, weights)
     drafting = factory(tree or TreeSection()) if factory else None
     return Engine(model, drafter=drafting, slots=slots), target.template()

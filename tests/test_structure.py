@@ -26,9 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoder": BASE | {"target"},
     "learning": BASE | {"store", "target", "decoder"},
     "heads": BASE | {"store", "target", "decoder", "learning"},
-    "drafters": BASE | {"store", "target", "decoder", "heads"},
+    "drafters": BASE | {"store", "target", "decoder", "learning", "heads"},
     "tuning": BASE | {"target", "decoder", "heads", "drafters"},
-    "planning": BASE | {"target"},
+    "planning": BASE | {"target", "heads"},
     **{name: BASE | SHARED for name in STAGES | {"exchange"}},
     "runtime": BASE | SHARED | STAGES,
     "api": BASE | SHARED | STAGES | {"runtime"},
@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 WINGS: dict[str, dict[str, set[str]]] = {
     "store": {".": {"states", "backends"}, "states": {"."}, "backends": set()},
     "heads": {
-        ".": {"eagle3", "mtp", "dflash"},
+        ".": set(),
         "eagle3": {"."},
         "mtp": {"."},
         "dflash": {"."},

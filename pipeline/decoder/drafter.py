@@ -12,7 +12,8 @@ joined, moved and dropped without its help, and one drafter can serve several en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -121,3 +122,33 @@ class TreeDrafter:
     def shape_for(self, rows: int) -> TreeSection | None:
         """See `Drafter`."""
         return self.shapes.shape_for(rows)
+
+
+@dataclass(frozen=True)
+class DrafterFactory:
+    """Makes a drafter for any trees; all that it makes share their weights."""
+
+    make: Callable[[Trees], Drafter]
+    #: Depths of the trees that are worth a try, ascending: what a drafter can do, and where it may
+    #: still pay.
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    #: Its every step is a forward of a whole model.
+    costly: bool = False
+    #: What was chosen where the configuration leaves it open, such as {"budget": 512}.
+    settings: Mapping[str, int] = field(default_factory=dict)
+    #: After so many tokens or fewer it does what a smaller choice does.
+    from_context: int = 0
+    #: The same drafter with other settings, the smallest first, to pick one from; none: itself.
+    choices: tuple[DrafterFactory, ...] = ()
+
+    def __call__(self, trees: Trees) -> Drafter:
+        return self.make(trees)
+
+    def variants(self, context: int) -> list[DrafterFactory]:
+        """Those that are worth a try after `context` tokens."""
+        choices = self.choices or (self,)
+        return [each for each in choices if each.from_context < context] or [choices[0]]
+
+    def variant(self, settings: Mapping[str, int]) -> DrafterFactory:
+        """The one with such settings; itself where it has no choices."""
+        return next((each for each in self.choices if each.settings == settings), self)

@@ -45,7 +45,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, entry_slots
 from pipeline.drafters.whole_model import draft_behind, read_one
-from pipeline.heads.eagle3.drafter import seen_pages
+from pipeline.learning.window import seen_pages
 
 
 class StreamingDrafter(TreeDrafter):

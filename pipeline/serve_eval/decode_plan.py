@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
+from pipeline.config import DRAFTERS, RunConfig, prepare_process
 from pipeline.console import progress_bar
+from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
-from pipeline.drafters.registry import DrafterFactory, load_drafter
+from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import open_head
@@ -31,7 +32,7 @@ from pipeline.tuning.decode_plan import (
 class Grid(NamedTuple):
     """What a plan is measured for."""
 
-    drafters: Sequence[DrafterName]
+    drafters: Sequence[str]
     batches: Sequence[int]
     contexts: Sequence[int]
     prompts: int  # traced at each context
@@ -112,9 +113,7 @@ def _longest(grid: Grid, target: Target) -> int:
     return longest
 
 
-def _head(
-    config: RunConfig, target: Target, drafters: Sequence[DrafterName]
-) -> DraftingHead | None:
+def _head(config: RunConfig, target: Target, drafters: Sequence[str]) -> DraftingHead | None:
     if not any(DRAFTERS[name].trained for name in drafters):
         return None
     own = stage_location(config.run.uri, "train").child("head")

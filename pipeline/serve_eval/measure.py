@@ -14,11 +14,11 @@ import torch
 
 from pipeline.config import RivalSection, RunConfig, TreeSection
 from pipeline.console import long_step, notice
-from pipeline.decoder.drafter import Drafter, Trees
+from pipeline.decoder.drafter import Drafter, DrafterFactory, Trees
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.drafters.registry import DrafterFactory, load_drafter
+from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import open_head

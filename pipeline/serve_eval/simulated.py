@@ -18,7 +18,7 @@ from pipeline.config import RunConfig, prepare_process
 from pipeline.console import console, long_step, notice
 from pipeline.errors import ConfigError
 from pipeline.heads.base import DraftingHead
-from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.registry import open_head
 from pipeline.records import Record
@@ -198,6 +198,7 @@ def _head(config: RunConfig, target: Target) -> tuple[DraftingHead | None, str]:
 
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
     shape = shape_for(
+        HeadShape,
         AutoConfig.from_pretrained(target.directory).get_text_config(),
         draft_vocab_size=asked.draft_vocab_size,
         **{name: getattr(asked, name) for name in sizes},

@@ -19,7 +19,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion, Request
 from pipeline.decoder.tree import Tree
 from pipeline.errors import ConfigError
-from pipeline.heads.registry import load_any_head
+from pipeline.heads.registry import load_head
 from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import read_prompts
@@ -33,7 +33,7 @@ NEW_TOKENS = 12
 
 def _open(config: RunConfig) -> Comparison:
     target = open_target(config.target)
-    head, _ = load_any_head(Path(config.run.uri) / "train/head")
+    head, _ = load_head(Path(config.run.uri) / "train/head")
     template = target.template()
     return Comparison(config, target, head, template, dtype=torch.float32, max_length=128)
 

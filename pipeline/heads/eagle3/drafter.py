@@ -8,15 +8,6 @@ made from (embedding of x(i+1), fc(aux i)) at position i:
     state        g0     g1    …    g(L-1)
 
 The head is loaded into the same form as a layer of the target, and drafts with `ops.unroll`.
-
-Reading fewer pages: block tables that leave the middle of a long context out.
-
-block table          p0 p1 p2 p3 p4       window 128, length 300: 64 are hidden
-seen                 p0 ·  p2 p3 p4       of 236 entries
-
-Nothing is moved: keys keep the rotation of the positions that they have in the full cache, so what
-is left is at its true distances (StreamingLLM, arXiv:2309.17453, numbers positions anew, for caches
-that outgrow the model's; here verification reads all of them).
 """
 
 from __future__ import annotations
@@ -24,17 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.config import TreeSection
+from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState
-from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead, draft_step
-from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.tree import HEADROOM
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.fits import check_fits
-from pipeline.learning.window import WINDOW_STEP, hidden_positions
+from pipeline.learning.window import seen_pages
 from pipeline.target.rotary import RotaryTable
 
 
@@ -153,16 +144,14 @@ class Eagle3Drafter(TreeDrafter):
         self._fc = ops.pack(stored(weights["fc.weight"], device))
 
 
-def seen_pages(
-    block_table: Tensor, lengths: Tensor, window: int, lookahead: int
-) -> tuple[Tensor, Tensor]:
-    """The pages [B, P] that hold what a window leaves of `lengths` [B] entries, and how many.
+def make_drafter(head: Eagle3Head, model: DecoderModel, trees: Trees) -> Drafter:
+    """With the window that the head was trained with."""
+    return Eagle3Drafter(head, model, trees)
 
-    `lookahead` entries behind them have pages as well.
-    """
-    assert PAGE == WINDOW_STEP, "a window hides whole pages"
-    hidden = hidden_positions(lengths, window)
-    most = -(-(window + 2 * PAGE + lookahead) // PAGE)
-    page = torch.arange(min(most, block_table.shape[1]), device=block_table.device)
-    behind = page + (page > 0) * (hidden // PAGE)[:, None]
-    return block_table.gather(1, behind.clamp(max=block_table.shape[1] - 1)), lengths - hidden
+
+def drafter_factory(
+    section: DrafterSection, head: Eagle3Head, model: DecoderModel
+) -> DrafterFactory:
+    """With the window of `section`, for any trees."""
+    window = section.eagle3.draft_window
+    return DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees, draft_window=window))

@@ -22,14 +22,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.config import TreeSection
+from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
-from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftedRows, ProposalHead, search_beams
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed, entry_slots
 from pipeline.decoder.tree import HEADROOM
+from pipeline.errors import ConfigError
 from pipeline.heads.fits import check_fits
 from pipeline.heads.mtp.shape import ChainedHead
 from pipeline.target.rotary import RotaryTable
@@ -273,3 +274,19 @@ class _ChainedDraft:
         plane = self._planes.drafter[number]
         outputs = self._drafter.step(number, tokens.flatten(), hidden, metadata, plane)
         return outputs.view(rows, count, -1)
+
+
+def make_drafter(head: ChainedHead, model: DecoderModel, trees: Trees) -> Drafter:
+    """The chain's drafter."""
+    return ChainedDrafter(head, model, trees)
+
+
+def drafter_factory(
+    section: DrafterSection, head: ChainedHead, model: DecoderModel
+) -> DrafterFactory:
+    """For any trees. Raises ConfigError for a window, which a chain was not trained with."""
+    if section.eagle3.draft_window is not None:
+        problem = "chained heads see the whole text"
+        fix = "leave it out, or draft with a head that was trained with one layer"
+        raise ConfigError(problem, where="drafter.eagle3.draft_window", fix=fix)
+    return DrafterFactory(lambda trees: ChainedDrafter(head, model, trees))
