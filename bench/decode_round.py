@@ -159,7 +159,7 @@ def _timed_calls(
     patched: list[tuple[Any, str]] = [
         *((model, name) for name in ("forward", "logits")),
         (drafter, "project"),
-        *((model.ops, name) for name in ("unroll", "embed_concat", "layers", "argmax")),
+        *((model.ops, name) for name in ("draft_beams", "embed_concat", "layers", "argmax")),
     ]
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ class Planes:
 
     target: Tensor
     drafter: tuple[Tensor, ...] = ()
-    own: tuple[Tensor, ...] = ()  # the drafter's, on the pages of its own pool
+    drafter_kv: tuple[Tensor, ...] = ()  # the drafter's, on the pages of its own pool
 
 
 class PageAllocator:
@@ -96,27 +96,32 @@ class PageAllocator:
 
 
 class Pools:
-    """The pages of an engine: those of all planes, and the drafter's own; and their memory."""
+    """The pages of an engine: those of all planes, and the drafter's; and their memory."""
 
     def __init__(self, model: DecoderModel, drafter: Drafter | None, *, pages: int, rows: int):
-        """`pages` in the pool, and room for `rows` requests in the drafter's own."""
+        """`pages` in the pool, and room for `rows` requests in the drafter's."""
         self.shared = PageAllocator(pages, device=model.device)
-        own = drafter.own_pages if drafter else 0
-        self.own = PageAllocator(1 + rows * own, device=model.device)
+        private = drafter.drafter_pages if drafter else 0
+        self.drafter_pages = PageAllocator(1 + rows * private, device=model.device)
         (target,) = self.shared.planes((model.plane_shape,))
         self.planes = Planes(target)
         if drafter is not None:
-            drafted = self.shared.planes(drafter.planes), self.own.planes(drafter.own_planes)
+            drafted = (
+                self.shared.planes(drafter.planes),
+                self.drafter_pages.planes(drafter.drafter_kv),
+            )
             self.planes = Planes(target, *drafted)
         shapes = model.plane_shape, *(drafter.planes if drafter else ())
         self._page_bytes = sum(shape.page_bytes for shape in shapes)
-        self._own_page_bytes = sum(each.page_bytes for each in drafter.own_planes) if drafter else 0
+        self._drafter_page_bytes = (
+            sum(each.page_bytes for each in drafter.drafter_kv) if drafter else 0
+        )
 
     @property
     def most_used_bytes(self) -> int:
         """Keys and values of the pages that were in use at the fullest moment, in all planes."""
-        own = self.own.most_used * self._own_page_bytes
-        return self.shared.most_used * self._page_bytes + own
+        private = self.drafter_pages.most_used * self._drafter_page_bytes
+        return self.shared.most_used * self._page_bytes + private
 
 
 def pages_for(entries: int) -> int:

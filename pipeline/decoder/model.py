@@ -48,7 +48,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward leaves behind."""
+    """What one forward returns."""
 
     aux: Tensor  # [T, 3H] aux states; the capture layers' outputs, low to high
     final: Tensor  # [T, H] final states, after the last norm
@@ -205,7 +205,7 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
         )
         fix = f"keep prompt + reply below {window} tokens"
     elif rope.get("rope_type") == "longrope" and original and max_length > original:
-        problem = f"rotary frequencies that change behind {original} tokens are not implemented"
+        problem = f"rotary frequencies that change after {original} tokens are not implemented"
         fix = f"keep prompt + reply below {original} tokens"
     elif max_length > positions:
         problem = (

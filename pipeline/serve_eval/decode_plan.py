@@ -15,7 +15,12 @@ from pipeline.eagle3.any_head import open_head
 from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
-from pipeline.serve_eval.questions import fill_context, first_question, read_prompts, readable
+from pipeline.serve_eval.questions import (
+    fill_context,
+    first_question,
+    load_evaluation_prompts,
+    readable,
+)
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
@@ -127,7 +132,7 @@ def _contexts(
 ) -> dict[int, list[tuple[int, ...]]]:
     """Of each context length, `count` evaluation questions behind others that fill it."""
     template = target.template(system_prompt=config.eval.system_prompt)
-    measured, _ = readable(read_prompts(config)[0], [template])
+    measured, _ = readable(load_evaluation_prompts(config)[0], [template])
     questions = [first_question(prompt, template).context for prompt in measured]
     if len(questions) < 2:
         fix = "name more of them; others stand before each to fill the context"

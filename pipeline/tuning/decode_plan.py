@@ -24,7 +24,7 @@ from pipeline.decoder.drafters.base import Drafter
 from pipeline.decoder.drafters.registry import DrafterFactory
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.round import decode_round, prefill_prompt
 from pipeline.decoder.tree import WINDOW
 from pipeline.tuning.cost import Costs, measure_costs, open_batch, trimmed_mean
 from pipeline.tuning.trace import Traces, trace
@@ -83,7 +83,7 @@ def trace_variants(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
 ) -> list[Traced]:
-    """Every variant that is worth a try behind prompts of this length, traced."""
+    """Every variant that is worth a try after prompts of this length, traced."""
     context = sum(map(len, prompts)) // len(prompts)
     variants = factory.variants(context)
     return [(each, trace_drafter(model, each, prompts, new_tokens)) for each in variants]
@@ -178,10 +178,10 @@ def _decode_in_turns(
     model: DecoderModel, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[_Running, _Running]:
     """Plain and speculative rounds of the same rows."""
-    longest = max(map(len, prompts))
-    plain = _Running(model, None, prompts, longest + new_tokens + WINDOW)
+    max_prompt_len = max(map(len, prompts))
+    plain = _Running(model, None, prompts, max_prompt_len + new_tokens + WINDOW)
     # A row that accepts all is `depth` rounds' tokens ahead of one that accepts nothing.
-    reach = longest + new_tokens * (drafter.depth + 1) + 2 * WINDOW
+    reach = max_prompt_len + new_tokens * (drafter.depth + 1) + 2 * WINDOW
     drafted = _Running(model, drafter, prompts, min(reach, model.max_length + 2 * WINDOW))
     while min(drafted.emitted) < new_tokens and drafted.fits(model.max_length):
         if min(plain.emitted) < new_tokens:
@@ -211,7 +211,7 @@ class _Running:
         )
         for row, prompt in enumerate(prompts):
             tokens = torch.tensor(prompt, device=model.device)
-            read_prompt(model, self._planes, drafter, self._batch.rows(row, row + 1), tokens)
+            prefill_prompt(model, self._planes, drafter, self._batch.rows(row, row + 1), tokens)
         self.emitted = [0] * len(prompts)
         self.seconds: list[float] = []
         self.tokens: list[int] = []

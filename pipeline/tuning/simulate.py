@@ -42,7 +42,7 @@ class ImposedAcceptance:
         self._round.add_(1)
         rows, count = tree.tokens.shape
         index = torch.arange(count, device=predicted.device)
-        deepest = tree.ancestors.gather(1, tree.depth.argmax(1, keepdim=True))  # [B, 1] bits
+        deepest = tree.tree_mask.gather(1, tree.depth.argmax(1, keepdim=True))  # [B, 1] bits
         towards = (deepest >> index & 1).bool() & (index > 0)  # [B, N]
         node = torch.zeros(rows, dtype=torch.int64, device=predicted.device)
         path, counts = [node], torch.ones_like(node)

@@ -30,7 +30,7 @@ NODE_BUDGETS = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 #: The widest and deepest of the candidate shapes: what to trace with.
 WIDEST = TreeSection(top_k=max(BEAM_WIDTHS), steps=max(DEPTHS), nodes=max(NODE_BUDGETS))
 
-#: Timed runs behind each median: a choice between shapes needs less than a published figure.
+#: Timed runs after each median: a choice between shapes needs less than a published figure.
 _REPEATS = 5
 
 

@@ -23,7 +23,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import join_marginals
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import draft_tree, read_prompt
+from pipeline.decoder.round import draft_tree, prefill_prompt
 from pipeline.eagle3.dflash.head import DflashHead
 from pipeline.eagle3.dflash.init import dflash_shape_for
 from pipeline.eagle3.init import random_init
@@ -350,7 +350,7 @@ def test_fewer_positions_are_what_a_head_with_smaller_blocks_drafts(
     ):
         batch = open_rows(model, 1, pages=2, drafter=drafter)
         planes = poisoned_planes(model, 3, drafter)
-        read_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
+        prefill_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
         drafts.append(drafter.candidates(batch, planes, tree).scores)
     assert torch.equal(drafts[0], drafts[1])
     assert not torch.equal(drafts[0], drafts[2]), "every position sees all masks"
@@ -373,7 +373,7 @@ def test_borrowed_rows_draft_as_a_copy_of_them(model: DecoderModel) -> None:
         drafter = DflashDrafter(head, model, TREE)
         batch = open_rows(model, 1, pages=2, drafter=drafter)
         planes = poisoned_planes(model, 3, drafter)
-        read_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
+        prefill_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
         drafts.append(drafter.candidates(batch, planes, TREE))
     assert all(torch.equal(one, other) for one, other in zip(*drafts, strict=True))
     requests = requests_of(9)

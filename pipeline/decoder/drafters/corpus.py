@@ -38,9 +38,9 @@ _BITS = 63  # of a key; its sign stays free
 class CorpusIndex:
     """N tokens and their order; immutable, so that any number of engines can share it."""
 
-    def __init__(self, tokens: Tensor, vocabulary: int, longest: int) -> None:
-        """tokens [N ≥ 1] below `vocabulary`, on the device; matches of up to `longest` tokens."""
-        self._tokens, self._longest = tokens, longest
+    def __init__(self, tokens: Tensor, vocabulary: int, max_match: int) -> None:
+        """tokens [N ≥ 1] below `vocabulary`, on the device; matches of up to `max_match` tokens."""
+        self._tokens, self._max_match = tokens, max_match
         self._token_bits = vocabulary.bit_length()  # none is 0, token t is t + 1
         count = len(tokens)
         further = (_BITS - count.bit_length()) // self._token_bits
@@ -49,7 +49,7 @@ class CorpusIndex:
         self._keys: list[Tensor] = []  # of each level [N], ascending
         self._spans: list[tuple[int, int]] = []  # tokens of each level, counted from the last
         known, begins = 0, torch.zeros_like(self._order)
-        while known < longest:
+        while known < max_match:
             span = known, known + (further if known else _BITS // self._token_bits)
             key = self._pack(begins, self._context(self._order, *span))
             key, moved = key.sort(stable=True)
@@ -67,7 +67,8 @@ class CorpusIndex:
         return sum(part.nbytes for part in (self._tokens, self._order, *self._keys))
 
     def lookup(self, context: Tensor, least: int, most: int, steps: int) -> tuple[Tensor, Tensor]:
-        """The `most` longest matches of a context [B, longest], its last token first, -1 for none.
+        """The `most` longest matches of a context [B, max_match], its last token first, -1 for
+        none.
 
         Lengths [B, most], longest first, 0 where there is none of at least `least`; and the
         `steps` tokens that followed each [B, most, steps].
@@ -78,10 +79,10 @@ class CorpusIndex:
         near = self._search(context)[:, None] + around
         inside = (near >= 0) & (near < count)
         ends = self._order[near.clamp(0, count - 1)]  # [B, 2 · most + 2]
-        theirs = self._context(ends, 0, self._longest)
+        theirs = self._context(ends, 0, self._max_match)
         agrees = (theirs == context[:, None]) & (context >= 0)[:, None]
-        back = torch.arange(self._longest, device=device)
-        lengths = torch.where(agrees, self._longest, back).amin(-1)
+        back = torch.arange(self._max_match, device=device)
+        lengths = torch.where(agrees, self._max_match, back).amin(-1)
         matches = inside & (lengths >= least) & (ends < count - 1)
         lengths, best = torch.where(matches, lengths, 0).sort(dim=-1, descending=True, stable=True)
         ends = ends.gather(1, best[:, :most])[..., None]
@@ -89,8 +90,8 @@ class CorpusIndex:
         return lengths[:, :most], self._tokens[(ends + ahead).clamp(max=count - 1)]
 
     def _search(self, context: Tensor) -> Tensor:
-        """Where contexts [B, longest] would stand in the order [B], before their equals."""
-        short = max(self._spans[-1][1] - self._longest, 0)
+        """Where contexts [B, max_match] would stand in the order [B], before their equals."""
+        short = max(self._spans[-1][1] - self._max_match, 0)
         context = torch.cat((context, context.new_full((len(context), short), -1)), 1)
         begins = place = torch.zeros_like(context[:, 0])
         within = torch.ones_like(begins, dtype=torch.bool)  # as deep as the levels before

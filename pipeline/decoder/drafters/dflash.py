@@ -108,10 +108,14 @@ class DflashDrafter(TreeDrafter):
 
         names = [f"layers.{index}." for index in range(shape.num_hidden_layers)]
         inside = [
-            {name.removeprefix(own): weights[name] for name in weights if name.startswith(own)}
-            for own in names
+            {
+                name.removeprefix(prefix): weights[name]
+                for name in weights
+                if name.startswith(prefix)
+            }
+            for prefix in names
         ]
-        inputs = [norm(f"{own}input_layernorm") for own in names]
+        inputs = [norm(f"{prefix}input_layernorm") for prefix in names]
         layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
         norms = (*inputs[1:], norm("norm"))
         self._input_norm = inputs[0]

@@ -70,21 +70,21 @@ class NgramDrafter(TreeDrafter):
         # Padding is written, too; what follows the last valid token goes over it.
         history[rows.row, place.clamp(max=last)] = read.tokens
         behind = (batch.seq_lens + read.counts).clamp(max=last)
-        following = read.following[rows.starts[:-1] + read.counts - 1].clamp(min=0)
-        history.scatter_(1, behind[:, None], following[:, None])
+        next_tokens = read.next_tokens[rows.cu_seqlens_q[:-1] + read.counts - 1].clamp(min=0)
+        history.scatter_(1, behind[:, None], next_tokens[:, None])
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         del planes
         history, seq_lens = batch.drafter_state, batch.seq_lens
-        longest, most = self._section.max_match, self._section.matches
+        max_match, most = self._section.max_match, self._section.matches
         if self.looks:
             history = history[:, : max(int(seq_lens.max()) + 1, most)]
-        match = match_lengths_by_looking if self.looks else match_lengths
-        lengths = match(history, seq_lens, longest)  # [B, S]
+        match = match_lengths_on_host if self.looks else match_lengths
+        lengths = match(history, seq_lens, max_match)  # [B, S]
         lengths, ends = longest_matches(lengths, self._section.min_match, most)
         chains = continuations(history, seq_lens, ends, shape.steps)  # [B, W, D]
         if self._corpus is not None:
-            context = last_tokens(history, seq_lens, longest)
+            context = last_tokens(history, seq_lens, max_match)
             of_corpus = self._corpus.lookup(context, self._section.min_match, most, shape.steps)
             lengths, order = torch.cat((lengths, of_corpus[0]), 1).sort(
                 dim=-1, descending=True, stable=True
@@ -103,30 +103,30 @@ def last_tokens(history: Tensor, seq_lens: Tensor, count: int) -> Tensor:
     return torch.where(place >= 0, history.gather(1, place.clamp(min=0)), -1)
 
 
-def match_lengths(history: Tensor, seq_lens: Tensor, longest: int) -> Tensor:
+def match_lengths(history: Tensor, seq_lens: Tensor, max_match: int) -> Tensor:
     """Of every position p of history [B, S]: with how many tokens up to p the row's last ones
-    agree, at most `longest`; [B, S], 0 from the root on."""
+    agree, at most `max_match`; [B, S], 0 from the root on."""
     rows, size = history.shape
-    suffix = last_tokens(history, seq_lens, longest)[:, None]  # [B, 1, m]
-    before = history.new_full((rows, longest - 1), -2)  # equals no token
-    windows = torch.cat((before, history), 1).unfold(1, longest, 1).flip(-1)  # [B, S, m]
-    back = torch.arange(longest, device=history.device)
-    lengths = torch.where(windows == suffix, longest, back).amin(-1)  # the first that differs
+    suffix = last_tokens(history, seq_lens, max_match)[:, None]  # [B, 1, m]
+    before = history.new_full((rows, max_match - 1), -2)  # equals no token
+    windows = torch.cat((before, history), 1).unfold(1, max_match, 1).flip(-1)  # [B, S, m]
+    back = torch.arange(max_match, device=history.device)
+    lengths = torch.where(windows == suffix, max_match, back).amin(-1)  # the first that differs
     earlier = torch.arange(size, device=history.device) < seq_lens[:, None]
     return torch.where(earlier, lengths, 0)
 
 
-def match_lengths_by_looking(history: Tensor, seq_lens: Tensor, longest: int) -> Tensor:
+def match_lengths_on_host(history: Tensor, seq_lens: Tensor, max_match: int) -> Tensor:
     """As `match_lengths`, for a host: only where the root's own token stands is more compared."""
-    suffix = last_tokens(history, seq_lens, longest)  # [B, m]
+    suffix = last_tokens(history, seq_lens, max_match)  # [B, m]
     same = history == suffix[:, :1]
     same &= torch.arange(history.shape[1]) < seq_lens[:, None]
     row, place = same.nonzero().unbind(1)  # [n]
-    back = torch.arange(longest)
+    back = torch.arange(max_match)
     before = place[:, None] - back  # [n, m]
     agrees = (history[row[:, None], before.clamp(min=0)] == suffix[row]) & (before >= 0)
     lengths = torch.zeros_like(history)
-    lengths[row, place] = torch.where(agrees, longest, back).amin(-1)
+    lengths[row, place] = torch.where(agrees, max_match, back).amin(-1)
     return lengths
 
 

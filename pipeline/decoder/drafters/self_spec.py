@@ -17,7 +17,7 @@ from __future__ import annotations
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafters.base import ReadTokens, TreeDrafter, Trees
-from pipeline.decoder.drafters.whole_model import draft_behind, read_one
+from pipeline.decoder.drafters.whole_model import draft_from_roots, forward_roots
 from pipeline.decoder.drafters.window import seen_pages
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
@@ -45,7 +45,7 @@ class StreamingDrafter(TreeDrafter):
             batch.block_table, batch.seq_lens, self._window, 1 + self.shapes.beam_entries
         )
         model, plane, lengths = self._model, planes.target, batch.seq_lens
-        final = read_one(model, plane, batch.roots, table, seen, lengths)
+        final = forward_roots(model, plane, batch.roots, table, seen, lengths)
         place = table, seen + 1, lengths + 1
         beams = self.shapes.beams(shape)
-        return draft_behind(model, plane, final, *place, shape.steps, beams, None)
+        return draft_from_roots(model, plane, final, *place, shape.steps, beams, None)

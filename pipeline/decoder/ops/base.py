@@ -6,7 +6,7 @@ Shapes: T tokens in B ragged rows (requests), N nodes a tree, H hidden size, V v
 heads, G key/value heads, d head size, C candidates, k beams, D deepest draft, P pages a row.
 
 A cache plane is [pages, G, PAGE, d]; entry e of row b lies in page block_table[b, e // PAGE] at
-e % PAGE, and its *slot* is page · PAGE + e % PAGE. Entries behind the ones an operation names may
+e % PAGE, and its *slot* is page · PAGE + e % PAGE. Entries after the ones an operation names may
 hold anything, NaN included, and never matter.
 """
 
@@ -63,10 +63,10 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def slots_behind(
+    def compute_slot_mapping(
         self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Cache entries and slots [T] of tokens `within` [T] places behind what their rows have.
+        """Cache entries and slots [T] of tokens `within` [T] entries after their rows' last.
 
         block_table [B, P], seq_lens [B]; token t belongs to row[t].
         """
@@ -159,7 +159,7 @@ class TorchOps:
             query = F.rms_norm(query, (size,), norms[0], eps)
             key = F.rms_norm(key, (size,), norms[1], eps)
         cos, sin = (table[metadata.positions][:, None] for table in metadata.rotary)  # [T, 1, d]
-        page, offset = metadata.slots // PAGE, metadata.slots % PAGE
+        page, offset = metadata.slot_mapping // PAGE, metadata.slot_mapping % PAGE
         keys[page, :, offset] = _rotate(key, cos, sin)
         values[page, :, offset] = value
         return _rotate(query, cos, sin)
@@ -174,7 +174,7 @@ class TorchOps:
         entries seq_lens[b] … seq_lens[b] + n. A query that sees nothing gets zeros.
         """
         mixed = torch.zeros_like(query)
-        starts, seq_lens = metadata.query_starts.tolist(), metadata.seq_lens.tolist()
+        starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
         for row, (first, last) in enumerate(pairwise(starts)):
             count, prefix = last - first, seq_lens[row]
             if count == 0:
@@ -184,13 +184,13 @@ class TorchOps:
             pages = metadata.block_table[row, : -(-(prefix + window) // PAGE)]
             # Entry by entry: [S, G, d].
             key, value = (plane[pages].transpose(1, 2).flatten(0, 1) for plane in (keys, values))
-            behind = torch.arange(len(key), device=query.device) - prefix  # [S]; negative: prefix
+            offsets = torch.arange(len(key), device=query.device) - prefix  # [S]; negative: prefix
             if mask is None:
                 each = torch.arange(count, device=query.device)[:, None]
-                seen = behind <= each  # [n, S]
+                seen = offsets <= each  # [n, S]
             else:
-                bit = mask[first:last, None] >> behind.clamp(0, WINDOW - 1) & 1
-                seen = (behind < 0) | ((behind < WINDOW) & bit.bool())  # [n, S]
+                bit = mask[first:last, None] >> offsets.clamp(0, WINDOW - 1) & 1
+                seen = (offsets < 0) | ((offsets < WINDOW) & bit.bool())  # [n, S]
             mixed[first:last] = _attend(query[first:last], key, value, seen)
         return mixed
 
@@ -209,14 +209,14 @@ class TorchOps:
         score: Tensor,
         gained: Tensor,
         proposed: Tensor,
-        lineage: Tensor,
+        beam_mask: Tensor,
         hidden: Tensor,
         bits: Tensor,
     ) -> Beams:
         """The k best of the k · k continuations of k beams a row.
 
         score [B, k] are the beams' log-probabilities (float32), `gained` [B, k, k] those of what
-        each proposes, `proposed` [B, k, k] its tokens, lineage [B, k] its bits, hidden [B · k, H]
+        each proposes, `proposed` [B, k, k] its tokens, beam_mask [B, k] its bits, hidden [B · k, H]
         its output. `bits` [B, k] belong to the entries that the kept beams will have, best first.
         Of equal scores the earlier continuation is the better; where a row's scores hold NaN, any
         k different ones are kept.
@@ -231,11 +231,11 @@ class TorchOps:
             best=best,
             score=total.gather(1, best),
             token=proposed.flatten(1).gather(1, best),
-            lineage=lineage.gather(1, above) | bits,
+            beam_mask=beam_mask.gather(1, above) | bits,
             hidden=by_row.gather(1, above[:, :, None].expand_as(by_row)).flatten(0, 1),
         )
 
-    unroll = draft.unroll
+    draft_beams = draft.draft_beams
 
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
@@ -261,16 +261,16 @@ class TorchOps:
         above = node_of.gather(1, torch.where(above < 0, count, above))  # [B, kept]
         root = torch.zeros(rows, 1, dtype=torch.int64, device=tokens.device)
         # A column a node, each [B].
-        ancestors, depth = [torch.ones_like(roots)], [torch.zeros_like(roots)]
+        tree_mask, depth = [torch.ones_like(roots)], [torch.zeros_like(roots)]
         for node in range(1, kept + 1):
             parent = above[:, node - 1 : node]
             bit = 1 << node if node < 63 else -(1 << 63)
-            ancestors.append(torch.stack(ancestors, 1).gather(1, parent)[:, 0] | bit)
+            tree_mask.append(torch.stack(tree_mask, 1).gather(1, parent)[:, 0] | bit)
             depth.append(torch.stack(depth, 1).gather(1, parent)[:, 0] + 1)
         return Tree(
             torch.cat((roots[:, None], tokens.gather(1, chosen)), dim=1),
             torch.cat((root, above), dim=1),
-            torch.stack(ancestors, dim=1),
+            torch.stack(tree_mask, dim=1),
             torch.stack(depth, dim=1),
         )
 

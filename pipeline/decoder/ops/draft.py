@@ -1,4 +1,4 @@
-"""Drafts, step by step: the beams of any model, and `ops.unroll`, those of an EAGLE-3 head.
+"""Drafts, step by step: the beams of any model, and `ops.draft_beams`, those of an EAGLE-3 head.
 
 Draft step s = 1…steps-1 reads k tokens of depth s; each sees all L committed entries, then its own
 ancestors among the drafted ones:
@@ -51,7 +51,7 @@ class Candidates(NamedTuple):
 
 
 class DraftedRows(NamedTuple):
-    """Where the beams of B rows stand: behind `seq_lens` entries of `block_table`."""
+    """Where the beams of B rows stand: after `seq_lens` entries of `block_table`."""
 
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
     block_table: Tensor  # [B, P]
@@ -86,7 +86,7 @@ def draft_step(
     return normed, normed if head.norm_output else output
 
 
-def unroll(
+def draft_beams(
     ops: TorchOps,
     head: DraftHead,
     state: Tensor,
@@ -101,17 +101,17 @@ def unroll(
     """What a draft of `steps` steps of k beams a row proposes: an operation of every backend.
 
     state [B, H] is the head's output at the last committed entry; positions [B] are those of the
-    first drafted tokens, seq_lens where no entries are hidden. Drafted keys and values go behind
+    first drafted tokens, seq_lens where no entries are hidden. Drafted keys and values go after
     the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. `trace` is given every step's
     logits [B, beams, Vd], the root's first.
     """
     normed = state
     if not head.norm_output:
         normed, _ = ops.add_rms_norm(state, None, head.stack.norms[0], head.stack.eps)
-    place = DraftedRows(head.rotary, block_table, seq_lens, positions)
+    drafted_rows = DraftedRows(head.rotary, block_table, seq_lens, positions)
     vocabulary = ProposalHead(head.lm_head, head.target_ids)
     step = partial(_head_step, ops, head, plane)
-    return search_beams(ops, step, vocabulary, normed, state, place, steps, k, trace)
+    return search_beams(ops, step, vocabulary, normed, state, drafted_rows, steps, k, trace)
 
 
 def _head_step(
@@ -131,7 +131,7 @@ def search_beams(
     vocabulary: ProposalHead,
     normed: Tensor,
     hidden: Tensor,
-    place: DraftedRows,
+    drafted_rows: DraftedRows,
     steps: int,
     k: int,
     trace: list[Tensor] | None = None,
@@ -154,20 +154,20 @@ def search_beams(
 
     score, token = (each[:, 0] for each in propose(normed))  # [B, k] of each beam
     tokens, cumulative, kept = [token], [score], []
-    places, bits = _places(place, steps - 1, k)
-    hidden, lineage = hidden.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
-    for depth, metadata in enumerate(places, 1):
-        metadata = replace(metadata, mask=lineage.flatten())
+    step_metadata, bits = _step_metadata(drafted_rows, steps - 1, k)
+    hidden, beam_mask = hidden.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
+    for depth, metadata in enumerate(step_metadata, 1):
+        metadata = replace(metadata, mask=beam_mask.flatten())
         normed, hidden = step(token.flatten(), hidden, metadata)
         gained, proposed = propose(normed)  # each [B, k, k]
         tokens.append(proposed.flatten(1))
-        if depth == len(places):
+        if depth == len(step_metadata):
             cumulative.append((score[:, :, None] + gained).flatten(1))
             break
-        beams = ops.select_beams(score, gained, proposed, lineage, hidden, bits[depth])
+        beams = ops.select_beams(score, gained, proposed, beam_mask, hidden, bits[depth])
         cumulative.append(beams.total)
         kept.append(beams.best)
-        score, token, lineage, hidden = beams.score, beams.token, beams.lineage, beams.hidden
+        score, token, beam_mask, hidden = beams.score, beams.token, beams.beam_mask, beams.hidden
     parents, depths = _parents(kept, tokens, k), beam_depths(steps, k, normed.device)
     return Candidates(torch.cat(tokens, 1), parents, torch.cat(cumulative, 1), depths)
 
@@ -205,30 +205,32 @@ def beam_depths(steps: int, k: int, device: torch.device) -> Tensor:
     return torch.cat((torch.ones(k, dtype=torch.int64, device=device), deeper))
 
 
-def _places(place: DraftedRows, steps: int, k: int) -> tuple[list[AttentionMetadata], Tensor]:
+def _step_metadata(
+    drafted_rows: DraftedRows, steps: int, k: int
+) -> tuple[list[AttentionMetadata], Tensor]:
     """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
-    rotary, block_table, seq_lens, first = place
+    rotary, block_table, seq_lens, first = drafted_rows
     rows = len(seq_lens)
     drafted, depths, bits, starts = _beam_constants(rows, steps, k, seq_lens.device)
     if steps == 0:
         return [], bits
-    slots = entry_slots(block_table, seq_lens[:, None] + drafted)  # [B, W]
-    slots = slots.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
+    slot_mapping = entry_slots(block_table, seq_lens[:, None] + drafted)  # [B, W]
+    slot_mapping = slot_mapping.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
     positions = (first[:, None] + depths).expand(-1, -1, k).flatten(1)
-    places = [
+    step_metadata = [
         AttentionMetadata(
             rotary=rotary,
             positions=positions[step],
-            slots=slots[step],
+            slot_mapping=slot_mapping[step],
             block_table=block_table,
             seq_lens=seq_lens,
-            query_starts=starts,
-            longest=k,
+            cu_seqlens_q=starts,
+            max_query_len=k,
             mask=None,
         )
         for step in range(steps)
     ]
-    return places, bits
+    return step_metadata, bits
 
 
 @cache

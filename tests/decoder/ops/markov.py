@@ -144,7 +144,7 @@ def speculative(
         tree = Tree(
             *(
                 part[states[left]]
-                for part in (grown.tokens, grown.parents, grown.ancestors, grown.depth)
+                for part in (grown.tokens, grown.parents, grown.tree_mask, grown.depth)
             )
         )
         own = rows_of(sampling, left)

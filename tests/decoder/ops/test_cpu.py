@@ -190,11 +190,11 @@ def test_embed_concat_refuses_a_token_without_an_embedding(ops: CpuOps, token: i
 @pytest.mark.parametrize(("rows", "k"), [(1, 1), (1, 4), (5, 8)])
 def test_select_beams(ops: CpuOps, rows: int, k: int) -> None:
     score, gained = -torch.rand(rows, k), -torch.randint(1, 9, (rows, k, k)) / 4
-    proposed, lineage = torch.randint(999, (rows, k, k)), torch.randint(1 << 40, (rows, k))
+    proposed, beam_mask = torch.randint(999, (rows, k, k)), torch.randint(1 << 40, (rows, k))
     hidden, bits = numbers(ops, rows * k, 24), torch.randint(1 << 40, (rows, k))
-    arguments = score, gained, proposed, lineage, hidden, bits
+    arguments = score, gained, proposed, beam_mask, hidden, bits
     kept, wanted = (backend.select_beams(*arguments) for backend in (ops, REFERENCE))
-    for name in ("total", "best", "score", "token", "lineage", "hidden"):
+    for name in ("total", "best", "score", "token", "beam_mask", "hidden"):
         assert torch.equal(getattr(kept, name), getattr(wanted, name)), name
 
 
@@ -271,7 +271,7 @@ def test_grow_tree_and_verify(ops: CpuOps, rows: int, count: int, nodes: int) ->
         tree, wanted = (
             backend.grow_tree(roots, tokens, parents, scores, nodes) for backend in (ops, REFERENCE)
         )
-        for name in ("tokens", "parents", "ancestors", "depth"):
+        for name in ("tokens", "parents", "tree_mask", "depth"):
             assert torch.equal(getattr(tree, name), getattr(wanted, name)), name
         depth = int(tree.depth.max())
         predicted = torch.randint(-1, 6, tree.tokens.shape)

@@ -140,13 +140,13 @@ class CpuOps(TorchOps):
         self._library.eagle3_silu_mul(*addresses(gate_up, y), rows, both // 2, _threads())
         return y
 
-    def slots_behind(
+    def compute_slot_mapping(
         self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
     ) -> tuple[Tensor, Tensor]:
         inputs = [tensor.contiguous() for tensor in (block_table, seq_lens, row, within)]
-        entries, slots = torch.empty(2, len(row), dtype=torch.int64).unbind()
-        outputs = entries, slots
-        self._library.eagle3_slots_behind(
+        entries, slot_mapping = torch.empty(2, len(row), dtype=torch.int64).unbind()
+        outputs = entries, slot_mapping
+        self._library.eagle3_compute_slot_mapping(
             *addresses(*inputs, *outputs), len(row), block_table.shape[1]
         )
         return outputs
@@ -272,23 +272,23 @@ class CpuOps(TorchOps):
         score: Tensor,
         gained: Tensor,
         proposed: Tensor,
-        lineage: Tensor,
+        beam_mask: Tensor,
         hidden: Tensor,
         bits: Tensor,
     ) -> Beams:
         assert score.dtype is gained.dtype is torch.float32
-        tensors = score, gained, proposed, lineage, hidden, bits
+        tensors = score, gained, proposed, beam_mask, hidden, bits
         inputs = [tensor.contiguous() for tensor in tensors]
         rows, k = score.shape
-        best, token, kept_lineage = torch.empty(3, rows, k, dtype=torch.int64).unbind()
+        best, token, kept_mask = torch.empty(3, rows, k, dtype=torch.int64).unbind()
         total, kept_score = torch.empty(rows, k * k), torch.empty(rows, k)
         kept_hidden = torch.empty_like(inputs[4])
-        kept = total, best, kept_score, token, kept_lineage, kept_hidden
+        kept = total, best, kept_score, token, kept_mask, kept_hidden
         bytes_each = hidden.shape[1] * hidden.element_size()
         self._library.eagle3_select_beams(*addresses(*inputs, *kept), rows, k, bytes_each)
         return Beams(*kept)
 
-    def unroll(
+    def draft_beams(
         self,
         head: DraftHead,
         state: Tensor,
@@ -302,8 +302,8 @@ class CpuOps(TorchOps):
     ) -> Candidates:
         vocabulary = len(head.target_ids)
         if k > min(vocabulary, self._most_proposed):
-            places = block_table, seq_lens, positions
-            return super().unroll(head, state, *places, plane, steps, k, trace)
+            cache_rows = block_table, seq_lens, positions
+            return super().draft_beams(head, state, *cache_rows, plane, steps, k, trace)
         tensors = head.embedding, head.embed_norm, head.hidden_norm, *head.rotary, state, plane
         assert all(each.dtype is self.dtype and each.is_contiguous() for each in tensors)
         block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
@@ -322,7 +322,7 @@ class CpuOps(TorchOps):
         scores = torch.empty(rows, count)
         beams = 1 + (steps - 1) * k if trace is not None else k
         logits = state.new_empty(rows * beams, vocabulary)
-        outside = self._library.eagle3_unroll(
+        outside = self._library.eagle3_draft_beams(
             ctypes.addressof(struct),
             ctypes.addressof(metadata),
             *addresses(state, plane),

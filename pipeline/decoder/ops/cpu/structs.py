@@ -53,7 +53,7 @@ def _fields(*, pointers: str, numbers: str) -> list[tuple[str, Any]]:
 
 
 class LayerStruct(ctypes.Structure):
-    """`Layer`: the addresses of a LayerWeights and of the norm behind it, and its sizes."""
+    """`Layer`: the addresses of a LayerWeights and of the norm after it, and its sizes."""
 
     _fields_ = _fields(
         pointers="qkv output gate_up down qkv_bias query_norm key_norm output_bias post_norm norm",
@@ -74,7 +74,7 @@ class MetadataStruct(ctypes.Structure):
     """`Metadata`: the addresses of an AttentionMetadata, and its sizes."""
 
     _fields_ = _fields(
-        pointers="cos sin positions slots block_table seq_lens query_starts mask",
+        pointers="cos sin positions slot_mapping block_table seq_lens cu_seqlens_q mask",
         numbers="rows tokens pages",
     )
     source: AttentionMetadata | None = None
@@ -101,12 +101,12 @@ def layer_structs(
 def metadata_struct(metadata: AttentionMetadata) -> MetadataStruct:
     cos, sin = metadata.rotary
     assert cos.is_contiguous() and sin.is_contiguous()
-    indices = metadata.positions, metadata.slots, metadata.block_table, metadata.seq_lens
+    indices = metadata.positions, metadata.slot_mapping, metadata.block_table, metadata.seq_lens
     mask = None if metadata.mask is None else metadata.mask.contiguous()
     tensors = (
         cos,
         sin,
-        *(tensor.contiguous() for tensor in (*indices, metadata.query_starts)),
+        *(tensor.contiguous() for tensor in (*indices, metadata.cu_seqlens_q)),
         mask,
     )
     sizes = len(metadata.seq_lens), len(metadata.positions), metadata.block_table.shape[1]

@@ -62,21 +62,21 @@ class ChoiceOps(Launcher):
         score: Tensor,
         gained: Tensor,
         proposed: Tensor,
-        lineage: Tensor,
+        beam_mask: Tensor,
         hidden: Tensor,
         bits: Tensor,
     ) -> Beams:
         (rows, k), size = score.shape, hidden.shape[1]
-        given = (score, gained, proposed, lineage, hidden, bits)
+        given = (score, gained, proposed, beam_mask, hidden, bits)
         beams = Beams(
             total=score.new_empty(rows, k * k),
             best=_int64(rows, k, like=score),
             score=score.new_empty(rows, k),
             token=_int64(rows, k, like=score),
-            lineage=_int64(rows, k, like=score),
+            beam_mask=_int64(rows, k, like=score),
             hidden=hidden.new_empty(rows * k, size),
         )
-        kept = beams.total, beams.best, beams.score, beams.token, beams.lineage, beams.hidden
+        kept = beams.total, beams.best, beams.score, beams.token, beams.beam_mask, beams.hidden
         self._launch(
             select_beams_kernel,
             (rows, k),
@@ -98,7 +98,7 @@ class ChoiceOps(Launcher):
             return root_only(roots)
         tree = Tree(*(_int64(rows, kept + 1, like=roots) for _ in range(4)))
         candidates = (part.contiguous() for part in (roots, tokens, parents, scores))
-        grown = tree.tokens, tree.parents, tree.ancestors, tree.depth
+        grown = tree.tokens, tree.parents, tree.tree_mask, tree.depth
         self._launch(
             grow_tree_kernel, (rows,), (*candidates, *grown, count),
             warps=4, KEPT=kept, BLOCK=power_of_two(count),

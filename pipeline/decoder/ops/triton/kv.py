@@ -21,7 +21,7 @@ def rope_write_kernel(
     cos: Pointer,
     sin: Pointer,
     positions: Table,
-    slots: Table,
+    slot_mapping: Table,
     query: Pointer,
     keys: Pointer,
     values: Pointer,
@@ -70,7 +70,7 @@ def rope_write_kernel(
     rotated = query + (token * QUERY_HEADS + head) * (2 * HALF) + column
     tl.store(rotated, out_low, mask=inside & is_query)
     tl.store(rotated + HALF, out_high, mask=inside & is_query)
-    slot = tl.load(slots + token)
+    slot = tl.load(slot_mapping + token)
     entry = slot // PAGE * page_stride + slot % PAGE * entry_stride + column
     key = keys + entry + (head - QUERY_HEADS) * head_stride
     tl.store(key, out_low, mask=inside & ~is_query & ~is_value)

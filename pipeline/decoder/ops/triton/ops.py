@@ -105,7 +105,7 @@ class TritonOps(ChoiceOps):
         heads = qkv.shape[1] // size - 2 * groups
         query = qkv.new_empty(len(qkv), heads, size)
         gains = (qkv, qkv) if norms is None else norms
-        inputs = qkv, *gains, eps, *metadata.rotary, metadata.positions, metadata.slots
+        inputs = qkv, *gains, eps, *metadata.rotary, metadata.positions, metadata.slot_mapping
         self._launch(
             rope_write_kernel,
             (len(qkv), -(-(heads + 2 * groups) // 4)),
@@ -129,17 +129,21 @@ class TritonOps(ChoiceOps):
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert block_table.stride(1) == 1
         query, (_, heads, size) = query.contiguous(), query.shape
-        (rows, pages), groups, longest = block_table.shape, keys.shape[1], metadata.longest
+        (rows, pages), groups, max_query_len = (
+            block_table.shape,
+            keys.shape[1],
+            metadata.max_query_len,
+        )
         group, causal = heads // groups, mask is None
-        block = tile_rows(longest * group, query.dtype, causal=causal)
+        block = tile_rows(max_query_len * group, query.dtype, causal=causal)
         room, chunk = chunks_of(pages)
         if rows == 1 and len(query) > MOST_SPLIT:
             room = 1  # this row is not cut
-        most = min(longest, MOST_SPLIT)  # tokens of a row that is cut
+        most = min(max_query_len, MOST_SPLIT)  # tokens of a row that is cut
         parts = (room, rows * groups, most * group) if room > 1 else (0,)
         partial = query.new_empty(*parts, size, dtype=torch.float32)
         lse, out = partial.new_empty(parts), query.new_empty(query.shape)
-        lengths = metadata.seq_lens, metadata.query_starts
+        lengths = metadata.seq_lens, metadata.cu_seqlens_q
         inputs = query, keys, values, block_table, *lengths, lengths[0] if mask is None else mask
         cuts = pages, chunk, most
         shape: dict[str, Any] = {
@@ -155,7 +159,7 @@ class TritonOps(ChoiceOps):
         scale, strides = math.log2(math.e) * size**-0.5, keys.stride()[:3]
         self._launch(
             tree_attention_kernel,
-            (-(-longest * group // block), rows * groups, room),
+            (-(-max_query_len * group // block), rows * groups, room),
             (*inputs, out, partial, lse, scale, *cuts, *strides, block_table.stride(0)),
             warps=8 if block == 128 or not narrow else 4,
             # Two programs share a multiprocessor, and so does their shared memory: with two pages
