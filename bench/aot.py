@@ -32,7 +32,7 @@ from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.ops.triton.language import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.tree import SamplingTensors, root_only
-from pipeline.train.ttt.divergence_kernel import compare_in_place
+from pipeline.learning.losses_kernel import compare_in_place
 
 #: Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
 #: Guide).

@@ -24,12 +24,12 @@ from bench.random_target import random_head
 from bench.report import contested
 from bench.rivals import hf_generate, hf_rate, llama_cpp
 from pipeline.config import SourceSpec, TargetSection, TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.checkpoint import load_head
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import LoadedTarget

@@ -31,14 +31,14 @@ from bench.random_target import LLAMA_8B, random_head, random_model
 from bench.report import interleaved, share_of
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
 from pipeline.decoder.kv import Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, pool_acceptance
 from pipeline.decoder.tree import HEADROOM
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.cost import Costs, measure_costs
 from pipeline.tuning.machine import matmul_rate, read_bandwidth
 from pipeline.tuning.roofline import (

@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.decode_cpu import CPU, NEW_TOKENS, TREE, Bench, complete
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.tuning.cost import CostMeter, measure_costs, trimmed_mean
 from pipeline.tuning.machine import matmul_rate, read_bandwidth
 from pipeline.tuning.roofline import Roofline, best_speedup, eta, floor_seconds

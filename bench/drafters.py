@@ -35,11 +35,11 @@ from pydantic import ValidationError
 from bench.prompt_sets import prompt_set
 from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection, TreeSection
-from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter, name_of
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.head import DraftingHead
+from pipeline.drafters.registry import DrafterFactory, load_drafter, name_of
 from pipeline.errors import Eagle3Error
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.registry import load_any_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.open import Target, open_target

@@ -10,8 +10,8 @@ from torch import Tensor
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, shape_for
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.init import random_init, shape_for
 
 #: Published configuration of Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json).
 LLAMA_8B: dict[str, Any] = {

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from bench.report import ROOT, peak_gigabytes, publish, rounded
-from pipeline.eagle3.head import Eagle3Head, HeadShape
-from pipeline.eagle3.init import random_init
-from pipeline.train.data.batches import TrainBatch
-from pipeline.train.start.least_squares import start_by_least_squares
+from pipeline.heads.eagle3.init import start_by_least_squares
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.init import random_init
+from pipeline.learning.batches import TrainBatch
 from pipeline.tuning.machine import matmul_rate
 
 #: Share of the final state's variance that is linear in what the head reads.

@@ -25,10 +25,10 @@ from bench.prompt_file import prompt_file
 from bench.prompt_sets import prompt_set
 from bench.report import interleaved, publish, rounded
 from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.checkpoint import load_head
+from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.prompts import load_prompts
 from pipeline.records import Prompt
 from pipeline.synth.generate.conversations import ConversationRunner

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pipeline import runtime
 from pipeline.config import DrafterSection, RunConfig, TreeSection, parse
 from pipeline.config import load as load_config
-from pipeline.decoder.drafters.registry import load_drafter, name_of
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
-from pipeline.eagle3.any_head import open_head
+from pipeline.drafters.registry import load_drafter, name_of
 from pipeline.errors import Eagle3Error
+from pipeline.heads.registry import open_head
 from pipeline.records import STAGES, Manifest, Sample, Stage
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import read_samples as read_shard_of_samples

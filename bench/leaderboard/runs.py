@@ -22,12 +22,12 @@ from bench.leaderboard.experiment import Experiment, configured
 from bench.leaderboard.results import CellResult, PromptResult
 from bench.report import ROOT, commit, processor
 from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
-from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics
-from pipeline.eagle3.any_head import load_any_head
+from pipeline.drafters.registry import draft_with
 from pipeline.errors import StageConflict, TargetError
+from pipeline.heads.registry import load_any_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Stage, digest
 from pipeline.serve_eval.questions import first_question

@@ -34,7 +34,7 @@ from itertools import islice
 import torch
 
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.graphs import PendingTokens, RoundRunner, copy_to_host, default_buckets
 from pipeline.decoder.kv import Pools, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel

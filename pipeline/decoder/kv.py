@@ -25,7 +25,7 @@ from pipeline.decoder.ops.layer import PAGE
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipeline.decoder.drafters.base import Drafter
+    from pipeline.decoder.drafter import Drafter
     from pipeline.decoder.model import DecoderModel
 
 #: Of the memory that is free, how much a pool may take: a device is ours alone, a host is not.

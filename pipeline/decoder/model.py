@@ -23,9 +23,9 @@ from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.tree import HEADROOM
-from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import UnsupportedModel
 from pipeline.target.architecture import DECODED, read_architecture
+from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
 
 #: model_type of the configurations that the decoder runs.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import RunningRequest

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.base import Drafter, ReadTokens
+from pipeline.decoder.drafter import Drafter, ReadTokens
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps

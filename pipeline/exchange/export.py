@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.console import notice
-from pipeline.eagle3.any_head import head_directory, load_any_head, save_any_head
-from pipeline.eagle3.chained.head import ChainedHead
-from pipeline.eagle3.chained.mtp import export_mtp
-from pipeline.eagle3.checkpoint import (
-    CARD,
-    HeadCard,
-    export_speculators,
-    load_head,
-)
-from pipeline.eagle3.head import DraftingHead, Eagle3Head
-from pipeline.eagle3.published import published
 from pipeline.errors import HeadError, StoreError
 from pipeline.exchange.model_card import MODEL_CARD, model_card
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.checkpoint import CARD, HeadCard, published
+from pipeline.heads.eagle3.checkpoint import export_speculators, load_head
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.mtp.mimo import export_mtp
+from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.heads.registry import head_directory, load_any_head, save_any_head
 from pipeline.store.location import Location
 from pipeline.store.reports import read_report
 from pipeline.target.open import Target, open_contracted_target

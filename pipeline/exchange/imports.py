@@ -9,15 +9,14 @@ import torch
 
 from pipeline.config import parse
 from pipeline.console import notice
-from pipeline.eagle3.any_head import save_any_head
-from pipeline.eagle3.chained.mtp import complete_mtp, is_mtp, read_mtp
-from pipeline.eagle3.checkpoint import CARD, CONFIG, HeadCard, read_card
-from pipeline.eagle3.dflash.foreign import is_block_drafter, read_foreign_blocks
-from pipeline.eagle3.formats.foreign import ForeignHead, read_foreign
-from pipeline.eagle3.formats.tensors import WEIGHTS, read_json
-from pipeline.eagle3.published import last_part
 from pipeline.errors import HeadError
 from pipeline.exchange.export import output_directory
+from pipeline.heads.checkpoint import CARD, CONFIG, ForeignHead, HeadCard, last_part, read_card
+from pipeline.heads.dflash.checkpoint import is_block_drafter, read_foreign_blocks
+from pipeline.heads.eagle3.checkpoint import read_foreign
+from pipeline.heads.mtp.mimo import complete_mtp, is_mtp, read_mtp
+from pipeline.heads.registry import save_any_head
+from pipeline.heads.tensors import WEIGHTS, read_json
 from pipeline.records import TargetContract, match_contracts
 from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target, open_target

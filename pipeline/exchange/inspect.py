@@ -11,10 +11,10 @@ from typing import Any
 from safetensors import safe_open
 
 from pipeline.console import console, printable
-from pipeline.eagle3.any_head import head_directory, load_any_head
-from pipeline.eagle3.checkpoint import CONFIG, HEAD_FILES
-from pipeline.eagle3.formats.tensors import WEIGHTS
 from pipeline.errors import HeadError
+from pipeline.heads.checkpoint import CONFIG, HEAD_FILES
+from pipeline.heads.registry import head_directory, load_any_head
+from pipeline.heads.tensors import WEIGHTS
 from pipeline.store.location import Location
 
 #: The vocabulary's map, and what chained heads keep of the target.

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from pipeline.console import markdown_text
-from pipeline.eagle3.chained.head import ChainedHead
-from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.dflash.head import DflashHead
-from pipeline.eagle3.head import DraftingHead, Eagle3Head
-from pipeline.eagle3.published import is_hub_id, without_places
 from pipeline.errors import DataError
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.checkpoint import HeadCard, is_hub_id, without_places
+from pipeline.heads.dflash.shape import DflashHead
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.mtp.shape import ChainedHead
 from pipeline.reports import EvalReport, ShapeAcceptance
 
 MODEL_CARD = "README.md"

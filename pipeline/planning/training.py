@@ -14,9 +14,9 @@ from pipeline.records import ZeroMemory, ZeroStage
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1)
 #: Numbers in DeepSpeed's reduce bucket.
 _BUCKET = 500_000_000
-#: Logits held at one time on CUDA; train/ttt/divergence.py.
+#: Logits held at one time on CUDA; learning/losses.py.
 CHUNK_LOGITS = 128 << 20
-#: Strengths of a ridge, and numbers that they are compared by at most; train/start/ridge.py.
+#: Strengths of a ridge, and numbers that they are compared by at most; learning/least_squares.py.
 RIDGE_STRENGTHS, RIDGE_COMPARED = 5, 1024
 
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
 from pipeline.console import progress_bar
-from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.any_head import open_head
-from pipeline.eagle3.head import DraftingHead
+from pipeline.drafters.registry import DrafterFactory, load_drafter
 from pipeline.errors import ConfigError
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.registry import open_head
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
 from pipeline.serve_eval.questions import (
     fill_context,

@@ -20,9 +20,9 @@ import torch
 
 from pipeline.config import EvalSection, tree_labels
 from pipeline.console import progress_bar
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.request import Completion, Request
 from pipeline.errors import ConfigError
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.records import Prompt
 from pipeline.reports import LoadCurve, LoadPoint, Percentiles
 from pipeline.serve_eval.acceptance import acceptance_figures

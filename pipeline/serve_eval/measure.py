@@ -14,14 +14,14 @@ import torch
 
 from pipeline.config import RivalSection, RunConfig, TreeSection
 from pipeline.console import long_step, notice
-from pipeline.decoder.drafters.base import Drafter, Trees
-from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
+from pipeline.decoder.drafter import Drafter, Trees
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.any_head import open_head
-from pipeline.eagle3.head import DraftingHead
+from pipeline.drafters.registry import DrafterFactory, load_drafter
 from pipeline.errors import ConfigError, HeadError, TargetError
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.registry import open_head
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
 from pipeline.serve_eval.reference import PlainReply

@@ -16,10 +16,11 @@ from pydantic import Field
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import console, long_step, notice
-from pipeline.eagle3.any_head import open_head
-from pipeline.eagle3.head import DraftingHead, Eagle3Head
-from pipeline.eagle3.init import random_init, shape_for
 from pipeline.errors import ConfigError
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.init import random_init, shape_for
+from pipeline.heads.registry import open_head
 from pipeline.records import Record
 from pipeline.reports import LoadCurve
 from pipeline.serve_eval.load import (

@@ -8,11 +8,11 @@ import torch
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.eagle3.any_head import open_head
-from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.formats.tensors import WEIGHTS
-from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.registry import open_head
+from pipeline.heads.tensors import WEIGHTS
 from pipeline.records import Manifest, Prompt
 from pipeline.reports import REPORT, EvalReport, GoldenPrompt
 from pipeline.serve_eval.compare import check_prompts

@@ -29,15 +29,15 @@ from torch import Tensor
 
 from pipeline.config import TrainSection
 from pipeline.console import notice
-from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.eagle3.any_head import empty_head
-from pipeline.eagle3.head import DraftShape
+from pipeline.drafters.registry import draft_with
 from pipeline.errors import ConfigError, TargetError
+from pipeline.heads.base import DraftShape
+from pipeline.heads.registry import empty_head
+from pipeline.learning.corpus import HeldOut
 from pipeline.target.open import Target
-from pipeline.train.data.corpus import HeldOut
 from pipeline.train.progress import Decoded
 
 #: Requests decoded together. Acceptance does not depend on it.

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipeline.config import TrainSection
 from pipeline.console import notice, progress_bar
+from pipeline.learning.batches import ReadAhead
+from pipeline.learning.corpus import Corpus
+from pipeline.learning.schedule import Schedule
 from pipeline.train.acceptance import Evaluator, advise
 from pipeline.train.checkpoints import Checkpoints
-from pipeline.train.data.batches import ReadAhead
-from pipeline.train.data.corpus import Corpus
-from pipeline.train.data.schedule import Schedule
 from pipeline.train.grace import Grace
 from pipeline.train.group import first_decides
 from pipeline.train.metrics import Clock, Metrics

@@ -10,33 +10,23 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig, rank
 from pipeline.console import long_step, notice
-from pipeline.eagle3.chained.head import ChainedHead
-from pipeline.eagle3.dflash.head import DflashHead
-from pipeline.eagle3.head import DraftingHead, DraftShape, Eagle3Head
+from pipeline.heads.base import DraftingHead, DraftShape
+from pipeline.heads.dflash.init import start_blocks_by_least_squares
+from pipeline.heads.dflash.shape import DflashHead
+from pipeline.heads.eagle3.init import start_by_least_squares
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.init import SCALE_BATCHES, fc_scale
+from pipeline.heads.mtp.init import solve_chain
+from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.learning.corpus import HeldOut, Survey, draw_samples, hold_out, join_surveys, survey
+from pipeline.learning.least_squares import FirstBatches, rows_wanted
+from pipeline.learning.schedule import Schedule
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import Target
 from pipeline.train.audit import audit_mask, log_survey, show_sample
-from pipeline.train.data.corpus import (
-    HeldOut,
-    Survey,
-    draw_samples,
-    hold_out,
-    join_surveys,
-    survey,
-)
-from pipeline.train.data.schedule import Schedule
-from pipeline.train.data.stored import StoredCorpus, open_corpus
 from pipeline.train.group import first_decides, own_part, take_from_first, together
-from pipeline.train.start.block_least_squares import start_blocks_by_least_squares
-from pipeline.train.start.chained_heads import solve_chain
-from pipeline.train.start.least_squares import (
-    SCALE_BATCHES,
-    FirstBatches,
-    fc_scale,
-    rows_wanted,
-    start_by_least_squares,
-)
+from pipeline.train.stored import StoredCorpus, open_corpus
 
 
 class Data(NamedTuple):

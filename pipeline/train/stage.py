@@ -21,11 +21,19 @@ from torch import Tensor
 
 from pipeline.config import RunConfig, prepare_process, rank, world_size
 from pipeline.console import console, long_step, notice
-from pipeline.eagle3.chained.head import ChainedHead
-from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.dflash.head import DflashHead
-from pipeline.eagle3.head import BorrowedRows, DraftingHead, DraftShape, Eagle3Head
-from pipeline.eagle3.init import DraftVocabulary
+from pipeline.heads.base import BorrowedRows, DraftingHead, DraftShape
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.dflash.blocks import BlockObjective, DflashModel
+from pipeline.heads.dflash.shape import DflashHead
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.init import DraftVocabulary
+from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.heads.mtp.ttt import ChainedModel
+from pipeline.heads.trained import TrainedModel
+from pipeline.heads.unrolled import Objective
+from pipeline.learning.corpus import HeldOut
+from pipeline.learning.schedule import Schedule
 from pipeline.records import Manifest, digest
 from pipeline.store.begin import read_begin
 from pipeline.store.location import Location
@@ -36,11 +44,7 @@ from pipeline.target.load import pick_device
 from pipeline.target.open import Target, open_target
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import log_coverage
-from pipeline.train.chained.model import ChainedModel
 from pipeline.train.checkpoints import Checkpoint, Checkpoints, workspace
-from pipeline.train.data.corpus import HeldOut
-from pipeline.train.data.schedule import Schedule
-from pipeline.train.dflash.model import BlockObjective, DflashModel
 from pipeline.train.export import (
     HEAD,
     chosen_head,
@@ -51,19 +55,12 @@ from pipeline.train.export import (
     training_facts,
 )
 from pipeline.train.group import first_before_others, first_decides, join_group, on_first
+from pipeline.train.init import Start, choose_start, draft_vocabulary, initial_head
 from pipeline.train.loop import TrainingLoop, total_steps
 from pipeline.train.metrics import Metrics
 from pipeline.train.prepare import Data, measure_scale, open_data, solve
 from pipeline.train.progress import Progress
-from pipeline.train.start.initial_head import (
-    Start,
-    choose_start,
-    draft_vocabulary,
-    initial_head,
-)
 from pipeline.train.trainer import Trainer
-from pipeline.train.ttt.model import Objective, TttModel
-from pipeline.train.ttt.trained import TrainedModel
 
 
 class Trained(NamedTuple):

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from pipeline.config import TrainSection, keep_freed_memory, local_rank
 from pipeline.errors import CorruptShard, DataError
+from pipeline.heads.trained import StepResult, TrainedModel
+from pipeline.learning.batches import TrainBatch
 from pipeline.target.arithmetic import resolve_dtype
-from pipeline.train.data.batches import TrainBatch
 from pipeline.train.group import first_decides, join_group, quiet, take_from_first, together
 from pipeline.train.optimizer import MASTER, Averages, OptimizerState, make_optimizer
 from pipeline.train.progress import StepSums
-from pipeline.train.ttt.trained import StepResult, TrainedModel
 
 
 class TrainingState(NamedTuple):

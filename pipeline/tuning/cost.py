@@ -25,7 +25,7 @@ import torch
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.base import Drafter, ReadTokens
+from pipeline.decoder.drafter import Drafter, ReadTokens
 from pipeline.decoder.graphs import capture_stream, captured
 from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel

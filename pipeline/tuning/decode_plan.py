@@ -20,12 +20,12 @@ import torch
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.base import Drafter
-from pipeline.decoder.drafters.registry import DrafterFactory
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import decode_round, prefill_prompt
 from pipeline.decoder.tree import WINDOW
+from pipeline.drafters.registry import DrafterFactory
 from pipeline.tuning.cost import Costs, measure_costs, open_batch, trimmed_mean
 from pipeline.tuning.trace import Traces, trace
 from pipeline.tuning.tune import best_shapes, shapes_for, widest_for

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 
 
 @dataclass(frozen=True)

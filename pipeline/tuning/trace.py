@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request

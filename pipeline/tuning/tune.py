@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.registry import DrafterFactory
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.tree import WINDOW
+from pipeline.drafters.registry import DrafterFactory
 from pipeline.tuning.cost import STEP_COUNTS, Costs, measure_costs
 from pipeline.tuning.trace import Traces, acceptance, trace
 

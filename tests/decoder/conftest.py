@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from bench.random_target import random_head
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel, Forward
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.shape import Eagle3Head
 
 CAPTURE = (1, 3, 4)
 VOCABULARY = 101

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel

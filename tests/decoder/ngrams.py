@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.ngram import NgramDrafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Completion, Request
+from pipeline.drafters.ngram import NgramDrafter
 from tests.decoder.conftest import random_tokens
 
 TREE = TreeSection(top_k=3, steps=5, nodes=14)

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.base import ReadTokens
-from pipeline.decoder.drafters.chained import ChainedDrafter
-from pipeline.decoder.drafters.registry import load_drafter, name_of
+from pipeline.decoder.drafter import ReadTokens
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
@@ -25,13 +23,15 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill_prompt
-from pipeline.eagle3.chained.head import ChainedHead
-from pipeline.eagle3.chained.init import chained_shape_for
-from pipeline.eagle3.init import random_init
-from pipeline.eagle3.layers import RotaryTable
+from pipeline.drafters.registry import load_drafter, name_of
 from pipeline.errors import ConfigError, HeadError
-from pipeline.train.chained.unroll import unroll_chain
-from pipeline.train.data.batches import TrainBatch
+from pipeline.heads.init import random_init
+from pipeline.heads.mtp.drafter import ChainedDrafter
+from pipeline.heads.mtp.init import chained_shape_for
+from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.heads.mtp.ttt import unroll_chain
+from pipeline.learning.batches import TrainBatch
+from pipeline.target.rotary import RotaryTable
 from tests.decoder.conftest import (
     VOCABULARY,
     open_rows,

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.base import ReadTokens
-from pipeline.decoder.drafters.dflash import DflashDrafter
-from pipeline.decoder.drafters.registry import load_drafter
+from pipeline.decoder.drafter import ReadTokens
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
@@ -24,13 +22,14 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import join_marginals
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import draft_tree, prefill_prompt
-from pipeline.eagle3.dflash.head import DflashHead
-from pipeline.eagle3.dflash.init import dflash_shape_for
-from pipeline.eagle3.init import random_init
+from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, HeadError
-from pipeline.train.data.batches import TrainBatch
-from pipeline.train.dflash.blocks import cut_blocks
-from pipeline.train.dflash.model import BlockObjective, DflashModel
+from pipeline.heads.dflash.blocks import BlockObjective, DflashModel, cut_blocks
+from pipeline.heads.dflash.drafter import DflashDrafter
+from pipeline.heads.dflash.init import dflash_shape_for
+from pipeline.heads.dflash.shape import DflashHead
+from pipeline.heads.init import random_init
+from pipeline.learning.batches import TrainBatch
 from pipeline.tuning.score import draw_gap
 from tests.decoder.conftest import (
     VOCABULARY,

@@ -13,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import decode_round, draft_tree, prefill_prompt
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import CAPTURE, open_rows, poisoned_planes, random_tokens
 
 TREE = TreeSection(top_k=3, steps=4, nodes=10)

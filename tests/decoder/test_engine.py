@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.base import ReadTokens, TreeDrafter
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafter import ReadTokens, TreeDrafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.score import draw_gap
 from tests.decoder.conftest import VOCABULARY
 

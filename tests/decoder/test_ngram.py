@@ -9,21 +9,21 @@ import torch
 
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.batch import TokenRows
-from pipeline.decoder.drafters.base import ReadTokens
-from pipeline.decoder.drafters.chains import tree_of_chains
-from pipeline.decoder.drafters.corpus import CorpusIndex
-from pipeline.decoder.drafters.ngram import (
-    NgramDrafter,
-    continuations,
-    longest_matches,
-    match_lengths,
-    match_lengths_on_host,
-)
+from pipeline.decoder.drafter import ReadTokens
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import decode_round, prefill_prompt
+from pipeline.drafters.ngram import (
+    CorpusIndex,
+    NgramDrafter,
+    continuations,
+    longest_matches,
+    match_lengths,
+    match_lengths_on_host,
+    tree_of_chains,
+)
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 from tests.decoder.drafting import no_values
 from tests.decoder.ngrams import (

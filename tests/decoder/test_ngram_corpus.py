@@ -13,14 +13,11 @@ import pytest
 import torch
 
 from pipeline.config import DrafterSection, NgramSection, TreeSection
-from pipeline.decoder.drafters.corpus import CorpusIndex, load_corpus
-from pipeline.decoder.drafters.ngram import (
-    NgramDrafter,
-)
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
+from pipeline.drafters.ngram import CorpusIndex, NgramDrafter, load_corpus
 from pipeline.errors import ConfigError, DataError
 from tests.decoder.conftest import VOCABULARY, random_tokens
 from tests.decoder.ngrams import (

@@ -10,15 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import NgramSection, TreeSection
-from pipeline.decoder.drafters.chains import no_chains
-from pipeline.decoder.drafters.corpus import CorpusIndex
-from pipeline.decoder.drafters.ngram import (
-    NgramDrafter,
-)
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, pool_acceptance
 from pipeline.decoder.round import prefill_prompt
+from pipeline.drafters.ngram import CorpusIndex, NgramDrafter, no_chains
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.score import draw_gap
 from pipeline.tuning.trace import (

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.prefill import Staging
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill, prefill_prompt
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens
 
 TREE = TreeSection(top_k=3, steps=4, nodes=10)

@@ -7,13 +7,13 @@ import torch
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import decode_round, prefill_prompt
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 
 TREE = TreeSection(top_k=3, steps=4, nodes=10)

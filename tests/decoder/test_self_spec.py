@@ -14,15 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.base import Drafter
-from pipeline.decoder.drafters.self_spec import StreamingDrafter
-from pipeline.decoder.drafters.snapkv import SnapKvDrafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.round import decode_round, prefill_prompt
+from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
 from pipeline.errors import Eagle3Error
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.trace import replay, trace

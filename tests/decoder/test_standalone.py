@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.standalone import StandaloneDrafter, check_tokens
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.round import prefill_prompt
+from pipeline.drafters.standalone import StandaloneDrafter, check_tokens
 from pipeline.errors import ConfigError
 from pipeline.tuning.cost import measure_costs
 from pipeline.tuning.trace import replay, trace

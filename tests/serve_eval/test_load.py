@@ -18,8 +18,8 @@ from pipeline.config import RunConfig, load
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion, Request
 from pipeline.decoder.tree import Tree
-from pipeline.eagle3.any_head import load_any_head
 from pipeline.errors import ConfigError
+from pipeline.heads.registry import load_any_head
 from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import load_evaluation_prompts

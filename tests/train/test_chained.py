@@ -11,31 +11,29 @@ import torch
 from torch import Tensor
 
 from pipeline.config import RunConfig, TargetSection, TreeSection
-from pipeline.decoder.drafters.chained import ChainedDrafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.chained.head import ChainedHead, ChainedShape
-from pipeline.eagle3.chained.init import start_chain
-from pipeline.eagle3.checkpoint import load_head
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import inverse_norm, random_init
-from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.errors import ConfigError, HeadError
 from pipeline.exchange.export import export_head
 from pipeline.exchange.imports import import_head
+from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.init import inverse_norm, random_init
+from pipeline.heads.mtp.drafter import ChainedDrafter
+from pipeline.heads.mtp.init import solve_chain, start_chain
+from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
+from pipeline.heads.mtp.ttt import ChainedModel, unroll_chain
+from pipeline.heads.registry import load_any_head
+from pipeline.heads.unrolled import Objective
+from pipeline.learning.batches import read_batch
+from pipeline.learning.corpus import Piece
 from pipeline.store.states import StatesSample
 from pipeline.target.forward import capture_states, register_packed_attention
 from pipeline.target.open import open_target
+from pipeline.target.rotary import RotaryTable, rotate
 from pipeline.train import run
-from pipeline.train.chained.model import ChainedModel
-from pipeline.train.chained.unroll import unroll_chain
-from pipeline.train.data.batches import read_batch
-from pipeline.train.data.corpus import Piece
 from pipeline.train.plan import plan
-from pipeline.train.start.chained_heads import solve_chain
-from pipeline.train.ttt.model import Objective
 from tests.train.conftest import SMALL, SMALL_VOCABULARY, make_sample
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed

@@ -14,26 +14,31 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.dflash import DflashDrafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.eagle3.any_head import load_any_head
-from pipeline.eagle3.checkpoint import load_head
-from pipeline.eagle3.dflash.head import BlockLayer, DflashHead, DflashShape
-from pipeline.eagle3.init import random_init
-from pipeline.eagle3.layers import RotaryTable, rotate
 from pipeline.errors import ConfigError, HeadError
+from pipeline.heads.dflash.blocks import (
+    BlockObjective,
+    Blocks,
+    DflashModel,
+    cut_blocks,
+    draw_anchors,
+)
+from pipeline.heads.dflash.drafter import DflashDrafter
+from pipeline.heads.dflash.init import start_blocks_by_least_squares
+from pipeline.heads.dflash.shape import BlockLayer, DflashHead, DflashShape
+from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.init import random_init
+from pipeline.heads.registry import load_any_head
+from pipeline.heads.trained import StepResult
+from pipeline.learning.batches import ReadAhead, TrainBatch, read_batch
+from pipeline.learning.corpus import Piece
+from pipeline.learning.schedule import Schedule
 from pipeline.store.states import StatesSample
+from pipeline.target.rotary import RotaryTable, rotate
 from pipeline.train import run
-from pipeline.train.data.batches import ReadAhead, TrainBatch, read_batch
-from pipeline.train.data.corpus import Piece
-from pipeline.train.data.schedule import Schedule
-from pipeline.train.dflash.blocks import Blocks, cut_blocks, draw_anchors
-from pipeline.train.dflash.model import BlockObjective, DflashModel
 from pipeline.train.plan import plan
-from pipeline.train.start.block_least_squares import start_blocks_by_least_squares
-from pipeline.train.ttt.trained import StepResult
 from tests.train.conftest import SMALL, SMALL_VOCABULARY, make_sample
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed

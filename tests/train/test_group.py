@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.learning.corpus import join_surveys, survey
 from pipeline.store.states import StatesSample
-from pipeline.train.data.corpus import join_surveys, survey
 from pipeline.train.group import own_part
 from tests.train.memory_corpus import MemoryCorpus
 

@@ -13,23 +13,19 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TrainSection
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, start_lm_head
+from pipeline.heads.eagle3.init import start_by_least_squares
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.init import fc_scale, random_init, start_lm_head
+from pipeline.heads.unrolled import Objective
+from pipeline.learning.batches import TrainBatch
+from pipeline.learning.corpus import survey
+from pipeline.learning.least_squares import STRENGTHS, FirstBatches, Ridge, rows_wanted, solve_ridge
+from pipeline.learning.schedule import Schedule
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
-from pipeline.train.data.batches import TrainBatch
-from pipeline.train.data.corpus import survey
-from pipeline.train.data.schedule import Schedule
-from pipeline.train.start.least_squares import (
-    FirstBatches,
-    fc_scale,
-    rows_wanted,
-    start_by_least_squares,
-)
-from pipeline.train.start.ridge import STRENGTHS, Ridge, solve_ridge
 from pipeline.train.trainer import Trainer
-from pipeline.train.ttt.model import Objective, TttModel
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, lines_of
 
@@ -86,7 +82,7 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With room for the full rank in the values, v and o give back B exactly."""
-    monkeypatch.setattr("pipeline.train.start.ridge._BLOCK", block)
+    monkeypatch.setattr("pipeline.learning.least_squares._BLOCK", block)
     hidden = weights.embedding().shape[1]
     head = fresh(
         small_head, weights, num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 4
@@ -132,7 +128,7 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
 
 def test_strengths_are_compared_by_some_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth here, and solved for all: what is explained and the cosine are of the fourth."""
-    monkeypatch.setattr("pipeline.train.start.ridge._COMPARED", 3)
+    monkeypatch.setattr("pipeline.learning.least_squares._COMPARED", 3)
     generator = torch.Generator().manual_seed(1)
     x, noise = torch.randn(9, 40, 5, generator=generator), torch.randn(9, 40, 10)
     y = x @ torch.randn(5, 10, generator=generator) + noise * torch.arange(10)

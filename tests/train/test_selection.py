@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from pipeline.config import RunConfig
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, RunningRequest, Statistics, pool_acceptance
-from pipeline.eagle3.checkpoint import load_head
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.learning.corpus import HeldOut, hold_out
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
 from pipeline.train import run
 from pipeline.train.acceptance import Evaluator, advise, count
-from pipeline.train.data.corpus import HeldOut, hold_out
-from pipeline.train.data.stored import StoredCorpus
 from pipeline.train.progress import Decoded, Progress, Window
+from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of
 
 EVALUATION = {

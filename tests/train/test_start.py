@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from pipeline.config import HeadSection, TargetSection
-from pipeline.eagle3.checkpoint import load_head
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import DraftVocabulary, random_init
-from pipeline.eagle3.layers import RotaryTable
 from pipeline.errors import ConfigError, ContractMismatch, HeadError
+from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.eagle3.init import head_shape, new_head
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.init import DraftVocabulary, random_init
 from pipeline.store.states import StatesSample
 from pipeline.target.architecture import decoder_of
 from pipeline.target.open import Target, open_target
+from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
+from pipeline.train.init import check_share
 from pipeline.train.loop import rate_at, total_steps
-from pipeline.train.start.initial_head import check_share, head_shape, new_head
 from tests.target.families import save_family, tiny_config
 from tests.train.runs import Configure, Store, head_of
 

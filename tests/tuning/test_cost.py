@@ -10,9 +10,9 @@ from transformers import LlamaConfig
 
 from bench.random_target import random_head, random_model
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.tuning.cost import CostMeter, Costs, measure_costs, trimmed_mean
 from pipeline.tuning.roofline import (
     Roofline,

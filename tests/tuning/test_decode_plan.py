@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.random_target import random_head
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.drafters.registry import DrafterFactory
 from pipeline.decoder.model import DecoderModel
+from pipeline.drafters.registry import DrafterFactory
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.planning.decode import Crossing, DecodePlan, PlannedDecoding
 from pipeline.serve_eval.page.decode_page import write_page
 from pipeline.tuning.cost import Costs

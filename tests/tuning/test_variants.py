@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import DrafterSection, EvalSection, SynthSection, TreeSection
-from pipeline.decoder.drafters.dflash import DflashDrafter
-from pipeline.decoder.drafters.registry import DrafterFactory, load_drafter
 from pipeline.decoder.model import DecoderModel
+from pipeline.drafters.registry import DrafterFactory, load_drafter
 from pipeline.errors import ConfigError
+from pipeline.heads.dflash.drafter import DflashDrafter
 from pipeline.tuning import decode_plan, tune
 from pipeline.tuning.cost import Costs
 from pipeline.tuning.trace import acceptance

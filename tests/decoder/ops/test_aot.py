@@ -21,7 +21,7 @@ from pipeline.decoder.tree import SamplingTensors
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = [
     *(ROOT / "pipeline/decoder/ops/triton").glob("*.py"),
-    ROOT / "pipeline/train/ttt/divergence_kernel.py",
+    ROOT / "pipeline/learning/losses_kernel.py",
 ]
 
 

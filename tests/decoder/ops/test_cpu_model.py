@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bench.random_target import random_head
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
@@ -20,8 +19,9 @@ from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.ops.draft import draft_beams
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill_prompt
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import HeadError
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
 from tests.decoder.conftest import (
     CAPTURE,

@@ -1,0 +1,1 @@
+"""The block drafter (DFlash, arXiv:2602.06036)."""

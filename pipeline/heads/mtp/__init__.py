@@ -1,0 +1,1 @@
+"""Chained heads, one a step (multi-token prediction)."""
