@@ -29,9 +29,9 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
-from pipeline.decoder.ops.triton.language import INTERPRETED
+from pipeline.decoder.ops.tree import SamplingTensors, root_only
+from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
-from pipeline.decoder.tree import SamplingTensors, root_only
 from pipeline.learning.losses_kernel import compare_in_place
 
 #: Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming

@@ -43,8 +43,8 @@ from pipeline.heads.registry import load_any_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.decode_plan import plan_cell, run_rounds, trace_drafter, trace_variants
 from pipeline.tuning.trace import acceptance
+from pipeline.tuning.tune import plan_cell, run_rounds, trace_drafter, trace_variants
 
 SETS = {"chat": "mt_bench", "code": "human_eval", "long": "modules"}
 #: Tokens of the longest prompt that is taken, and of a long one at least.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import AttentionMetadata
-from pipeline.decoder.tree import SamplingTensors, VerifyOutput
+from pipeline.decoder.ops.tree import SamplingTensors, VerifyOutput
 
 
 @dataclass(frozen=True)

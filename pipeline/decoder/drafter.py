@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.config import BatchTrees, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
-from pipeline.decoder.kv import Planes, PlaneShape
+from pipeline.decoder.kv import DrafterMemory, Planes, PlaneShape
 from pipeline.decoder.ops.draft import Candidates
 
 #: One shape for all batches, or one for each batch size.
@@ -45,16 +45,13 @@ class ReadTokens:
     counts: Tensor  # [B]
 
 
-class Drafter(Protocol):
+class Drafter(DrafterMemory, Protocol):
     """Proposes a tree below the last token of each row."""
 
     depth: int  # deepest node of any tree it proposes
     nodes: int  # nodes of its largest tree, root included
     lookahead: int  # entries behind the committed ones that drafting writes
     state: RowState | None  # what it keeps of each row, in batch.drafter_state
-    planes: tuple[PlaneShape, ...]  # key/value memory on the pool's pages, in Planes.drafter
-    drafter_kv: tuple[PlaneShape, ...]  # key/value memory on its own pages, in Planes.drafter_kv
-    drafter_pages: int  # of each row
 
     def shape_for(self, rows: int) -> TreeSection | None:
         """Which tree it drafts for a batch of this size; None: the round is a plain one."""

@@ -38,6 +38,7 @@ from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.graphs import PendingTokens, RoundRunner, copy_to_host, default_buckets
 from pipeline.decoder.kv import Pools, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.prefill import Prefill
 from pipeline.decoder.request import (
     Completion,
@@ -48,7 +49,6 @@ from pipeline.decoder.request import (
     Statistics,
 )
 from pipeline.decoder.round import Verify
-from pipeline.decoder.tree import HEADROOM
 
 #: A prefill or a round under way: the requests in its rows, and its tokens.
 _Launch = tuple[list[RunningRequest], PendingTokens]
@@ -100,7 +100,7 @@ class Engine:
         if pages is None:
             least, most = row_pages + 1, slots * row_pages + 1
             pages = pages_that_fit(shapes, device, least=least, most=most)
-        self.pools = Pools(model, drafter, pages=pages, rows=slots)
+        self.pools = Pools(model.plane_shape, drafter, pages=pages, rows=slots, device=model.device)
         planes = self.pools.planes
         self._drafter_pages = drafter.drafter_pages if drafter else 0  # of a request
         self._batch, prefill_batch = (

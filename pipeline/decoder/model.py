@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.kv import PlaneShape
-from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import UnsupportedModel
 from pipeline.target.architecture import DECODED, read_architecture
 from pipeline.target.rotary import RotaryTable

@@ -23,7 +23,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
-from pipeline.decoder.tree import Tree, VerifyOutput, root_only
+from pipeline.decoder.ops.tree import Tree, VerifyOutput, root_only
 
 #: (tree, the target's choices [B, N], deepest draft) → what is accepted.
 Verify = Callable[[Tree, Tensor, int], VerifyOutput]

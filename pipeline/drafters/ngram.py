@@ -61,7 +61,7 @@ from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError, DataError
 from pipeline.target.open import Target
 

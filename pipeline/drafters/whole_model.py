@@ -12,7 +12,6 @@ from pipeline.decoder.ops.draft import (
     Candidates,
     DraftedRows,
     ProposalHead,
-    search_beams,
 )
 from pipeline.decoder.ops.layer import AttentionMetadata, entry_slots
 
@@ -57,7 +56,7 @@ def draft_from_roots(
     place = DraftedRows(model.rotary, block_table, seq_lens, positions)
     head = ProposalHead(model.lm_head, None)
     step = _step(model, plane)
-    return search_beams(model.ops, step, head, final, final, place, steps, beams, trace)
+    return model.ops.search_beams(step, head, final, final, place, steps, beams, trace)
 
 
 def _step(model: DecoderModel, plane: Tensor) -> BeamStep:

@@ -25,12 +25,7 @@ from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.decode_plan import (
-    PlannedCell,
-    plan_cell,
-    run_rounds,
-    trace_variants,
-)
+from pipeline.tuning.tune import PlannedCell, plan_cell, run_rounds, trace_variants
 
 
 class Grid(NamedTuple):

@@ -36,7 +36,7 @@ from pipeline.store.location import Location
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.simulate import pattern_of
+from pipeline.tuning.verification import pattern_of
 
 
 class SimulatedPoint(NamedTuple):

@@ -30,20 +30,18 @@ from pipeline.decoder.graphs import capture_stream, captured
 from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.tree import WINDOW, Tree, root_only
 from pipeline.decoder.round import count_proposed, verify_forward
-from pipeline.decoder.tree import WINDOW, Tree, root_only
 
 #: Where the curves are measured; between two points they are taken to be straight.
 NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BEAM_COUNTS = (1, 2, 4, 8)
 STEP_COUNTS = (1, 3, 6)
-
 #: Draft steps after the first proposal whose mean is T_draft; fewer of a shallower drafter.
 _DRAFT_STEPS = 4
 #: Drafted tokens that the timed bookkeeping accepts.
 _ACCEPTED = 4
 _FIRST_PROPOSAL = TreeSection(top_k=4, steps=1, nodes=5)
-
 #: A timed piece, and the count that it was timed at.
 _Name = tuple[str, int]
 
@@ -200,7 +198,9 @@ def open_batch(
 ) -> tuple[DecodeBatch, Planes]:
     """Greedy rows of `entries` cache entries, `emitted` tokens a round, and their pages' planes."""
     pages, device = pages_for(entries), model.device
-    pools = Pools(model, drafter, pages=rows * pages + 1, rows=rows)
+    pools = Pools(
+        model.plane_shape, drafter, pages=rows * pages + 1, rows=rows, device=model.device
+    )
     state, width = (drafter.state, drafter.drafter_pages) if drafter else (None, 0)
     batch = DecodeBatch.empty(
         rows,

@@ -24,16 +24,15 @@ from pipeline.config import TreeSection
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.tree import WINDOW, root_only
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill_prompt, verify_and_commit
-from pipeline.decoder.tree import WINDOW, root_only
 from pipeline.errors import DataError, TargetError
 from pipeline.reports import RoundCounters
 from pipeline.tuning.cost import open_batch
 
 #: Rank of what was not drafted.
 _NEVER = 1 << 30
-
 #: Of each position.
 _Drafts = list[Candidates]
 

@@ -22,7 +22,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 CAPTURE = (1, 3, 4)
 VOCABULARY = 101
 #: Rows that the drafter's own pool has pages for.
-OWN_ROWS = 8
+DRAFTER_ROWS = 8
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -78,7 +78,9 @@ def one_thread() -> None:
 
 def poisoned_planes(model: DecoderModel, pages: int, drafter: Drafter | None = None) -> Planes:
     """Key/value memory in which whatever is read before it was written shows."""
-    planes = Pools(model, drafter, pages=pages, rows=OWN_ROWS).planes
+    planes = Pools(
+        model.plane_shape, drafter, pages=pages, rows=DRAFTER_ROWS, device=model.device
+    ).planes
     for plane in (planes.target, *planes.drafter, *planes.drafter_kv):
         plane.fill_(float("nan"))
     return planes
@@ -98,7 +100,7 @@ def open_rows(
     `spare` inert rows stand behind them.
     """
     state, private = (drafter.state, drafter.drafter_pages) if drafter else (None, 0)
-    assert rows <= OWN_ROWS
+    assert rows <= DRAFTER_ROWS
     batch = DecodeBatch.empty(
         rows + spare,
         pages=pages,

@@ -30,7 +30,7 @@ from pipeline.heads.dflash.init import dflash_shape_for
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.init import random_init
 from pipeline.learning.batches import TrainBatch
-from pipeline.tuning.score import draw_gap
+from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import (
     VOCABULARY,
     open_rows,

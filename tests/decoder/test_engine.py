@@ -21,7 +21,7 @@ from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Completion, Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.tuning.score import draw_gap
+from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import VOCABULARY
 
 

@@ -16,7 +16,6 @@ from pipeline.decoder.request import Request, pool_acceptance
 from pipeline.decoder.round import prefill_prompt
 from pipeline.drafters.ngram import CorpusIndex, NgramDrafter, no_chains
 from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.score import draw_gap
 from pipeline.tuning.trace import (
     acceptance,
     continuation_ranks,
@@ -24,6 +23,7 @@ from pipeline.tuning.trace import (
     replay_counters,
     trace,
 )
+from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 from tests.decoder.ngrams import (
     SECTION,

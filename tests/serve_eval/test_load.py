@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from pipeline.cli import main
 from pipeline.config import RunConfig, load
 from pipeline.decoder.engine import Engine
+from pipeline.decoder.ops.tree import Tree
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.tree import Tree
 from pipeline.errors import ConfigError
 from pipeline.heads.registry import load_any_head
 from pipeline.serve_eval.load import filled_length, measure_load
@@ -25,7 +25,7 @@ from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import load_evaluation_prompts
 from pipeline.serve_eval.simulated import SimulatedLoad
 from pipeline.target.open import open_target
-from pipeline.tuning.simulate import ImposedAcceptance, pattern_of
+from pipeline.tuning.verification import ImposedAcceptance, pattern_of
 from tests.conftest import CHATML
 
 NEW_TOKENS = 12

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, Packed
-from pipeline.decoder.tree import WINDOW, SamplingTensors
+from pipeline.decoder.ops.tree import WINDOW, SamplingTensors
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 

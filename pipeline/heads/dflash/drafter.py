@@ -26,7 +26,7 @@ from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, join_marginals
 from pipeline.decoder.ops.layer import LayerStack, Packed
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.fits import check_fits

@@ -29,9 +29,9 @@ from pipeline.decoder.batch import DecodeBatch, RowState
 from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
-from pipeline.decoder.ops.draft import Candidates, DraftHead, draft_step
+from pipeline.decoder.ops.draft import Candidates, DraftHead
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.fits import check_fits
 from pipeline.learning.window import WINDOW_STEP, hidden_positions
@@ -77,13 +77,13 @@ class Eagle3Drafter(TreeDrafter):
         metadata, plane = batch.metadata(self.ops, self._head.rotary, read.rows), planes.drafter[0]
         hidden, tokens = self.project(read.aux), read.next_tokens.clamp(min=0)
         last = read.rows.cu_seqlens_q[:-1] + read.counts - 1  # [B] valid tokens of the rows
-        _, output = draft_step(self.ops, self._head, tokens, hidden, metadata, plane)  # [T, H]
+        _, output = self.ops.draft_step(self._head, tokens, hidden, metadata, plane)  # [T, H]
         output = output[last]
         if self.shape.draft_window:
             # Those keys and values are everyone's; what the last token sees is its window.
             metadata = self._last_of(batch, metadata.slot_mapping[last], read.counts)
             inputs = tokens[last], hidden[last]
-            _, output = draft_step(self.ops, self._head, *inputs, metadata, plane)  # [B, H]
+            _, output = self.ops.draft_step(self._head, *inputs, metadata, plane)  # [B, H]
         batch.drafter_state.copy_(output)
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:

@@ -27,9 +27,9 @@ from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
-from pipeline.decoder.ops.draft import Candidates, DraftedRows, ProposalHead, search_beams
+from pipeline.decoder.ops.draft import Candidates, DraftedRows, ProposalHead
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed, entry_slots
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.heads.fits import check_fits
 from pipeline.heads.mtp.shape import ChainedHead
 from pipeline.target.rotary import RotaryTable
@@ -101,7 +101,7 @@ class ChainedDrafter(TreeDrafter):
         steps, k = shape.steps, self.shapes.beams(shape)
         draft = _ChainedDraft(self, batch, planes, states, k)
         root = states[:, 0]
-        return search_beams(self.ops, draft, vocabulary, root, root, place, steps, k, self.trace)
+        return self.ops.search_beams(draft, vocabulary, root, root, place, steps, k, self.trace)
 
     def _moved(self, k: int, hidden: Tensor, batch: DecodeBatch, rows: TokenRows) -> Tensor:
         """What head k reads [T, H], of what head k-1 has just given [T, H].

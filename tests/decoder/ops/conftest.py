@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
-from pipeline.decoder.ops.triton.language import INTERPRETED
+from pipeline.decoder.ops.triton.launch import INTERPRETED
 
 _ROOT = Path(__file__).resolve().parents[3]
 _OUTCOMES = pytest.StashKey[dict[str, str | None]]()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 
 VOCABULARY = 6
 STATES = VOCABULARY**2

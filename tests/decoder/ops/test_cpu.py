@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.ops.layer import PAGE
-from pipeline.decoder.tree import Tree
+from pipeline.decoder.ops.tree import Tree
 from tests.decoder.ops.conftest import slot_metadata
 from tests.decoder.ops.kernels import KERNELS, assert_rounded, load_kernels, name_of, numbers
 

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.decoder.ops.cpu import library as cpu_library
 from pipeline.decoder.ops.cpu import ops as cpu_ops
-from pipeline.decoder.ops.cpu.memory import WeightMemory
+from pipeline.decoder.ops.cpu.ops import WeightMemory
 from pipeline.errors import ConfigError
 
 BF16 = torch.bfloat16

@@ -16,13 +16,12 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
-from pipeline.decoder.ops.draft import draft_beams
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill_prompt
 from pipeline.errors import HeadError
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
+from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilities
 from tests.decoder.conftest import (
     CAPTURE,
     FAMILIES,
@@ -111,7 +110,7 @@ def test_a_draft_in_one_call_is_the_draft_step_by_step(
     traces: tuple[list[Tensor], list[Tensor]] = [], []
     copies = planes.drafter[0].clone(), planes.drafter[0].clone()
     ours = ops.draft_beams(drafter._head, *state, copies[0], steps, k, traces[0])
-    wanted = draft_beams(ops, drafter._head, *state, copies[1], steps, k, traces[1])
+    wanted = TorchOps.draft_beams(ops, drafter._head, *state, copies[1], steps, k, traces[1])
     assert all(torch.equal(each, other) for each, other in zip(ours, wanted, strict=True))
     assert all(torch.equal(each, other) for each, other in zip(*traces, strict=True))
     assert torch.equal(copies[0].nan_to_num(), copies[1].nan_to_num())

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops import pick_ops
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
-from pipeline.decoder.tree import SamplingTensors
+from pipeline.decoder.ops.tree import SamplingTensors
 from tests.decoder.ops.conftest import chain_metadata, slot_metadata, tree_metadata
 
 REFERENCE, OPS = TorchOps(), EagerOps()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.tree import Tree, VerifyOutput
+from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from tests.decoder.ops import markov
 from tests.decoder.ops.markov import Settings
 

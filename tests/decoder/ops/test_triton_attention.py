@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
+from pipeline.decoder.ops.tree import WINDOW
 from pipeline.decoder.ops.triton.ops import MOST_SPLIT, chunks_of
-from pipeline.decoder.tree import WINDOW
 from tests.decoder.ops.compare import OPS, REFERENCE, TOLERANCE, TYPES
 from tests.decoder.ops.conftest import chain_metadata, tree_metadata
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.tree import Tree
+from pipeline.decoder.ops.tree import Tree
 from tests.decoder.ops.compare import OPS, REFERENCE, TYPES, error, seeded
 
 # Logits ------------------------------------------------------------------------------------------

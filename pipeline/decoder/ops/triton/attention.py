@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Block, Pointer, Scalar, Stride, Table, jit
+from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Stride, Table, jit
 
 
 @jit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Pointer, Scalar, Table, jit
-from pipeline.decoder.ops.triton.top_k import index_of, key_of, value_of
+from pipeline.decoder.ops.triton.launch import Pointer, Scalar, Table, jit
+from pipeline.decoder.ops.triton.logits import index_of, key_of, value_of
 
 
 @jit

@@ -25,7 +25,6 @@ from torch import Tensor
 
 #: Bits of a mask: nodes of a tree, and entries after the prefix that a draft step can see.
 WINDOW = 64
-
 #: Positions beyond the longest prompt + reply that rotary tables have, the target's and a drafter's
 #: alike: a round may start that far after it when it was launched before the request's end was
 #: known, and draft and verify a tree on top.
