@@ -34,9 +34,8 @@ from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.machine import read_bandwidth
-from pipeline.tuning.roofline import model_bytes
-from pipeline.tuning.simulate import ImposedAcceptance
+from pipeline.tuning.roofline import model_bytes, read_bandwidth
+from pipeline.tuning.verification import ImposedAcceptance
 
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
 CPU = torch.device("cpu")

@@ -101,7 +101,7 @@ def generation(
         dtype=torch.bfloat16,
         max_length=LONGEST_PROMPT + limit,
     )
-    asked = read_prompts((prompt_set("instructions"),), prompts)
+    asked = load_source_prompts((prompt_set("instructions"),), prompts)
     ours = partial(_our_rate, Engine(model, slots=slots), template, asked, limit)
     cases: dict[str, Callable[[], float]] = {
         "hf": lambda: _hf_rate(hf, template, asked, limit, slots),
@@ -126,7 +126,7 @@ def generation(
 
 def filters(prompts: int, runs: int) -> dict[str, float]:
     """Prompts a second through the personal-data filter: patterns and secrets, then also names."""
-    asked = [turn for prompt in read_prompts(FILTERED, prompts) for turn in prompt.turns]
+    asked = [turn for prompt in load_source_prompts(FILTERED, prompts) for turn in prompt.turns]
     patterns = PiiFilter(PiiSection())
     names = PiiFilter(PiiSection(entities=(*PiiSection().entities, "PERSON", "LOCATION")))
 
@@ -142,7 +142,7 @@ def filters(prompts: int, runs: int) -> dict[str, float]:
     }
 
 
-def read_prompts(sources: Sequence[str], count: int) -> list[Prompt]:
+def load_source_prompts(sources: Sequence[str], count: int) -> list[Prompt]:
     """So many prompts, drawn evenly."""
     limit = -(-count // len(sources))
     specs = [SourceSpec(source=source, limit=limit) for source in sources]

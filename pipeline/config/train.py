@@ -11,6 +11,9 @@ from pipeline.config.section import Section, TreeSection
 Loss = Literal["cross_entropy", "kl", "tv", "lk", "lk_hybrid"]
 #: Of these the target's probabilities are taken over its whole vocabulary.
 ACCEPTANCE_LOSSES: frozenset[Loss] = frozenset(("tv", "lk", "lk_hybrid"))
+#: λ = exp(-HYBRID_DECAY · a) for each token: the form of `lk_hybrid` in speculators' documentation,
+#: the 3 also in the model cards of the paper's authors.
+HYBRID_DECAY = 3.0
 
 
 #: AdamW's peak rate where none is given. A block drafter starts as a least-squares solution, which

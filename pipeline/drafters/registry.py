@@ -131,12 +131,12 @@ def _with_budget(section: SelfSpecSection, model: DecoderModel, budget: int) -> 
     return DrafterFactory(make, _COSTLY, costly=True, settings=settings, from_context=budget)
 
 
-def _budgets(recent: int, longest: int) -> list[int]:
-    """Doubles, the first above `recent`, below the `longest` context but for the first."""
+def _budgets(recent: int, max_context: int) -> list[int]:
+    """Doubles, the first above `recent`, below the `max_context` but for the first."""
     budgets = [_LEAST_BUDGET]
     while budgets[0] <= recent:
         budgets[0] *= 2
-    while 2 * budgets[-1] < longest:
+    while 2 * budgets[-1] < max_context:
         budgets.append(2 * budgets[-1])
     return budgets
 

@@ -28,9 +28,8 @@ from pipeline.serve_eval.reference import PlainReply
 from pipeline.target.load import LoadedTarget, pick_device
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
-from pipeline.tuning.score import Gaps, greedy_gaps, log_probabilities
-from pipeline.tuning.simulate import ImposedAcceptance
 from pipeline.tuning.tune import Choice, tune
+from pipeline.tuning.verification import Gaps, ImposedAcceptance, greedy_gaps, log_probabilities
 
 #: Requests that the losslessness check decodes together.
 _LOSSLESS_SLOTS = 8

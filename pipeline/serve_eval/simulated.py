@@ -31,12 +31,12 @@ from pipeline.serve_eval.load import (
     measure_workloads,
 )
 from pipeline.serve_eval.measure import Comparison
-from pipeline.serve_eval.questions import first_question, read_prompts, readable
+from pipeline.serve_eval.questions import first_question, load_evaluation_prompts, readable
 from pipeline.store.location import Location
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.simulate import pattern_of
+from pipeline.tuning.verification import pattern_of
 
 
 class SimulatedPoint(NamedTuple):
@@ -105,7 +105,7 @@ def simulate(config: RunConfig, lengths: Sequence[float]) -> SimulatedLoad:
         section = section.model_copy(update={"load": load})
     target = open_target(config.target, decoded=True)
     template = target.template(system_prompt=section.system_prompt)
-    prompts, _ = readable(read_prompts(config)[0], [template])
+    prompts, _ = readable(load_evaluation_prompts(config)[0], [template])
     longest = max(len(first_question(prompt, template).context) for prompt in prompts)
     with long_step("simulate", "loading the target"):
         head, named = _head(config, target)

@@ -22,7 +22,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import read_prompt
+from pipeline.decoder.round import prefill_prompt
 from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import ConfigError, HeadError
 from pipeline.heads.init import random_init, shape_for
@@ -329,7 +329,7 @@ def test_a_draft_and_an_extension_look_at_no_value(
     batch = open_rows(torch_model, 3, pages=PAGES, drafter=drafter)
     for row in range(3):
         prompt = random_tokens(1 + 9 * row, seed=row)
-        read_prompt(torch_model, planes, drafter, batch.rows(row, row + 1), prompt)
+        prefill_prompt(torch_model, planes, drafter, batch.rows(row, row + 1), prompt)
     rows, tokens = TokenRows.even(3, 5, CPU), torch.zeros(15, dtype=torch.int64)
     aux = torch.zeros(15, 3 * torch_model.config.hidden_size)
     read = ReadTokens(rows, tokens, tokens, aux, torch.tensor([1, 2, 5]))

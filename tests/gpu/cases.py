@@ -22,9 +22,9 @@ from torch import Tensor
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
 from pipeline.config import TreeSection
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
@@ -32,7 +32,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.mtp.drafter import ChainedDrafter
 from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
-from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
+from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilities
 from tests.gpu.training import attention_agrees, losses_agree
 
 VOCABULARY, LENGTH = 512, 1024

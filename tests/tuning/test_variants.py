@@ -16,7 +16,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.drafter import DflashDrafter
-from pipeline.tuning import decode_plan, tune
+from pipeline.tuning import tune
+from pipeline.tuning import tune as decode_plan
 from pipeline.tuning.cost import Costs
 from pipeline.tuning.trace import acceptance
 from tests.decoder.conftest import random_tokens

@@ -26,7 +26,7 @@ from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, join_marginals
 from pipeline.decoder.ops.layer import LayerStack, Packed
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.fits import check_fits
@@ -111,10 +111,14 @@ class DflashDrafter(TreeDrafter):
 
         names = [f"layers.{index}." for index in range(shape.num_hidden_layers)]
         inside = [
-            {name.removeprefix(own): weights[name] for name in weights if name.startswith(own)}
-            for own in names
+            {
+                name.removeprefix(prefix): weights[name]
+                for name in weights
+                if name.startswith(prefix)
+            }
+            for prefix in names
         ]
-        inputs = [norm(f"{own}input_layernorm") for own in names]
+        inputs = [norm(f"{prefix}input_layernorm") for prefix in names]
         layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
         norms = (*inputs[1:], norm("norm"))
         self._input_norm = inputs[0]
