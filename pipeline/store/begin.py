@@ -60,7 +60,7 @@ class Begin(Record):
 
         Raises CorruptShard for a file that is none.
         """
-        return _parse(location, location.create(BEGIN, canonical_json(self.dump()).encode()))
+        return _parse_begin(location, location.create(BEGIN, canonical_json(self.dump()).encode()))
 
     def dump(self) -> dict[str, Any]:
         without = {"clock"} if self.clock is None else None
@@ -73,28 +73,28 @@ class Begin(Record):
         """
         changes = {}
         if self.parent_hash != now.parent_hash:
-            changes["parent"] = _hash(self.parent_hash), _hash(now.parent_hash)
+            changes["parent"] = _short_hash(self.parent_hash), _short_hash(now.parent_hash)
         for name in self.made_with.keys() & now.made_with.keys():
             if self.made_with[name] != now.made_with[name]:
-                changes[name] = _shown(self.made_with[name]), _shown(now.made_with[name])
+                changes[name] = _short_value(self.made_with[name]), _short_value(now.made_with[name])
         if self.shaping is None or now.shaping is None:
             if self.config_hash != now.config_hash:
-                changes["config"] = _hash(self.config_hash), _hash(now.config_hash)
+                changes["config"] = _short_hash(self.config_hash), _short_hash(now.config_hash)
             return changes
         before, after = dict(_leaves(self.shaping)), dict(_leaves(now.shaping))
         for keys, value in after.items():
             was = before[keys] if keys in before else config.default(keys)
             if was != value:
-                changes[_name(keys)] = _shown(was), _shown(value)
+                changes[_key_name(keys)] = _short_value(was), _short_value(value)
         return changes
 
 
 def read_begin(location: Location) -> Begin | None:
     """Of the stage at `location`; None for one that has not begun. Raises CorruptShard."""
-    return _parse(location, location.read(BEGIN)) if location.exists(BEGIN) else None
+    return _parse_begin(location, location.read(BEGIN)) if location.exists(BEGIN) else None
 
 
-def _parse(location: Location, data: bytes) -> Begin:
+def _parse_begin(location: Location, data: bytes) -> Begin:
     stage = location.uri.rsplit("/", 1)[-1]
     fix = f"restore the file, or run `eagle3 {stage} --force`"
     return Begin.parse(data, where=location.where(BEGIN), fix=fix)
@@ -110,15 +110,15 @@ def _leaves(
             yield (*above, key), value
 
 
-def _name(keys: tuple[str, ...]) -> str:
+def _key_name(keys: tuple[str, ...]) -> str:
     """As a user writes it."""
     return "run.seed" if keys == ("seed",) else ".".join(keys)
 
 
-def _shown(value: Any) -> str:
+def _short_value(value: Any) -> str:
     text = canonical_json(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _hash(value: str | None) -> str:
+def _short_hash(value: str | None) -> str:
     return value[:16] if value else "none"

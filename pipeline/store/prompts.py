@@ -31,7 +31,7 @@ SELECTION = "selection.json"
 #: sort in the order of the shards however many there are.
 _NUMBERED = 100_000
 _CONCURRENT_DELETES = 16
-_FIX = f"restore the file, or delete {SELECTION} to have the prompts selected again"
+_SELECT_AGAIN = f"restore the file, or delete {SELECTION} to have the prompts selected again"
 
 
 _FileName = Annotated[str, Field(pattern=FILE_NAME)]
@@ -94,7 +94,7 @@ def write_prompts(
     location: Location, index: int, prompts: Sequence[Prompt], own: str
 ) -> PromptShard:
     """Store the prompts of shard number `index`; files of the attempt `own` touch nobody else's."""
-    name, data = shard_name(index, prompts), _encode(prompts)
+    name, data = shard_name(index, prompts), _encode_prompts(prompts)
     stem, _, suffix = name.rpartition(".")
     shard = PromptShard(
         name=name,
@@ -107,22 +107,22 @@ def write_prompts(
     return shard
 
 
-def read_prompts(location: Location, shard: PromptShard) -> tuple[Prompt, ...]:
+def load_prompt_shard(location: Location, shard: PromptShard) -> tuple[Prompt, ...]:
     """The prompts of one shard of the synth stage at `location`. Raises CorruptShard."""
     folder = location.child(PROMPTS)
     where = folder.where(shard.file)
     if not folder.exists(shard.file):
-        raise CorruptShard("the file is missing", where=where, fix=_FIX)
+        raise CorruptShard("the file is missing", where=where, fix=_SELECT_AGAIN)
     data = folder.read(shard.file)
     checksum = hashlib.sha256(data).hexdigest()
     if (len(data), checksum) != (shard.bytes, shard.sha256):
         actual = f"has {len(data)} bytes, SHA-256 {checksum[:16]}…"
         problem = f"{actual}; {shard.bytes}, {shard.sha256[:16]}… were selected"
-        raise CorruptShard(problem, where=where, fix=_FIX)
+        raise CorruptShard(problem, where=where, fix=_SELECT_AGAIN)
     prompts = tuple(decode_rows(data, where, Prompt))
     if len(prompts) != shard.prompts:
         problem = f"holds {len(prompts)} prompts, {shard.prompts} were selected"
-        raise CorruptShard(problem, where=where, fix=_FIX)
+        raise CorruptShard(problem, where=where, fix=_SELECT_AGAIN)
     return prompts
 
 
@@ -138,35 +138,35 @@ def find_selection(location: Location) -> Selection | None:
 
     Raises CorruptShard for a file that is none.
     """
-    return _parse(location, location.read(SELECTION)) if location.exists(SELECTION) else None
+    return _parse_selection(location, location.read(SELECTION)) if location.exists(SELECTION) else None
 
 
 def create_selection(location: Location, selection: Selection) -> Selection:
     """Commit it unless there is one; returns the one that is there."""
     data = selection.model_dump_json().encode()
-    return _parse(location, location.create(SELECTION, data))
+    return _parse_selection(location, location.create(SELECTION, data))
 
 
-def _parse(location: Location, data: bytes) -> Selection:
-    selection = Selection.parse(data, where=location.where(SELECTION), fix=_FIX)
+def _parse_selection(location: Location, data: bytes) -> Selection:
+    selection = Selection.parse(data, where=location.where(SELECTION), fix=_SELECT_AGAIN)
     kept, left_out = selection.prompts, sum(selection.rejected.values())
     if selection.loaded != kept + left_out:
         problem = f"{kept} prompts and {left_out} rejected are not the {selection.loaded} loaded"
-        raise CorruptShard(problem, where=location.where(SELECTION), fix=_FIX)
+        raise CorruptShard(problem, where=location.where(SELECTION), fix=_SELECT_AGAIN)
     return selection
 
 
-def _encode(prompts: Sequence[Prompt]) -> bytes:
+def _encode_prompts(prompts: Sequence[Prompt]) -> bytes:
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     rows = [prompt.model_dump(mode="json") for prompt in prompts]
     sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=_schema()), sink, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema=_prompt_schema()), sink, compression="zstd")
     return sink.getvalue()
 
 
-def _schema() -> Any:
+def _prompt_schema() -> Any:
     import pyarrow as pa
 
     sampling = {"temperature": pa.float64(), "top_p": pa.float64(), "top_k": pa.int64()}

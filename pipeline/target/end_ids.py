@@ -17,10 +17,10 @@ from typing import Any
 
 from pipeline.errors import TargetError
 
-_FILES = ("generation_config.json", "config.json")
+_END_ID_FILES = ("generation_config.json", "config.json")
 #: Under these names config.json of a model with several parts keeps that of its decoder.
 _DECODERS = ("decoder", "generator", "text_config")
-_FIX = "name the ids of the tokens that end a reply, as eos_token_id: 2 or eos_token_id: [2, 32]"
+_END_IDS_FIX = "name the ids of the tokens that end a reply, as eos_token_id: 2 or eos_token_id: [2, 32]"
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ def read_end_ids(directory: Path, *, source: str) -> EndIds:
 
     Raises TargetError, which names file and field, for what is no id of its vocabulary.
     """
-    files = {name: _read(directory / name, source) for name in _FILES}
-    vocabulary = _own(files["config.json"], "vocab_size")
+    files = {name: _read_settings(directory / name, source) for name in _END_ID_FILES}
+    vocabulary = _decoder_field(files["config.json"], "vocab_size")
     most = vocabulary if isinstance(vocabulary, int) else None
     for name, fields in files.items():
-        if (value := _own(fields, "eos_token_id")) is not None:
+        if (value := _decoder_field(fields, "eos_token_id")) is not None:
             where = f"target.source={source}, {name}: eos_token_id"
-            return EndIds(frozenset(_checked(value, most, where)), most)
+            return EndIds(frozenset(_checked_ids(value, most, where)), most)
     return EndIds(frozenset(), most)
 
 
-def _read(path: Path, source: str) -> dict[str, Any]:
+def _read_settings(path: Path, source: str) -> dict[str, Any]:
     """A file's fields, none where there is no such file. Raises TargetError."""
     if not path.is_file():
         return {}
@@ -68,7 +68,7 @@ def _read(path: Path, source: str) -> dict[str, Any]:
     return fields
 
 
-def _own(fields: dict[str, Any], name: str) -> Any:
+def _decoder_field(fields: dict[str, Any], name: str) -> Any:
     """A field's value, or that of the decoder's own part of a configuration."""
     if fields.get(name) is not None:
         return fields[name]
@@ -77,16 +77,16 @@ def _own(fields: dict[str, Any], name: str) -> Any:
     return part.get(name) if isinstance(part, dict) else None
 
 
-def _checked(value: Any, most: int | None, where: str) -> list[int]:
+def _checked_ids(value: Any, most: int | None, where: str) -> list[int]:
     """The ids that a file names. Raises TargetError."""
     ids = value if isinstance(value, list) else [value]
     if not ids:
-        raise TargetError("is an empty list", where=where, fix=_FIX)
+        raise TargetError("is an empty list", where=where, fix=_END_IDS_FIX)
     for each in ids:
         if type(each) is not int:  # True is an int
             shown = json.dumps(each)
-            raise TargetError(f"{shown} is not a token id", where=where, fix=_FIX)
+            raise TargetError(f"{shown} is not a token id", where=where, fix=_END_IDS_FIX)
         if each < 0 or (most is not None and each >= most):
             problem = f"{each} is outside the vocabulary" + (f" of {most}" if most else "")
-            raise TargetError(problem, where=where, fix=_FIX)
+            raise TargetError(problem, where=where, fix=_END_IDS_FIX)
     return ids

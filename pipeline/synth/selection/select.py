@@ -31,7 +31,7 @@ from pipeline.store.prompts import (
     create_selection,
     delete_prompts,
     find_selection,
-    read_prompts,
+    load_prompt_shard,
     write_prompts,
 )
 from pipeline.synth.selection.estimate import PromptCounts, count_selection, estimate_prompts
@@ -45,7 +45,7 @@ __all__ = [
     "Selection",
     "find_selection",
     "prompt_counts",
-    "read_prompts",
+    "load_prompt_shard",
     "select",
     "synth_section",
 ]

@@ -17,7 +17,6 @@ FREQUENCIES = "rope_freqs.weight"
 _SCALING = "rope.scaling."
 #: Longest lengths that Llama 3's scaling is searched for: powers of two.
 _LENGTHS = [1 << bits for bits in range(4, 21)]
-_FIX = "use the model's safetensors"
 
 
 def rope_parameters(
