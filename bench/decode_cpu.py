@@ -32,7 +32,7 @@ from pipeline.eagle3.checkpoint import load_head
 from pipeline.eagle3.head import Eagle3Head
 from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.machine import read_bandwidth
 from pipeline.tuning.roofline import model_bytes

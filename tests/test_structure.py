@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 MAX_LINES, MAX_FILES = 400, 14
 
-BASE = {"config", "records", "reports", "metric_names", "errors", "console", "streams", "telemetry"}
+BASE = {"config", "records", "reports", "metric_names", "errors", "console", "telemetry"}
 SHARED = {"store", "prompts", "target", "eagle3", "decoder", "tuning", "planning"}
 STAGES = {"synth", "features", "train", "serve_eval"}
 
@@ -37,14 +37,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself
 WINGS: dict[str, dict[str, set[str]]] = {
-    "store": {".": {"states", "backends"}, "states": {"."}, "backends": set()},
     "eagle3": {
         ".": {"formats", "dflash", "chained"},
         "formats": {"."},
         "dflash": {".", "formats"},
         "chained": {".", "formats"},
     },
-    "target": {".": {"gguf"}, "gguf": {"."}},
     "decoder": {
         ".": {"ops", "drafters"},
         "drafters": {".", "ops"},

@@ -24,7 +24,7 @@ from pipeline.eagle3.published import published
 from pipeline.errors import HeadError, StoreError
 from pipeline.exchange.model_card import MODEL_CARD, model_card
 from pipeline.store.location import Location
-from pipeline.store.reports import read_report
+from pipeline.store.manifest import read_report
 from pipeline.target.open import Target, open_contracted_target
 
 Format = Literal["sglang", "speculators", "mtp"]

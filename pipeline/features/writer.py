@@ -20,12 +20,12 @@ import torch
 from pipeline.config import FeaturesSection, RunConfig
 from pipeline.features.capture import (
     CapturedShard,
+    Rendering,
     capture_shard,
     check_replies,
     load_matching_target,
 )
 from pipeline.features.packing import Part, cut, parts_of
-from pipeline.features.rendering import Rendering
 from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.manifest import stage_location
 from pipeline.store.samples import read_samples
@@ -33,7 +33,7 @@ from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states
 from pipeline.target.agreement import MOST_BEYOND, Agreement
 from pipeline.target.arithmetic import reason, torch_arithmetic
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.parallel import Group
 from pipeline.target.referee import Referee
 

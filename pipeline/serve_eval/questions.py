@@ -15,8 +15,7 @@ from pipeline.decoder.request import Completion
 from pipeline.errors import ConfigError, TemplateError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Span, Stage
-from pipeline.store.begin import read_begin
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import read_begin, stage_location
 from pipeline.target.template import ChatTemplate
 
 

@@ -22,13 +22,12 @@ from typing import NamedTuple
 
 from pipeline.errors import StoreError
 from pipeline.records import STAGES, Stage
-from pipeline.store.backends.base import FileInfo
-from pipeline.store.begin import BEGIN
-from pipeline.store.claims import CLAIMS
+from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
-from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
-from pipeline.store.prompts import PROMPTS, SELECTION, find_selection
+from pipeline.store.manifest import BEGIN, MANIFEST, find_manifest, stage_location
+from pipeline.store.samples import PROMPTS, SELECTION, find_selection
 from pipeline.store.shards import ENTRY, SHARDS, committed, read_entries
+from pipeline.store.stage_run import CLAIMS
 
 _Clock = Callable[[], float]
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")

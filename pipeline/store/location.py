@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.errors import CorruptShard, Eagle3Error
-from pipeline.store.backends.base import Backend, FileInfo, explain_os_error
-from pipeline.store.backends.disk import Disk, is_temporary
-from pipeline.store.backends.remote import Remote, explain_remote_error
+from pipeline.store.backend import Backend, FileInfo, explain_os_error
+from pipeline.store.disk import Disk, is_temporary
+from pipeline.store.remote import Remote, explain_remote_error
 
 T = TypeVar("T")
 

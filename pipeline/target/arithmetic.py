@@ -7,7 +7,7 @@
 Weights and states keep the type they are stored in; arithmetic makes no two runs differ. Torch's
 own products promise less than our kernels: in fp32 they are the same for one number of threads; in
 bf16 so only where the processor multiplies it, elsewhere results hang on addresses. At the top of
-this module there is no torch: `--plan` asks `planned_dtype`.
+this module there is no torch: `--plan` calls `planned_dtype`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,31 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.config import TargetSection, TrainSection, cpu_kernels
 from pipeline.config.isa import cpu_multiplies_bf16, isa_level, machine_levels
+from pipeline.errors import TargetError
 from pipeline.records import Arithmetic
 
 if TYPE_CHECKING:
     import torch
 
 Dtype = Literal["bfloat16", "float32", "float16"]
-
 #: What a notice says where `auto` chose fp32.
 NOT_NATIVE = " (bfloat16 is not multiplied natively here)"
 #: CUDA devices from this capability on multiply bf16.
 _CUDA_BF16 = (8, 0)
 #: Exists where an NVIDIA driver has found a GPU.
 _NVIDIA_DEVICE = Path("/dev/nvidia0")
+
+
+def pick_device(setting: str) -> torch.device:
+    """`target.device` → torch device; auto prefers CUDA. Raises TargetError."""
+    import torch
+
+    if setting == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if setting == "cuda" and not torch.cuda.is_available():
+        fix = "set target.device=auto or cpu"
+        raise TargetError("no CUDA device is available", where="target.device=cuda", fix=fix)
+    return torch.device(setting)
 
 
 def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:

@@ -207,7 +207,7 @@ def _join(target: TargetSection, timeout: float) -> Group:
     import torch
     from torch import distributed
 
-    from pipeline.target.load import pick_device
+    from pipeline.target.arithmetic import pick_device
 
     cuda = pick_device(target.device).type == "cuda"
     if cuda:

@@ -19,11 +19,11 @@ from pipeline.records import Manifest, Sample
 from pipeline.store.manifest import stage_location
 from pipeline.target.forward import (
     PACKED_ATTENTION,
+    LoadedTarget,
     capture_alone,
     capture_states,
     register_packed_attention,
 )
-from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
 
 SHAPE: dict[str, Any] = {

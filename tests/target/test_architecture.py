@@ -22,10 +22,13 @@ from pipeline.errors import TargetError, UnsupportedModel
 from pipeline.features.capture import differences
 from pipeline.target import forward
 from pipeline.target.architecture import FAMILIES, Architecture, decoder_of, read_architecture
-from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
-from pipeline.target.load import LoadedTarget
-from pipeline.target.open import Target, open_target
-from pipeline.target.resolve import resolve
+from pipeline.target.forward import (
+    LoadedTarget,
+    capture_alone,
+    capture_states,
+    register_packed_attention,
+)
+from pipeline.target.open import Target, open_target, resolve
 from pipeline.target.weights import TargetWeights
 from tests.target.families import save_family
 

@@ -15,7 +15,7 @@ import torch
 from pipeline.config import TargetSection
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import TargetError
-from pipeline.target.resolve import resolve
+from pipeline.target.open import resolve
 from tests.decoder.conftest import states_of
 
 gguf = pytest.importorskip("gguf")

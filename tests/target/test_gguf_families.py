@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.errors import TargetError
-from pipeline.target.resolve import resolve
+from pipeline.target.open import resolve
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

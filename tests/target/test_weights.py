@@ -18,7 +18,7 @@ from pipeline.config import TargetSection
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops import pick_ops
 from pipeline.errors import TargetError, UnsupportedModel
-from pipeline.target.load import load_model
+from pipeline.target.forward import load_model
 from pipeline.target.open import open_target
 from tests.decoder.conftest import states_of
 

@@ -15,9 +15,8 @@ import torch
 
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Shard
-from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
-from pipeline.store.shards import SHARDS, write_shard
+from pipeline.store.shards import SHARDS, ShardCache, write_shard
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
 from pipeline.train.data.batches import ReadAhead, TrainBatch, read_batch
 from pipeline.train.data.corpus import Piece, survey

@@ -90,7 +90,7 @@ def load_drafter(
 
 def _standalone(section: StandaloneSection, model: DecoderModel, target: Target) -> DrafterFactory:
     from pipeline.decoder.drafters.standalone import StandaloneDrafter, check_tokens
-    from pipeline.target.resolve import resolve
+    from pipeline.target.open import resolve
 
     if section.source is None:
         raise ConfigError(

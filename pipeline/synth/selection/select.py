@@ -23,7 +23,7 @@ from pipeline.prompts.changes import fingerprints, notice_changes
 from pipeline.records import Prompt, digest
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
-from pipeline.store.prompts import (
+from pipeline.store.samples import (
     PROMPTS,
     SELECTION,
     PromptShard,
@@ -44,8 +44,8 @@ __all__ = [
     "PromptShard",
     "Selection",
     "find_selection",
-    "prompt_counts",
     "load_prompt_shard",
+    "prompt_counts",
     "select",
     "synth_section",
 ]

@@ -24,10 +24,9 @@ from torch import Tensor
 from pipeline.config import RunConfig, cache_directory
 from pipeline.errors import CorruptShard, Eagle3Error, StoreError
 from pipeline.records import Manifest, Shard
-from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
-from pipeline.store.shards import SHARDS, verify_shard, verify_sizes, verify_stored
+from pipeline.store.shards import SHARDS, ShardCache, verify_shard, verify_sizes, verify_stored
 from pipeline.store.states import StatesReader, StatesSample
 from pipeline.train.data.corpus import Piece, cut_into, final_rows
 from pipeline.train.data.schedule import shards_together

@@ -18,17 +18,18 @@ from typing import Any, TypeVar
 
 from pipeline.config import store_timeout_seconds
 from pipeline.errors import Eagle3Error, MissingPackage, StoreError, StoreUnavailable
-from pipeline.store.backends.base import BLOCK, Checksum, FileInfo
-from pipeline.store.backends.retry import (
+from pipeline.store.backend import (
+    BLOCK,
     RETRY_LATER,
     AlteredUpload,
+    Checksum,
+    FileInfo,
     is_transient,
     retry,
     status_of,
 )
 
 T = TypeVar("T")
-
 #: A request may take this many timeouts in all: an upload that the store does not read has no
 #: silence that a client could see.
 _REQUEST_TIMEOUTS = 10

@@ -35,17 +35,14 @@ import torch
 from torch import Tensor
 
 Encoding = Literal["bf16", "fp8", "int8"]
-
 #: Layers of an aux row, and of aux and final rows together.
 AUX_LAYERS, LAYERS = 3, 4
-
 #: Storage type of a row's bytes.
 ROW_TYPES: dict[Encoding, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp8": torch.uint8,
     "int8": torch.int8,
 }
-
 _LARGEST: dict[Encoding, float] = {"fp8": 448.0, "int8": 127.0}
 _STEPS_PER_OCTAVE = 4
 _CODES = (-128, 127)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from pipeline.store.backends.base import BLOCK, FileInfo
+from pipeline.store.backend import BLOCK, FileInfo
 
 T = TypeVar("T")
 
