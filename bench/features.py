@@ -267,10 +267,7 @@ def _capture(
     target: LoadedTarget, samples: list[Sample], name: str, referee: Referee | None = None
 ) -> list[StatesSample]:
     return capture_shard(
-        *(target, samples, BATCH_TOKENS, lambda _: None),
-        name=name,
-        tolerance=64,
-        referee=referee,
+        *(target, samples, BATCH_TOKENS, lambda _: None), name=name, tolerance=64, referee=referee
     ).states
 
 

@@ -120,12 +120,12 @@ def load_matching_target(
         problem = "one process cannot split the target"
         fix = "start it with torchrun --nproc-per-node N -m pipeline.cli features …"
         raise ConfigError(problem, where="features.parallel=tensor", fix=fix)
-    with group.together():
+    with group.all_or_raise():
         prepare_process(config.run)
         where = manifest_where(config.run.uri, "synth")
         target = open_target(config.target, expected=expected, where=where)
     device_map, attention = config.features.device_map, register_packed_attention()
-    with group.together():
+    with group.all_or_raise():
         loaded = target.load(attention=attention, device_map=device_map, processes=group.size)
         return MatchedTarget(target, loaded)
 
@@ -150,7 +150,7 @@ def capture_shard(
     does not help.
 
     One sample, chosen by the shard's `name`, is computed again by itself and compared (see
-    `differences`). `advance` is given how many tokens each forward took in. Raises DataError that
+    `differences`). `advance` is called with the tokens of each forward. Raises DataError that
     names the sample for ids or states that cannot be used, and for states that depend on how
     samples were batched.
     """
@@ -182,9 +182,9 @@ def capture_shard(
                     gap_steps = max(LEAST_GAP, GAP_PER_GAIN * gain)
             advance(sum(len(sample.token_ids) for sample in documents.values()))
             continue
-        # Now that the error, and with it what the forward held, is gone.
+        # The error, and with it the tensors of the forward, is gone now.
         torch.cuda.empty_cache()
-        # Like lengths stand side by side.
+        # Neighbours have similar lengths, so both halves need similar memory.
         waiting = deque(half for batch in waiting for half in (batch[::2], batch[1::2]) if half)
     numbers = range(len(samples))
     agreements: list[Agreement] = []
@@ -201,8 +201,8 @@ def check_replies(
 
     `most_beyond`: see `problem_of`.
     """
-    for sample, own in zip(samples, agreements, strict=True):
-        if problem := problem_of_sample(own, most_beyond):
+    for sample, agreement in zip(samples, agreements, strict=True):
+        if problem := problem_of_sample(agreement, most_beyond):
             raise DataError(problem, where=_where(sample), fix=CAUSES)
     if problem := problem_of(sum(agreements, Agreement()), most_beyond):
         worst = max(range(len(samples)), key=lambda number: agreements[number].distance)
@@ -225,7 +225,7 @@ def _capture(
 
 
 def _say_out_of_memory(error: Exception, samples: int, tokens: int, *, halved: bool) -> None:
-    """Raises OutOfMemory for what has been halved, or is one sample."""
+    """Raises OutOfMemory for a batch that has been halved, or is one sample."""
     if halved or samples == 1:
         problem = f"out of memory, {'also with half of it' if halved else 'for one sample'}"
         fix = "lower it, free memory, or set features.device_map=auto; committed shards are kept"
@@ -372,9 +372,9 @@ class Rendering:
     def _problem(self, sample: Sample) -> str:
         roles = [message.role for message in sample.messages]
         system = sample.messages[0].content if roles[:1] == ["system"] else None
-        asked = [each for each in sample.messages if each.role in ("user", "tool")]
-        turns = [message.content for message in asked]
-        tool_turns = [number for number, each in enumerate(asked) if each.role == "tool"]
+        messages = [each for each in sample.messages if each.role in ("user", "tool")]
+        turns = [message.content for message in messages]
+        tool_turns = [number for number, each in enumerate(messages) if each.role == "tool"]
         spans = sample.supervised
         try:
             template = self._template_of(sample)

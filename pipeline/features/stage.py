@@ -66,9 +66,11 @@ def _make(
     group: Group,
 ) -> None:
     """Compute and commit this process's shards; without any, torch is not loaded."""
-    own = {name: part for index, (name, part) in enumerate(parts.items()) if config.run.owns(index)}
-    total = sum(part.tokens for part in own.values())
-    done = sum(parts[name].tokens for name in stage_run.committed if name in own)
+    mine = {
+        name: part for index, (name, part) in enumerate(parts.items()) if config.run.owns(index)
+    }
+    total = sum(part.tokens for part in mine.values())
+    done = sum(parts[name].tokens for name in stage_run.committed if name in mine)
     with progress_bar("features", unit="tokens", total=total, done=done) as bar:
         capture = None
 
@@ -85,7 +87,7 @@ def _make(
                 capture.wait()
 
         def others(names: set[str]) -> None:
-            bar.advance(sum(parts[name].tokens for name in names if name in own))
+            bar.advance(sum(parts[name].tokens for name in names if name in mine))
 
         failed = True
         try:

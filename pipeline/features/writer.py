@@ -113,8 +113,8 @@ class ShardCapture:
         if self._read is None or self._read[0].name != part.source.name:
             self._read = part.source, read_samples(self._synth, part.source)
         samples = self._read[1]
-        own = cut([len(sample.token_ids) for sample in samples], part.parts)[part.number]
-        return [samples[number] for number in own]
+        numbers = cut([len(sample.token_ids) for sample in samples], part.parts)[part.number]
+        return [samples[number] for number in numbers]
 
 
 def take_part(config: RunConfig, group: Group) -> Manifest:
@@ -263,7 +263,7 @@ def farthest(samples: Sequence[StatesSample], agreements: Sequence[Agreement]) -
         :_FARTHEST
     ]
     return [
-        {"sample_id": sample.sample_id, "source": sample.source, **own.as_tally()}
-        for sample, own in pairs
-        if own.distance
+        {"sample_id": sample.sample_id, "source": sample.source, **agreement.as_tally()}
+        for sample, agreement in pairs
+        if agreement.distance
     ]

@@ -130,7 +130,7 @@ def longest_context(prompt: Prompt, turns: int, template: ChatTemplate) -> int:
     """Tokens of its first `turns` turns without those of replies, at least."""
     first = len(first_question(prompt, template).context)
     try:
-        whole = _with_tools(template, prompt).longest(
+        whole = _with_tools(template, prompt).count_tokens(
             prompt.turns[:turns], system=prompt.system, tool_turns=prompt.tool_turns
         )
     except TemplateError:  # the conversation ends before

@@ -171,9 +171,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _its_library_repeats(error: BaseException, status: int | None) -> bool:
-    """What google.auth and gcsfs say of errors of their own, of requests and of aiohttp.
+    """What google.auth and gcsfs would retry, among errors of theirs, of requests and of aiohttp.
 
-    An exception of a package that nobody has imported there cannot be.
+    A package that is not imported cannot have raised.
     """
     auth, gcsfs = sys.modules.get("google.auth.exceptions"), sys.modules.get("gcsfs.retry")
     if auth and isinstance(error, auth.GoogleAuthError):  # gcsfs repeats also what is final

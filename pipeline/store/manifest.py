@@ -35,7 +35,7 @@ def stage_location(run_uri: str, stage: Stage) -> Location:
 
 
 def manifest_where(run_uri: str, stage: Stage) -> str:
-    """How messages call the stage's manifest."""
+    """The stage's manifest as messages show it."""
     return stage_location(run_uri, stage).where(MANIFEST)
 
 
@@ -67,7 +67,7 @@ def parse_manifest(location: Location, data: bytes, stage: Stage) -> Manifest:
 
 
 def _schema_version(data: bytes) -> object:
-    """Of what cannot be read as a manifest of this schema."""
+    """The version of a manifest that does not parse as this schema."""
     with suppress(ValueError, AttributeError):
         return json.loads(data).get("schema_version")
     return None
@@ -83,7 +83,7 @@ def _refuse_other_schema(where: str, version: object) -> None:
 
 
 def read_manifest(run_uri: str, stage: Stage) -> Manifest:
-    """As `find_manifest`; MissingStage when there is none, UnfinishedStage when it is begun."""
+    """As `find_manifest`. Raises MissingStage, or UnfinishedStage for a stage that has begun."""
     manifest = find_manifest(run_uri, stage)
     if manifest is None:
         if stage_location(run_uri, stage).exists(BEGIN):
@@ -97,18 +97,18 @@ def read_manifest(run_uri: str, stage: Stage) -> Manifest:
 
 
 class Begin(Record):
-    """What decides a stage's output: work on equal inputs is continued, on others never."""
+    """What decides a stage's output: only work on equal inputs is continued."""
 
     stage: Stage
     schema_version: int = SCHEMA_VERSION
     config_hash: str  # of `shaping`
     parent_hash: str | None  # `content_hash` of the parent's manifest
     shaping: dict[str, Any] | None = None  # the configuration; versions before 4 kept its hash only
-    #: What else shapes the output: facts of the target, versions of filters. One that an older
-    #: version did not know is not compared.
+    #: What else shapes the output: facts of the target, versions of filters. Those that an older
+    #: version did not record are not compared.
     made_with: dict[str, str] = Field({})
-    #: When chat templates that write a date say it is, for every process and attempt: when the
-    #: stage was begun. None where it does not matter, and in work that older versions began.
+    #: The time that chat templates render, for every process and attempt: when the stage was
+    #: begun. None where no template reads it, and in work that older versions began.
     clock: AwareDatetime | None = None
 
     @classmethod
@@ -120,7 +120,7 @@ class Begin(Record):
         made_with: Mapping[str, str],
         clock: datetime | None = None,
     ) -> Begin:
-        """What a stage begun now would be."""
+        """The record of a stage that begins now."""
         return cls(
             stage=stage,
             config_hash=config.section_hash(stage),
@@ -131,9 +131,9 @@ class Begin(Record):
         )
 
     def create(self, location: Location) -> Begin:
-        """Write it to the stage at `location` unless there is one; returns the one that is there.
+        """Write it to the stage at `location` unless there is one; returns the stored one.
 
-        Raises CorruptShard for a file that is none.
+        Raises CorruptShard where that cannot be read.
         """
         return _parse_begin(location, location.create(BEGIN, canonical_json(self.dump()).encode()))
 
@@ -142,9 +142,9 @@ class Begin(Record):
         return self.model_dump(mode="json", exclude=without)
 
     def changes(self, now: Begin, config: RunConfig) -> dict[str, tuple[str, str]]:
-        """Key → its value here and `now`, of all that differ; `config` is what `now` was made of.
+        """Key → its value here and in `now`, where they differ; `now` was made from `config`.
 
-        A key that did not exist here yet had the value that is the default now.
+        A key that did not exist then counts as today's default.
         """
         changes = {}
         if self.parent_hash != now.parent_hash:
@@ -168,7 +168,7 @@ class Begin(Record):
 
 
 def read_begin(location: Location) -> Begin | None:
-    """Of the stage at `location`; None for one that has not begun. Raises CorruptShard."""
+    """begin.json of the stage at `location`; None before it begins. Raises CorruptShard."""
     return _parse_begin(location, location.read(BEGIN)) if location.exists(BEGIN) else None
 
 
@@ -189,7 +189,7 @@ def _leaves(
 
 
 def _key_name(keys: tuple[str, ...]) -> str:
-    """As a user writes it."""
+    """A key as a user writes it."""
     return "run.seed" if keys == ("seed",) else ".".join(keys)
 
 
@@ -203,9 +203,9 @@ def _short_hash(value: str | None) -> str:
 
 
 def read_report(source: str) -> EvalReport:
-    """Of a report's own path or URI (….json), or of the run at a URI.
+    """The report at a path or URI (….json), or of the run at a URI.
 
-    Raises StoreError without one, CorruptShard for a file that is none.
+    Raises StoreError without one, CorruptShard where it cannot be read.
     """
     if source.endswith(".json"):
         above, separator, name = source.rpartition("/")

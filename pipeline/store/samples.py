@@ -65,7 +65,7 @@ def decode_samples(data: bytes, where: str) -> list[Sample]:
 
 
 def decode_rows(data: bytes, where: str, kind: type[RecordType]) -> list[RecordType]:
-    """As `decode_samples`, of rows of any kind."""
+    """As `decode_samples`, for rows of any record."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
@@ -124,16 +124,16 @@ class PromptShard(NamedTuple):
 
 
 class Selection(Record):
-    """Which prompts go in, and what was left out before any model."""
+    """Which prompts were selected, and what was rejected before any model ran."""
 
     inputs: str  # digest of the configuration that decides it
     loaded: int  # prompts that the sources gave
     rejected: dict[str, int]  # reason → those that did not pass
-    turns: int  # that are asked in the longest conversation
-    asked: int  # turns, over all prompts
+    turns: int  # of the longest conversation
+    asked: int  # turns of all prompts
     characters: int  # in those turns
     shards: tuple[PromptShard, ...]
-    #: Size and SHA-256 of each local file in sources, then exclude; earlier runs have none.
+    #: Size and SHA-256 of each local file in sources, then exclude; absent in earlier runs.
     files: tuple[str | None, ...] = ()
 
     @property
@@ -146,35 +146,35 @@ class Selection(Record):
         return tuple(shard.name for shard in self.shards)
 
     def difference(self, other: Selection) -> str:
-        """What `other` says otherwise; empty where both hold the same prompts.
+        """The first field in which `other` differs; empty where both hold the same prompts.
 
-        Files and their bytes may differ: each attempt has its own, maybe of another pyarrow.
+        Files and their bytes may differ: each attempt writes its own, maybe with another pyarrow.
         """
         for field in ("inputs", "loaded", "prompts", "rejected"):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 return f"{field} {theirs}, not {ours}"
-        for own, others in zip(self.names, other.names, strict=False):
-            if own != others:
-                return f"shard {others}, not {own}"
+        for ours, theirs in zip(self.names, other.names, strict=False):
+            if ours != theirs:
+                return f"shard {theirs}, not {ours}"
         return ""
 
 
 def shard_name(index: int, prompts: Sequence[Prompt]) -> str:
-    """It carries the prompts' digest: other prompts, another name."""
+    """File name of a shard; it carries the prompts' digest, so other prompts get another name."""
     number = f"{index:05d}" if index < _NUMBERED else f"x{index:010d}"
     return f"{number}-{digest([prompt.model_dump(mode='json') for prompt in prompts])[:8]}.parquet"
 
 
 def write_prompts(
-    location: Location, index: int, prompts: Sequence[Prompt], own: str
+    location: Location, index: int, prompts: Sequence[Prompt], attempt: str
 ) -> PromptShard:
-    """Store the prompts of shard number `index`; files of the attempt `own` touch nobody else's."""
+    """Store the prompts of shard number `index`, in files of this `attempt` alone."""
     name, data = shard_name(index, prompts), _encode(prompts, _prompt_schema())
     stem, _, suffix = name.rpartition(".")
     shard = PromptShard(
         name=name,
-        file=f"{stem}.{own}.{suffix}",
+        file=f"{stem}.{attempt}.{suffix}",
         prompts=len(prompts),
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
@@ -203,16 +203,16 @@ def load_prompt_shard(location: Location, shard: PromptShard) -> tuple[Prompt, .
 
 
 def delete_prompts(location: Location, files: Iterable[str]) -> None:
-    """Of the synth stage at `location`; those that another process has deleted do not matter."""
+    """Delete prompt files of the synth stage at `location`; missing ones are fine."""
     delete = location.child(PROMPTS).delete
     with ThreadPoolExecutor(_CONCURRENT_DELETES, thread_name_prefix="prompts") as pool:
         list(pool.map(delete, files))
 
 
 def find_selection(location: Location) -> Selection | None:
-    """Of the synth stage at `location`, None before it is committed.
+    """The selection of the synth stage at `location`, None before it is committed.
 
-    Raises CorruptShard for a file that is none.
+    Raises CorruptShard where it cannot be read.
     """
     if not location.exists(SELECTION):
         return None
@@ -220,16 +220,17 @@ def find_selection(location: Location) -> Selection | None:
 
 
 def create_selection(location: Location, selection: Selection) -> Selection:
-    """Commit it unless there is one; returns the one that is there."""
+    """Commit it unless there is one; returns the committed one."""
     data = selection.model_dump_json().encode()
     return _parse_selection(location, location.create(SELECTION, data))
 
 
 def _parse_selection(location: Location, data: bytes) -> Selection:
     selection = Selection.parse(data, where=location.where(SELECTION), fix=_SELECT_AGAIN)
-    kept, left_out = selection.prompts, sum(selection.rejected.values())
-    if selection.loaded != kept + left_out:
-        problem = f"{kept} prompts and {left_out} rejected are not the {selection.loaded} loaded"
+    selected, rejected = selection.prompts, sum(selection.rejected.values())
+    if selection.loaded != selected + rejected:
+        loaded = selection.loaded
+        problem = f"{selected} prompts and {rejected} rejected are not the {loaded} loaded"
         raise CorruptShard(problem, where=location.where(SELECTION), fix=_SELECT_AGAIN)
     return selection
 

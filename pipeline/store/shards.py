@@ -61,10 +61,9 @@ class Entry(NamedTuple):
     shard: Shard
     seconds: float  # since the commit before it; adds up to the stage's wall time over all attempts
     stored: str = ""  # the store's own checksum of the file ("crc32c:…", "md5:…"), where it has one
-    arithmetic: Arithmetic | None = None  # what computed it; an older version did not say
-    tallies: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # the stage's own counts of it, which its manifest sums up
+    arithmetic: Arithmetic | None = None  # what computed it; None for older versions
+    #: The stage's counts of it, which its manifest sums up.
+    tallies: Mapping[str, Any] = MappingProxyType({})
 
 
 def verify_shard(location: Location, shard: Shard) -> None:
@@ -107,7 +106,7 @@ def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
 
 
 def stored_checksum(location: Location, shard: Shard) -> str:
-    """What the store reported of this very shard at its commit; empty without report or entry."""
+    """The store's checksum of this shard at its commit; empty without one."""
     folder, name = location.child(SHARDS), shard.name + ENTRY
     entry = read_entry(folder, name) if folder.exists(name) else None
     return entry.stored if entry and entry.shard == shard else ""
@@ -125,16 +124,16 @@ def write_shard(
     arithmetic: Arithmetic | None = None,
     tallies: Mapping[str, Any] | None = None,
 ) -> Entry:
-    """Write a file, compare what the store reports of it, then claim `name` for it by the entry.
+    """Write a file, compare what the store reports of it, then claim `name` by the entry.
 
     Returns the entry of `name`: this one, or that of another process which was first. Raises
-    CorruptShard where the one that is there is none.
+    CorruptShard where the existing one cannot be read.
     """
     stem, dot, suffix = name.rpartition(".")
-    own = f".{secrets.token_hex(8)}"
+    attempt = f".{secrets.token_hex(8)}"
     shard = Shard(
         name=name,
-        file=f"{stem}{own}{dot}{suffix}" if stem else f"{name}{own}",
+        file=f"{stem}{attempt}{dot}{suffix}" if stem else f"{name}{attempt}",
         rows=rows,
         tokens=tokens,
         bytes=len(data),
@@ -155,7 +154,7 @@ def write_shard(
     entry = _parse_entry(folder, name + ENTRY, there)
     count_shard(shard, lost=entry.shard.path != shard.path)
     if entry.shard.path != shard.path:
-        folder.delete(shard.path)  # nobody's
+        folder.delete(shard.path)  # an orphan
     return entry
 
 
@@ -165,12 +164,12 @@ def committed(files: Iterable[str]) -> set[str]:
 
 
 def read_committed(
-    location: Location, names: Sequence[str], *, own: Container[str] = ()
+    location: Location, names: Sequence[str], *, trusted: Container[str] = ()
 ) -> Iterator[Entry]:
     """Entries of the committed shards `names` of the stage at `location`, in that order.
 
     Their files are compared with them, from one listing: sizes, and the checksums that a remote
-    store reports. Local files are read, but for this process's `own`. Raises CorruptShard.
+    store reports. Local files are read, except `trusted` ones. Raises CorruptShard.
     """
     folder = location.child(SHARDS)
     files = folder.files() if names else {}
@@ -181,7 +180,7 @@ def read_committed(
         # A listing may have passed by a file that was committed while it was made.
         listed = files.get(path) or folder.info_if_there(path)
         info = _check_info(location, entry.shard, listed)
-        if name not in own and (not info.checksum or info.checksum != entry.stored):
+        if name not in trusted and (not info.checksum or info.checksum != entry.stored):
             verify_shard(location, entry.shard)
         return entry
 
@@ -219,7 +218,7 @@ def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
 
 
 def _folder_of(location: Location, shard: Shard) -> Location:
-    """The directory of the shards, once `shard` is in it."""
+    """The directory of the shards. Raises CorruptShard where `shard` is not in it."""
     folder = location.child(SHARDS)
     if not folder.exists(shard.path):
         raise _corrupt(location, shard, "the file is missing")
@@ -227,7 +226,7 @@ def _folder_of(location: Location, shard: Shard) -> Location:
 
 
 def _check_info(location: Location, shard: Shard, info: FileInfo | None) -> FileInfo:
-    """What a listing knows of `shard`, once it is there with its size."""
+    """`info` of a listing. Raises CorruptShard where the file is missing or has another size."""
     if info is None:
         raise _corrupt(location, shard, "the file is missing")
     check_size(location, shard, info.size)
@@ -278,7 +277,7 @@ class ShardCache:
         self.limit, self._directory = limit, directory
 
     def fetch(self, location: Location, shard: Shard) -> Location:
-        """A local directory that holds `shard` as the stage at `location` does; fetched if need be.
+        """A local directory that holds `shard` like the stage at `location`; fetched if needed.
 
         Raises CorruptShard when the store twice delivers other bytes than were committed,
         StoreError when the disk is full.

@@ -136,9 +136,9 @@ def sample_checksum(sample: StatesSample, channels_checksum: int) -> int:
 
 def crc32(tensor: Tensor | None, start: int = 0) -> int:
     """CRC-32 of a contiguous CPU tensor's bytes, continued from `start`."""
-    return (
-        start if tensor is None or not tensor.numel() else zlib.crc32(as_bytes(tensor).data, start)
-    )
+    if tensor is None or not tensor.numel():
+        return start
+    return zlib.crc32(as_bytes(tensor).data, start)
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -147,7 +147,7 @@ def as_bytes(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
 
 
 class BrokenLayout(ValueError):
-    """No states shard that this version reads; `fix` is set when it is not the usual one."""
+    """Not a states shard that this version reads; `fix` is None for the usual one."""
 
     def __init__(self, problem: str, fix: str | None = None) -> None:
         self.fix = fix
@@ -297,8 +297,8 @@ class StatesReader:
 
     Opening reads the header, ids and masks — a few bytes a token — and checks the layout. `sample`
     and `read_into` then read only that sample's states: at their position in a local file, as two
-    byte ranges of a remote one. A memory map would count every page it has shown as this process's
-    memory, and take a page fault for each; a read costs one copy, into memory that is at hand.
+    byte ranges of a remote one. A memory map would count every page it touches as this process's
+    memory, and take a page fault for each; a read costs one copy into memory that is reused.
 
     Raises CorruptShard with file and tensor, or with file and sample. Threads may share a reader.
     """
@@ -338,8 +338,8 @@ class StatesReader:
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """`token_ids` and `supervised_mask` of one sample, without reading any state."""
-        own = slice(*self._token_offsets[index : index + 2])
-        return self._token_ids[own], self._supervised_mask[own]
+        tokens = slice(*self._token_offsets[index : index + 2])
+        return self._token_ids[tokens], self._supervised_mask[tokens]
 
     def final_positions(self, index: int) -> Tensor:
         """Positions of one sample's final states, without reading any state."""
@@ -374,7 +374,7 @@ class StatesReader:
         return sample
 
     def announce(self, index: int) -> None:
-        """Have the operating system read one sample of a local shard ahead, if it can be asked."""
+        """Tell the operating system to read one sample of a local shard ahead, where it can."""
         if self._file is None or not hasattr(os, "posix_fadvise"):
             return
         for start, stop in self._byte_ranges(index):
@@ -443,11 +443,11 @@ class StatesReader:
         """Of each sample's final states. Raises CorruptShard where the mask has others."""
         positions = []
         for index, stored in enumerate(np.diff(self._final_offsets).tolist()):
-            own = teacher_positions(self.tokens(index)[1], stored)
-            positions.append(own)
-            if len(own) != stored:
+            expected = teacher_positions(self.tokens(index)[1], stored)
+            positions.append(expected)
+            if len(expected) != stored:
                 sample_id, source = self.origin(index)
-                problem = f"{stored} final states for {len(own)} supervised tokens"
+                problem = f"{stored} final states for {len(expected)} supervised tokens"
                 raise self._corrupt(f"sample {sample_id} of {source} has {problem}")
         return positions
 
@@ -460,10 +460,10 @@ class StatesReader:
 
     def _byte_ranges(self, index: int) -> list[tuple[int, int]]:
         """Where aux and final states of one sample lie."""
-        tensors, own = self._layout.tensors, slice(index, index + 2)
+        tensors, offsets = self._layout.tensors, slice(index, index + 2)
         return [
-            tensors["aux_states"].byte_range(*self._token_offsets[own]),
-            tensors["final_states"].byte_range(*self._final_offsets[own]),
+            tensors["aux_states"].byte_range(*self._token_offsets[offsets]),
+            tensors["final_states"].byte_range(*self._final_offsets[offsets]),
         ]
 
     def _corrupt(self, problem: str, fix: str | None = None) -> CorruptShard:

@@ -6,7 +6,7 @@
 
 Weights and states keep the type they are stored in; arithmetic makes no two runs differ. Torch's
 own products promise less than our kernels: in fp32 they are the same for one number of threads; in
-bf16 so only where the processor multiplies it, elsewhere results hang on addresses. At the top of
+bf16 only where the processor multiplies it, elsewhere results depend on addresses. At the top of
 this module there is no torch: `--plan` calls `planned_dtype`.
 """
 
@@ -71,9 +71,9 @@ def target_dtype(section: TargetSection) -> Dtype:
 
 
 def decoder_weight_bytes(section: TargetSection) -> int:
-    """Of a weight in the decoder's memory.
+    """Bytes of a weight in the decoder's memory.
 
-    Our CPU kernels leave one that is stored in 16 bits as it is, whatever they compute in.
+    Our CPU kernels read 16-bit weights as they are stored, whatever they compute in.
     """
     ours = cpu_kernels() and isa_level() is not None
     return 4 if target_dtype(section) == "float32" and not ours else 2
@@ -85,11 +85,11 @@ def train_dtype(section: TrainSection, target: TargetSection) -> Dtype:
 
 
 def torch_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
-    """Of what torch itself computes: capture, training, and decoding without other kernels."""
+    """Of torch's own kernels: capture, training, and decoding without ours."""
     import torch
 
     exact = dtype == torch.float32 or _native(device) == "bfloat16"
-    # CUDA: atomic additions and cuBLAS' choice of algorithm are nobody's promise.
+    # CUDA promises neither the order of atomic additions nor cuBLAS' choice of algorithm.
     repeatable = "per thread count" if exact and device.type == "cpu" else "no"
     return _arithmetic("torch", dtype, device, repeatable)
 
@@ -102,14 +102,14 @@ def decoder_arithmetic(ops: Any, dtype: torch.dtype, device: torch.device) -> Ar
 
 
 def server_arithmetic(kind: str) -> Arithmetic:
-    """Of servers: theirs to know."""
+    """Of servers, which do not report theirs."""
     return Arithmetic(
         dtype="unknown", kernels=kind, device="server", processor="", threads=0, repeatable="no"
     )
 
 
 def reason(arithmetic: Arithmetic, setting: str) -> str:
-    """Why `auto` chose fp32, behind what is said of it; else nothing."""
+    """Why `auto` chose fp32, to append to a notice; else empty."""
     return NOT_NATIVE if setting == "auto" and arithmetic.dtype == "float32" else ""
 
 

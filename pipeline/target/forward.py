@@ -64,8 +64,7 @@ def load_model(
 ) -> LoadedTarget:
     """The model in `directory`, in eval mode.
 
-    `attention` is a transformers attention implementation, `dtype` overrides the section's, whose
-    auto is what this machine multiplies. With a
+    `attention` is a transformers attention implementation, `dtype` overrides the section's. With a
     `device_map`, layers lie on several devices and `LoadedTarget.device` is that of the embedding.
     With several `processes` this one holds its slice of each layer; all of them load it.
     Raises MissingPackage when that needs accelerate and it is not installed, and TargetError for a
@@ -81,7 +80,7 @@ def load_model(
     options: dict[str, Any] = {
         "dtype": resolve_dtype(dtype or section.dtype, device),
         "attn_implementation": attention,
-        # Of the target's own only the end ids: its sampling settings may be refused.
+        # Only the target's end ids: its sampling settings may be refused.
         "generation_config": GenerationConfig(  # type: ignore[no-untyped-call]
             eos_token_id=sorted(read_end_ids(directory, source=section.source).ids) or None
         ),
@@ -163,7 +162,7 @@ def _require_slices(
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """No warnings of transformers: it lists the layers that every process holds whole."""
+    """Silence transformers, which lists the layers that every process holds whole."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -198,7 +197,7 @@ def packed_attention(
 
     query [1, heads, T, d], key and value [1, kv_heads, T, d] → [1, T, heads, d]. With a sliding
     window, position i attends to the last `sliding_window` positions, itself included. Llama 4's
-    chunks are documents of their own. s_aux [heads] are sinks.
+    chunks count as documents. s_aux [heads] are sinks.
     """
     lengths = _pieces(_lengths, _chunk(module))
     split = (torch.split(x, lengths, dim=2) for x in (query, key, value))
@@ -311,8 +310,8 @@ def _counts_rows(config: Any, tokens: int) -> bool:
 
 def capture_alone(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(aux [T, 3H], final [T, H]) of one document, by transformers' own attention and masks."""
-    own = "sdpa" if decoder_of(target.model)._supports_sdpa else "eager"
-    with _attention(target.model, own):
+    attention = "sdpa" if decoder_of(target.model)._supports_sdpa else "eager"
+    with _attention(target.model, attention):
         return _forward(target, document, torch.arange(len(document)))
 
 

@@ -217,7 +217,7 @@ class GgufMetadata:
     """The keys of a file by name, those of its architecture without the architecture's name."""
 
     def __init__(self, path: Path) -> None:
-        """Raises TargetError for a file that is none, or one part of several."""
+        """Raises TargetError for a file that cannot be read, or is one part of several."""
         from gguf import GGUFReader
 
         self.path, self.where = path, str(path)
@@ -293,7 +293,9 @@ def _apply_metadata(gguf: GgufMetadata, model: Any) -> None:
         try:
             type(config).from_dict(config.to_dict())
         except Exception:  # of huggingface_hub or transformers, by the family
-            gguf.refuse(f"{rope['rope_type']} rotary scaling is none of {config.model_type}'s")
+            gguf.refuse(
+                f"{rope['rope_type']} rotary scaling is not supported by {config.model_type}"
+            )
 
 
 def _check_converted(gguf: GgufMetadata, directory: Path) -> None:
@@ -555,7 +557,7 @@ def _check_tokenizer(gguf: GgufMetadata, tokenizer: Any) -> None:
         gguf.refuse(f"has {len(tokens)} tokens, transformers adds {added[surplus[0]].content!r}")
     for at, token, kind in _standing(gguf):
         if at not in added and not (token.isspace() and gguf.architecture in _GEMMA):
-            gguf.refuse(f"token {at}, {token!r}, is of type {kind} and cut into pieces in a text")
+            gguf.refuse(f"token {at}, {token!r}, has type {kind}, but is cut into pieces in a text")
     first = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     if first != (bos := _adds_bos(gguf)):
         gguf.refuse(f"tokenizer.ggml.add_bos_token={bos}, the converted tokenizer has {first}")

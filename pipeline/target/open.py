@@ -157,7 +157,7 @@ def open_target(
 
 
 def _check_company(directory: Path) -> None:
-    """Say, or refuse, what makes other tools load other weights from the same directory.
+    """Warn of, or refuse, files that make other tools load other weights from this directory.
 
     Raises TargetError for an adapter that transformers would apply.
     """
@@ -176,8 +176,10 @@ def _check_company(directory: Path) -> None:
 
 
 def open_template(section: TargetSection, *, system_prompt: str | None = None) -> ChatTemplate:
-    """The target's template alone: its weights need not be here, nor be anything that the decoder
-    runs. Raises TargetError, TemplateError."""
+    """The target's template alone: neither weights nor support by the decoder are needed.
+
+    Raises TargetError, TemplateError.
+    """
     return load_template(
         resolve_tokenizer(section).directory,
         source=section.source,
@@ -192,7 +194,7 @@ def open_contracted_target(
 ) -> Target:
     """The target that the artefact at `where` was made for, by the contract it carries.
 
-    `source` says where the target is now; the default is where it was then. Raises TargetError,
+    `source` is where the target is now; the default is the contract's. Raises TargetError,
     ContractMismatch.
     """
     section = TargetSection.model_validate(
@@ -234,7 +236,7 @@ def resolve(target: TargetSection, *, decoded: bool = False) -> ResolvedTarget:
 
 
 def resolve_tokenizer(target: TargetSection) -> ResolvedTarget:
-    """A target of which only config and tokenizer are needed: of a hub id nothing else is fetched,
+    """A target of which only config and tokenizer are read: from the hub nothing else is fetched,
     and a directory may lack the weights. Raises TargetError."""
     source = target.source
     path = Path(source).expanduser()
@@ -325,10 +327,10 @@ def read_contract(
 
 
 def recheck_weights(contract: TargetContract, *, where: str) -> str | None:
-    """Why the target of a contract was not looked at: it is not on this machine.
+    """Why the target of a contract was not checked: it is not on this machine.
 
-    None: it is, and has the contract's weights. Nothing is downloaded. Raises ContractMismatch for
-    other weights, and TargetError for a target that is damaged.
+    None where it is, and has the contract's weights. Nothing is downloaded. Raises ContractMismatch
+    for other weights, and TargetError for a damaged target.
     """
     source = contract.source
     path, name = Path(source).expanduser(), source.removeprefix("package:")
@@ -357,8 +359,8 @@ def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, int, in
     chosen = target.capture_layers
     low, middle, high = (1, num_layers // 2 - 1, num_layers - 4) if chosen == "auto" else chosen
     if not 0 <= low < middle < high < num_layers:
-        wanted = f"three ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
-        problem = f"{[low, middle, high]} do not name {wanted}"
+        layers = f"three ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
+        problem = f"{[low, middle, high]} do not name {layers}"
         fix = "choose three existing output indices, low to high"
         raise ConfigError(problem, where="target.capture_layers", fix=fix)
     return low, middle, high
@@ -374,13 +376,13 @@ def _tokenizer_hash(directory: Path, where: str) -> str:
     raise TargetError(problem, where=where, fix=fix)
 
 
-def _template_hash(directory: Path, given: str | None) -> str:
-    """Hash of the chat template's text, given or wherever it is kept; "none" without one."""
+def _template_hash(directory: Path, configured: str | None) -> str:
+    """Hash of the chat template's text, the configured one or the target's; "none" without one."""
     separate = directory / "chat_template.jinja"
-    if separate.is_file() and given is None:
+    if separate.is_file() and configured is None:
         return hashlib.sha256(separate.read_bytes()).hexdigest()
     settings = directory / "tokenizer_config.json"
     template = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
-    if given is not None and given != template:
-        return hashlib.sha256(given.encode()).hexdigest()
+    if configured is not None and configured != template:
+        return hashlib.sha256(configured.encode()).hexdigest()
     return digest(template) if template else "none"

@@ -73,7 +73,7 @@ class Group:
         return result
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def all_or_raise(self) -> Iterator[None]:
         """A block that each rank does for itself, and that ends on all where one of them fails.
 
         The lowest rank that failed raises its error, the others SystemExit with its exit code.

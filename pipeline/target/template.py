@@ -66,7 +66,7 @@ _END_IDS_FIX = (
 
 @dataclass
 class _Clock:
-    """What time it is for templates; None: now."""
+    """The time that templates render; None: now."""
 
     moment: datetime | None = None
 
@@ -83,7 +83,7 @@ class _Clock:
 class ChatTemplate:
     """The target's template with the run's system prompt and template variables.
 
-    A `system` given to a method takes the place of the run's.
+    A method's `system` replaces the run's.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class ChatTemplate:
             return "not_rendered"
         return "other_stop_token" if self.end_of_turn is None else None
 
-    def longest(
+    def count_tokens(
         self, turns: Sequence[str], *, system: str | None = None, tool_turns: Collection[int] = ()
     ) -> int:
         """Tokens of these turns with short replies between them. Raises TemplateError."""
@@ -355,7 +355,7 @@ class ChatTemplate:
         return str(text)
 
     def _variables(self) -> dict[str, Any]:
-        """What `apply_chat_template` is given beside the messages."""
+        """Arguments of `apply_chat_template` beside the messages."""
         if self._clock.moment is None or not self.reads_clock:
             return self._kwargs
         template = self._tokenizer.get_chat_template(None, self._kwargs.get("tools"))
@@ -406,7 +406,7 @@ def load_template(
         tokenizer,
         source=source,
         system_prompt=system_prompt,
-        stop_ids=end_ids.with_own(tokenizer),
+        stop_ids=end_ids.with_tokenizer(tokenizer),
         kwargs=kwargs,
     )
     template.check()
@@ -420,11 +420,11 @@ class EndIds:
     ids: frozenset[int]
     vocabulary: int | None  # rows of its embedding; None where config.json does not say
 
-    def with_own(self, tokenizer: Any) -> tuple[int, ...]:
-        """These and the tokenizer's, where that is a row of the embedding; ascending."""
-        own, most = tokenizer.eos_token_id, self.vocabulary
-        known = own is not None and (most is None or own < most)
-        return tuple(sorted(self.ids | {own} if known else self.ids))
+    def with_tokenizer(self, tokenizer: Any) -> tuple[int, ...]:
+        """Also the tokenizer's, where that is a row of the embedding; ascending."""
+        eos, vocabulary = tokenizer.eos_token_id, self.vocabulary
+        known = eos is not None and (vocabulary is None or eos < vocabulary)
+        return tuple(sorted(self.ids | {eos} if known else self.ids))
 
 
 def read_end_ids(directory: Path, *, source: str) -> EndIds:

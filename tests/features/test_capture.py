@@ -70,8 +70,7 @@ def save_model(name: str, directory: Path, tiny_target: Path) -> Path:
 
 def load(directory: Path, **options: Any) -> LoadedTarget:
     return open_target(TargetSection(source=str(directory), device="cpu", dtype="float32")).load(
-        attention=register_packed_attention(),
-        **options,
+        attention=register_packed_attention(), **options
     )
 
 

@@ -131,11 +131,7 @@ def test_a_refused_target_is_refused_before_its_weights_are_fetched(
     ],
 )
 def test_synth_answers_nothing_for_a_target_that_cannot_be_trained_for(
-    name: str,
-    problem: str,
-    tmp_path: Path,
-    tiny_target: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, problem: str, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = shutil.copytree(tiny_target, tmp_path / "target")
     CONFIG_MAPPING[name]().save_pretrained(target)
