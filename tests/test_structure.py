@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 
-BASE = {"config", "records", "reports", "metric_names", "errors", "console", "streams", "telemetry"}
+BASE = {"config", "records", "reports", "metric_names", "errors", "console", "telemetry"}
 LEARNED = {"learning", "heads", "drafters"}
 SHARED = {"store", "prompts", "target", "decoder", *LEARNED, "tuning", "planning"}
 STAGES = {"synth", "features", "train", "serve_eval"}
@@ -39,14 +39,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 #: folder inside a room → the other folders of the room that it may import; "." is the room itself
 WINGS: dict[str, dict[str, set[str]]] = {
-    "store": {".": {"states", "backends"}, "states": {"."}, "backends": set()},
     "heads": {
         ".": set(),
         "eagle3": {"."},
         "mtp": {"."},
         "dflash": {"."},
     },
-    "target": {".": {"gguf"}, "gguf": {"."}},
     "decoder": {
         ".": {"ops", "ops/cpu", "ops/triton"},
         "ops": set(),
