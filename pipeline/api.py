@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pipeline import runtime
 from pipeline.config import DrafterSection, RunConfig, TreeSection, parse
 from pipeline.config import load as load_config
-from pipeline.decoder.drafters.registry import load_drafter, name_of
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
-from pipeline.eagle3.any_head import open_head
+from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import Eagle3Error
+from pipeline.heads.registry import open_head
 from pipeline.records import STAGES, Manifest, Sample, Stage
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import read_samples as read_shard_of_samples
@@ -91,7 +91,7 @@ def open_engine(
         dtype=resolve_dtype(dtype, where),
         max_length=max_length,
     )
-    named = drafter or DrafterSection(name=name_of(weights))
+    named = drafter or DrafterSection(name=drafter_name(weights))
     factory = load_drafter(named, model, target, weights)
     drafting = factory(tree or TreeSection()) if factory else None
     return Engine(model, drafter=drafting, slots=slots), target.template()

@@ -22,12 +22,11 @@ from bench.leaderboard.experiment import Experiment, configured
 from bench.leaderboard.results import CellResult, PromptResult
 from bench.report import ROOT, commit, processor
 from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
-from pipeline.decoder.drafters.registry import draft_with
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics
-from pipeline.eagle3.any_head import load_any_head
 from pipeline.errors import StageConflict, TargetError
+from pipeline.heads.registry import algorithm_of, load_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Stage, digest
 from pipeline.serve_eval.questions import first_question
@@ -134,7 +133,7 @@ class Bench:
     ) -> CellResult:
         prepare_process(config.run)
         manifest = read_manifest(config.run.uri, "train")
-        head, _ = load_any_head(Path(config.run.uri) / "train" / "head")
+        head, _ = load_head(Path(config.run.uri) / "train" / "head")
         target = open_target(config.target)
         template = target.template()
         requests = [
@@ -154,7 +153,8 @@ class Bench:
                 dtype=target.dtype,
                 max_length=max(len(request.prompt_ids) for request in requests) + self._new_tokens,
             )
-        engine = Engine(self._model, drafter=draft_with(head, self._model, TREE), slots=_SLOTS)
+        drafter = algorithm_of(head).drafting.make_drafter(head, self._model, TREE)
+        engine = Engine(self._model, drafter=drafter, slots=_SLOTS)
         done: dict[str, Statistics] = {}
         for completion in engine.generate(requests):
             if error := completion.error:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.base import Drafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import Verify, decode_round

@@ -20,9 +20,9 @@ import torch
 
 from pipeline.config import EvalSection, tree_labels
 from pipeline.console import progress_bar
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.request import Completion, Request
 from pipeline.errors import ConfigError
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.records import Prompt
 from pipeline.reports import LoadCurve, LoadPoint, Percentiles
 from pipeline.serve_eval.acceptance import acceptance_figures
@@ -30,8 +30,7 @@ from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.machine import matmul_rate, read_bandwidth
-from pipeline.tuning.roofline import Roofline, best_speedup, eta
+from pipeline.tuning.roofline import Roofline, best_speedup, eta, matmul_rate, read_bandwidth
 
 #: Blocks of a point's requests, in which both ways take turns.
 _BLOCKS = 4

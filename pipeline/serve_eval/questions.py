@@ -58,7 +58,7 @@ def clock_of(config: RunConfig, *stages: Stage) -> datetime:
     return datetime.now(UTC)
 
 
-def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+def load_evaluation_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """What is measured of `eval.prompts`, when set, otherwise of `eval.sources`; and all others.
 
     At most `eval.max_prompts` are measured, even over categories. Raises ConfigError without any.

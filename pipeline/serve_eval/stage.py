@@ -8,11 +8,11 @@ import torch
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.eagle3.any_head import open_head
-from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.formats.tensors import WEIGHTS
-from pipeline.eagle3.head import DraftingHead
 from pipeline.errors import ConfigError, NotLossless
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.registry import open_head
+from pipeline.heads.tensors import WEIGHTS
 from pipeline.records import Manifest, Prompt
 from pipeline.reports import REPORT, EvalReport, GoldenPrompt
 from pipeline.serve_eval.compare import check_prompts
@@ -25,8 +25,8 @@ from pipeline.serve_eval.questions import (
     LeftOut,
     Question,
     clock_of,
+    load_evaluation_prompts,
     longest_context,
-    read_prompts,
     readable,
 )
 from pipeline.serve_eval.reference import check_with_transformers, chosen
@@ -105,7 +105,7 @@ def _evaluate(
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
     modes = [{}, *section.load.modes.values()] if section.load.concurrency else [{}]
     varied = [template.varied(kwargs=mode, where="eval.load.modes") for mode in modes]
-    prompts, others = read_prompts(config)
+    prompts, others = load_evaluation_prompts(config)
     prompts, unreadable = readable(prompts, varied)
     others, _ = readable(others, [template])
     if section.compare:

@@ -13,8 +13,8 @@ import torch
 
 from pipeline.config import DrafterSection, RunConfig, TreeSection
 from pipeline.decoder.request import Acceptance, pool_acceptance
-from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.head import DraftingHead
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.checkpoint import HeadCard
 from pipeline.records import Arithmetic, TargetContract, digest
 from pipeline.reports import EvalReport, LoadCurve, PromptResult
 from pipeline.serve_eval.compare import compare_rivals

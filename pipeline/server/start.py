@@ -26,13 +26,13 @@ from pipeline.config import (
     tree_labels,
 )
 from pipeline.console import long_step, notice
-from pipeline.decoder.drafters.registry import load_drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.eagle3.any_head import open_head
-from pipeline.eagle3.formats.tensors import WEIGHTS
-from pipeline.eagle3.head import DraftingHead
+from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.registry import open_head
+from pipeline.heads.tensors import WEIGHTS
 from pipeline.reports import REPORT
 from pipeline.server.app import ServerApp
 from pipeline.server.metrics import missing

@@ -107,7 +107,7 @@ def write_prompts(
     return shard
 
 
-def read_prompts(location: Location, shard: PromptShard) -> tuple[Prompt, ...]:
+def load_prompt_shard(location: Location, shard: PromptShard) -> tuple[Prompt, ...]:
     """The prompts of one shard of the synth stage at `location`. Raises CorruptShard."""
     folder = location.child(PROMPTS)
     where = folder.where(shard.file)

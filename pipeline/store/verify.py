@@ -28,7 +28,7 @@ from pipeline.store.prompts import (
     SELECTION,
     Selection,
     find_selection,
-    read_prompts,
+    load_prompt_shard,
 )
 from pipeline.store.samples import decode_samples
 from pipeline.store.shards import ENTRY, SHARDS, read_entry, verify_shard
@@ -110,7 +110,7 @@ def _verify_prompts(check: _StageCheck) -> None:
     for shard in check.selection.shards:
         if check.manifest is None or shard.file in there:
             with check.collecting():
-                read_prompts(check.location, shard)
+                load_prompt_shard(check.location, shard)
     names = tuple(shard.name for shard in check.shards)
     if check.manifest and names != check.selection.names:
         where = check.location.where(SELECTION)

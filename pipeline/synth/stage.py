@@ -37,7 +37,7 @@ from pipeline.store.prompts import (
     PromptShard,
     Selection,
     delete_prompts,
-    read_prompts,
+    load_prompt_shard,
 )
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import SHARDS
@@ -250,7 +250,7 @@ class SynthPipeline:
                 stage_run.compute_with(self._arithmetic, why=self._why)
                 self._is_told = True
             try:
-                yield shard.name, read_prompts(stage_run.location, shard)
+                yield shard.name, load_prompt_shard(stage_run.location, shard)
             except CorruptShard:
                 if not stage_run.location.exists(MANIFEST):
                     raise

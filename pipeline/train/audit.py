@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from pipeline.console import notice, show_supervised
-from pipeline.eagle3.init import DraftVocabulary
 from pipeline.errors import DataError
+from pipeline.heads.init import DraftVocabulary
+from pipeline.learning.corpus import Corpus, Survey
 from pipeline.store.samples import check_supervised
-from pipeline.train.data.corpus import Corpus, Survey
 
 #: Of more sources than this so many are said.
 _SOURCES_SAID = 6

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainSection
-from pipeline.eagle3.head import DraftingHead
+from pipeline.heads.base import DraftingHead
 
 #: What an optimiser keeps of each number it steps; in a group under "moments".
 ADAMW_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.ngram import NgramDrafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Completion, Request
+from pipeline.drafters.ngram import NgramDrafter
 from tests.decoder.conftest import random_tokens
 
 TREE = TreeSection(top_k=3, steps=5, nodes=14)
 SECTION = NgramSection(min_match=1, max_match=5, matches=6)
 
 
-def match_of(history: Sequence[int], end: int, longest: int) -> int:
+def match_of(history: Sequence[int], end: int, max_match: int) -> int:
     """Tokens up to `end` that agree with the last ones of `history`."""
     length = 0
-    while length < min(longest, end + 1) and history[end - length] == history[-1 - length]:
+    while length < min(max_match, end + 1) and history[end - length] == history[-1 - length]:
         length += 1
     return length
 

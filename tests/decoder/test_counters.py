@@ -13,15 +13,15 @@ import torch
 from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder import graphs
 from pipeline.decoder.batch import DecodeBatch
-from pipeline.decoder.drafters.base import Drafter
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.drafters.ngram import NgramDrafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Completion, Request
 from pipeline.decoder.round import count_proposed, decode_round
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.drafters.ngram import NgramDrafter
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.reports import RoundCounters
 from tests.decoder.conftest import eight_tokens, random_tokens
 from tests.decoder.drafting import no_values, tokens_of

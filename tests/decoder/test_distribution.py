@@ -20,19 +20,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.random_target import random_head
 from pipeline.config import NgramSection, TreeSection
-from pipeline.decoder.drafters.base import Drafter
-from pipeline.decoder.drafters.dflash import DflashDrafter
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
-from pipeline.decoder.drafters.ngram import NgramDrafter
-from pipeline.decoder.drafters.self_spec import StreamingDrafter
-from pipeline.decoder.drafters.snapkv import SnapKvDrafter
-from pipeline.decoder.drafters.standalone import StandaloneDrafter
+from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 from pipeline.decoder.request import Request
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.drafters.ngram import NgramDrafter
+from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
+from pipeline.drafters.standalone import StandaloneDrafter
+from pipeline.heads.dflash.drafter import DflashDrafter
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from tests.decoder.conftest import _BASE
 from tests.decoder.ops import markov
 from tests.decoder.ops.biased import towards_drafts

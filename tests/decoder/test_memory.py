@@ -11,18 +11,18 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder import kv
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import PlaneShape, _free_of_container, free_bytes, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE, Packed
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.request import Request
-from pipeline.decoder.tree import HEADROOM
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.simulate import ImposedAcceptance
+from pipeline.tuning.verification import ImposedAcceptance
 
 CPU = torch.device("cpu")
 TREE = TreeSection(top_k=3, steps=4, nodes=10)

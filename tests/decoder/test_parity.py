@@ -16,16 +16,16 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import TokenRows
-from pipeline.decoder.drafters.base import ReadTokens
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.drafter import ReadTokens
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.tree import Tree
 from pipeline.decoder.round import draft_tree
-from pipeline.decoder.tree import Tree
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.layers import RotaryTable
-from pipeline.train.data.batches import TrainBatch
-from pipeline.train.ttt.unroll import step_logits
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import step_logits
+from pipeline.learning.batches import TrainBatch
+from pipeline.target.rotary import RotaryTable
 from tests.decoder.conftest import CAPTURE, open_rows, poisoned_planes, random_tokens, states_of
 
 STEPS = 5

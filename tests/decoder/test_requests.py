@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, pool_acceptance
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import HeadError
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import VOCABULARY
 
 TREE = TreeSection(top_k=3, steps=3, nodes=8)
@@ -227,4 +227,4 @@ def test_aborted_requests_leave_their_pages_and_nobody_notices(
     aborted = {"1", "2", "4"} - set(early)
     assert early | rest == {name: ids for name, ids in expected.items() if name not in aborted}
     assert engine.pools.shared.free_pages == engine.pools.shared.capacity
-    assert engine.pools.own.free_pages == engine.pools.own.capacity
+    assert engine.pools.drafter_pages.free_pages == engine.pools.drafter_pages.capacity

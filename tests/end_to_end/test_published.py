@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import main
-from pipeline.eagle3.published import last_part, without_places
+from pipeline.heads.checkpoint import last_part, without_places
 
 Write = Callable[..., Path]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.cli import main
-from pipeline.eagle3.layers import RotaryTable
+from pipeline.target.rotary import RotaryTable
 from tests.conftest import save_tiny_llama
 from tests.synth.server import ServedTarget, TargetServer
 

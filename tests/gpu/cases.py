@@ -22,18 +22,17 @@ from torch import Tensor
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.chained import ChainedDrafter
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
-from pipeline.eagle3.chained.head import ChainedHead
-from pipeline.eagle3.chained.init import chained_shape_for
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init
-from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.init import random_init, shape_for
+from pipeline.heads.mtp.drafter import ChainedDrafter
+from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
+from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilities
 from tests.gpu.training import attention_agrees, losses_agree
 
 VOCABULARY, LENGTH = 512, 1024
@@ -204,7 +203,8 @@ def chained_is_lossless(device: torch.device) -> dict[str, Any]:
     """fp32: likewise with chained heads, of which each has a plane of its own."""
     model = model_of(LLAMA, device, torch.float32)
     vocabulary = torch.arange(0, model.vocabulary, 2)
-    shape = chained_shape_for(
+    shape = shape_for(
+        ChainedShape,
         model.config,
         heads=3,
         chain_input="aux",

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
-from pipeline.eagle3.layers import RotaryTable
-from pipeline.train.ttt import flex
-from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
-from pipeline.train.ttt.divergence import OutputLoss, Teacher
+from pipeline.learning import flex
+from pipeline.learning.attention import KeyValue, UnrolledAttention
+from pipeline.learning.losses import OutputLoss, Teacher
+from pipeline.target.rotary import RotaryTable
 
 STEPS, LABELS, HIDDEN = 3, 32, 64
 #: A result's largest difference may be this much of its largest number, in fp32: where q is all but

@@ -14,8 +14,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import TrainSection, parse
-from pipeline.eagle3.head import Eagle3Head, HeadShape
 from pipeline.errors import ConfigError, TargetError
+from pipeline.heads.eagle3.init import solve_least_squares
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.unrolled import Objective
+from pipeline.learning import least_squares as ridge
+from pipeline.learning import losses as divergence
+from pipeline.learning.batches import TrainBatch
 from pipeline.planning import devices
 from pipeline.planning.devices import CPU, GPUS, device_of
 from pipeline.planning.generation import generating_replicas, generation_seconds
@@ -32,12 +38,7 @@ from pipeline.planning.training import (
     zero_memory,
 )
 from pipeline.records import ZeroStage
-from pipeline.train.data.batches import TrainBatch
-from pipeline.train.start import ridge
-from pipeline.train.start.least_squares import start_by_least_squares
 from pipeline.train.trainer import Trainer
-from pipeline.train.ttt import divergence
-from pipeline.train.ttt.model import Objective, TttModel
 
 LLAMA = KNOWN["llama-3.3-70b-instruct"]
 H100 = next(gpu for gpu in GPUS if gpu.name == "h100")
@@ -283,7 +284,7 @@ def test_a_start_takes_what_is_planned(wide: int) -> None:
     head, embedding = Eagle3Head(shape(intermediate_size=wide)), torch.randn(50, 64).bfloat16()
     batches = [supervised_batch(32, torch.float32) for _ in range(9)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        start_by_least_squares(head, embedding, batches)
+        solve_least_squares(head, embedding, batches)
     target = replace(KNOWN["smollm2-135m-instruct"], vocabulary=50)
     planned = start_bytes(SECTION, HeadSize(64, wide, 64, 32, 40), target)
     given = embedding.numel() * embedding.itemsize

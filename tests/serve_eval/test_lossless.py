@@ -13,12 +13,12 @@ import torch
 from pipeline.config import TargetSection, parse
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion, Request
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.records import Prompt
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import first_question
 from pipeline.target.open import open_target
-from tests.eagle3.conftest import head, shape
+from tests.heads.conftest import head, shape
 
 __all__ = ["head", "shape"]
 

@@ -11,8 +11,8 @@ import torch
 from pipeline.config import RunConfig, TargetSection, TreeSection, parse
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Request
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.records import Prompt
 from pipeline.reports import RoundCounters
 from pipeline.serve_eval import shapes
@@ -22,7 +22,7 @@ from pipeline.serve_eval.questions import Question, first_question
 from pipeline.serve_eval.shapes import ReplayedShapes, replay_shapes, slots_for
 from pipeline.target.open import open_target
 from pipeline.tuning.trace import trace
-from tests.eagle3.conftest import head, shape
+from tests.heads.conftest import head, shape
 
 __all__ = ["head", "shape"]
 

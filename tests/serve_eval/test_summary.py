@@ -7,8 +7,8 @@ import torch
 
 from pipeline.config import TreeSection, parse
 from pipeline.decoder.request import Completion, Statistics
-from pipeline.eagle3.checkpoint import HeadCard
-from pipeline.eagle3.head import Eagle3Head
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.records import Arithmetic
 from pipeline.reports import EvalReport, RoundCounters
 from pipeline.serve_eval.groups import context_bucket
@@ -16,9 +16,9 @@ from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.page.report import write_html
 from pipeline.serve_eval.questions import LeftOut, Question
 from pipeline.serve_eval.summary import Measurements, summarise
-from pipeline.tuning.score import Gaps
 from pipeline.tuning.tune import Choice
-from tests.eagle3.test_checkpoint import CONTRACT, SHAPE
+from pipeline.tuning.verification import Gaps
+from tests.heads.test_checkpoint import CONTRACT, SHAPE
 
 TREE = TreeSection(top_k=2, steps=3, nodes=6)
 ARITHMETIC = Arithmetic(

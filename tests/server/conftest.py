@@ -16,10 +16,10 @@ import torch
 
 from bench.random_target import random_head
 from pipeline.config import ServeSection, TargetSection, TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.server.app import ServerApp
 from pipeline.server.start import _listen, make_server, run_server
 from pipeline.target.open import Target, open_target
@@ -103,7 +103,7 @@ class Running:
         while self.app.worker.open_jobs or self.engine.busy:
             assert time.monotonic() < until, "requests are still here"
             time.sleep(0.01)
-        for pool in (self.engine.pools.shared, self.engine.pools.own):
+        for pool in (self.engine.pools.shared, self.engine.pools.drafter_pages):
             assert pool.free_pages == pool.capacity
 
     def stop(self) -> None:

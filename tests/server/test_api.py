@@ -13,12 +13,13 @@ import torch
 
 from bench.random_target import random_head
 from pipeline.config import ServeSection, parse
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.eagle3.checkpoint import HeadCard, save_head
 from pipeline.errors import ConfigError
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.registry import save_head
 from pipeline.server.start import check_address, make_app
 from pipeline.synth.generate.servers import CompletionsApi
 from pipeline.target.architecture import read_config

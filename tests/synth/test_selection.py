@@ -26,7 +26,7 @@ from pipeline.synth.selection.select import (
     SELECTION,
     Selection,
     find_selection,
-    read_prompts,
+    load_prompt_shard,
     select,
 )
 from pipeline.synth.selection.stream import PromptStream
@@ -44,7 +44,7 @@ def files_of(location: Location) -> list[str]:
 
 
 def all_prompts(location: Location, selection: Selection) -> list[Prompt]:
-    return [prompt for shard in selection.shards for prompt in read_prompts(location, shard)]
+    return [prompt for shard in selection.shards for prompt in load_prompt_shard(location, shard)]
 
 
 class Overtaken(Location):
@@ -266,7 +266,7 @@ def test_damaged_prompts_are_refused(make_config: Configs) -> None:
     folder.delete(third.file)
     for shard, problem in ((first, "SHA-256"), (second, "has 0 bytes"), (third, "is missing")):
         with pytest.raises(CorruptShard, match=rf"{shard.file}: .*{problem}.*selected again"):
-            read_prompts(location, shard)
+            load_prompt_shard(location, shard)
 
 
 @pytest.mark.parametrize(

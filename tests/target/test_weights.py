@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.config import TargetSection
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops import pick_ops
 from pipeline.errors import TargetError, UnsupportedModel
 from pipeline.target.load import load_model
 from pipeline.target.open import open_target

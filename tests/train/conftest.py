@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeline.config import RunConfig, parse
-from pipeline.eagle3.head import Eagle3Head, HeadShape
-from pipeline.eagle3.init import random_init
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.init import random_init
 from pipeline.records import Manifest, TargetContract
 from pipeline.store.stage_run import open_stage
 from pipeline.store.states import StatesSample, encode_states, teacher_positions

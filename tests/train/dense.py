@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.layers import RotaryTable, rotate
-from pipeline.train.data.batches import TrainBatch
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.learning.batches import TrainBatch
+from pipeline.target.rotary import RotaryTable, rotate
 
 
 def dense_unroll(

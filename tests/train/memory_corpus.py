@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from pipeline.learning.batches import TrainBatch, read_batch
+from pipeline.learning.corpus import Piece, cut_into
 from pipeline.store.states import StatesSample
-from pipeline.train.data.batches import TrainBatch, read_batch
-from pipeline.train.data.corpus import Piece, cut_into
 
 
 class MemoryOutline:

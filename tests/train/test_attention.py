@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.head import Eagle3Head, hidden_positions
-from pipeline.eagle3.layers import RotaryTable
-from pipeline.train.ttt import flex
-from pipeline.train.ttt.attention import KeyValue, UnrolledAttention
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.learning import flex
+from pipeline.learning.attention import KeyValue, UnrolledAttention
+from pipeline.learning.window import hidden_positions
+from pipeline.target.rotary import RotaryTable
 
 QUERY_HEADS, KEY_HEADS, SIZE = 4, 2, 4
 STEPS = 8
@@ -125,11 +126,11 @@ def test_equals_a_dense_mask_with_gradients(
     small_head: Eagle3Head, rows: Tensor, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three documents, two query heads a key head, blocks that end inside documents; steps 0…7."""
-    monkeypatch.setattr("pipeline.train.ttt.blocked._KEPT", kept)
-    monkeypatch.setattr("pipeline.train.ttt.blocked._MOST_ROWS", 5)
-    monkeypatch.setattr("pipeline.train.ttt.blocked._FEWEST_ROWS", 3)
+    monkeypatch.setattr("pipeline.learning.blocked._KEPT", kept)
+    monkeypatch.setattr("pipeline.learning.blocked._MOST_ROWS", 5)
+    monkeypatch.setattr("pipeline.learning.blocked._FEWEST_ROWS", 3)
     # So that blocks shrink as documents get longer.
-    monkeypatch.setattr("pipeline.train.ttt.blocked._PAIRS", 40)
+    monkeypatch.setattr("pipeline.learning.blocked._PAIRS", 40)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     steps = inputs(sum(lengths), rows, STEPS)
     compare_with_dense(lengths, rows, rotary, steps)
@@ -153,7 +154,7 @@ def test_a_window_hides_whole_pages_behind_the_first(
     small_head: Eagle3Head, rows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Window 5, pages of 3: of 11 positions those from 3 to 5 are hidden, of 14 those to 8."""
-    for module in ("eagle3.head", "train.ttt.blocked"):
+    for module in ("learning.window", "learning.blocked"):
         monkeypatch.setattr(f"pipeline.{module}.WINDOW_STEP", 3)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     steps = inputs(38, rows, STEPS)
@@ -170,7 +171,7 @@ def test_a_window_hides_whole_pages_behind_the_first(
 @pytest.fixture
 def use_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA, uncompiled. It differentiates on a CPU; what refuses that is a check."""
-    monkeypatch.setattr("pipeline.train.ttt.flex.has_kernel", lambda device, size: True)
+    monkeypatch.setattr("pipeline.learning.flex.has_kernel", lambda device, size: True)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
@@ -183,14 +184,14 @@ def test_flex_attention_joined_by_log_sum_exp_equals_blocks(
     small_head: Eagle3Head, rows: Tensor, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients; the blocks are compared with a dense mask above."""
-    for module in ("eagle3.head", "train.ttt.blocked", "train.ttt.flex"):
+    for module in ("learning.window", "learning.blocked", "learning.flex"):
         monkeypatch.setattr(f"pipeline.{module}.WINDOW_STEP", 3)
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     kernel: Any = UnrolledAttention(lengths, rows, rotary)._kernel
     assert ("mask" in kernel.keywords) == (len(rows) > 0)
     steps = inputs(38, rows, STEPS)
     by_flex = unrolled(lengths, rows, rotary, steps, window=window)
-    monkeypatch.setattr("pipeline.train.ttt.flex.has_kernel", lambda device, size: False)
+    monkeypatch.setattr("pipeline.learning.flex.has_kernel", lambda device, size: False)
     in_blocks = unrolled(lengths, rows, rotary, steps, window=window)
     assert_equal(by_flex, in_blocks, steps)
 
@@ -241,7 +242,7 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(
 
     A dense mask's grow fourfold.
     """
-    monkeypatch.setattr("pipeline.train.ttt.blocked._KEPT", 0)
+    monkeypatch.setattr("pipeline.learning.blocked._KEPT", 0)
     sizes = []
     for tokens in (128, 256, 512):
         rotary = rotary_of(small_head, tokens)

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.eagle3.init import DraftVocabulary, choose_vocabulary
 from pipeline.errors import CorruptShard, DataError
+from pipeline.heads.init import DraftVocabulary, choose_vocabulary
+from pipeline.learning.batches import AHEAD, ReadAhead, read_batch
+from pipeline.learning.corpus import HeldOut, Piece, Survey, draw_samples, survey
+from pipeline.learning.schedule import Schedule, shards_together
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.train import run
 from pipeline.train.audit import audit_mask, coverage_by_source, log_coverage, show_sample
-from pipeline.train.data.batches import AHEAD, ReadAhead, read_batch
-from pipeline.train.data.corpus import HeldOut, Piece, Survey, draw_samples, survey
-from pipeline.train.data.schedule import Schedule, shards_together
 from pipeline.train.loop import own_batches
 from tests.train.memory_corpus import MemoryCorpus
 from tests.train.runs import Configure, Store

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.train.ttt.divergence import OutputLoss, Teacher
-from pipeline.train.ttt.model import Objective, TttModel
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.unrolled import Objective
+from pipeline.learning.losses import OutputLoss, Teacher
 from tests.train.dense import dense_unroll
 from tests.train.formulas import divergence_of, teacher_of
 from tests.train.memory_corpus import pack_samples
@@ -65,8 +66,8 @@ def example(dtype: torch.dtype = torch.float64, hidden: int = H) -> Example:
 def test_loss_and_gradients_equal_autograd(
     loss: Loss, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", chunk)
-    monkeypatch.setattr("pipeline.train.ttt.divergence._PART_LOGITS", K * VD)
+    monkeypatch.setattr("pipeline.learning.losses._CHUNK_LOGITS", chunk)
+    monkeypatch.setattr("pipeline.learning.losses._PART_LOGITS", K * VD)
     given = example()
     value, hits = given.apply(loss)
     logits = given.states @ given.weight.T
@@ -147,7 +148,7 @@ def test_steps_weigh_what_the_drafts_in_front_are_accepted(
     loss: Loss, chunk: int, small_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Along each chain, document by document; what is no label breaks a chain."""
-    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", chunk)
+    monkeypatch.setattr("pipeline.learning.losses._CHUNK_LOGITS", chunk)
     fixed, batch = constants(), pack_samples(documents())
     _, *inside = sorted(set(batch.token_ids[batch.labels].tolist()))  # all but one of the labels'
     others = [token for token in range(24) if token not in batch.token_ids[batch.labels]]
@@ -239,7 +240,7 @@ def test_a_teacher_with_nothing_in_the_draft_vocabulary(loss: Loss) -> None:
 
 def test_the_weights_gradient_is_rounded_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """With states in bfloat16: chunks are summed in float32, as which a float32 weight gets it."""
-    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", 2 * K * VD)
+    monkeypatch.setattr("pipeline.learning.losses._CHUNK_LOGITS", 2 * K * VD)
     given, gradients = example(torch.bfloat16, hidden=64), list[Tensor]()
     for dtype in (torch.float32, torch.bfloat16):
         weight = given.weight.detach().to(dtype).requires_grad_()
@@ -267,7 +268,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_logits_of_all_labels_never_exist_together(
     loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", 2 * V)
+    monkeypatch.setattr("pipeline.learning.losses._CHUNK_LOGITS", 2 * V)
     given = example(hidden=1)
     with Largest() as seen, torch.no_grad():  # type: ignore[no-untyped-call]
         given.apply(loss)

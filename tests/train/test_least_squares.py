@@ -13,23 +13,25 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TrainSection
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init, start_lm_head
+from pipeline.heads.eagle3.init import solve_least_squares
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.init import fc_scale, init_lm_head, random_init
+from pipeline.heads.unrolled import Objective
+from pipeline.learning.batches import TrainBatch
+from pipeline.learning.corpus import survey
+from pipeline.learning.least_squares import (
+    STRENGTHS,
+    FirstBatches,
+    Ridge,
+    labels_needed,
+    solve_ridge,
+)
+from pipeline.learning.schedule import Schedule
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train import run
-from pipeline.train.data.batches import TrainBatch
-from pipeline.train.data.corpus import survey
-from pipeline.train.data.schedule import Schedule
-from pipeline.train.start.least_squares import (
-    FirstBatches,
-    fc_scale,
-    rows_wanted,
-    start_by_least_squares,
-)
-from pipeline.train.start.ridge import STRENGTHS, Ridge, solve_ridge
 from pipeline.train.trainer import Trainer
-from pipeline.train.ttt.model import Objective, TttModel
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, lines_of
 
@@ -51,7 +53,7 @@ def fresh(small: Eagle3Head, weights: TargetWeights, **shape: int) -> Eagle3Head
     head = Eagle3Head(small.shape.model_copy(update=sizes | shape))
     random_init(head, 0)
     head.set_vocabulary(torch.arange(vocabulary))
-    start_lm_head(head, weights.lm_head(), weights.final_norm())
+    init_lm_head(head, weights.lm_head(), weights.final_norm())
     return head
 
 
@@ -86,7 +88,7 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With room for the full rank in the values, v and o give back B exactly."""
-    monkeypatch.setattr("pipeline.train.start.ridge._BLOCK", block)
+    monkeypatch.setattr("pipeline.learning.least_squares._BLOCK", block)
     hidden = weights.embedding().shape[1]
     head = fresh(
         small_head, weights, num_attention_heads=8, num_key_value_heads=4, head_dim=hidden // 4
@@ -94,7 +96,7 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     batches = whole(states)
     norm = head.norm.weight.detach().double().numpy()
     inverse = norm / (norm**2 + (0.05 * np.sqrt((norm**2).mean())) ** 2)
-    fit = start_by_least_squares(head, weights.embedding(), batches)
+    fit = solve_least_squares(head, weights.embedding(), batches)
 
     def ridge(some: list[TrainBatch], strength: float) -> np.ndarray[Any, np.dtype[np.float64]]:
         """As ordinary least squares with rows √λ · 1 under the data."""
@@ -132,7 +134,7 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
 
 def test_strengths_are_compared_by_some_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth here, and solved for all: what is explained and the cosine are of the fourth."""
-    monkeypatch.setattr("pipeline.train.start.ridge._COMPARED", 3)
+    monkeypatch.setattr("pipeline.learning.least_squares._COMPARED", 3)
     generator = torch.Generator().manual_seed(1)
     x, noise = torch.randn(9, 40, 5, generator=generator), torch.randn(9, 40, 10)
     y = x @ torch.randn(5, 10, generator=generator) + noise * torch.arange(10)
@@ -162,7 +164,7 @@ def test_a_solved_head_proposes_better_than_an_unsolved_one(
     head = fresh(small_head, weights)
     solved = copy.deepcopy(head)
     batches = whole(states)
-    start_by_least_squares(solved, weights.embedding(), batches)
+    solve_least_squares(solved, weights.embedding(), batches)
 
     def accuracy(one: Eagle3Head) -> float:
         model = model_of(one, weights, steps=1)
@@ -179,7 +181,7 @@ def test_the_start_is_the_same_where_the_output_is_normed(
     """EAGLE-3.1's norm changes what step 1 reads; step 0, which is solved, proposes the same."""
     heads = [fresh(small_head, weights, norm_output=switch) for switch in (False, True)]
     for head in heads:
-        start_by_least_squares(head, weights.embedding(), whole(states))
+        solve_least_squares(head, weights.embedding(), whole(states))
     for name, tensor in heads[0].state_dict().items():
         assert torch.equal(tensor, heads[1].state_dict()[name]), name
 
@@ -193,10 +195,10 @@ def test_a_start_reads_labels_enough_for_its_regressors(states: list[StatesSampl
     def labels(**limits: int) -> int:
         return sum(len(batch.labels) for batch in FirstBatches(corpus, schedule, **limits))
 
-    every = labels(labels=rows_wanted(32))
+    every = labels(labels=labels_needed(32))
     assert every == sum(int(sample.supervised_mask[2:].sum()) for sample in states)
     assert 20 <= labels(labels=20) < 60 < every
-    assert rows_wanted(4096) == 30 * 4 * 4096
+    assert labels_needed(4096) == 30 * 4 * 4096
 
 
 def test_solving_is_repeatable(
@@ -204,7 +206,7 @@ def test_solving_is_repeatable(
 ) -> None:
     heads = [fresh(small_head, weights) for _ in range(2)]
     for head in heads:
-        start_by_least_squares(head, weights.embedding(), whole(states))
+        solve_least_squares(head, weights.embedding(), whole(states))
     for name, tensor in heads[0].state_dict().items():
         assert torch.equal(tensor, heads[1].state_dict()[name]), name
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.config import TrainSection
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import ConfigError
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train.stage import run

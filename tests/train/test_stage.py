@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.eagle3.checkpoint import load_head
 from pipeline.errors import ContractMismatch, DataError, MissingStage, StageConflict, StoreError
+from pipeline.heads.registry import load_head
 from pipeline.store.location import Location
 from pipeline.store.states import StatesSample
 from pipeline.train import run

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from pipeline.errors import CorruptShard, StoreError
+from pipeline.learning.batches import ReadAhead, TrainBatch, read_batch
+from pipeline.learning.corpus import Piece, survey
+from pipeline.learning.schedule import Schedule
 from pipeline.records import Shard
 from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, write_shard
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
-from pipeline.train.data.batches import ReadAhead, TrainBatch, read_batch
-from pipeline.train.data.corpus import Piece, survey
-from pipeline.train.data.schedule import Schedule
-from pipeline.train.data.stored import StoredCorpus
+from pipeline.train.stored import StoredCorpus
 
 HIDDEN = 8
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.init import random_init
-from pipeline.train.ttt.model import Objective, TttModel
-from pipeline.train.ttt.trained import StepResult
-from pipeline.train.ttt.unroll import draw_dropout
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import TttModel, draw_dropout
+from pipeline.heads.init import random_init
+from pipeline.heads.trained import StepResult
+from pipeline.heads.unrolled import Objective
 from tests.train.dense import dense_loss
 from tests.train.memory_corpus import pack_samples
 from tests.train.test_unroll import DECAY, STEPS, constants, documents
@@ -117,7 +117,7 @@ def test_dropout_is_of_what_the_layer_reads_alone(
         0, torch.arange(hidden, 2 * hidden), 0
     )
     draw = lambda rows: kept.expand(rows, -1)  # noqa: E731
-    monkeypatch.setattr("pipeline.train.ttt.model.draw_dropout", lambda *_, **__: draw)
+    monkeypatch.setattr("pipeline.heads.eagle3.ttt.draw_dropout", lambda *_, **__: draw)
     project = small_head.midlayer.self_attn.project_qkv
 
     def spy(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from pipeline.config import TrainSection
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import DataError
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.trained import count_coarse_rows
+from pipeline.heads.unrolled import Objective
+from pipeline.learning.batches import TrainBatch
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
-from pipeline.train.data.batches import TrainBatch
 from pipeline.train.trainer import Trainer
-from pipeline.train.ttt.model import Objective, TttModel
-from pipeline.train.ttt.trained import count_coarse_rows
 from tests.train.memory_corpus import pack_samples
 from tests.train.test_least_squares import fresh, weights
 

@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.eagle3.head import Eagle3Head
-from pipeline.eagle3.layers import RotaryTable, rotate
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.ttt import TttModel, step_logits, unroll
+from pipeline.heads.unrolled import (
+    Objective,
+    Unroll,
+    gather_predictions,
+    position_skips,
+    predicting_rows,
+)
+from pipeline.learning.attention import UnrolledAttention
+from pipeline.learning.batches import TrainBatch, read_batch
+from pipeline.learning.corpus import Piece
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train.data.batches import TrainBatch, read_batch
-from pipeline.train.data.corpus import Piece
-from pipeline.train.ttt.attention import UnrolledAttention
-from pipeline.train.ttt.model import Objective, TttModel, gather_predictions
-from pipeline.train.ttt.unroll import Unroll, position_skips, predicting_rows, step_logits, unroll
+from pipeline.target.rotary import RotaryTable, rotate
 from tests.train.dense import dense_loss, dense_unroll
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 
@@ -353,8 +359,8 @@ def test_a_host_waits_for_two_counts_of_a_batch(small_head: Eagle3Head, steps: i
     model.rotary()
     # How blocks of a CPU are cut, and hits are looked for there, is no part of it.
     with (
-        patch("pipeline.train.ttt.attention._kernel", lambda *_: lambda query, *_: query),
-        patch("pipeline.train.ttt.divergence._hits", lambda z, *_: torch.zeros(len(z)).long()),
+        patch("pipeline.learning.attention._kernel", lambda *_: lambda query, *_: query),
+        patch("pipeline.learning.losses._hits", lambda z, *_: torch.zeros(len(z)).long()),
         Counts() as seen,  # type: ignore[no-untyped-call]
     ):
         model(batch)
@@ -366,7 +372,7 @@ def test_chunks_do_not_change_the_result(
 ) -> None:
     fixed, batch = constants(), pack_samples(documents())
     whole = model_of(small_head, fixed)(batch)
-    monkeypatch.setattr("pipeline.train.ttt.divergence._CHUNK_LOGITS", 3 * STEPS * 14)
+    monkeypatch.setattr("pipeline.learning.losses._CHUNK_LOGITS", 3 * STEPS * 14)
     parts = model_of(small_head, fixed)(batch)
     torch.testing.assert_close(parts.loss, whole.loss)
     assert parts.hits.tolist() == whole.hits.tolist()

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TreeSection
-from pipeline.decoder.drafters.eagle3 import Eagle3Drafter
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.eagle3.head import Eagle3Head
 from pipeline.errors import DataError, TargetError
+from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.cost import Costs
 from pipeline.tuning.trace import (
     Traces,

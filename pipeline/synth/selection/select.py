@@ -31,7 +31,7 @@ from pipeline.store.prompts import (
     create_selection,
     delete_prompts,
     find_selection,
-    read_prompts,
+    load_prompt_shard,
     write_prompts,
 )
 from pipeline.synth.selection.estimate import PromptCounts, count_selection, estimate_prompts
@@ -44,8 +44,8 @@ __all__ = [
     "PromptShard",
     "Selection",
     "find_selection",
+    "load_prompt_shard",
     "prompt_counts",
-    "read_prompts",
     "select",
     "synth_section",
 ]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
-from pipeline.train.ttt import divergence
-from pipeline.train.ttt.divergence import OutputLoss, Teacher
-from pipeline.train.ttt.divergence_kernel import compare_in_place
+from pipeline.learning import losses as divergence
+from pipeline.learning.losses import OutputLoss, Teacher
+from pipeline.learning.losses_kernel import compare_in_place
 from tests.decoder.ops.compare import TYPES, seeded
 from tests.train.formulas import divergence_of, teacher_of
 

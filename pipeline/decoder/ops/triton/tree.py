@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Pointer, Scalar, Table, jit
-from pipeline.decoder.ops.triton.top_k import index_of, key_of, value_of
+from pipeline.decoder.ops.triton.launch import Pointer, Scalar, Table, jit
+from pipeline.decoder.ops.triton.logits import index_of, key_of, value_of
 
 
 @jit
@@ -13,14 +13,14 @@ def select_beams_kernel(
     score: Table,
     gained: Table,
     proposed: Table,
-    lineage: Table,
+    beam_mask: Table,
     hidden: Pointer,
     bits: Table,
     total: Table,
     best: Table,
     kept_score: Table,
     kept_token: Table,
-    kept_lineage: Table,
+    kept_mask: Table,
     kept_hidden: Pointer,
     K: tl.constexpr,
     SIZE: tl.constexpr,
@@ -47,7 +47,7 @@ def select_beams_kernel(
     tl.store(best + out, chosen)
     tl.store(kept_score + out, value_of(bar))
     tl.store(kept_token + out, tl.load(proposed + row * (K * K) + chosen))
-    tl.store(kept_lineage + out, tl.load(lineage + beam) | tl.load(bits + out))
+    tl.store(kept_mask + out, tl.load(beam_mask + beam) | tl.load(bits + out))
     column = tl.arange(0, SIZE_BLOCK)
     state = tl.load(hidden + beam * SIZE + column, mask=column < SIZE)
     tl.store(kept_hidden + out * SIZE + column, state, mask=column < SIZE)
@@ -61,7 +61,7 @@ def grow_tree_kernel(
     scores: Table,
     node_tokens: Table,
     node_parents: Table,
-    ancestors: Table,
+    tree_mask: Table,
     depth: Table,
     count: Scalar,
     KEPT: tl.constexpr,
@@ -95,12 +95,12 @@ def grow_tree_kernel(
     out = row * (KEPT + 1) + node
     tl.store(node_tokens + out, tl.load(tokens + row * count + candidate, mask=kept), mask=kept)
     tl.store(node_parents + out, above.to(tl.int64), mask=kept)
-    tl.store(ancestors + out, bits, mask=kept)
+    tl.store(tree_mask + out, bits, mask=kept)
     tl.store(depth + out, length + 1, mask=kept)
     root = row * (KEPT + 1)
     tl.store(node_tokens + root, tl.load(roots + row))
     tl.store(node_parents + root, 0)
-    tl.store(ancestors + root, 1)
+    tl.store(tree_mask + root, 1)
     tl.store(depth + root, 0)
 
 

@@ -1,0 +1,193 @@
+"""Drafting with a block drafter (DFlash, arXiv:2602.06036): one forward, and the tree of its
+marginals (DDTree, arXiv:2604.12989).
+
+A row with L committed tokens x0…x(L-1) and root xL has L entries in each of the drafter's layers,
+keys and values of the context states fc(aux i) at position i. A draft writes its block behind them:
+
+    entry        0     …   L-1  │   L     L+1    L+2   …   L+b-1        visible to the whole block,
+    key, value   aux0  …        │  root   mask   mask  …   mask         and seen by nobody else
+    predicts                    │    ·    x(L+1) x(L+2) …  x(L+b-1)
+
+The extension that follows overwrites what the block has left with the context of accepted tokens.
+A block is drafted whole, whatever the tree's depth: as it was trained, or, by `block_size`, with
+fewer masks, which is cheaper and a little less right, for every position sees all masks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.config import DrafterSection, TreeSection
+from pipeline.decoder.batch import DecodeBatch, TokenRows
+from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.kv import Planes, PlaneShape
+from pipeline.decoder.model import DecoderModel, fuse_layer, stored
+from pipeline.decoder.ops.draft import Candidates, join_marginals
+from pipeline.decoder.ops.layer import LayerStack, Packed
+from pipeline.decoder.ops.tree import HEADROOM
+from pipeline.errors import ConfigError
+from pipeline.heads.dflash.shape import DflashHead
+from pipeline.heads.fits import check_fits
+from pipeline.target.rotary import RotaryTable
+
+#: The smallest block that is tried, root included.
+_LEAST_BLOCK = 3
+
+
+class DflashDrafter(TreeDrafter):
+    """One head, and a tree from each of its blocks. It keeps no state beside its planes."""
+
+    def __init__(
+        self,
+        head: DflashHead,
+        model: DecoderModel,
+        trees: Trees,
+        *,
+        block_size: int | None = None,
+    ) -> None:
+        """The head's weights are copied; the target's embedding, type, device and operations are
+        used. `block_size` tokens are drafted at a time, root included; None: as it was trained.
+        Raises HeadError when head and target do not fit, ConfigError for a tree that is deeper than
+        a block, or a block longer than the trained one.
+        """
+        check_fits(head, model)
+        super().__init__(trees, head.shape.draft_vocab_size)
+        self.ops, self.dtype = model.ops, model.dtype
+        self.shape = head.shape
+        trained = head.shape.block_size
+        self.block_size = trained if block_size is None else block_size
+        check_block(self.block_size, trained)
+        check_depth(self.depth, self.block_size)
+        # An extension writes an entry more than a tree is deep.
+        self.lookahead = max(self.block_size, self.depth + 1)
+        key = head.shape.num_key_value_heads, head.shape.head_dim
+        self.planes = (PlaneShape(head.shape.num_hidden_layers, *key, model.dtype),)
+        self._load(head, model)
+        #: Set to a list to record every draft's logits [B, steps, Vd] (tests, analysis).
+        self.trace: list[Tensor] | None = None
+
+    def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
+        del ended
+        self.extend(batch, planes, read)
+
+    def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
+        # Entries behind the valid ones are written too; the next round overwrites them unseen.
+        metadata = batch.metadata(self.ops, self._rotary, read.rows)
+        states, eps = self.ops.linear(read.aux, self._fc), self.shape.rms_norm_eps
+        context, _ = self.ops.add_rms_norm(states, None, self._hidden_norm, eps)  # [T, H]
+        layers = zip(self._stack.layers, self._keys_values, planes.drafter[0], strict=True)
+        for layer, projection, (keys, values) in layers:
+            both = self.ops.linear(context, projection)  # [T, 2G d]: nothing asks, so no queries
+            self.ops.rope_write(both, layer.head_norms, eps, metadata, keys, values)
+
+    def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
+        rows, block = len(batch), self.block_size
+        tokens = torch.cat((batch.roots[:, None], self._masks.expand(rows, -1)), 1)  # [B, b]
+        every = torch.full_like(tokens, (1 << block) - 1).flatten()
+        even = TokenRows.even(rows, block, tokens.device)
+        metadata = batch.metadata(self.ops, self._rotary, even, mask=every)
+        embedded = F.embedding(tokens.flatten(), self._embedding)  # [B · b, H]
+        normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, self._stack.eps)
+        normed, _, _ = self.ops.layers(self._stack, metadata, hidden, normed, planes.drafter[0])
+        asked = normed.view(rows, block, -1)[:, 1 : shape.steps + 1].flatten(0, 1)
+        logits = self.ops.linear(asked, self._lm_head)  # [B · steps, Vd]
+        if self.trace is not None:
+            self.trace.append(logits.view(rows, shape.steps, -1))
+        scores, ids = self.ops.propose(logits, self.shapes.beams(shape))
+        ids = self._target_ids[ids]
+        return join_marginals(*(each.view(rows, shape.steps, -1) for each in (scores, ids)))
+
+    def _load(self, head: DflashHead, model: DecoderModel) -> None:
+        """Copy the head's weights into the form that the operations want."""
+        device, ops, shape = model.device, self.ops, self.shape
+        weights: dict[str, Tensor] = {
+            name: tensor.clone() for name, tensor in head.state_dict().items()
+        }
+
+        def norm(name: str) -> Tensor:
+            return weights[f"{name}.weight"].to(device, self.dtype)
+
+        names = [f"layers.{index}." for index in range(shape.num_hidden_layers)]
+        inside = [
+            {
+                name.removeprefix(prefix): weights[name]
+                for name in weights
+                if name.startswith(prefix)
+            }
+            for prefix in names
+        ]
+        inputs = [norm(f"{prefix}input_layernorm") for prefix in names]
+        layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
+        norms = (*inputs[1:], norm("norm"))
+        self._input_norm = inputs[0]
+        self._stack = LayerStack(layers, norms, shape.rms_norm_eps, captured=())
+        self._keys_values: list[Packed] = [
+            ops.pack(
+                stored(torch.cat([layer[f"self_attn.{name}_proj.weight"] for name in "kv"]), device)
+            )
+            for layer in inside
+        ]
+        self._hidden_norm, self._fc = (
+            norm("hidden_norm"),
+            ops.pack(stored(weights["fc.weight"], device)),
+        )
+        if shape.target_lm_head:
+            self._lm_head = model.lm_head
+        else:
+            self._lm_head = ops.pack(stored(weights["lm_head.weight"], device))
+        self._target_ids, self._embedding = head.target_ids().to(device), model.embedding
+        self._masks = torch.full((1, self.block_size - 1), shape.mask_token_id, device=device)
+        length = model.max_length + HEADROOM
+        rotary = RotaryTable(shape.rope_config(), length, device=device, dtype=self.dtype)
+        self._rotary = rotary.cos, rotary.sin
+
+
+def check_block(block_size: int, trained: int) -> None:
+    """Raise ConfigError for a block that the head was not trained to draft."""
+    if block_size > trained:
+        problem = f"{block_size} is more than the {trained} tokens of the blocks it was trained on"
+        fix = f"choose at most {trained}, or train with a larger train.dflash.block_size"
+        raise ConfigError(problem, where="drafter.dflash.block_size", fix=fix)
+
+
+def check_depth(depth: int, block_size: int) -> None:
+    """Raise ConfigError for a tree that is deeper than a block has tokens to predict."""
+    if depth >= block_size:
+        problem = f"{depth} is more than the {block_size - 1} tokens that a block predicts"
+        fix = f"choose at most {block_size - 1}, or train with a larger train.dflash.block_size"
+        raise ConfigError(problem, where="tree.steps", fix=fix)
+
+
+def make_drafter(head: DflashHead, model: DecoderModel, trees: Trees) -> Drafter:
+    """With the trained block."""
+    return DflashDrafter(head, model, trees)
+
+
+def drafter_factory(
+    section: DrafterSection, head: DflashHead, model: DecoderModel
+) -> DrafterFactory:
+    """With the block of `section`, or with all that are worth a try, the trained one first."""
+    block_size = section.dflash.block_size
+    trained = head.shape.block_size
+
+    def of(size: int, choices: tuple[DrafterFactory, ...] = ()) -> DrafterFactory:
+        def make(trees: Trees) -> Drafter:
+            return DflashDrafter(head, model, trees, block_size=size)
+
+        depths, settings = tuple(range(1, size)), {"block_size": size}
+        return DrafterFactory(make, depths, settings=settings, choices=choices)
+
+    if block_size is not None:
+        check_block(block_size, trained)
+        return of(block_size)
+    return of(trained, tuple(of(size) for size in _blocks(trained)))
+
+
+def _blocks(trained: int) -> list[int]:
+    """The trained block and its halves, the smallest first."""
+    sizes = [trained]
+    while sizes[0] // 2 >= _LEAST_BLOCK:
+        sizes.insert(0, sizes[0] // 2)
+    return sizes

@@ -1,0 +1,142 @@
+"""A block drafter (DFlash, Chen et al. 2026, arXiv:2602.06036), with DFlashDraftModel's names.
+
+    aux states [N, 3H] ──fc──► hidden_norm ──► context [N, H]         entries before the root
+                                                  │
+                                                  ├─ k_proj, v_proj of each layer, no queries
+                                                  ▼
+    position        0      1      2    …  b-1    keys and values of context and block;
+    block          root   mask   mask  …  mask   every position of the block sees both, whole
+                    │      │      │        │
+                    └──────┴─ layers ──────┴─► norm ─► lm_head: position k predicts the token
+                                                       k behind the root
+
+The marginals of all b-1 tokens come from one forward. A layer is one of Qwen3 without biases: q and
+k of each head pass norms before rotary embedding. The mask is the embedding of `mask_token_id`, and
+embeddings are the target's. A head for a part of the vocabulary carries its lm_head, d2t and t2d,
+as vLLM reads them beside the layers; one with `target_lm_head` uses the target's rows instead.
+
+Shapes: N context entries, T block tokens, b block size, H hidden size, Q query heads, G key/value
+heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from pipeline.heads.base import DraftingHead, DraftShape, RmsNorm, SwiGluMlp
+
+#: A block's entries have to fit beside a tree's bits, and no published head drafts more.
+MOST_BLOCK = 16
+
+
+class BlockQkv(NamedTuple):
+    """Of block tokens, normed, before rotary embedding."""
+
+    query: Tensor  # [T, Q, d]
+    key: Tensor  # [T, G, d]
+    value: Tensor  # [T, G, d]
+
+
+class ContextKeys(NamedTuple):
+    """Of context entries, normed, before rotary embedding."""
+
+    key: Tensor  # [N, G, d]
+    value: Tensor  # [N, G, d]
+
+
+#: (block, context) → attention output [T, Q, d]
+AttendBlocks = Callable[[BlockQkv, ContextKeys], Tensor]
+
+
+class DflashShape(DraftShape):
+    """Of a block drafter."""
+
+    num_hidden_layers: int = Field(gt=0, le=256)
+    block_size: int  # root included
+    mask_token_id: int  # whose embedding stands for a token to predict
+    target_lm_head: bool = False  # logits by the target's rows, of its whole vocabulary
+
+
+class _BlockAttention(nn.Module):
+    def __init__(self, shape: DflashShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        query = shape.num_attention_heads * shape.head_dim
+        key = shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, query, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, key, bias=False)
+        self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
+        self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def project_query(self, x: Tensor) -> Tensor:
+        """x [.., H] → normed queries [.., Q, d]."""
+        return torch.as_tensor(self.q_norm(self._by_head(self.q_proj(x))))
+
+    def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [.., H] → normed keys and values [.., G, d]."""
+        key = torch.as_tensor(self.k_norm(self._by_head(self.k_proj(x))))
+        return key, self._by_head(self.v_proj(x))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[.., heads·d] → [.., heads, d]; there may be no rows."""
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
+
+
+class BlockLayer(nn.Module):
+    """A layer of the drafter."""
+
+    def __init__(self, shape: DflashShape) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = _BlockAttention(shape)
+        self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = SwiGluMlp(shape)
+
+    def forward(self, hidden: Tensor, context: Tensor, attend: AttendBlocks) -> Tensor:
+        """Block hidden [T, H] and context [N, H] → block hidden [T, H]."""
+        normed = self.input_layernorm(hidden)
+        block = BlockQkv(self.self_attn.project_query(normed), *self.self_attn.project_keys(normed))
+        mixed = attend(block, ContextKeys(*self.self_attn.project_keys(context)))
+        hidden = hidden + self.self_attn.o_proj(mixed.flatten(-2))
+        return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class DflashHead(DraftingHead):
+    """Parameters and maths of the block drafter."""
+
+    shape: DflashShape
+
+    def __init__(self, shape: DflashShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        self._add_vocabulary(shape, borrowed=shape.target_lm_head)
+
+    def context(self, aux_states: Tensor) -> Tensor:
+        """Aux states [N, 3H] → what every layer's keys and values of the context read [N, H]."""
+        return torch.as_tensor(self.hidden_norm(self.fc(aux_states)))
+
+    def run(self, embedded: Tensor, context: Tensor, attend: AttendBlocks) -> Tensor:
+        """Block embeddings [T, H], context [N, H] → what `lm_head` reads [T, H]."""
+        hidden = embedded
+        for layer in self.layers:
+            hidden = layer(hidden, context, attend)
+        return torch.as_tensor(self.norm(hidden))
+
+    def block_tokens(self, roots: Tensor) -> Tensor:
+        """Token ids [A, b] of the blocks behind `roots` [A]: the root, then masks."""
+        masks = roots.new_full((len(roots), self.shape.block_size - 1), self.shape.mask_token_id)
+        return torch.cat((roots[:, None], masks), dim=1)
+
+
+SHAPE, HEAD = DflashShape, DflashHead

@@ -1,0 +1,78 @@
+"""EAGLE-3 heads on disk: ours, which SGLang loads as it is, and those of other trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.errors import HeadError
+from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard
+from pipeline.heads.eagle3 import sglang, speculators
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.fields import Layers
+from pipeline.heads.known import architectures_of
+from pipeline.heads.tensors import fill_head, read_json, read_tensors
+from pipeline.records import TargetContract
+from pipeline.target.open import Target
+
+#: SGLang's older names of the three norms before fc.
+_LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+
+
+_PASS_A_HEAD = "pass the directory of an EAGLE-3 head"
+
+
+def read_foreign(directory: Path) -> ForeignHead:
+    """Read a head directory in either dialect. Raises HeadError with file, field and fix."""
+    body = read_json(directory / CONFIG)
+    where = f"{directory}/{CONFIG}"
+    dialect = _detect(body, where)
+    shape, layers = (speculators if dialect == "speculators" else sglang).read_config(body, where)
+    tensors = {_head_name(name): tensor for name, tensor in read_tensors(directory).items()}
+    embedding = tensors.pop(speculators.EMBEDDING, None)
+    head = fill_head(Eagle3Head, shape, tensors, where=str(directory))
+    return ForeignHead(dialect, layers, head, embedding)
+
+
+def _detect(body: dict[str, Any], where: str) -> str:
+    """The dialect of a config.json. Raises HeadError for what is no EAGLE-3 head."""
+    if speculators.MODEL_TYPE in body:
+        return "speculators"
+    if sglang.ARCHITECTURE in architectures_of(body, where) or "draft_vocab_size" in body:
+        return "sglang"
+    known = f"{speculators.MODEL_TYPE} nor architectures [{sglang.ARCHITECTURE}]"
+    problem = f"is no EAGLE-3 head's: it has neither {known} nor draft_vocab_size"
+    raise HeadError(problem, where=where, fix=_PASS_A_HEAD)
+
+
+def _head_name(name: str) -> str:
+    """The name that `Eagle3Head` has for a tensor of either dialect."""
+    name = speculators.head_name(name.removeprefix("model."))
+    for legacy, current in _LEGACY.items():
+        name = name.replace(legacy, current)
+    return name
+
+
+def head_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
+    """config.json of a head's directory: SGLang's."""
+    return sglang.sglang_config(shape, contract)
+
+
+def read_config(
+    body: dict[str, Any], where: str, tensors: Callable[[], Mapping[str, Tensor]]
+) -> tuple[HeadShape, Layers | None]:
+    """Shape and aux layers of a config.json. Raises HeadError."""
+    del tensors
+    if speculators.MODEL_TYPE in body:
+        fix = "eagle3 import DIRECTORY --target SOURCE --out HEAD"
+        raise HeadError("is in the dialect of speculators", where=where, fix=fix)
+    return sglang.read_config(body, where)
+
+
+def export(folder: Path, head: Eagle3Head, card: HeadCard, format: str, target: Target) -> None:
+    """Write the dialect of speculators; SGLang's is our own directory."""
+    assert format == "speculators"
+    speculators.export_speculators(folder, head, card, target)

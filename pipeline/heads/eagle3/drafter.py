@@ -1,0 +1,159 @@
+"""Drafting with an EAGLE-3 head (arXiv:2503.01840): extend on real states, then unroll on its own.
+
+A row with L committed tokens x0…x(L-1) and root xL has L entries in the head's cache. Entry i was
+made from (embedding of x(i+1), fc(aux i)) at position i:
+
+    entry        0      1     …    L-1                 its output predicts x(L+1): depth 1
+    token        x1     x2    …    xL (root)           and is kept in drafter_state
+    state        g0     g1    …    g(L-1)
+
+The head is loaded into the same form as a layer of the target, and drafts with `ops.draft_beams`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.config import DrafterSection, TreeSection
+from pipeline.decoder.batch import DecodeBatch, RowState
+from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.kv import Planes, PlaneShape
+from pipeline.decoder.model import DecoderModel, fuse_layer, stored
+from pipeline.decoder.ops.draft import Candidates, DraftHead
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
+from pipeline.decoder.ops.tree import HEADROOM
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.fits import check_fits
+from pipeline.learning.window import seen_pages
+from pipeline.target.rotary import RotaryTable
+
+
+class Eagle3Drafter(TreeDrafter):
+    """One head, and the dynamic tree."""
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        model: DecoderModel,
+        trees: Trees,
+        *,
+        draft_window: int | None = None,
+    ) -> None:
+        """The head's weights are copied; the target's embedding, type, device and operations are
+        used. `draft_window` takes the place of the head's own. Raises HeadError when head and
+        target do not fit.
+        """
+        check_fits(head, model)
+        super().__init__(trees, head.shape.draft_vocab_size)
+        self.ops, self.dtype = model.ops, model.dtype
+        self.shape = head.shape
+        if draft_window is not None:
+            self.shape = head.shape.model_copy(update={"draft_window": draft_window})
+        # An extension writes an entry more than a draft has steps.
+        self.lookahead = max(self.lookahead, self.depth + 1)
+        self.state = RowState(head.shape.hidden_size, model.dtype)
+        key = head.shape.num_key_value_heads, head.shape.head_dim
+        self.planes = (PlaneShape(1, *key, model.dtype),)
+        self._load(head, model)
+        #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
+        self.trace: list[Tensor] | None = None
+
+    def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
+        del ended
+        self.extend(batch, planes, read)
+
+    def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
+        # Entries behind the valid ones are written too; the next round overwrites them unseen.
+        metadata, plane = batch.metadata(self.ops, self._head.rotary, read.rows), planes.drafter[0]
+        hidden, tokens = self.project(read.aux), read.next_tokens.clamp(min=0)
+        last = read.rows.cu_seqlens_q[:-1] + read.counts - 1  # [B] valid tokens of the rows
+        _, output = self.ops.draft_step(self._head, tokens, hidden, metadata, plane)  # [T, H]
+        output = output[last]
+        if self.shape.draft_window:
+            # Those keys and values are everyone's; what the last token sees is its window.
+            metadata = self._last_of(batch, metadata.slot_mapping[last], read.counts)
+            inputs = tokens[last], hidden[last]
+            _, output = self.ops.draft_step(self._head, *inputs, metadata, plane)  # [B, H]
+        batch.drafter_state.copy_(output)
+
+    def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
+        entries = self._seen(batch.block_table, batch.seq_lens)
+        row = batch.drafter_state, *entries, batch.seq_lens
+        steps, k = shape.steps, self.shapes.beams(shape)
+        return self.ops.draft_beams(self._head, *row, planes.drafter[0], steps, k, self.trace)
+
+    def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head's window leaves of `lengths` [B] entries: pages [B, P], and how many."""
+        if not self.shape.draft_window:
+            return block_table, lengths
+        return seen_pages(block_table, lengths, self.shape.draft_window, self.lookahead)
+
+    def _last_of(
+        self, batch: DecodeBatch, slot_mapping: Tensor, counts: Tensor
+    ) -> AttentionMetadata:
+        """Of each row's last token [B], which is stored at `slot_mapping` already."""
+        lengths = batch.seq_lens + counts
+        block_table, seen = self._seen(batch.block_table, lengths)
+        return AttentionMetadata(
+            rotary=self._head.rotary,
+            positions=lengths - 1,
+            slot_mapping=slot_mapping,
+            block_table=block_table,
+            seq_lens=seen - 1,
+            cu_seqlens_q=torch.arange(len(slot_mapping) + 1, device=slot_mapping.device),
+            max_query_len=1,
+            mask=None,
+        )
+
+    def project(self, aux: Tensor) -> Tensor:
+        """Aux states [T, 3H] → the hidden input of step 0 [T, H]."""
+        if self._fc_norms:
+            eps, pairs = self._head.stack.eps, zip(aux.chunk(3, -1), self._fc_norms, strict=True)
+            normed = [self.ops.add_rms_norm(part, None, norm, eps)[0] for part, norm in pairs]
+            aux = torch.cat(normed, dim=-1)
+        return self.ops.linear(aux, self._fc)
+
+    def _load(self, head: Eagle3Head, model: DecoderModel) -> None:
+        """Copy the head's weights into the form that the operations want."""
+        device, ops = model.device, self.ops
+        weights: dict[str, Tensor] = {
+            name: tensor.clone() for name, tensor in head.state_dict().items()
+        }
+        inside = {name.removeprefix("midlayer."): weights[name] for name in weights}
+
+        def norm(name: str) -> Tensor:
+            return weights[f"{name}.weight"].to(device, self.dtype)
+
+        rotary = RotaryTable(
+            self.shape.rope_config(),
+            model.max_length + HEADROOM,
+            device=device,
+            dtype=self.dtype,
+        )
+        layers = (fuse_layer(inside, ops, device),)
+        self._head = DraftHead(
+            embedding=model.embedding,
+            embed_norm=norm("midlayer.input_layernorm"),
+            hidden_norm=norm("midlayer.hidden_norm"),
+            stack=LayerStack(layers, (norm("norm"),), self.shape.rms_norm_eps, captured=()),
+            lm_head=ops.pack(stored(weights["lm_head.weight"], device)),
+            target_ids=head.target_ids().to(device),
+            norm_output=self.shape.norm_output,
+            rotary=(rotary.cos, rotary.sin),
+        )
+        self._fc_norms = [norm(f"fc_norm.{part}") for part in range(3 * self.shape.fc_norm)]
+        self._fc = ops.pack(stored(weights["fc.weight"], device))
+
+
+def make_drafter(head: Eagle3Head, model: DecoderModel, trees: Trees) -> Drafter:
+    """With the window that the head was trained with."""
+    return Eagle3Drafter(head, model, trees)
+
+
+def drafter_factory(
+    section: DrafterSection, head: Eagle3Head, model: DecoderModel
+) -> DrafterFactory:
+    """With the window of `section`, for any trees."""
+    window = section.eagle3.draft_window
+    return DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees, draft_window=window))

@@ -1,0 +1,255 @@
+"""Packed micro-batches: documents one after the other, no padding.
+
+    documents    a0 a1 a2 a3 a4 | b0 b1 b2 b3        lengths (5, 4), N = 9
+    supervised          ●  ●  ●          ●  ●        tokens that the target generated
+    labels              2  3  4          7  8        their flat positions j, at depths 2 3 4 2 3
+    teacher           t1 t2 t3        t6 t7          final state at j-1, one a label
+
+A label's depth is its position in its document. Labels whose depth is below 2 are never predicted
+(position 0 at step 0 predicts token 2) and are left out.
+
+A document that is a part of a longer sample stands behind its past, whose tokens carry no label
+(`Piece`); only the others are counted as trained on.
+
+States stay as they are stored until the batch is on the training device, which decodes them there.
+
+Shapes: N tokens of a batch, S labels, H hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.learning.corpus import Corpus, Piece
+from pipeline.learning.schedule import Schedule
+from pipeline.store.states import Codec, StatesSample
+
+#: Batches that are read, or wait, before they are needed.
+AHEAD = 4
+
+
+#: Batches whose shards are fetched before they are read.
+LOOK_AHEAD = 32
+
+
+#: Shards that are fetched at one time.
+FETCHES = 4
+
+
+class CodecSpan(NamedTuple):
+    """Consecutive documents of a batch whose states are encoded alike."""
+
+    codec: Codec
+    tokens: int
+    labels: int
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One micro-batch on the training device. States are rows as stored while there are codecs."""
+
+    sample_ids: tuple[str, ...]
+    lengths: tuple[int, ...]  # of the documents with their pasts, adding up to N
+    token_ids: Tensor  # int64 [N]
+    aux_states: Tensor  # [N, 3H]
+    labels: Tensor  # int64 [S], flat position j of each predicted token
+    depths: Tensor  # int64 [S], position of the same token inside its document
+    teacher_states: Tensor  # [S, H], the target's final state at j-1
+    codecs: tuple[CodecSpan, ...] = ()  # empty: states are plain numbers
+    pasts: tuple[int, ...] = ()  # tokens of each document before those trained on; empty: none
+    number: int = 0  # in the schedule, over all epochs: what is drawn for the batch is drawn by it
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.token_ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Those that are not a document's past."""
+        return self.tokens - sum(self.pasts)
+
+    def trained(self, rows: Tensor) -> Tensor:
+        """Of rows [N, ..] those of the tokens that are trained on."""
+        if not any(self.pasts):
+            return rows
+        documents = zip(rows.split_with_sizes(list(self.lengths)), self.pasts, strict=True)
+        return torch.cat([document[past:] for document, past in documents])
+
+    @property
+    def where(self) -> str:
+        """For errors."""
+        more = " …" if len(self.sample_ids) > 8 else ""
+        return f"batch of samples {', '.join(self.sample_ids[:8])}{more}"
+
+    def pinned(self) -> TrainBatch:
+        """The same batch in memory that a GPU copies from by itself, while both go on working."""
+        tensors: dict[str, Any] = {
+            name: value.pin_memory() for name, value in vars(self).items() if torch.is_tensor(value)
+        }
+        return replace(self, **tensors)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TrainBatch:
+        """The same batch on `device`, states decoded there, in `dtype`."""
+        aux, teachers, token_ids, labels, depths = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (
+                self.aux_states,
+                self.teacher_states,
+                self.token_ids,
+                self.labels,
+                self.depths,
+            )
+        )
+        if self.codecs:
+            aux, teachers = self._decode(aux, teachers)
+        return replace(
+            self,
+            token_ids=token_ids,
+            aux_states=aux.to(dtype),
+            labels=labels,
+            depths=depths,
+            teacher_states=teachers.to(dtype),
+            codecs=(),
+        )
+
+    def _decode(self, aux: Tensor, teachers: Tensor) -> tuple[Tensor, Tensor]:
+        """States of rows as stored, each span with its codec."""
+        codecs, tokens, labels = zip(*self.codecs, strict=True)
+        aux_spans = map(Codec.decode_aux, codecs, aux.split_with_sizes(tokens))
+        teacher_spans = map(Codec.decode_final, codecs, teachers.split_with_sizes(labels))
+        return _joined(list(aux_spans)), _joined(list(teacher_spans))
+
+
+def read_batch(corpus: Corpus, pieces: Sequence[Piece]) -> TrainBatch:
+    """Read the states of `pieces` straight into the batch: two stacks of rows, each allocated once.
+
+    aux    ▓▓▓▓▓▓▓▓▓▓░░░░░········  N rows       ▓ read    ░ being read, into the rows it is given
+    final  ▓▓▓▓▓▓░░░··············  S of N rows
+    """
+    rows = sum(piece.stop for piece in pieces), sum(piece.length for piece in pieces)
+    aux, final = corpus.new_rows(pieces[0], *rows)
+    parts: list[StatesSample] = []
+    labels, depths = list[Tensor](), list[Tensor]()
+    tokens = finals = 0
+    for piece in pieces:
+        part = corpus.read(piece, aux[tokens : tokens + piece.stop], final[finals:])
+        depth = part.final_positions.long() + 1
+        parts.append(part)
+        labels.append(depth + tokens)
+        depths.append(depth)
+        tokens, finals = tokens + piece.stop, finals + len(part.final_states)
+    return TrainBatch(
+        sample_ids=tuple(part.sample_id for part in parts),
+        lengths=tuple(piece.stop for piece in pieces),
+        token_ids=torch.cat([part.token_ids for part in parts]).long(),
+        aux_states=aux,
+        labels=torch.cat(labels),
+        depths=torch.cat(depths),
+        teacher_states=final[:finals],
+        codecs=_codec_spans(parts),
+        pasts=tuple(piece.start for piece in pieces),
+    )
+
+
+def _codec_spans(parts: Sequence[StatesSample]) -> tuple[CodecSpan, ...]:
+    """Neighbours that are encoded alike together; none when all states are plain numbers."""
+    spans: list[CodecSpan] = []
+    for part in parts:
+        span = CodecSpan(part.codec or Codec("bf16"), len(part.aux_states), len(part.final_states))
+        if spans and spans[-1].codec.is_like(span.codec):
+            before = spans.pop()
+            tokens, labels = before.tokens + span.tokens, before.labels + span.labels
+            span = CodecSpan(before.codec, tokens, labels)
+        spans.append(span)
+    plain = all(span.codec.encoding == "bf16" for span in spans)
+    return () if plain else tuple(spans)
+
+
+def _joined(spans: list[Tensor]) -> Tensor:
+    return torch.cat(spans) if len(spans) > 1 else spans[0]
+
+
+class ReadAhead:
+    """Batches in a fixed order, read by a few threads while earlier ones are trained on.
+
+        plan    batches n … n+31   which pieces they hold, and so which shards; the operating system
+                                   reads local ones ahead from now on
+        fetch   their shards       into the cache of remote ones, four at a time
+        read    batches n … n+3    wait, read or being read: memory is bounded
+        take    batch n
+
+    Reading does not depend on training, so the batches are those that would be read in turn.
+    """
+
+    def __init__(self, corpus: Corpus, schedule: Schedule, numbers: Iterable[int]) -> None:
+        """`numbers` are batch numbers of the schedule, in the order in which they are taken."""
+        self._corpus, self._schedule, self._numbers = corpus, schedule, iter(numbers)
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._fetchers = ThreadPoolExecutor(FETCHES, thread_name_prefix="fetch")
+        self._readers = ThreadPoolExecutor(
+            min(corpus.reading_threads, AHEAD), thread_name_prefix="read-ahead"
+        )
+        self._planned: deque[tuple[int, Future[list[Piece]]]] = deque()
+        self._waiting: deque[Future[TrainBatch]] = deque()
+        #: Shards of the batches planned last.
+        self._recent: deque[set[int]] = deque(maxlen=LOOK_AHEAD)
+        #: Seconds that `take` has waited for data.
+        self.waited = 0.0
+
+    def __enter__(self) -> ReadAhead:
+        self._fill()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pools = (self._planner, self._fetchers, self._readers)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=True)
+
+    def take(self) -> TrainBatch:
+        """The next batch. Raises what reading it raised."""
+        started = time.perf_counter()
+        future = self._waiting.popleft()
+        self._fill()
+        batch = future.result()
+        self.waited += time.perf_counter() - started
+        return batch
+
+    def _fill(self) -> None:
+        for number in islice(self._numbers, LOOK_AHEAD - len(self._planned)):
+            self._planned.append((number, self._planner.submit(self._plan, number)))
+        while self._planned and len(self._waiting) < AHEAD:
+            self._waiting.append(self._readers.submit(self._read, *self._planned.popleft()))
+
+    def _plan(self, number: int) -> list[Piece]:
+        """The pieces of a batch; those of its shards that no recent batch has are prefetched."""
+        pieces = self._schedule.batch(number)
+        shards = dict.fromkeys(piece.shard for piece in pieces)  # in their order
+        for shard in shards:
+            if not any(shard in recent for recent in self._recent):
+                self._fetchers.submit(self._corpus.prefetch, shard)
+        self._recent.append(set(shards))
+        for piece in pieces:
+            self._corpus.announce(piece)
+        return pieces
+
+    def _read(self, number: int, planned: Future[list[Piece]]) -> TrainBatch:
+        batch = replace(read_batch(self._corpus, planned.result()), number=number)
+        return batch.pinned() if torch.cuda.is_available() else batch

@@ -1,0 +1,135 @@
+"""A head's directory: SGLang's names and shapes, a round trip, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import ContractMismatch, HeadError
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.init import choose_vocabulary, random_init
+from pipeline.heads.registry import load_head, save_head
+from pipeline.records import TargetContract
+
+H, V, VD, INTER = 16, 50, 20, 24
+SHAPE = HeadShape(
+    hidden_size=H,
+    intermediate_size=INTER,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    vocab_size=V,
+    draft_vocab_size=VD,
+    rms_norm_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    max_position_embeddings=64,
+)
+CONTRACT = TargetContract(
+    source="x",
+    revision="local",
+    fingerprint="f",
+    dtype="float32",
+    hidden_size=H,
+    num_layers=8,
+    vocab_size=V,
+    rope={"rope_type": "default", "rope_theta": 5000.0},
+    capture_layers=(1, 3, 4),
+    tokenizer_hash="t",
+    chat_template_hash="c",
+    parameters=100_000,
+)
+
+
+@pytest.fixture
+def head() -> Eagle3Head:
+    head = Eagle3Head(SHAPE)
+    random_init(head, seed=1)
+    head.set_vocabulary(torch.arange(0, 2 * VD, 2) + 3)
+    return head
+
+
+@pytest.fixture
+def directory(head: Eagle3Head, tmp_path: Path) -> Path:
+    card = HeadCard(CONTRACT, {"licenses": {"MIT": 3}}, {"coverage": 0.9})
+    save_head(tmp_path / "head", head, card)
+    return tmp_path / "head"
+
+
+def test_names_shapes_and_types_are_those_of_sglang(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    expected = {
+        "fc.weight": (H, 3 * H),
+        "midlayer.input_layernorm.weight": (H,),
+        "midlayer.hidden_norm.weight": (H,),
+        "midlayer.post_attention_layernorm.weight": (H,),
+        "midlayer.self_attn.q_proj.weight": (16, 2 * H),
+        "midlayer.self_attn.k_proj.weight": (8, 2 * H),
+        "midlayer.self_attn.v_proj.weight": (8, 2 * H),
+        "midlayer.self_attn.o_proj.weight": (H, 16),
+        "midlayer.mlp.gate_proj.weight": (INTER, H),
+        "midlayer.mlp.up_proj.weight": (INTER, H),
+        "midlayer.mlp.down_proj.weight": (H, INTER),
+        "norm.weight": (H,),
+        "lm_head.weight": (VD, H),
+        "d2t": (VD,),
+        "t2d": (V,),
+    }
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert d2t.dtype == torch.int64 and t2d.dtype == torch.bool
+    assert d2t.tolist() == [3 + index for index in range(VD)], "an offset, not an id"
+    assert t2d.nonzero().flatten().tolist() == list(range(3, 3 + 2 * VD, 2))
+
+
+def test_the_config_says_what_loaders_read(directory: Path) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == VD and config["num_hidden_layers"] == 1
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5000.0
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert config["torch_dtype"] == "bfloat16"
+    assert "norm_output" not in config
+
+
+def test_round_trip(head: Eagle3Head, directory: Path) -> None:
+    loaded, card = load_head(directory, expected=CONTRACT)
+    assert card == HeadCard(CONTRACT, {"licenses": {"MIT": 3}}, {"coverage": 0.9})
+    assert loaded.target_ids().tolist() == head.target_ids().tolist()
+    for name, tensor in head.state_dict().items():
+        expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
+        torch.testing.assert_close(loaded.state_dict()[name], expected)
+    save_head(directory, loaded, card)
+    assert load_head(directory)[1] == card and not list(directory.parent.glob(".*"))
+
+
+def test_refusals_name_the_file(directory: Path) -> None:
+    with pytest.raises(ContractMismatch, match="capture_layers"):
+        load_head(directory, expected=CONTRACT.model_copy(update={"capture_layers": (2, 3, 4)}))
+    tensors = load_file(directory / "model.safetensors")
+    save_file({**tensors, "fc.weight": torch.zeros(H, H)}, directory / "model.safetensors")
+    message = r"fc\.weight is \[16, 16\] where config\.json asks for \[16, 48\]"
+    with pytest.raises(HeadError, match=message):
+        load_head(directory)
+    (directory / "model.safetensors").write_bytes(b"not a file")
+    with pytest.raises(HeadError, match=r"model\.safetensors"):
+        load_head(directory)
+    (directory / "config.json").write_text("{}")
+    with pytest.raises(HeadError, match=r"config\.json: lacks hidden_size"):
+        load_head(directory)
+    (directory / "eagle3.json").unlink()
+    with pytest.raises(HeadError, match=r"has no eagle3\.json"):
+        load_head(directory)
+
+
+def test_the_vocabulary_is_the_most_frequent_tokens() -> None:
+    counts = torch.tensor([0, 5, 3, 3, 0, 9])
+    chosen = choose_vocabulary(counts, 3)
+    assert chosen.target_ids.tolist() == [1, 2, 5] and chosen.coverage == pytest.approx(17 / 20)
+    filled = choose_vocabulary(counts, 5).target_ids.tolist()
+    assert filled == [0, 1, 2, 3, 5], "unseen tokens fill up, lowest first"

@@ -1,0 +1,111 @@
+"""Our export, loaded and run by speculators' own class, by an interpreter that has the package:
+
+    EAGLE3_SPECULATORS_PYTHON=venv/bin/python make test ARGS=tests/heads/test_speculators.py
+
+The package has an environment of its own because its dependencies exclude ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipeline.errors import HeadError
+from pipeline.exchange.export import export_head
+from pipeline.exchange.imports import import_head
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.registry import load_head, save_head
+from pipeline.records import TargetContract
+from tests.heads.conftest import logits_of, make_head, sequence
+
+PYTHON = os.environ.get("EAGLE3_SPECULATORS_PYTHON")
+STEPS = 3
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON, reason="EAGLE3_SPECULATORS_PYTHON names no interpreter that has speculators"
+)
+
+
+def run_speculators(
+    exported: Path, own: Path, target: Path, inputs: dict[str, Tensor], folder: Path
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Facts and the logits of every step; `folder` also holds what they saved and converted."""
+    save_file(inputs, folder / "inputs.safetensors")
+    arguments = [exported, own, target, folder / "inputs.safetensors", folder, STEPS]
+    command = [
+        str(PYTHON),
+        str(Path(__file__).with_name("run_speculators.py")),
+        *map(str, arguments),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), load_file(folder / "logits.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle-3", "eagle-3.1"]
+)
+def test_speculators_computes_our_logits(
+    switches: dict[str, bool],
+    shape: HeadShape,
+    contract: TargetContract,
+    embedding: Tensor,
+    tiny_target: Path,
+    tmp_path: Path,
+) -> None:
+    head = make_head(shape.model_copy(update=switches))
+    own, exported = tmp_path / "own", tmp_path / "exported"
+    save_head(own, head, HeadCard(contract))
+    export_head(str(own), format="speculators", out=str(exported))
+    tokens, aux = sequence(head.shape)
+    inputs = {"token_ids": tokens, "aux_states": aux}
+    facts, logits = run_speculators(exported, own, tiny_target, inputs, tmp_path)
+    print(facts)
+    assert facts["layers"] == [layer + 1 for layer in contract.capture_layers]
+    assert facts["rope_theta"] == 700.0
+    from_target = ["verifier_lm_head.weight", "verifier_norm.weight"]
+    assert facts["missing"] == from_target and facts["surplus"] == []
+    for step, expected in enumerate(
+        logits_of(head, embedding.bfloat16(), tokens, aux, steps=STEPS)
+    ):
+        computed = logits[f"step_{step}"][: len(expected)]  # later positions have no token to read
+        difference, largest = (expected - computed).abs().max(), expected.abs().max()
+        print(f"step {step}: largest difference {difference:.1e}, logits up to {largest:.1f}")
+        torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
+    # What they save comes home unchanged, and so does what they convert from SGLang's dialect.
+    check_import(tmp_path / "resaved", tiny_target, contract, head)
+    if not switches:
+        check_import(tmp_path / "converted", tiny_target, contract, head)
+        return
+    # Their converter drops the three tensors of fc_norm without a word.
+    converted, back = str(tmp_path / "converted"), str(tmp_path / "back")
+    with pytest.raises(HeadError, match=r"has no tensor fc_norm\.0\.weight"):
+        import_head(converted, target=str(tiny_target), out=back)
+
+
+def check_import(written: Path, target: Path, contract: TargetContract, head: Eagle3Head) -> None:
+    """Import what they wrote and find our head again."""
+    import_head(str(written), target=str(target), out=str(written.with_name("back")))
+    back, _ = load_head(written.with_name("back"), expected=contract)
+    shutil.rmtree(written.with_name("back"))
+    assert back.shape == head.shape
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
