@@ -185,6 +185,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
         ("decoder/model.py", "from pipeline.cli import main"),
         ("decoder/round.py", "from pipeline.cli.commands import COMMANDS"),
         ("decoder/engine.py", "from pipeline.tuning.verification import ImposedAcceptance"),
+        ("decoder/ops/base.py", "from pipeline.decoder.kv import Pools"),
         ("synth/privacy/filter.py", "from pipeline.synth.selection.select import select"),
         ("synth/generate/local.py", "from pipeline.synth.privacy.filter import PiiFilter"),
         ("server/app.py", "from pipeline.serve_eval.page.report import write_html"),
