@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.cli.parser import parse_arguments
+from pipeline.cli import parse_arguments
 from pipeline.config import RunConfig, overridden, parse
 from pipeline.config.reading import _fields_at
 from pipeline.jobs import render

@@ -185,7 +185,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
         ("records.py", "from pipeline.store import Location"),
         ("errors.py", "from . import cli"),
         ("decoder/model.py", "from pipeline.cli import main"),
-        ("decoder/round.py", "from pipeline.cli.commands import COMMANDS"),
+        ("decoder/round.py", "from pipeline.cli import run_stages"),
         ("decoder/engine.py", "from pipeline.tuning.simulate import ImposedAcceptance"),
         ("synth/privacy/filter.py", "from pipeline.synth.selection.select import select"),
         ("synth/generate/local.py", "from pipeline.synth.privacy.filter import PiiFilter"),

@@ -10,7 +10,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from pipeline.cli.parser import parse_arguments
+from pipeline.cli import parse_arguments
 from pipeline.config import RunConfig, parse
 from pipeline.errors import ConfigError
 from pipeline.jobs import render
