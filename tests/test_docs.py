@@ -52,7 +52,7 @@ def holds(whole: Any, part: Any) -> bool:
 
 def test_shown_manifest_is_part_of_the_rendered_one(config: RunConfig) -> None:
     shown = yaml.safe_load(blocks("yaml")[1])
-    rendered = yaml.safe_load(render(config, "kubernetes")["features.yaml"])
+    _, rendered = yaml.safe_load_all(render(config, "kubernetes")["features.yaml"])
     assert holds(rendered, shown)
     shown["spec"]["completions"] += 1
     assert not holds(rendered, shown)

@@ -376,7 +376,7 @@ def _jobs(arguments: argparse.Namespace) -> int:
         print(f"wrote {len(files)} files; {start} runs the stages")
         return 0
     if arguments.scheduler == "kubernetes":  # one stream of objects, as kubectl reads it
-        files = {name: text for name, text in files.items() if name.endswith(".yaml")}
+        del files["apply.sh"]
     for name, text in files.items():
         print(f"---\n# {name}\n{text}", end="")
     return 0
