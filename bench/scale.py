@@ -194,7 +194,7 @@ def _step(step: str, folder: str) -> None:
     run = Path(folder) / ("begun" if step in ("synth_plan", "synth_resume") else "finished")
     config = _config(run)
     if what == "plan":
-        from pipeline.cli.commands import plan_of
+        from pipeline.cli import plan_of
 
         print(plan_of(stage)(config, None))  # type: ignore[arg-type]
     elif what == "resume":

@@ -305,7 +305,7 @@ class ZeroMemory(Record):
 
 
 class Plan(Record):
-    """What a stage would do, printed by `--plan`. Estimates say what they rest on."""
+    """What a stage would make, printed by `--plan`: what follows from shapes and counts."""
 
     stage: Stage
     state: str  # "not started", "12 of 40 shards committed", "complete"
@@ -315,12 +315,11 @@ class Plan(Record):
     storage_bytes: int
     shards: int = 0
     objects: int = 0  # that the finished stage has on the store, those of shards among them
-    device: str = ""  # all workers, as "64 × NVIDIA H100 SXM"
-    seconds: float  # with all workers side by side
-    peak_memory_bytes: int  # of one GPU, or of one process on a CPU
-    memory: dict[str, int] = {}  # of it, by what is held
+    parameters: int = 0  # of the head, in training's plan
+    peak_memory_bytes: int  # tensors of one process, libraries not included
+    memory: dict[str, int] = {}  # of it, by what it is for
     zero: tuple[ZeroMemory, ...] = ()  # of training, by stage
-    problems: tuple[str, ...] = ()  # why it cannot be done so
+    problems: tuple[str, ...] = ()  # why the stage would refuse
     basis: tuple[str, ...]  # one line an assumption
 
 

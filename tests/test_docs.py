@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.cli.parser import parse_arguments
+from pipeline.cli import parse_arguments
 from pipeline.config import RunConfig, overridden, parse
 from pipeline.config.reading import _fields_at
 from pipeline.jobs import render
@@ -52,7 +52,7 @@ def holds(whole: Any, part: Any) -> bool:
 
 def test_shown_manifest_is_part_of_the_rendered_one(config: RunConfig) -> None:
     shown = yaml.safe_load(blocks("yaml")[1])
-    rendered = yaml.safe_load(render(config, "kubernetes")["features.yaml"])
+    _, rendered = yaml.safe_load_all(render(config, "kubernetes")["features.yaml"])
     assert holds(rendered, shown)
     shown["spec"]["completions"] += 1
     assert not holds(rendered, shown)

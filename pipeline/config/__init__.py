@@ -18,7 +18,7 @@ from pipeline.config.drafter import (
     StandaloneSection,
 )
 from pipeline.config.evaluation import EvalSection, LoadSection, RivalSection
-from pipeline.config.jobs import JobsSection, SecretSpec, StageJobSection
+from pipeline.config.jobs import JobsSection, StageJobSection
 from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
     cache_directory,
@@ -70,7 +70,6 @@ __all__ = [
     "RivalSection",
     "RunConfig",
     "RunSection",
-    "SecretSpec",
     "Section",
     "SelfSpecSection",
     "ServeSection",

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from pipeline.config import DrafterSection, Section, TrainSection
 from pipeline.errors import ConfigError, HeadError
+from pipeline.planning.heads import HeadSize
+from pipeline.planning.targets import TargetShape
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,6 +148,7 @@ class HeadAlgorithm:
     package: str  # that holds the files above
     objective: str  # its objective's file
     settings: Callable[[TrainSection], HeadSettings]
+    size: Callable[[TrainSection, TargetShape], HeadSize]  # for --plan
     describe: Callable[[Any], str]  # head → "an EAGLE-3 draft head", for the model card
     drafter_name: str = ""  # value of drafter.name that drafts with such a head; "": `name`
     formats: tuple[str, ...] = ()  # that `export` writes; sglang: our own directory

@@ -14,18 +14,18 @@ import sys
 from collections.abc import Sequence
 
 from pipeline.console import fail
-from pipeline.jobs.stages import INTERRUPTED, TRY_AGAIN
+from pipeline.jobs import INTERRUPTED, TRY_AGAIN
 
 _NEEDS_A_PERSON = 2
-#: What a process ends with when another one's end makes the launcher send it SIGTERM.
+#: Of processes that the launcher sent SIGTERM because another one ended.
 _ENDED_BY_LAUNCHER = (INTERRUPTED, -15)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the processes, wait for all, and return their exit code."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--grace", default="150")  # torch's own is 30
-    options, words = own.parse_known_args(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--grace", default="150")  # torch's default is 30
+    options, words = parser.parse_known_args(argv)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail("interrupted (fix: run the same command again)", INTERRUPTED, stage="train")
     except RendezvousError as error:
         fix = "run the same command again on all nodes"
-        return fail(f"the nodes have not met: {error} (fix: {fix})", TRY_AGAIN, stage="train")
+        return fail(f"the nodes did not meet: {error} (fix: {fix})", TRY_AGAIN, stage="train")
     return 0
 
 
@@ -53,9 +53,9 @@ def exit_code(codes: Sequence[int]) -> int:
 
     A code that a stage chose says more than the crash of a process that lost the others.
     """
-    said = [code for code in (_NEEDS_A_PERSON, TRY_AGAIN) if code in codes]
-    own = [code for code in codes if code not in _ENDED_BY_LAUNCHER]
-    code = (said or own or codes)[0]
+    chosen = [code for code in (_NEEDS_A_PERSON, TRY_AGAIN) if code in codes]
+    crashed = [code for code in codes if code not in _ENDED_BY_LAUNCHER]
+    code = (chosen or crashed or codes)[0]
     return code if code >= 0 else 128 - code
 
 

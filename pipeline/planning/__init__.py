@@ -1,10 +1,8 @@
-"""What `--plan` reckons with: device data sheets, a target's shape, and what both cost.
+"""What `--plan` and `plan-decode` compute from shapes alone.
 
-devices.py     data sheets, and the device that a plan is for
-targets.py     a target's shape from its config.json, wherever that is, without its weights
-heads.py       parameters and FLOP of a head
-generation.py  replies: key/value memory, tensor parallelism, seconds
-training.py    memory of a training process by ZeRO stage
+targets.py     a target's shape from its config.json, without its weights
+heads.py       a head's parameters, and the memory of a training process by ZeRO stage
+decode.py      which drafter pays at which batch size and context
 
 No torch. docs/planning.md has every formula.
 """

@@ -1,34 +1,33 @@
-"""Decode plans: which drafter pays at which batch size B and context S; here on paper.
+"""Decode plans: which drafter pays at which batch size B and context S; here on target.
 
 A forward of n tokens a row takes the longer of what it reads and what it multiplies (the roofline
-of Williams et al. 2009), by a data sheet and a config.json:
+of Williams et al. 2009), from a config.json and the bandwidth and FLOP/s that the user states:
 
     bytes   weights (of experts, those that B · n tokens reach) + keys and values of B · (S + n)
     FLOPs   2 · active parameters · B · n + attention over S
 
     S(γ) = τ · T_AR / (T_verify(γ + 1) + drafting(γ)),   τ = 1 + α + … + α^γ
 
-for chains of γ tokens whose every position is accepted with the probability α that is given.
+for chains of γ tokens, each accepted with the stated probability α given that those before it were.
 `pipeline.serve_eval.decode_plan` measures instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from pydantic import Field
 
-from pipeline.planning.devices import Device
 from pipeline.planning.targets import TargetShape
 from pipeline.records import Record
 
 #: Of weights, keys and values: 16 bits.
 _WIDTH = 2
-#: Drafts that are tried.
-_LONGEST_CHAIN = 8
-#: On paper: a head's draft vocabulary, and its MLP as a share of the target's.
+#: The longest chain that is tried.
+_MAX_CHAIN = 8
+#: A head's draft vocabulary, and its MLP as a share of the target's.
 _DRAFT_VOCABULARY = 32_000
 _BLOCK, _BLOCK_LAYERS = 8, 2
 
@@ -74,8 +73,8 @@ def crossings(cells: Sequence[PlannedDecoding]) -> tuple[Crossing, ...]:
     """Where the speedup of a drafter passes 1 at a batch size; straight lines between contexts."""
     passed = []
     for drafter, batch in dict.fromkeys((cell.drafter, cell.batch) for cell in cells):
-        own = [cell for cell in cells if (cell.drafter, cell.batch) == (drafter, batch)]
-        for left, right in pairwise(sorted(own, key=lambda cell: cell.context)):
+        row = [cell for cell in cells if (cell.drafter, cell.batch) == (drafter, batch)]
+        for left, right in pairwise(sorted(row, key=lambda cell: cell.context)):
             below, above = left.speedup - 1, right.speedup - 1
             if below * above < 0:
                 share = below / (below - above)
@@ -86,15 +85,21 @@ def crossings(cells: Sequence[PlannedDecoding]) -> tuple[Crossing, ...]:
     return tuple(passed)
 
 
-@dataclass(frozen=True)
-class _Paper:
-    """A model on a device."""
+class MachineRates(NamedTuple):
+    """What a machine sustains."""
+
+    bandwidth: float  # bytes/s
+    flops: float  # FLOP/s in 16 bits
+
+
+class _Roofline(NamedTuple):
+    """A model on a machine."""
 
     shape: TargetShape
-    device: Device
+    rates: MachineRates
 
     def seconds(self, rows: int, context: int, tokens: int) -> float:
-        """The floor of a forward of `tokens` tokens a row behind `context` entries."""
+        """The floor of a forward of `tokens` tokens a row after `context` entries."""
         shape, count = self.shape, rows * tokens
         cache = rows * (context + tokens) * shape.key_value_bytes
         operations = 2.0 * self._multiplied() * count + count * shape.attention_flops(context)
@@ -124,12 +129,12 @@ class _Paper:
         return self._multiplied() + (held - experts.active) * width
 
     def _floor(self, read: float, operations: float) -> float:
-        return max(read / self.device.bandwidth, operations / self.device.flops("bfloat16"))
+        return max(read / self.rates.bandwidth, operations / self.rates.flops)
 
 
 def plan_on_paper(
     shape: TargetShape,
-    device: Device,
+    rates: MachineRates,
     target: str,
     *,
     acceptance: Mapping[str, float],
@@ -142,18 +147,18 @@ def plan_on_paper(
 
     `budget` is self_spec's compressed cache in tokens, `draft_shape` the standalone drafter's.
     """
-    paper = _Paper(shape, device)
-    draft = _Paper(draft_shape, device) if draft_shape else None
+    roofline = _Roofline(shape, rates)
+    draft = _Roofline(draft_shape, rates) if draft_shape else None
     cells = tuple(
-        _best(paper, draft, name, alpha, batch, context, budget)
+        _best(roofline, draft, name, alpha, batch, context, budget)
         for name, alpha in acceptance.items()
         for context in contexts
         for batch in batches
     )
-    given = ", ".join(f"{name} {alpha:g}" for name, alpha in acceptance.items())
+    stated = ", ".join(f"{name} {alpha:g}" for name, alpha in acceptance.items())
     return DecodePlan(
-        basis=f"on paper: rooflines of data sheets, α as given ({given}); nothing was measured",
-        machine=device.label,
+        basis=f"on paper: rooflines, α as stated ({stated}); nothing was measured",
+        machine=f"{rates.bandwidth / 1e9:,.0f} GB/s, {rates.flops / 1e12:,.0f} TFLOP/s",
         target=target,
         prompts=0,
         new_tokens=0,
@@ -163,19 +168,19 @@ def plan_on_paper(
 
 
 def _best(
-    paper: _Paper,
-    draft: _Paper | None,
+    target: _Roofline,
+    draft: _Roofline | None,
     name: str,
     alpha: float,
     batch: int,
     context: int,
     budget: int,
 ) -> PlannedDecoding:
-    plain = paper.seconds(batch, context, 1)
+    plain = target.seconds(batch, context, 1)
 
     def cell(steps: int) -> PlannedDecoding:
-        first, step, extend = _drafting(paper, draft, name, batch, context, budget, steps)
-        verify = paper.seconds(batch, context, steps + 1)
+        first, step, extend = _drafting(target, draft, name, batch, context, budget, steps)
+        verify = target.seconds(batch, context, steps + 1)
         tau = sum(alpha**position for position in range(steps + 1))
         seconds = verify + first + (steps - 1) * step + extend
         times = {"t_ar": plain, "t_verify": verify, "t_draft": step, "t_extend": first + extend}
@@ -189,13 +194,13 @@ def _best(
             milliseconds={key: round(1e3 * each, 4) for key, each in times.items()},
         )
 
-    longest = _BLOCK - 1 if name == "dflash" else _LONGEST_CHAIN
-    return max(map(cell, range(1, longest + 1)), key=lambda each: each.speedup)
+    most = _BLOCK - 1 if name == "dflash" else _MAX_CHAIN
+    return max(map(cell, range(1, most + 1)), key=lambda each: each.speedup)
 
 
 def _drafting(
-    paper: _Paper,
-    draft: _Paper | None,
+    target: _Roofline,
+    draft: _Roofline | None,
     name: str,
     batch: int,
     context: int,
@@ -206,27 +211,27 @@ def _drafting(
     if name == "ngram":
         return 0.0, 0.0, 0.0
     if name == "self_spec":
-        step = paper.seconds(batch, min(budget, context), 1)
+        step = target.seconds(batch, min(budget, context), 1)
         return step, step, 0.0
     if name == "standalone":
         assert draft is not None
         step = draft.seconds(batch, context, 1)
         return 0.0, step, draft.seconds(batch, context, steps + 1)
     if name == "dflash":
-        block = paper.layer_seconds(_BLOCK_LAYERS, paper.shape.vocabulary, batch, _BLOCK)
-        return block, 0.0, paper.layer_seconds(_BLOCK_LAYERS, 0, batch, steps + 1)
-    step = paper.layer_seconds(1, _DRAFT_VOCABULARY, batch, 1)
-    return 0.0, step, paper.layer_seconds(1, _DRAFT_VOCABULARY, batch, steps + 1)
+        block = target.layer_seconds(_BLOCK_LAYERS, target.shape.vocabulary, batch, _BLOCK)
+        return block, 0.0, target.layer_seconds(_BLOCK_LAYERS, 0, batch, steps + 1)
+    step = target.layer_seconds(1, _DRAFT_VOCABULARY, batch, 1)
+    return 0.0, step, target.layer_seconds(1, _DRAFT_VOCABULARY, batch, steps + 1)
 
 
 def parse_acceptance(text: str, known: Iterable[str]) -> dict[str, float]:
     """`eagle3=0.8,self_spec=0.9` → α by drafter. Raises ValueError."""
-    given: dict[str, float] = {}
+    alphas: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in known:
-            raise ValueError(f"there is no drafter {name!r}")
-        given[name] = float(value)
-        if not 0 <= given[name] < 1:
-            raise ValueError(f"α of {name} is {value}, it has to be in [0, 1)")
-    return given
+            raise ValueError(f"unknown drafter {name!r}; see `eagle3 drafters`")
+        alphas[name] = float(value)
+        if not 0 <= alphas[name] < 1:
+            raise ValueError(f"α of {name} is {value}, not in [0, 1)")
+    return alphas

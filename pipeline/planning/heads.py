@@ -1,11 +1,25 @@
-"""A head in numbers: parameters, and FLOP of its training."""
+"""A head in numbers: its parameters, and the memory of one training process by ZeRO stage.
+
+Memory is as DeepSpeed holds it for torch's AdamW. Muon holds one moment of a matrix where AdamW
+holds two: the figures are then an upper bound.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from pipeline.config import TrainSection
+from pipeline.config.train import ACCEPTANCE_LOSSES
 from pipeline.planning.targets import TargetShape
+from pipeline.records import ZeroMemory, ZeroStage
+
+ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1)
+#: Numbers in DeepSpeed's reduce bucket.
+_BUCKET = 500_000_000
+#: Logits held at one time on CUDA; learning/losses.py.
+CHUNK_LOGITS = 128 << 20
+#: Strengths of a ridge, and numbers that they are compared by at most; learning/least_squares.py.
+RIDGE_STRENGTHS, RIDGE_COMPARED = 5, 1024
 
 
 @dataclass(frozen=True)
@@ -22,18 +36,14 @@ class HeadSize:
     @classmethod
     def of(cls, section: TrainSection, target: TargetShape) -> HeadSize:
         """As training would build it for `target`."""
-        if section.algorithm == "dflash":
-            return BlockHeadSize.of_blocks(section, target)
-        asked = section.head_config
-        if asked.heads > 1:
-            return ChainedHeadSize.of_chain(section, target)
+        settings = section.head_config
         return cls(
             hidden=target.hidden,
-            intermediate=asked.intermediate_size or target.intermediate,
-            queries=(asked.num_attention_heads or target.heads) * target.head_dim,
-            keys=(asked.num_key_value_heads or target.groups) * target.head_dim,
-            draft_vocabulary=asked.draft_vocab_size,
-            fc_norm=asked.fc_norm,
+            intermediate=settings.intermediate_size or target.intermediate,
+            queries=(settings.num_attention_heads or target.heads) * target.head_dim,
+            keys=(settings.num_key_value_heads or target.groups) * target.head_dim,
+            draft_vocabulary=settings.draft_vocab_size,
+            fc_norm=settings.fc_norm,
         )
 
     @property
@@ -57,14 +67,6 @@ class HeadSize:
         norms = (7 if self.fc_norm else 4) * self.hidden
         return self.fc + self.layer + self.lm_head + norms
 
-    def training_flops(self, steps: int, *, checkpointing: bool = False) -> int:
-        """Of one supervised token: `fc` and the teacher once, all else in each of `steps` steps.
-
-        Forward 2, backward 4 a parameter; with activation checkpointing the layer's forward twice.
-        """
-        step = (8 if checkpointing else 6) * self.layer + 6 * self.lm_head
-        return steps * step + 6 * self.fc + 2 * self.lm_head
-
 
 @dataclass(frozen=True)
 class ChainedHeadSize(HeadSize):
@@ -74,17 +76,17 @@ class ChainedHeadSize(HeadSize):
     reads_aux: bool = True
 
     @classmethod
-    def of_chain(cls, section: TrainSection, target: TargetShape) -> ChainedHeadSize:
+    def of(cls, section: TrainSection, target: TargetShape) -> ChainedHeadSize:
         """As training would build them for `target`."""
-        asked = section.head_config
+        settings = section.head_config
         return cls(
             hidden=target.hidden,
-            intermediate=asked.intermediate_size or target.intermediate,
-            queries=(asked.num_attention_heads or target.heads) * target.head_dim,
-            keys=(asked.num_key_value_heads or target.groups) * target.head_dim,
-            draft_vocabulary=asked.draft_vocab_size,
-            heads=asked.heads,
-            reads_aux=asked.chain_input == "aux",
+            intermediate=settings.intermediate_size or target.intermediate,
+            queries=(settings.num_attention_heads or target.heads) * target.head_dim,
+            keys=(settings.num_key_value_heads or target.groups) * target.head_dim,
+            draft_vocabulary=settings.draft_vocab_size,
+            heads=settings.heads,
+            reads_aux=settings.chain_input == "aux",
         )
 
     @property
@@ -115,20 +117,22 @@ class BlockHeadSize(HeadSize):
     borrowed: bool = False  # lm_head is the target's, and not trained
 
     @classmethod
-    def of_blocks(cls, section: TrainSection, target: TargetShape) -> BlockHeadSize:
+    def of(cls, section: TrainSection, target: TargetShape) -> BlockHeadSize:
         """As training would build it for `target`."""
-        asked = section.dflash
+        settings = section.dflash
         return cls(
             hidden=target.hidden,
-            intermediate=asked.intermediate_size or target.intermediate,
-            queries=(asked.num_attention_heads or target.heads) * target.head_dim,
-            keys=(asked.num_key_value_heads or target.groups) * target.head_dim,
-            draft_vocabulary=target.vocabulary if asked.target_lm_head else asked.draft_vocab_size,
-            borrowed=asked.target_lm_head,
-            layers=asked.layers,
+            intermediate=settings.intermediate_size or target.intermediate,
+            queries=(settings.num_attention_heads or target.heads) * target.head_dim,
+            keys=(settings.num_key_value_heads or target.groups) * target.head_dim,
+            draft_vocabulary=target.vocabulary
+            if settings.target_lm_head
+            else settings.draft_vocab_size,
+            borrowed=settings.target_lm_head,
+            layers=settings.layers,
             head_dim=target.head_dim,
-            block=asked.block_size,
-            anchors_per_token=min(1.0, asked.anchors / section.batch_tokens),
+            block=settings.block_size,
+            anchors_per_token=min(1.0, settings.anchors / section.batch_tokens),
         )
 
     @property
@@ -144,10 +148,90 @@ class BlockHeadSize(HeadSize):
         lm_head = 0 if self.borrowed else self.lm_head
         return self.fc + self.layer + lm_head + norms
 
-    def training_flops(self, steps: int, *, checkpointing: bool = False) -> int:
-        """Of one supervised token: `fc` and the context's keys and values, and its share of the
-        blocks, each position of which has a teacher of its own."""
-        del steps, checkpointing
-        context = 6 * (self.fc + self.layers * 2 * self.keys * self.hidden)
-        block = 6 * self.layer * self.block + (6 + 2) * self.lm_head * (self.block - 1)
-        return context + round(self.anchors_per_token * block)
+
+def zero_memory(
+    section: TrainSection,
+    head: HeadSize,
+    target: TargetShape,
+    *,
+    stage: ZeroStage,
+    ranks: int,
+    bf16: bool,
+) -> ZeroMemory:
+    """Of one of `ranks` processes.
+
+    Weights, gradients and two moments of 4 bytes; in bf16 a copy of the weights and its gradients
+    of 2 as well. ZeRO 1 splits the moments, and with them a second copy of the weights of 4 bytes
+    and, while the optimiser steps, one of the gradients. The first process may average: 4 more.
+    """
+    count, width = head.parameters, 2 if bf16 else 4
+    copy = 2 if bf16 else 0
+    share, averages = count / ranks, 4 * count if section.ema_decay else 0
+    rows = target.vocabulary if section.loss in ACCEPTANCE_LOSSES else head.draft_vocabulary
+    return ZeroMemory(
+        stage=stage,
+        weights=count * (4 + copy),
+        gradients=count * (4 + copy),
+        optimiser=averages + (round(share * 12) if stage else count * 8),
+        stepping=round(share * 4) if stage else 0,
+        buffers=min(count, _BUCKET) * 4 if stage else 0,
+        frozen=(target.vocabulary + rows) * head.hidden * width,
+        activations=activation_bytes(section, head, width=width),
+    )
+
+
+def activation_bytes(section: TrainSection, head: HeadSize, *, width: int) -> int:
+    """Of a micro-batch, as if every token were supervised, until its backward pass is done.
+
+    Each token and step holds: the layer's two inputs, their norms side by side (2H), queries, keys,
+    values and what attention gives, the residual after it and its norm, gate, up and their
+    product, the output; step k also its chain of k keys and values side by side. With activation
+    checkpointing one step of these, of the others the two inputs, the output, and the keys and
+    values. The loss holds three of H a token and step, a chunk of logits, and lm_head's gradient in
+    float32. The backward pass holds a step's gradients, again in float32.
+    """
+    if isinstance(head, BlockHeadSize):
+        return _block_activation_bytes(section.batch_tokens, head, width=width)
+    hidden, steps, tokens = head.hidden, section.ttt_steps, section.batch_tokens
+    step = 7 * hidden + 2 * head.queries + 2 * head.keys + 3 * head.intermediate
+    every = steps * step + 2 * head.keys * steps * (steps - 1) // 2
+    if section.activation_checkpointing:
+        every = step + 2 * head.keys * (steps - 1) + steps * (3 * hidden + 2 * head.keys)
+    every += steps * 2 * hidden if section.dropout else 0  # its factors, recomputed or not
+    once = 4 * hidden  # the aux states and fc's output
+    loss = 3 * hidden * steps
+    logits = min(CHUNK_LOGITS, tokens * steps * head.draft_vocabulary)
+    saved = tokens * (every + once + loss) + logits
+    return saved * width + tokens * step * 4 + 4 * head.lm_head
+
+
+def _block_activation_bytes(tokens: int, head: BlockHeadSize, *, width: int) -> int:
+    """Likewise of blocks, as if the micro-batch were one document.
+
+    Each block token and layer holds its input and norms, queries, keys, values and what attention
+    gives, gate, up and their product, and its scores and weights over the context; each token the
+    context's state, keys and values. Every position of the loss keeps lm_head's gradient.
+    """
+    rows = round(tokens * head.anchors_per_token) * head.block
+    scores = 2 * head.queries // head.head_dim * (tokens + head.block)
+    layer = 6 * head.hidden + 3 * head.queries + 2 * head.keys + 3 * head.intermediate + scores
+    context = 5 * head.hidden + 4 * head.keys * head.layers
+    logits = min(CHUNK_LOGITS, rows * head.draft_vocabulary // head.block)
+    saved = rows * (layer * head.layers + 3 * head.hidden) + tokens * context + logits
+    return saved * width + 4 * head.lm_head * (head.block - 1)
+
+
+def init_bytes(head: HeadSize, target: TargetShape) -> int:
+    """Of least-squares initialisation.
+
+    The embedding in the type it is stored in and in float32. Then, for the larger P of both
+    regressions: sums of P by P and P by H in float32, the former factored in float64, a solution,
+    and of the numbers that strengths are compared by one for each, and a block in float64.
+    """
+    hidden = head.hidden
+    # The second regression reads the MLP, or what a block drafter's attention gives.
+    second = head.queries if isinstance(head, BlockHeadSize) else head.intermediate
+    most = max(4 * hidden, second)
+    sums = 12 * most**2 + 8 * most * hidden
+    sums += (4 * RIDGE_STRENGTHS + 8) * most * min(hidden, RIDGE_COMPARED)
+    return (2 + 4) * target.vocabulary * hidden + sums

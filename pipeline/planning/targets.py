@@ -55,7 +55,9 @@ class TargetShape:
     @property
     def parameters(self) -> int:
         """Of all weights, tied ones once."""
-        return self.counted if self.counted is not None else self._parameters(self._widest())
+        if self.counted is not None:
+            return self.counted
+        return self._parameters(self.experts.held if self.experts else 0)
 
     @property
     def active_parameters(self) -> int:
@@ -74,9 +76,6 @@ class TargetShape:
         """Of one token's queries over `context` keys and values, in all layers."""
         return 4.0 * context * self.layers * self.heads * self.head_dim
 
-    def _widest(self) -> int:
-        return self.experts.held if self.experts else 0
-
     def _parameters(self, experts: int) -> int:
         """Of all weights, with so many experts in a layer."""
         queries, keys = self.heads * self.head_dim, self.groups * self.head_dim
@@ -88,12 +87,12 @@ class TargetShape:
 
     def _mlps(self, experts: int) -> int:
         """Of the MLPs of all layers and of their routers."""
-        if (given := self.experts) is None:
+        if (moe := self.experts) is None:
             return self.layers * 3 * self.hidden * self.intermediate
-        chosen = 3 * self.hidden * (experts + given.shared) * given.width
-        chosen += self.hidden * given.held  # router
-        dense = given.dense_layers * 3 * self.hidden * given.dense_width
-        return (self.layers - given.dense_layers) * chosen + dense
+        chosen = 3 * self.hidden * (experts + moe.shared) * moe.width
+        chosen += self.hidden * moe.held  # router
+        dense = moe.dense_layers * 3 * self.hidden * moe.dense_width
+        return (self.layers - moe.dense_layers) * chosen + dense
 
 
 #: From the config.json that each model's owner published on the Hugging Face hub.

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.cli import main
-from pipeline.cli.commands import make_plans
+from pipeline.cli import main, make_plans
 from pipeline.config import load
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps

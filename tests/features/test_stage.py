@@ -252,7 +252,7 @@ def test_the_plan_follows_the_machine(
     monkeypatch.setenv("EAGLE3_ISA", level)
     auto, same = (make_config(tmp_path, target={"dtype": setting}) for setting in ("auto", dtype))
     parent = finish_synth(auto)
-    assert plan(auto) == plan(same) and f"GFLOP/s in {dtype}" in plan(auto).basis[2]
+    assert plan(auto) == plan(same)
     float16 = plan(make_config(tmp_path, target={"dtype": "float16"}))
     wider = plan(auto).peak_memory_bytes - float16.peak_memory_bytes
     assert wider >= parent.contract.parameters * (bytes_each - 2)
@@ -437,19 +437,16 @@ def test_the_plan_says_what_it_rests_on(
         "not started",
         12,
         parent.tokens,
-    ) and len(before.basis) == 4
+    ) and len(before.basis) == 3
     shards = run(config).shards
     stored = sum(shard.bytes for shard in shards)
     assert abs(stored - before.storage_bytes) < 800 * max(len(shards), before.shards), (
         "all but differences of the headers"
     )
-    assert before.seconds > 0 and before.peak_memory_bytes > stored
+    assert before.peak_memory_bytes > 0
     files = [path for path in (tmp_path / "features").rglob("*") if path.is_file()]
     assert len(files) == before.objects and len(shards) == before.shards
-    assert (
-        f"shards: about {before.shards} of" in before.basis[1]
-        and "2 FLOP a parameter" in before.basis[2]
-    )
+    assert f"shards: about {before.shards} of" in before.basis[1]
 
 
 @pytest.mark.parametrize("encoding", ["fp8", "int8"])
@@ -500,18 +497,14 @@ def test_a_full_disk_is_told_before_the_target_is_loaded(
     assert not list((tmp_path / "mount0/run/features").glob("shards/*"))
 
 
-def test_the_rate_is_that_of_committed_shards(
+def test_the_plan_counts_committed_shards(
     tmp_path: Path, make_config: Configs, finish_synth: Synth
 ) -> None:
     config = make_config(tmp_path)
     finish_synth(config)
     manifest = run(config)
     (tmp_path / "features/manifest.json").unlink()
-    after = plan(config)
-    assert (
-        f"as measured over {len(manifest.shards)} committed shards" in after.basis[2]
-        and "of about" in after.state
-    )
+    assert f"{len(manifest.shards)} of about" in plan(config).state
 
 
 def test_the_configuration_names_the_format_that_is_written(

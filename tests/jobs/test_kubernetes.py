@@ -10,7 +10,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from pipeline.cli.parser import parse_arguments
+from pipeline.cli import parse_arguments
 from pipeline.config import RunConfig, parse
 from pipeline.errors import ConfigError
 from pipeline.jobs import render
@@ -21,29 +21,34 @@ from tests.jobs.conftest import Configure
 VERSIONS = ("1.31", kubernetes_validate.latest_version())
 
 Object = dict[str, Any]
-BUCKET: Object = {"jobs": {"image": "eagle3:1", "service_account": "heads", "namespace": "ml"}}
+BUCKET: Object = {"jobs": {"image": "eagle3:1", "service_account": "heads"}}
 VOLUME: Object = {
     "run": {"uri": "/runs/a b"},
-    "jobs": {"image": "eagle3:1", "volume_claim": "runs", "train": {"gpus": 8}},
+    "jobs": {"image": "eagle3:1", "volume_claim": "runs", "secret": None, "train": {"gpus": 8}},
 }
 TWO_NODES: Object = {
     "jobs": {
         "image": "eagle3:1",
-        "shards_by": "index",
-        "synth": {"workers": 8},
+        "synth": {"workers": 8, "gpus": 0},
         "features": {"workers": 4},
         "train": {"workers": 2, "gpus": 8, "cpus": 64, "memory_gib": 512},
-        "node_selector": {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"},
-        "tolerations": ["cloud.google.com/gke-spot"],
-        "schedule": "0 3 * * 0",
     }
 }
 
 
-def objects(config: RunConfig) -> dict[str, Object]:
-    """File name → object."""
+def objects(config: RunConfig) -> dict[str, dict[str, Object]]:
+    """Stage → kind → object."""
     files = render(config, "kubernetes")
-    return {name: yaml.safe_load(text) for name, text in files.items() if name.endswith(".yaml")}
+    assert list(files) == [*(f"{stage}.yaml" for stage in STAGES), "apply.sh"]
+    return {
+        stage: {each["kind"]: each for each in yaml.safe_load_all(files[f"{stage}.yaml"])}
+        for stage in STAGES
+    }
+
+
+def jobs(config: RunConfig) -> dict[str, Object]:
+    """Stage → Job."""
+    return {stage: kinds["Job"] for stage, kinds in objects(config).items()}
 
 
 def container(job: Object) -> Object:
@@ -51,22 +56,14 @@ def container(job: Object) -> Object:
     return first
 
 
-def variables(job: Object) -> set[str]:
-    return {variable["name"] for variable in container(job)["env"]}
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("sections", [BUCKET, VOLUME, TWO_NODES])
 def test_objects_follow_the_published_schemas(
     configure: Configure, sections: Object, version: str
 ) -> None:
-    rendered = objects(configure(**sections))
-    for value in rendered.values():
-        kubernetes_validate.validate(value, version, strict=True)
-    stages = [
-        name.removesuffix(".yaml") for name in rendered if name.removesuffix(".yaml") in STAGES
-    ]
-    assert stages == list(STAGES)
+    for kinds in objects(configure(**sections)).values():
+        for value in kinds.values():
+            kubernetes_validate.validate(value, version, strict=True)
 
 
 def _misspell(job: Object) -> None:
@@ -87,7 +84,7 @@ def _rule_without_action(job: Object) -> None:
 
 @pytest.mark.parametrize("fault", [_misspell, _number_as_text, _list_missing, _rule_without_action])
 def test_the_schemas_catch_faults(configure: Configure, fault: Callable[[Object], None]) -> None:
-    job = objects(configure())["synth.yaml"]
+    job = jobs(configure())["synth"]
     fault(job)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, VERSIONS[0], strict=True)
@@ -96,64 +93,54 @@ def test_the_schemas_catch_faults(configure: Configure, fault: Callable[[Object]
 def test_pods_run_the_configuration_that_was_rendered(configure: Configure) -> None:
     odd = 'it\'s: {odd} "quoted" # and\nlong'
     config = configure(synth={"system_prompt": odd}, train={"learning_rate": 1e-5}, **BUCKET)
-    rendered = objects(config)
-    settings = rendered["config.yaml"]
-    again = parse(yaml.safe_load(settings["data"]["run.yaml"]))
-    assert again.synth and again.synth.system_prompt == odd
-    assert all(again.section_hash(stage) == config.section_hash(stage) for stage in STAGES)
-    assert again.run.uri == config.run.uri
-    for stage in STAGES:
-        volumes = rendered[f"{stage}.yaml"]["spec"]["template"]["spec"]["volumes"]
-        assert {"name": "config", "configMap": {"name": settings["metadata"]["name"]}} in volumes
+    for kinds in objects(config).values():
+        again = parse(yaml.safe_load(kinds["ConfigMap"]["data"]["run.yaml"]))
+        assert again.synth and again.synth.system_prompt == odd
+        assert all(again.section_hash(stage) == config.section_hash(stage) for stage in STAGES)
+        assert again.run.uri == config.run.uri
+        volumes = kinds["Job"]["spec"]["template"]["spec"]["volumes"]
+        settings = kinds["ConfigMap"]["metadata"]["name"]
+        assert {"name": "config", "configMap": {"name": settings}} in volumes
 
 
 def test_another_configuration_has_another_config_map(configure: Configure) -> None:
     """It is immutable, and pods of a stage that began before keep theirs."""
-    names = [
-        objects(configure(run={"uri": "gs://b/x", "seed": seed}))["config.yaml"]["metadata"]["name"]
+    maps = [
+        objects(configure(run={"uri": "gs://b/x", "seed": seed}))["synth"]["ConfigMap"]
         for seed in (0, 0, 1)
     ]
-    assert names[0] == names[1] != names[2]
+    first, same, other = (each["metadata"]["name"] for each in maps)
+    assert first == same != other
 
 
 def test_jobs_shape_no_output(configure: Configure) -> None:
-    one, other = configure(), configure(jobs={"attempts": 3, "synth": {"workers": 9}})
+    one, other = configure(), configure(jobs={"secret": "x", "synth": {"workers": 9}})
     assert all(one.section_hash(stage) == other.section_hash(stage) for stage in STAGES)
 
 
 @pytest.mark.parametrize("sections", [BUCKET, VOLUME, TWO_NODES])
 def test_commands_are_ones_that_eagle3_takes(configure: Configure, sections: Object) -> None:
-    rendered = objects(configure(**sections))
-    for stage in STAGES:
-        command = container(rendered[f"{stage}.yaml"])["command"]
+    for stage, job in jobs(configure(**sections)).items():
+        command = container(job)["command"]
         if command[0] == "python":
             assert command[:3] == ["python", "-m", "pipeline.jobs.launch"]
             command = command[command.index("pipeline.cli") :]
-        parsed = parse_arguments(
-            [word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in command[1:]]
-        )
+        parsed = parse_arguments(command[1:])
         assert parsed.command == stage and parsed.config == "/etc/eagle3/run.yaml"
 
 
 def test_workers_are_pods_of_one_indexed_job(configure: Configure) -> None:
-    rendered = objects(configure(**TWO_NODES))
+    rendered = jobs(configure(**TWO_NODES))
     for stage, workers in {"synth": 8, "features": 4, "train": 2, "eval": 1}.items():
-        spec = rendered[f"{stage}.yaml"]["spec"]
+        spec = rendered[stage]["spec"]
         assert spec["completionMode"] == "Indexed"
         assert spec["completions"] == spec["parallelism"] == workers
-    assert container(rendered["synth.yaml"])["command"][-2:] == [
-        "--shard",
-        "$(JOB_COMPLETION_INDEX)/8",
-    ]
-    assert rendered["synth.yaml"]["spec"]["maxFailedIndexes"] == 0, "nobody else makes its part"
-    claiming = objects(configure(jobs={"image": "x", "synth": {"workers": 8}}))["synth.yaml"]
-    assert "--shard" not in container(claiming)["command"]
-    assert "maxFailedIndexes" not in claiming["spec"], "others claim a failed worker's shards"
+    assert "nvidia.com/gpu" not in container(rendered["synth"])["resources"]["limits"]
 
 
 def test_nodes_of_a_training_meet_at_the_first_pod(configure: Configure) -> None:
-    rendered = objects(configure(**TWO_NODES))
-    job, service = rendered["train.yaml"], rendered["train-service.yaml"]
+    kinds = objects(configure(**TWO_NODES))["train"]
+    job, service = kinds["Job"], kinds["Service"]
     name = job["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
@@ -194,35 +181,26 @@ def action(job: Object, ended: int | str) -> str:
 def test_exit_codes_decide_over_another_attempt(
     configure: Configure, ended: int | str, expected: str
 ) -> None:
-    rendered = objects(configure(**TWO_NODES))
-    assert action(rendered["synth.yaml"], ended) == expected
-    assert action(rendered["eval.yaml"], ended) == expected
+    rendered = jobs(configure(**TWO_NODES))
+    assert action(rendered["synth"], ended) == expected
+    assert action(rendered["eval"], ended) == expected
     # A process of a training that loses the others ends with 1 too.
-    assert action(rendered["train.yaml"], ended) == ("Count" if ended == 1 else expected)
-    refresh = rendered["refresh.yaml"]["spec"]["jobTemplate"]
-    assert action(refresh, ended) == expected
+    assert action(rendered["train"], ended) == ("Count" if ended == 1 else expected)
 
 
-def test_pods_have_no_rights_and_time_to_end(configure: Configure) -> None:
-    pod = objects(configure())["features.yaml"]["spec"]["template"]["spec"]
+def test_pods_have_no_rights_a_secret_and_time_to_end(configure: Configure) -> None:
+    pod = jobs(configure())["features"]["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never", "the API wants it beside a podFailurePolicy"
     assert pod["terminationGracePeriodSeconds"] > 120
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
     security = pod["containers"][0]["securityContext"]
     assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
     assert {"name": "EAGLE3_LOG", "value": "json"} in pod["containers"][0]["env"]
-
-
-def test_secrets_reach_the_stage_that_needs_them(configure: Configure) -> None:
-    rendered = objects(configure())
-    has = {stage: variables(rendered[f"{stage}.yaml"]) for stage in STAGES}
-    assert [stage for stage in STAGES if "EAGLE3_PII_SALT" in has[stage]] == ["synth"]
-    assert [stage for stage in STAGES if "WANDB_API_KEY" in has[stage]] == ["train"]
-    assert [stage for stage in STAGES if "HF_TOKEN" in has[stage]] == list(STAGES)
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "eagle3"}}]
 
 
 def test_run_on_a_volume_is_mounted_where_its_uri_says(configure: Configure) -> None:
-    pod = objects(configure(**VOLUME))["train.yaml"]["spec"]["template"]["spec"]
+    pod = jobs(configure(**VOLUME))["train"]["spec"]["template"]["spec"]
     assert {"name": "run", "persistentVolumeClaim": {"claimName": "runs"}} in pod["volumes"]
     mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounts["run"] == "/runs" and mounts["shm"] == "/dev/shm"
@@ -233,19 +211,13 @@ def test_run_on_a_volume_is_mounted_where_its_uri_says(configure: Configure) -> 
     ("sections", "where"),
     [
         ({"jobs": {"image": None}}, "jobs.image"),
-        ({"run": {"uri": "runs/x"}}, "run.uri"),
-        ({"run": {"uri": "/data/x"}, "jobs": {"volume_claim": "runs"}}, "run.uri"),
-        ({"run": {"uri": "/runs/../x"}, "jobs": {"volume_claim": "runs"}}, "run.uri"),
+        ({"run": {"uri": "runs/x"}, "jobs": {"volume_claim": "runs"}}, "run.uri"),
+        ({"run": {"uri": "/data/x"}}, "run.uri"),
         ({"run": {"shard": "0/2"}}, "run.shard"),
         ({"run": {"force": True}}, "run.force"),
-        ({"synth": {"sources": [{"source": "prompts.jsonl"}]}}, "synth.sources"),
-        ({"eval": {"prompts": "held-out.jsonl"}}, "eval.prompts"),
-        ({"jobs": {"eval": {"disk_gib": 10}}}, "jobs.eval.disk_gib"),
-        ({"jobs": {"secrets": {}}}, "jobs.secrets"),
-        ({"jobs": {"schedule": "@daily"}, "eval": {"sources": []}}, "jobs.schedule"),
     ],
 )
-def test_what_pods_could_not_reach_is_refused(
+def test_what_jobs_could_not_run_is_refused(
     configure: Configure, sections: Object, where: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^{where}: "):
@@ -255,18 +227,14 @@ def test_what_pods_could_not_reach_is_refused(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("name", "Not_a_label"),
-        ("namespace", "a b"),
         ("image", "two words"),
-        ("schedule", "every day"),
         ("volume_claim", "../x"),
-        ("partition", "gpu\n#SBATCH --uid=0"),
-        ("account", "$(id)"),
-        ("node_selector", {"zone": "a; b"}),
-        ("secrets", {"A-B": {"name": "eagle3", "key": "x"}}),
+        ("secret", "A b"),
+        ("service_account", "x: y"),
         ("eval", {"workers": 2}),
         ("synth", {"workers": 0}),
         ("images", "x"),
+        ("namespace", "ml"),
     ],
 )
 def test_bad_values_are_refused(configure: Configure, key: str, value: object) -> None:
@@ -283,5 +251,5 @@ def test_bad_values_are_refused(configure: Configure, key: str, value: object) -
     ],
 )
 def test_jobs_are_named_after_the_run(configure: Configure, uri: str, name: str) -> None:
-    job = objects(configure(run={"uri": uri}))["synth.yaml"]
+    job = jobs(configure(run={"uri": uri}))["synth"]
     assert job["metadata"]["name"] == name

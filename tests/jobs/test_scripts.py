@@ -14,15 +14,7 @@ from pipeline.jobs import render, write
 from pipeline.records import STAGES
 from tests.jobs.conftest import Configure
 
-LARGE = {
-    "image": "x",
-    "namespace": "ml",
-    "shards_by": "index",
-    "synth": {"workers": 4},
-    "train": {"workers": 2, "gpus": 8},
-    "schedule": "@weekly",
-    "partition": "gpu",
-}
+LARGE = {"image": "x", "synth": {"workers": 4}, "train": {"workers": 2, "gpus": 8}}
 
 
 def program(folder: Path, name: str, text: str) -> dict[str, str]:
@@ -66,7 +58,8 @@ def _apply(configure: Configure, tmp_path: Path, conditions: str) -> tuple[int, 
     start = write(render(configure(jobs=LARGE), "kubernetes"), tmp_path / "out")
     environment = program(tmp_path, "kubectl", KUBECTL) | {"NOTED": str(tmp_path)}
     (tmp_path / "conditions").write_text(conditions)
-    done = subprocess.run([start], env=environment, capture_output=True, text=True, timeout=30)
+    command = [str(start), "--namespace", "ml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert all(call.startswith("--namespace ml ") for call in calls)
     return done.returncode, [call.split()[-1] for call in calls if " apply " in call]
@@ -75,39 +68,13 @@ def _apply(configure: Configure, tmp_path: Path, conditions: str) -> tuple[int, 
 def test_apply_goes_through_the_stages_in_order(configure: Configure, tmp_path: Path) -> None:
     code, applied = _apply(configure, tmp_path, "SuccessCriteriaMet Complete")
     assert code == 0
-    assert applied == ["config.yaml", "train-service.yaml", *(f"{stage}.yaml" for stage in STAGES)]
+    assert applied == [f"{stage}.yaml" for stage in STAGES]
 
 
 def test_apply_stops_at_a_stage_that_failed(configure: Configure, tmp_path: Path) -> None:
     code, applied = _apply(configure, tmp_path, "FailureTarget Failed")
     assert code == 2
-    assert applied == ["config.yaml", "train-service.yaml", "synth.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("job", "uri"),
-    [
-        ("x-refresh-29400660", "gs://bucket/heads/x-2025-11-25T0300"),
-        ("x-refresh-by-hand", "gs://bucket/heads/x-x-refresh-by-hand"),
-    ],
-)
-def test_a_refresh_makes_the_run_of_its_scheduled_time(
-    configure: Configure, tmp_path: Path, job: str, uri: str
-) -> None:
-    """The pod's own command in a shell; `run` is replaced by `show`, which prints its settings."""
-    files = render(configure(jobs=LARGE), "kubernetes")
-    settings = tmp_path / "run.yaml"
-    settings.write_text(yaml.safe_load(files["config.yaml"])["data"]["run.yaml"])
-    shown = f'#!/bin/sh\nshift\nexec {sys.executable} -m pipeline.cli show "$@"\n'
-    environment = program(tmp_path, "eagle3", shown) | {"JOB_NAME": job}
-    template = yaml.safe_load(files["refresh.yaml"])["spec"]["jobTemplate"]["spec"]["template"]
-    command = [
-        word.replace("/etc/eagle3/run.yaml", str(settings))
-        for word in template["spec"]["containers"][0]["command"]
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["run"]["uri"] == uri
+    assert applied == ["synth.yaml"]
 
 
 def test_jobs_leave_training_its_grace(configure: Configure) -> None:
@@ -130,10 +97,7 @@ def test_slurm_scripts_ask_for_what_the_configuration_says(configure: Configure)
         }
         for stage in STAGES
     }
-    assert {"array=0-3", "partition=gpu", "requeue", "signal=TERM@150"} <= options["synth"]
+    assert {"array=0-3", "requeue", "signal=TERM@150"} <= options["synth"]
     assert {"nodes=2", "gpus-per-node=8"} <= options["train"]
     assert "time=30" in options["features"]
     assert not any(option.startswith(("gpus", "array")) for option in options["features"])
-    assert '--shard "$SLURM_ARRAY_TASK_ID/4"' in files["synth.sbatch"]
-    claiming = render(configure(jobs={"synth": {"workers": 4}}), "slurm")
-    assert "--shard" not in claiming["synth.sbatch"]

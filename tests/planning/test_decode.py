@@ -6,17 +6,16 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.planning.decode import (
+    MachineRates,
     PlannedDecoding,
     crossings,
     parse_acceptance,
     plan_on_paper,
 )
-from pipeline.planning.devices import Device
 from pipeline.planning.targets import Experts, TargetShape
 
 #: A byte a second and no limit to arithmetic, or the other way round.
-SLOW_MEMORY = Device("slow", "slow memory", bf16=1e30, bandwidth=1.0)
-SLOW_ARITHMETIC = Device("slow", "slow arithmetic", bf16=1.0, bandwidth=1e30)
+SLOW_MEMORY, SLOW_ARITHMETIC = MachineRates(1.0, 1e30), MachineRates(1e30, 1.0)
 #: One layer: q and o 8 x 8, k and v 8 x 4, MLP 3 · 8 x 16, norms 2 x 8; a tied vocabulary of 10.
 SHAPE = TargetShape(8, 16, 1, 2, 1, 4, 10, tied=True)
 PARAMETERS = 2 * 8 * (8 + 4) + 3 * 8 * 16 + 2 * 8 + 10 * 8 + 8
@@ -25,10 +24,10 @@ ENTRY = 2 * 1 * 1 * 4 * 2
 
 
 def _cells(
-    device: Device, alpha: dict[str, float], shape: TargetShape = SHAPE, context: int = 100
+    rates: MachineRates, alpha: dict[str, float], shape: TargetShape = SHAPE, context: int = 100
 ) -> dict[str, PlannedDecoding]:
     plan = plan_on_paper(
-        shape, device, "x", acceptance=alpha, batches=[3], contexts=[context], budget=10
+        shape, rates, "x", acceptance=alpha, batches=[3], contexts=[context], budget=10
     )
     return {cell.drafter: cell for cell in plan.cells}
 
@@ -102,18 +101,19 @@ def test_where_a_drafter_begins_to_pay_and_where_it_ceases_to() -> None:
 def test_acceptance_is_given_by_name() -> None:
     assert parse_acceptance("a=0.5,b=0", ["a", "b"]) == {"a": 0.5, "b": 0.0}
     for text, problem in (
-        ("c=0.5", "no drafter 'c'"),
-        ("a=1", r"in \[0, 1\)"),
+        ("c=0.5", "unknown drafter 'c'"),
+        ("a=1", r"not in \[0, 1\)"),
         ("a", "could not convert"),
     ):
         with pytest.raises(ValueError, match=problem):
             parse_acceptance(text, ["a", "b"])
 
 
-def test_the_command_marks_what_is_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan-decode", "-c", "configs/llama-3.3-70b.yaml", "--paper", "h100"]
-    assert main([*arguments, "--batches", "1", "--contexts", "1024"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "on paper" in said and "nothing was measured" in said and "1,024" in said
-    assert main([*arguments[:-1], "cpu"]) == 2
-    assert main([*arguments, "--alpha", "eagle3=0.7"]) == 0
+def test_the_command_says_that_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan-decode", "-c", "configs/llama-3.3-70b.yaml", "--bandwidth", "3350"]
+    grid = ["--tflops", "990", "--batches", "1", "--contexts", "1024"]
+    assert main([*arguments, *grid, "--alpha", "eagle3=0.7"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "on paper" in printed and "nothing was measured" in printed and "1,024" in printed
+    assert main(arguments) == 2
+    assert "--tflops" in capsys.readouterr().err

@@ -14,38 +14,33 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import TrainSection, parse
-from pipeline.errors import ConfigError, TargetError
+from pipeline.errors import TargetError
 from pipeline.heads.eagle3.init import solve_least_squares
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.eagle3.ttt import TttModel
+from pipeline.heads.registry import algorithm, solves_least_squares
 from pipeline.heads.unrolled import Objective
 from pipeline.learning import least_squares as ridge
 from pipeline.learning import losses as divergence
 from pipeline.learning.batches import TrainBatch
-from pipeline.planning import devices
-from pipeline.planning.devices import CPU, GPUS, device_of
-from pipeline.planning.generation import generating_replicas, generation_seconds
-from pipeline.planning.heads import HeadSize
-from pipeline.planning.targets import KNOWN, read_shape, shape_of
-from pipeline.planning.training import (
+from pipeline.planning.heads import (
     CHUNK_LOGITS,
     RIDGE_COMPARED,
     RIDGE_STRENGTHS,
+    HeadSize,
     activation_bytes,
-    start_bytes,
-    start_flops,
-    step_traffic,
+    init_bytes,
     zero_memory,
 )
+from pipeline.planning.targets import KNOWN, read_shape, shape_of
 from pipeline.records import ZeroStage
 from pipeline.train.trainer import Trainer
 
 LLAMA = KNOWN["llama-3.3-70b-instruct"]
-H100 = next(gpu for gpu in GPUS if gpu.name == "h100")
 SECTION = TrainSection.model_validate(
     {"head_config": {"draft_vocab_size": 32000}, "batch_tokens": 4096, "ttt_steps": 5}
 )
-HEAD = HeadSize.of(SECTION, LLAMA)
+HEAD = algorithm(SECTION).size(SECTION, LLAMA)
 #: fc 3·8192², q 16384·8192, k and v 16384·1024 each, o 8192², MLP 3·8192·28672, lm_head
 #: 32000·8192, four norms.
 HEAD_PARAMETERS = (
@@ -141,39 +136,8 @@ def test_experts_count_where_they_are_held_and_where_they_compute(
     assert half.active_parameters == pytest.approx(active / 2, rel=0.02)
 
 
-def test_devices_are_known_by_name() -> None:
-    def device(name: str) -> Any:
-        return device_of(
-            parse({"target": {"source": "a", "device": "cpu"}, "plan": {"device": name}})
-        )
-
-    assert device("auto") == device("cpu") == CPU
-    assert device("H100-SXM") == H100 and H100.bf16 == 989.5e12 and H100.memory == 80 * 10**9
-    with pytest.raises(ConfigError, match="did you mean 'h200'"):
-        device("h20o")
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"), ("NVIDIA T4", "cpu")],
-)
-def test_auto_is_the_gpu_that_the_driver_names(
-    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "0000:01:00.0").mkdir()
-    (tmp_path / "0000:01:00.0/information").write_text(f"Model: \t\t {model}\nIRQ: \t 1\n")
-    monkeypatch.setattr(devices, "_OWN_GPUS", tmp_path)
-    assert device_of(parse({"target": {"source": "a"}})).name == name
-    assert device_of(parse({"target": {"source": "a", "device": "cpu"}})) == CPU
-
-
 def test_a_head_for_70b_in_numbers() -> None:
     assert HEAD.parameters == HEAD_PARAMETERS == 1_403_027_456
-    # Of layer and lm_head 6 FLOP a parameter in each of 5 steps, of fc 6 once, of the teacher 2.
-    layer = HEAD_PARAMETERS - 201_326_592 - 262_144_000 - 32_768
-    once = 6 * 201_326_592 + 2 * 262_144_000
-    assert HEAD.training_flops(5) == 30 * (layer + 262_144_000) + once == 37_782_290_432
-    assert HEAD.training_flops(5, checkpointing=True) == 37_782_290_432 + 10 * layer
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
@@ -227,8 +191,8 @@ def test_activations_in_numbers() -> None:
         4_096 * step + 262_144_000
     )
     checkpointed = SECTION.model_copy(update={"activation_checkpointing": True})
-    kept = 4_096 * (step + 4 * 2_048 + 5 * (24_576 + 2_048) + 32_768 + 5 * 24_576) + 134_217_728
-    assert activation_bytes(checkpointed, HEAD, width=2) == 2 * kept + 4 * (
+    saved = 4_096 * (step + 4 * 2_048 + 5 * (24_576 + 2_048) + 32_768 + 5 * 24_576) + 134_217_728
+    assert activation_bytes(checkpointed, HEAD, width=2) == 2 * saved + 4 * (
         4_096 * step + 262_144_000
     )
     dropped = SECTION.model_copy(update={"dropout": 0.1})
@@ -241,39 +205,21 @@ def test_the_start_in_numbers() -> None:
     # 6 bytes of each of 128,256 · 8,192; 32,768² in float32 and in float64, 32,768 · 8,192 twice
     # in float32, 32,768 · 1,024 five times in float32 and once in float64.
     sums = 12 * 1_073_741_824 + 8 * 268_435_456 + 28 * 33_554_432
-    assert start_bytes(SECTION, HEAD, LLAMA) == 6 * 1_050_673_152 + sums
+    assert init_bytes(HEAD, LLAMA) == 6 * 1_050_673_152 + sums
     other = SECTION.model_copy(update={"start_from": "head"})
-    assert start_bytes(other, HEAD, LLAMA) == 0
+    assert not solves_least_squares(other)
     assert (len(ridge.STRENGTHS), ridge._COMPARED) == (RIDGE_STRENGTHS, RIDGE_COMPARED)
-
-
-def test_a_start_reads_no_more_than_there_is_or_is_asked_for() -> None:
-    def flops(tokens: int, **asked: Any) -> float:
-        return start_flops(TrainSection.model_validate({"head_config": asked}), HEAD, tokens)
-
-    everything = flops(10**9)
-    assert flops(983_040) == everything, "30 rows for each of 4 · 8,192"
-    few = flops(100_000)
-    factors = 2 * (32_768**3 + 28_672**3)
-    assert few - factors == pytest.approx((everything - factors) * 100_000 / 983_040)
-    assert flops(10**9, init_tokens=100_000) == few
 
 
 def test_a_block_drafter_has_a_start_too() -> None:
     """Regressors of the first regression are as many; of the second, what attention gives."""
     section = TrainSection.model_validate({"algorithm": "dflash"})
-    head, narrow = HeadSize.of(section, LLAMA), replace(HEAD, intermediate=8_192)
-    assert start_bytes(section, head, LLAMA) == start_bytes(SECTION, narrow, LLAMA)
-    # 256 anchors for 1,024 tokens, and 7 positions behind each.
-    rows = 983_040
-    sums = rows * 32_768 * (32_768 + 16_384) + rows * 7 // 4 * 8_192 * (8_192 + 16_384)
-    factors = 2 * (32_768**3 + 8_192**3)
-    expected = sums + factors + rows * 2 * head.parameters
-    assert start_flops(section, head, 10**9) == pytest.approx(expected)
+    head, narrow = algorithm(section).size(section, LLAMA), replace(HEAD, intermediate=8_192)
+    assert init_bytes(head, LLAMA) == init_bytes(narrow, LLAMA)
     plain = TrainSection.model_validate(
         {"algorithm": "dflash", "dflash": {"init_layers": "random"}}
     )
-    assert start_bytes(plain, head, LLAMA) == start_flops(plain, head, 10**9) == 0
+    assert not solves_least_squares(plain)
 
 
 @pytest.mark.parametrize("wide", [64, 256], ids=["narrow MLP", "MLP as wide as the regressors"])
@@ -286,38 +232,9 @@ def test_a_start_takes_what_is_planned(wide: int) -> None:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         solve_least_squares(head, embedding, batches)
     target = replace(KNOWN["smollm2-135m-instruct"], vocabulary=50)
-    planned = start_bytes(SECTION, HeadSize(64, wide, 64, 32, 40), target)
-    given = embedding.numel() * embedding.itemsize
-    assert most_held(profiler) + given == pytest.approx(planned, rel=0.03)
-
-
-def test_collectives_in_numbers() -> None:
-    # 4 bytes a parameter, twice, 63/64 of it.
-    assert step_traffic(HEAD, ranks=64) == pytest.approx(11_048_841_216)
-    assert step_traffic(HEAD, ranks=1) == 0
-
-
-def test_replies_of_70b_in_numbers() -> None:
-    assert LLAMA.key_value_bytes == 327_680  # 2 · 80 layers · 8 · 128 · 2 bytes
-    replicas = generating_replicas(
-        LLAMA, H100, 64, concurrency=3072, slots=1, longest=2048, width=2
-    )
-    # On 2 GPUs each: 70.6 GB of weights. On 4: 35.3 GB, and 192 · 2048 · 327,680 / 4 = 32.2 GB.
-    assert (replicas.count, replicas.degree, replicas.slots) == (16, 4, 192)
-    assert replicas.memory == {"weights": 35_276_853_248, "keys and values": 32_212_254_720}
-    seconds = generation_seconds(
-        LLAMA,
-        H100,
-        replicas,
-        read=1e6,
-        generated=192e3,
-        context=1000.0,
-        width=2,
-        dtype="bfloat16",
-    )
-    # 4 GPUs at 40 %: 1583.2 TFLOP/s; at 50 %: 6.7 TB/s. Prompts 2·70.55e9·1e6 FLOP; 1,000 steps of
-    # 141.1 GB + 192·1000·327,680 = 62.9 GB each, which take longer than their 27.6 TFLOP.
-    assert seconds == pytest.approx((89.13 + 1000 * 0.030451) / 16, rel=1e-3)
+    planned = init_bytes(HeadSize(64, wide, 64, 32, 40), target)
+    stored = embedding.numel() * embedding.itemsize
+    assert most_held(profiler) + stored == pytest.approx(planned, rel=0.03)
 
 
 def shape(*, intermediate_size: int = 96, **switches: Any) -> HeadShape:
@@ -351,8 +268,7 @@ def ttt_model(steps: int, *, tokens: int, dtype: torch.dtype, **switches: Any) -
     head.set_vocabulary(torch.arange(40))
     embedding, output = torch.randn(50, 64), torch.randn(50, 64)
     objective = Objective(steps, 0.8)
-    given = head, embedding, output, objective
-    return TttModel(*given, max_length=tokens, dtype=dtype, **switches)
+    return TttModel(head, embedding, output, objective, max_length=tokens, dtype=dtype, **switches)
 
 
 def supervised_batch(tokens: int, dtype: torch.dtype) -> TrainBatch:
@@ -378,8 +294,8 @@ def test_activations_are_about_what_a_step_allocates(dropout: float, checkpointi
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model(batch).loss.backward()
     peak = most_held(profiler)
-    asked = {"activation_checkpointing": checkpointing, "dropout": dropout}
-    section = TrainSection.model_validate({"batch_tokens": tokens, "ttt_steps": steps, **asked})
+    settings = {"activation_checkpointing": checkpointing, "dropout": dropout}
+    section = TrainSection.model_validate({"batch_tokens": tokens, "ttt_steps": steps, **settings})
     planned = activation_bytes(section, HeadSize(64, 96, 64, 32, 40), width=4)
     assert 0.75 * peak < planned < 1.5 * peak
 

@@ -322,11 +322,7 @@ def test_overfits_exports_and_drafts(
     assert card.metrics["acc_0"] == last["acc_0"]
     assert manifest.details["parameters"] == head.count_parameters()
     planned = plan(config)
-    assert (
-        planned.seconds > 0
-        and planned.state == "complete"
-        and f"{head.count_parameters():,}" in planned.basis[0]
-    )
+    assert planned.state == "complete" and planned.parameters == head.count_parameters()
     drafted, plain = decoded(config, head, parent.contract.capture_layers, states[0])
     assert drafted.token_ids == plain.token_ids
     assert drafted.statistics.rounds < plain.statistics.rounds / 2

@@ -139,15 +139,13 @@ def test_dropped_samples_reach_the_manifest(
     assert manifest.details["split_samples"] == 0
 
 
-def test_plan_counts_the_evaluations(tiny_config: Configure, store_states: Store) -> None:
+def test_plan_counts_what_evaluations_hold(tiny_config: Configure, store_states: Store) -> None:
     head = {"init_layer": "target_last"}  # the peak is training's
     plain, decoding = tiny_config(head=head), tiny_config(head=head, evaluate_every=2)
     parent = store_states(plain)
     without, with_them = plan(plain), plan(decoding)
-    assert with_them.seconds > without.seconds and with_them.storage_bytes > without.storage_bytes
+    assert with_them.storage_bytes > without.storage_bytes
     assert with_them.peak_memory_bytes - without.peak_memory_bytes == 2 * parent.contract.parameters
-    assert not any("evaluation" in line for line in without.basis)
-    assert "replies of 48 tokens" in with_them.basis[-1]
 
 
 def test_plan_counts_what_is_drawn_of_the_states(
@@ -158,7 +156,7 @@ def test_plan_counts_what_is_drawn_of_the_states(
     few = plan(drawn)
     assert few.tokens == 100 * drawn.train.epochs < plan(whole).tokens
     assert few.records == pytest.approx(parent.rows * few.tokens / parent.tokens, abs=3)
-    assert few.seconds < plan(whole).seconds and plan(more) == plan(whole)
+    assert plan(more) == plan(whole)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +294,7 @@ def test_auto_trains_in_what_the_machine_multiplies_and_stores_the_head_as_ever(
     monkeypatch.setenv("EAGLE3_ISA", level)
     config = tiny_config(dtype="auto", max_steps=2)
     parent = store_states(config)
-    assert f"GFLOP/s in {dtype}" in plan(config).basis[2]
+    assert f"tokens in {dtype}" in plan(config).basis[2]
     manifest = run(config)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"train arithmetic: {dtype}, kernels torch" in shown

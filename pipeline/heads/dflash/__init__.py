@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pipeline.config import TrainSection
 from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings
+from pipeline.planning.heads import BlockHeadSize
 
 #: Keys of `train.dflash` that decide the shape, and its field.
 FIXED = {
@@ -37,6 +38,7 @@ ALGORITHM = HeadAlgorithm(
     package=__name__,
     objective="blocks",
     settings=_settings,
+    size=BlockHeadSize.of,
     describe=lambda _head: "a block drafter (DFlash)",
     formats=("sglang",),
     refusals={

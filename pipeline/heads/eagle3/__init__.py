@@ -13,6 +13,7 @@ import json
 
 from pipeline.config import TrainSection
 from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings, ServeCommand
+from pipeline.planning.heads import HeadSize
 
 #: Keys of `train.head_config` that decide tensors.
 FIXED = (
@@ -50,6 +51,7 @@ ALGORITHM = HeadAlgorithm(
     package=__name__,
     objective="ttt",
     settings=_settings,
+    size=HeadSize.of,
     describe=lambda _head: "an EAGLE-3 draft head",
     formats=("sglang", "speculators"),
     refusals={

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pipeline.config import TrainSection
 from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings
+from pipeline.planning.heads import ChainedHeadSize
 
 #: Keys of `train.head_config` that decide tensors.
 FIXED = (
@@ -33,6 +34,7 @@ ALGORITHM = HeadAlgorithm(
     package=__name__,
     objective="ttt",
     settings=_settings,
+    size=ChainedHeadSize.of,
     describe=lambda head: f"a chain of {head.shape.heads} draft heads (multi-token prediction)",
     drafter_name="eagle3",  # a head, and a tree from its steps
     formats=("mtp",),

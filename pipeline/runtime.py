@@ -1,17 +1,21 @@
-"""A stage in the actors of a Ray cluster: an existing one, or one that is started here.
+"""Where a stage runs: in this process, or in the actors of a Ray cluster.
+
+The stages know nothing of it: every process that runs one claims shards, commits them, and finishes
+the stage when all are committed (store/claims.py).
 
     driver    expected shards ── committed so far ── … ── manifest        progress, dead workers
                   │ starts            ▲ one listing now and then
     actors        ├─► stage.run ── claim ── make ── commit ──┐            the model loaded once,
                   └─► stage.run ── claim ── make ── commit ──┴─► store    no more claimed than held
 
-An actor is a process that runs the stage, as one started by hand would. Ray places it, says when it
-died, and carries its error back; what it makes it claims in the store, so that actors, pods and
-processes started by hand can share one stage, and a driver that is killed loses nothing.
+An actor is a process that runs the stage, like one started by hand. Ray places it, reports when it
+died, and carries its error back; its claims are in the store, so that actors, pods and processes
+started by hand can share one stage, and a driver that is killed loses nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import socket
@@ -20,19 +24,44 @@ from typing import Any
 
 from pipeline.config import RunConfig, take_settings
 from pipeline.console import notice, progress_bar
-from pipeline.errors import ConfigError, Eagle3Error, MissingPackage, WorkersDied
+from pipeline.errors import (
+    ConfigError,
+    Eagle3Error,
+    MissingPackage,
+    WorkersDied,
+    memory_explained,
+)
 from pipeline.records import Manifest, Stage
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.shards import SHARDS, committed
+from pipeline.telemetry import metrics_of
 
-#: Seconds between two looks at the store.
-_LOOK = 2.0
+#: The package of each stage; `eval` would shadow a builtin.
+ROOMS: dict[Stage, str] = {
+    "synth": "synth",
+    "features": "features",
+    "train": "train",
+    "eval": "serve_eval",
+}
+#: Stages of many shards, which any number of processes can share.
+SHARED: tuple[Stage, ...] = ("synth", "features")
+#: Seconds between two listings of the store.
+_POLL = 2.0
 #: Seconds to reach a cluster's port.
 _CONNECT = 20.0
 #: Workers that may die in a row without a shard committed between them.
 _DEATHS = 3
-#: What of the driver's environment a worker is given; the rest is its machine's.
+#: Variables that a worker takes over from the driver; the rest are its machine's.
 _INHERITED = ("EAGLE3_", "STORAGE_EMULATOR_HOST", "GCSFS_")
+
+
+def run(config: RunConfig, stage: Stage) -> Manifest:
+    """Run `stage` as `run.runtime` says. Raises Eagle3Error for whatever the user can fix."""
+    if config.run.runtime == "ray" and stage in SHARED:
+        return _run_on_ray(config, stage)
+    with metrics_of(config.run, stage), memory_explained(stage):
+        manifest: Manifest = importlib.import_module(f"pipeline.{ROOMS[stage]}").run(config)
+    return manifest
 
 
 class Worker:
@@ -44,13 +73,11 @@ class Worker:
             os.chdir(directory)
 
     def run(self, config: RunConfig, stage: Stage) -> Manifest:
-        """The stage as far as no other process makes it."""
-        from pipeline.runtime import run_here
-
-        return run_here(config, stage)
+        """The shards that this process claims; `config.run.runtime` is local."""
+        return run(config, stage)
 
 
-def run_on_ray(config: RunConfig, stage: Stage) -> Manifest:
+def _run_on_ray(config: RunConfig, stage: Stage) -> Manifest:
     """Run `stage` in `run.ray.workers` actors and wait for its manifest.
 
     Raises what the stage raises, WorkersDied when actors die one after the other, ConfigError where
@@ -71,6 +98,8 @@ def run_on_ray(config: RunConfig, stage: Stage) -> Manifest:
 class _Driver:
     def __init__(self, ray: Any, config: RunConfig, stage: Stage) -> None:
         self._ray, self._config, self._stage = ray, config, stage
+        here = config.run.model_copy(update={"runtime": "local"})
+        self._worker_config = config.model_copy(update={"run": here})
         self._folder = stage_location(config.run.uri, stage).child(SHARDS)
         self._running: dict[Any, Any] = {}  # result → actor
         self._deaths = 0
@@ -84,7 +113,7 @@ class _Driver:
             with progress_bar(self._stage, unit="shards", total=None) as bar:
                 seen = 0
                 while self._running:
-                    done, _ = self._ray.wait(list(self._running), timeout=_LOOK)
+                    done, _ = self._ray.wait(list(self._running), timeout=_POLL)
                     now = len(committed(self._folder.names()))
                     bar.advance(now - seen)
                     if now > seen:
@@ -101,7 +130,7 @@ class _Driver:
         return manifest
 
     def _count(self) -> int:
-        """Workers that were asked for, or that fit into the cluster."""
+        """`run.ray.workers`, or as many as fit into the cluster."""
         section, free = self._config.run.ray, self._ray.cluster_resources()
         fits = [free.get("CPU", 0) // section.cpus] if section.cpus else []
         fits += [free.get("GPU", 0) // section.gpus] if section.gpus else []
@@ -122,10 +151,10 @@ class _Driver:
             .options(num_cpus=section.cpus, num_gpus=section.gpus)
             .remote(os.getcwd(), environment)
         )
-        self._running[actor.run.remote(self._config, self._stage)] = actor
+        self._running[actor.run.remote(self._worker_config, self._stage)] = actor
 
     def _end(self, result: Any) -> None:
-        """Take a worker's end: its error is the stage's, its death another worker's beginning."""
+        """A worker ended: its error ends the stage, its death starts another worker."""
         actor = self._running.pop(result)
         errors = self._ray.exceptions
         try:
@@ -138,9 +167,9 @@ class _Driver:
             reason = str(error).strip().splitlines()[0]
             if self._deaths >= _DEATHS:
                 problem = f"{self._deaths} workers died and no shard was committed: {reason}"
-                fix = "look at Ray's logs of the workers, then run the same command again"
+                fix = "check the workers' logs in Ray, then run the same command again"
                 raise WorkersDied(problem, where=self._folder.uri, fix=fix) from None
-            notice(self._stage, f"a worker died, another one is started: {reason}")
+            notice(self._stage, f"a worker died, starting another: {reason}")
             self._start()
         else:
             self._ray.kill(actor)
