@@ -32,7 +32,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.registry import load_head
 from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.roofline import model_bytes, read_bandwidth
 from pipeline.tuning.verification import ImposedAcceptance

@@ -275,7 +275,7 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
     table = torch.zeros(rows, max(held), dtype=torch.int64)
     for row, pages in enumerate(held):
         table[row, :pages] = torch.tensor(pools.shared.allocate(pages))
-    wanted = torch.tensor(lengths, device=device)
+    row_lengths = torch.tensor(lengths, device=device)
     whole, real = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
     cases: dict[str, Callable[[], float]] = {}
     batches: dict[str, DecodeBatch] = {}
@@ -296,7 +296,7 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
             )
 
         def replay(name: str, times: int = ROUNDS) -> float:
-            batches[name].seq_lens.copy_(wanted)
+            batches[name].seq_lens.copy_(row_lengths)
             _synchronize(device)
             started = time.perf_counter()
             for _ in range(times):
@@ -307,7 +307,7 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
         cases = {name: partial(replay, name) for name in runners}
         seconds = interleaved(cases, runs=max(3, gpu.runs))
         replay("round")
-        emitted = (batches["round"].seq_lens - wanted).sum().item()
+        emitted = (batches["round"].seq_lens - row_lengths).sum().item()
         kernels = _kernel_seconds(device, partial(replay, "round", 5))
     total = sum(kernels.values())
     largest = sorted(kernels, key=lambda name: -kernels[name])[:KERNELS]

@@ -36,7 +36,7 @@ from pipeline.synth.generate.conversations import ConversationRunner
 from pipeline.synth.generate.local import LocalBackend
 from pipeline.synth.generate.scheduler import ConversationScheduler
 from pipeline.synth.privacy.filter import PiiFilter
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import open_target
 from pipeline.target.template import ChatTemplate, load_template
 

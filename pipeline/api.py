@@ -22,8 +22,7 @@ from pipeline.records import STAGES, Manifest, Sample, Stage
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import read_samples as read_shard_of_samples
 from pipeline.store.states import StatesReader, StatesSample
-from pipeline.target.arithmetic import resolve_dtype
-from pipeline.target.load import pick_device
+from pipeline.target.arithmetic import pick_device, resolve_dtype
 from pipeline.target.open import open_contracted_target, open_target
 from pipeline.target.template import ChatTemplate
 

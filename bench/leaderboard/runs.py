@@ -30,9 +30,8 @@ from pipeline.heads.registry import algorithm_of, load_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Stage, digest
 from pipeline.serve_eval.questions import first_question
-from pipeline.store.begin import Begin, read_begin
-from pipeline.store.manifest import find_manifest, read_manifest, stage_location
-from pipeline.target.load import pick_device
+from pipeline.store.manifest import Begin, find_manifest, read_begin, read_manifest, stage_location
+from pipeline.target.arithmetic import pick_device
 from pipeline.target.open import open_target
 
 #: The tree that all heads are compared on.

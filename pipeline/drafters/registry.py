@@ -81,7 +81,7 @@ def _ngram(section: DrafterSection, model: DecoderModel, target: Target) -> Draf
 
 def _standalone(section: DrafterSection, model: DecoderModel, target: Target) -> DrafterFactory:
     from pipeline.drafters.standalone import StandaloneDrafter, check_tokens
-    from pipeline.target.resolve import resolve
+    from pipeline.target.open import resolve
 
     standalone = section.standalone
     if standalone.source is None:

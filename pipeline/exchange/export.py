@@ -14,7 +14,7 @@ from pipeline.exchange.model_card import MODEL_CARD, model_card
 from pipeline.heads.checkpoint import CARD, published
 from pipeline.heads.registry import algorithm_of, open_head, save_head
 from pipeline.store.location import Location
-from pipeline.store.reports import read_report
+from pipeline.store.manifest import read_report
 from pipeline.target.open import open_contracted_target
 
 Format = Literal["sglang", "speculators", "mtp"]

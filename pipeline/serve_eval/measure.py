@@ -25,7 +25,8 @@ from pipeline.heads.registry import open_head
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
 from pipeline.serve_eval.reference import PlainReply
-from pipeline.target.load import LoadedTarget, pick_device
+from pipeline.target.arithmetic import pick_device
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.tune import Choice, tune

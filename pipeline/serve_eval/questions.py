@@ -15,8 +15,7 @@ from pipeline.decoder.request import Completion
 from pipeline.errors import ConfigError, TemplateError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Span, Stage
-from pipeline.store.begin import read_begin
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import read_begin, stage_location
 from pipeline.target.template import ChatTemplate
 
 
@@ -131,7 +130,7 @@ def longest_context(prompt: Prompt, turns: int, template: ChatTemplate) -> int:
     """Tokens of its first `turns` turns without those of replies, at least."""
     first = len(first_question(prompt, template).context)
     try:
-        whole = _with_tools(template, prompt).longest(
+        whole = _with_tools(template, prompt).count_tokens(
             prompt.turns[:turns], system=prompt.system, tool_turns=prompt.tool_turns
         )
     except TemplateError:  # the conversation ends before

@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.console import notice
 from pipeline.errors import DataError
 from pipeline.records import Manifest, TargetContract
-from pipeline.store.prompts import Selection
+from pipeline.store.samples import Selection
 from pipeline.store.stage_run import StageRun
 from pipeline.synth.audit import audit_record
 from pipeline.synth.datasheet import write_datasheet

@@ -16,9 +16,9 @@ from itertools import chain
 from typing import Any
 
 from pipeline.records import Sample, Shard, TargetContract
+from pipeline.store.encodings import Encoding, row_width
 from pipeline.store.location import Location
 from pipeline.store.samples import read_samples
-from pipeline.store.states.encodings import Encoding, row_width
 
 _SIZES = (4096, 8192, 16384, 32768, 65536)
 _ENCODINGS: tuple[Encoding, ...] = ("int8", "bf16")

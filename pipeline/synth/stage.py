@@ -27,21 +27,19 @@ from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import CorruptShard, StageConflict
 from pipeline.prompts.changes import notice_changes
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
-from pipeline.store.begin import read_begin
-from pipeline.store.claims import Claims, make_shards
 from pipeline.store.location import Location
-from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
-from pipeline.store.prompts import (
+from pipeline.store.manifest import MANIFEST, find_manifest, read_begin, stage_location
+from pipeline.store.samples import (
     PROMPTS,
     SELECTION,
     PromptShard,
     Selection,
     delete_prompts,
+    encode_samples,
     load_prompt_shard,
 )
-from pipeline.store.samples import encode_samples
 from pipeline.store.shards import SHARDS
-from pipeline.store.stage_run import StageRun, open_stage
+from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample
 from pipeline.synth.finish import finish
 from pipeline.synth.generate.backend import GeneratorBackend

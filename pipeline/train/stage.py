@@ -28,12 +28,10 @@ from pipeline.heads.registry import algorithm_of, solves_least_squares
 from pipeline.learning.corpus import HeldOut
 from pipeline.learning.schedule import Schedule
 from pipeline.records import Manifest, digest
-from pipeline.store.begin import read_begin
 from pipeline.store.location import Location
-from pipeline.store.manifest import manifest_where, read_manifest
+from pipeline.store.manifest import manifest_where, read_begin, read_manifest
 from pipeline.store.stage_run import StageRun, open_stage
-from pipeline.target.arithmetic import NOT_NATIVE, resolve_dtype, torch_arithmetic
-from pipeline.target.load import pick_device
+from pipeline.target.arithmetic import NOT_NATIVE, pick_device, resolve_dtype, torch_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import log_coverage

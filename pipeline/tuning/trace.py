@@ -264,8 +264,8 @@ def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
     `grow_tree`.
     """
     rows, positions, depth = following.shape
-    wanted = following.flatten(0, 1)  # [T, D], T = B·P
-    ranks = wanted.new_full((len(wanted), depth, depth), _NEVER, dtype=torch.int32)
+    targets = following.flatten(0, 1)  # [T, D], T = B·P
+    ranks = targets.new_full((len(targets), depth, depth), _NEVER, dtype=torch.int32)
     stacked = [torch.stack(parts, dim=1) for parts in list(zip(*drafts, strict=True))[:3]]
     tokens, parents, scores = (part.flatten(0, 1) for part in stacked)  # each [T, C]
     index = torch.arange(tokens.shape[1], device=tokens.device)  # [C]
@@ -274,10 +274,10 @@ def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
     drafted_by = (depths[:, None] <= steps + 1).float()  # [C, D] candidates of s + 1 steps
     # The last candidate of the continuation, -1 the root, and whether it was drafted so far: [T,
     # 1].
-    node = torch.full_like(wanted[:, :1], -1)
+    node = torch.full_like(targets[:, :1], -1)
     alive = torch.ones_like(node, dtype=torch.bool)
     for step in range(depth):
-        follows = (parents == node) & (tokens == wanted[:, step : step + 1])
+        follows = (parents == node) & (tokens == targets[:, step : step + 1])
         agrees = (depths == step + 1) & follows & alive  # [T, C]; of equal siblings the first
         agrees &= scores > -torch.inf  # such a one proposes nothing
         alive, node = agrees.any(1, keepdim=True), agrees.int().argmax(1, keepdim=True)

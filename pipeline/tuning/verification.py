@@ -55,8 +55,8 @@ def greedy_gaps(model: DecoderModel, prompt_ids: Sequence[int], reply_ids: Seque
     """Rounding lets a batch or a tree choose between near-ties; a wrong token lies far below."""
     scores = log_probabilities(model, prompt_ids, reply_ids)
     chosen = scores.gather(1, torch.tensor(reply_ids, device=scores.device)[:, None])[:, 0]
-    behind = scores.max(-1).values - chosen
-    return Gaps(len(reply_ids), int((behind > 0).sum()), float(behind.max()))
+    gap = scores.max(-1).values - chosen
+    return Gaps(len(reply_ids), int((gap > 0).sum()), float(gap.max()))
 
 
 def draw_gap(model: DecoderModel, request: Request, reply_ids: Sequence[int]) -> float:
@@ -101,7 +101,7 @@ class ImposedAcceptance:
     def __call__(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
         """Walk towards the deepest node; same form as a real acceptance. A tree that is not so deep
         gives what it has."""
-        wanted = self._pattern[self._round % len(self._pattern)]  # [1]
+        imposed = self._pattern[self._round % len(self._pattern)]  # [1]
         self._round.add_(1)
         rows, count = tree.tokens.shape
         index = torch.arange(count, device=predicted.device)
@@ -111,7 +111,7 @@ class ImposedAcceptance:
         path, counts = [node], torch.ones_like(node)
         for step in range(depth):
             child = (tree.parents == node[:, None]) & towards  # [B, N]
-            accepted = child.any(1) & (step < wanted)
+            accepted = child.any(1) & (step < imposed)
             node = torch.where(accepted, child.int().argmax(1), node)
             counts = counts + accepted
             path.append(node)

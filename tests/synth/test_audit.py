@@ -16,8 +16,7 @@ from pipeline.synth import run
 from pipeline.synth.audit import Audit, audit_record
 from pipeline.synth.datasheet import write_datasheet
 from pipeline.synth.tallies import Tallies, add, tally
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
+from pipeline.target.open import read_contract, resolve
 
 Configure = Callable[..., RunConfig]
 

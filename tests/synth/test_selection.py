@@ -19,7 +19,7 @@ import yaml
 from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard, DataError, StageConflict, StoreError
 from pipeline.records import Prompt, SamplingOverride
-from pipeline.store.backends.base import FileInfo
+from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
 from pipeline.synth.selection.select import (
     PROMPTS,

@@ -28,8 +28,8 @@ def perturb(logits: Tensor, sampling: SamplingTensors, positions: Tensor) -> Ten
     maximum is taken in any order, and in parallel. A greedy row stays as it is.
     """
     temperature = sampling.temperature[:, None]
-    kept = keep_top(logits.float() / temperature.clamp(min=1e-6), sampling)
-    noisy = kept + gumbel(sampling.seeds, positions, logits.shape[-1])
+    filtered = keep_top(logits.float() / temperature.clamp(min=1e-6), sampling)
+    noisy = filtered + gumbel(sampling.seeds, positions, logits.shape[-1])
     return torch.where(temperature == 0, logits.float(), noisy)
 
 

@@ -186,10 +186,10 @@ class _Forward:
 
         None where two rows share a page, or a query sees nothing: the definition's business.
         """
-        wanted = shared, dtype
-        if wanted not in self._pages:
-            self._pages[wanted] = self._make_pages(shared, dtype)
-        return self._pages[wanted]
+        key = shared, dtype
+        if key not in self._pages:
+            self._pages[key] = self._make_pages(shared, dtype)
+        return self._pages[key]
 
     def _make_pages(self, shared: int, dtype: torch.dtype) -> _Pages | None:
         metadata = self.metadata

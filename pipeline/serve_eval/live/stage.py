@@ -42,8 +42,7 @@ from pipeline.serve_eval.questions import (
     readable,
 )
 from pipeline.store.location import Location
-from pipeline.store.manifest import stage_location
-from pipeline.store.reports import read_report
+from pipeline.store.manifest import read_report, stage_location
 from pipeline.target.open import open_template
 from pipeline.target.template import ChatTemplate
 

@@ -11,7 +11,7 @@ from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.extent import estimate_records, record_bytes
 from pipeline.prompts.sources import read_source
-from pipeline.store.prompts import Selection
+from pipeline.store.samples import Selection
 from pipeline.synth.selection.filters import Step
 from pipeline.synth.selection.quality import passing
 from pipeline.synth.selection.stream import PromptStream, Tally, filters

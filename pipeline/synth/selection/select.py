@@ -23,7 +23,7 @@ from pipeline.prompts.changes import fingerprints, notice_changes
 from pipeline.records import Prompt, digest
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
-from pipeline.store.prompts import (
+from pipeline.store.samples import (
     PROMPTS,
     SELECTION,
     PromptShard,
@@ -136,7 +136,7 @@ def _cut(prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
 
 def _write_all(location: Location, cuts: Iterable[list[Prompt]]) -> list[PromptShard]:
     """A store may take a while for each file: a few are on their way at one time, never more."""
-    write = partial(write_prompts, location, own=secrets.token_hex(8))
+    write = partial(write_prompts, location, attempt=secrets.token_hex(8))
     shards: list[PromptShard] = []
     waiting: deque[Future[PromptShard]] = deque()
     with ThreadPoolExecutor(_CONCURRENT_WRITES, thread_name_prefix="prompts") as pool:

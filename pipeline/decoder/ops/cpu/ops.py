@@ -283,10 +283,10 @@ class CpuOps(TorchOps):
         best, token, kept_mask = torch.empty(3, rows, k, dtype=torch.int64).unbind()
         total, kept_score = torch.empty(rows, k * k), torch.empty(rows, k)
         kept_hidden = torch.empty_like(inputs[4])
-        kept = total, best, kept_score, token, kept_mask, kept_hidden
+        outputs = total, best, kept_score, token, kept_mask, kept_hidden
         bytes_each = hidden.shape[1] * hidden.element_size()
-        self._library.eagle3_select_beams(*addresses(*inputs, *kept), rows, k, bytes_each)
-        return Beams(*kept)
+        self._library.eagle3_select_beams(*addresses(*inputs, *outputs), rows, k, bytes_each)
+        return Beams(*outputs)
 
     def draft_beams(
         self,
@@ -346,9 +346,9 @@ class CpuOps(TorchOps):
         assert scores.dtype is torch.float32
         inputs = [part.contiguous() for part in (roots, tokens, parents, scores)]
         rows, count = tokens.shape
-        kept = min(nodes - 1, count)
-        grown = torch.empty(4, rows, kept + 1, dtype=torch.int64).unbind()
-        self._library.eagle3_grow_tree(*addresses(*inputs, *grown), rows, count, kept)
+        below = min(nodes - 1, count)
+        grown = torch.empty(4, rows, below + 1, dtype=torch.int64).unbind()
+        self._library.eagle3_grow_tree(*addresses(*inputs, *grown), rows, count, below)
         return Tree(*grown)
 
     def verify(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:

@@ -170,7 +170,7 @@ def threshold_kernel(
     row = node // nodes
     temperature, top_p = tl.load(temperature + row), tl.load(top_p + row)
     top_k = tl.load(top_k + row)
-    kept = tl.full((), float("-inf"), tl.float32)
+    cutoff = tl.full((), float("-inf"), tl.float32)
     if (temperature > 0) & ((top_k > 0) | (top_p < 1)):
         logits += node * SIZE
         scratch += node * CAPACITY
@@ -181,8 +181,8 @@ def threshold_kernel(
             logits, scratch, temperature, peak, floor, SIZE, CAPACITY, BLOCK
         )
         tl.debug_barrier()  # other threads read what these have written
-        wanted = top_p.to(tl.float64) * total
-        enough = tl.where(top_k > 0, count >= tl.minimum(top_k, SIZE), near >= wanted)
+        target_mass = top_p.to(tl.float64) * total
+        enough = tl.where(top_k > 0, count >= tl.minimum(top_k, SIZE), near >= target_mass)
         source, held = logits, tl.full((), SIZE, tl.int32)
         least = image_of(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
         if enough & (count <= CAPACITY):
@@ -194,10 +194,10 @@ def threshold_kernel(
             )
             total = _mass_from(source, held, temperature, peak, least, BLOCK)
         if top_p < 1:
-            wanted = top_p.to(tl.float64) * total
-            least = _bisect(source, held, temperature, peak, wanted, least, True, BLOCK, WAYS)
-        kept = value_of(least << 32)
-    tl.store(threshold + node, kept)
+            target_mass = top_p.to(tl.float64) * total
+            least = _bisect(source, held, temperature, peak, target_mass, least, True, BLOCK, WAYS)
+        cutoff = value_of(least << 32)
+    tl.store(threshold + node, cutoff)
 
 
 @jit
@@ -221,14 +221,14 @@ def draw_part_kernel(
     temperature = tl.load(temperature + row)
     group = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)  # [g]
     column = group[:, None] * 4 + tl.arange(0, 4)[None, :]  # [g, 4]
-    kept = column < SIZE
-    x = tl.load(logits + node * SIZE + column, mask=kept, other=float("-inf")).to(tl.float32)
+    inside = column < SIZE
+    x = tl.load(logits + node * SIZE + column, mask=inside, other=float("-inf")).to(tl.float32)
     if temperature > 0:
         # Correctly rounded division: the same ties as in the reference.
         x = _scaled(x, tl.maximum(temperature, 1e-6))
-        kept = kept & ((x >= tl.load(threshold + node)) | (x != x))
+        inside = inside & ((x >= tl.load(threshold + node)) | (x != x))
         x += gumbel(tl.load(seeds + row), tl.load(positions + node), group)
-    key = tl.where(kept, key_of(x, column), -(2**63))
+    key = tl.where(inside, key_of(x, column), -(2**63))
     part = node * tl.num_programs(1) + tl.program_id(1)
     tl.store(keys + part, tl.max(tl.max(key, axis=1), axis=0))
 
@@ -311,13 +311,13 @@ def _bisect(
     held: Scalar,
     temperature: Scalar,
     peak: Scalar,
-    wanted: Scalar,
+    target_mass: Scalar,
     least: Scalar,
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
     WAYS: tl.constexpr,
 ) -> Block:
-    """The lowest image t ≥ least above which the `held` logits weigh less than `wanted`.
+    """The lowest image t ≥ least above which the `held` logits weigh less than `target_mass`.
 
     At most the peak's.
     """
@@ -329,7 +329,7 @@ def _bisect(
         for start in range(0, held, BLOCK):
             image, weight = _weights(source, start, held, temperature, peak, MASS, BLOCK)
             above += tl.where(image[:, None] > tried[None, :], weight[:, None], 0.0)
-        enough = tl.sum(above, axis=0) < wanted  # [w], false … false true … true
+        enough = tl.sum(above, axis=0) < target_mass  # [w], false … false true … true
         raised = tl.max(tl.where(enough, least, tried + 1), axis=0)
         most = tl.min(tl.where(enough, tried, most), axis=0)
         least = raised

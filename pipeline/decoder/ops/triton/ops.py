@@ -251,7 +251,7 @@ class TritonOps(Launcher):
         bits: Tensor,
     ) -> Beams:
         (rows, k), size = score.shape, hidden.shape[1]
-        given = (score, gained, proposed, beam_mask, hidden, bits)
+        inputs = (score, gained, proposed, beam_mask, hidden, bits)
         beams = Beams(
             total=score.new_empty(rows, k * k),
             best=_int64(rows, k, like=score),
@@ -260,11 +260,11 @@ class TritonOps(Launcher):
             beam_mask=_int64(rows, k, like=score),
             hidden=hidden.new_empty(rows * k, size),
         )
-        kept = beams.total, beams.best, beams.score, beams.token, beams.beam_mask, beams.hidden
+        outputs = beams.total, beams.best, beams.score, beams.token, beams.beam_mask, beams.hidden
         self._launch(
             select_beams_kernel,
             (rows, k),
-            (*(part.contiguous() for part in given), *kept),
+            (*(part.contiguous() for part in inputs), *outputs),
             warps=4,
             K=k,
             SIZE=size,
@@ -277,15 +277,15 @@ class TritonOps(Launcher):
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
     ) -> Tree:
         rows, count = tokens.shape
-        kept = min(nodes - 1, count)
-        if kept == 0:
+        below = min(nodes - 1, count)
+        if below == 0:
             return root_only(roots)
-        tree = Tree(*(_int64(rows, kept + 1, like=roots) for _ in range(4)))
+        tree = Tree(*(_int64(rows, below + 1, like=roots) for _ in range(4)))
         candidates = (part.contiguous() for part in (roots, tokens, parents, scores))
         grown = tree.tokens, tree.parents, tree.tree_mask, tree.depth
         self._launch(
             grow_tree_kernel, (rows,), (*candidates, *grown, count),
-            warps=4, KEPT=kept, BLOCK=power_of_two(count),
+            warps=4, SELECTED=below, BLOCK=power_of_two(count),
         )  # fmt: skip
         return tree
 
@@ -294,9 +294,9 @@ class TritonOps(Launcher):
         assert predicted.shape == tree.tokens.shape
         path, emitted = _int64(2, rows, depth + 1, like=predicted)
         counts = _int64(rows, like=predicted)
-        given = (part.contiguous() for part in (tree.tokens, tree.parents, predicted))
+        inputs = (part.contiguous() for part in (tree.tokens, tree.parents, predicted))
         self._launch(
-            verify_kernel, (rows,), (*given, path, counts, emitted, nodes, depth + 1),
+            verify_kernel, (rows,), (*inputs, path, counts, emitted, nodes, depth + 1),
             warps=1,  # its reductions need no shared memory then
             NODES_BLOCK=power_of_two(nodes),
         )  # fmt: skip
@@ -311,11 +311,11 @@ class TritonOps(Launcher):
         parts, capacity = -(-size // block), min(CAPACITY, power_of_two(size))
         threshold = torch.empty(rows, nodes, dtype=torch.float32, device=logits.device)
         scratch = logits.new_empty(rows * nodes, capacity)
-        kept = sampling.temperature, sampling.top_p, sampling.top_k
+        filters = sampling.temperature, sampling.top_p, sampling.top_k
         self._launch(
             threshold_kernel,
             (rows * nodes,),
-            (logits, *kept, scratch, threshold, nodes),
+            (logits, *filters, scratch, threshold, nodes),
             # A node has one multiprocessor to itself: this keeps it busy at four values a thread.
             warps=16,
             SIZE=size,

@@ -93,12 +93,12 @@ void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, 
     }
 }
 
-// Candidates [rows, count] below roots [rows] → the best `kept` of each row after its root: four
-// arrays [rows, kept + 1]; see grow_tree of base.py.
+// Candidates [rows, count] below roots [rows] → the best `below` of each row after its root: four
+// arrays [rows, below + 1]; see grow_tree of base.py.
 void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t* parents,
                       const float* scores, int64_t* tree_tokens, int64_t* tree_parents,
                       int64_t* tree_mask, int64_t* depth, int64_t rows, int64_t count,
-                      int64_t kept) {
+                      int64_t below) {
     std::vector<int64_t> order(count), node_of(count);
     for (int64_t row = 0; row < rows; ++row) {
         const float* score = scores + row * count;
@@ -106,12 +106,12 @@ void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t
         const auto better = [&](int64_t a, int64_t b) {
             return rank(score[a]) != rank(score[b]) ? rank(score[a]) > rank(score[b]) : a < b;
         };
-        if (kept < count)
-            std::nth_element(order.begin(), order.begin() + kept, order.end(), better);
-        std::sort(order.begin(), order.begin() + kept);
-        const int64_t at = row * (kept + 1);
+        if (below < count)
+            std::nth_element(order.begin(), order.begin() + below, order.end(), better);
+        std::sort(order.begin(), order.begin() + below);
+        const int64_t at = row * (below + 1);
         tree_tokens[at] = roots[row], tree_parents[at] = 0, tree_mask[at] = 1, depth[at] = 0;
-        for (int64_t node = 1; node <= kept; ++node) {
+        for (int64_t node = 1; node <= below; ++node) {
             const int64_t candidate = order[node - 1], above = parents[row * count + candidate];
             const int64_t parent = above < 0 ? 0 : node_of[above];
             node_of[candidate] = node;

@@ -61,7 +61,7 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
                            float eps, int64_t threads) {
     const int64_t size = head->layer->output->out, rows = metadata->rows, all = rows * k;
     const int64_t candidates = k + (steps - 1) * k * k;
-    Beams beams{rows, k}, kept{rows, k};
+    Beams beams{rows, k}, next{rows, k};
     std::vector<Act> normed(all * size), hidden(all * size), other(all * size),
         joined(all * 2 * size);
 
@@ -109,8 +109,8 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
         const Act* output = head->norm_output ? normed.data() : hidden.data();
         eagle3_select_beams(beams.score.data(), beams.gained.data(), beams.proposed.data(),
                             beams.beam_mask.data(), reinterpret_cast<const char*>(output),
-                            bits.data(), total.data(), best.data(), kept.score.data(),
-                            kept.token.data(), kept.beam_mask.data(),
+                            bits.data(), total.data(), best.data(), next.score.data(),
+                            next.token.data(), next.beam_mask.data(),
                             reinterpret_cast<char*>(other.data()), rows, k, size * sizeof(Act));
         for (int64_t beam = 0; beam < all; ++beam) {
             const int64_t at = beam / k * candidates + first;
@@ -119,9 +119,9 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
                 tokens[to] = beams.proposed[from], scores[to] = total[from];
                 parents[to] = beams.above[beam];
             }
-            kept.above[beam] = first + best[beam];
+            next.above[beam] = first + best[beam];
         }
-        std::swap(beams, kept);
+        std::swap(beams, next);
         std::swap(hidden, other);
     }
     return kInside;
