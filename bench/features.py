@@ -267,7 +267,10 @@ def _capture(
     target: LoadedTarget, samples: list[Sample], name: str, referee: Referee | None = None
 ) -> list[StatesSample]:
     return capture_shard(
-        *(target, samples, BATCH_TOKENS, lambda _: None), name=name, tolerance=64, referee=referee
+        *(target, samples, FeaturesSection(batch_tokens=BATCH_TOKENS, self_check_tolerance=64)),
+        lambda _: None,
+        name=name,
+        referee=referee,
     ).states
 
 

@@ -133,12 +133,10 @@ def load_matching_target(
 def capture_shard(
     target: LoadedTarget,
     samples: Sequence[Sample],
-    batch_tokens: int,
+    section: FeaturesSection,
     advance: Callable[[int], None],
     *,
     name: str,
-    tolerance: float,
-    supervise: Supervise = "replies",
     referee: Referee | None = None,
     scored: bool = False,
 ) -> CapturedShard:
@@ -160,21 +158,22 @@ def capture_shard(
     gap_steps = 0.0
     before: dict[int, Tensor] = {}  # final states before the scored tokens
     checked = chosen_for_check(name, len(samples))
-    waiting = deque(into_forwards([len(sample.token_ids) for sample in samples], batch_tokens))
+    lengths, budget = [len(sample.token_ids) for sample in samples], section.batch_tokens
+    waiting = deque(into_forwards(lengths, budget))
     halved = False
     while waiting:
         documents = {number: samples[number] for number in waiting[0]}
         try:
-            captured = _capture(target, documents, checked, tolerance)
+            captured = _capture(target, documents, checked, section.self_check_tolerance)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            _say_out_of_memory(error, len(documents), batch_tokens, halved=halved)
+            _say_out_of_memory(error, len(documents), budget, halved=halved)
             halved = True
         else:
             waiting.popleft()
             for number, (aux, final) in captured.items():
-                states[number] = _keep(samples[number], aux, final, supervise)
+                states[number] = _states_of(samples[number], aux, final, section.supervise)
                 after = torch.tensor(places[number], dtype=torch.int64, device=final.device)
                 before[number] = final[after - 1]
                 if number == checked and (referee or scored):
@@ -303,7 +302,7 @@ def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Te
                 raise DataError(problem, where=_where(sample), fix=fix)
 
 
-def _keep(sample: Sample, aux: Tensor, final: Tensor, supervise: Supervise) -> StatesSample:
+def _states_of(sample: Sample, aux: Tensor, final: Tensor, supervise: Supervise) -> StatesSample:
     """aux [T, 3H] whole, final [T, H] where it teaches; both bf16."""
     mask = supervised_mask(sample)
     positions = teacher_positions(mask, len(mask) - 1 if supervise == "all" else None)

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.config import FeaturesSection, RunConfig
+from pipeline.config import RunConfig
 from pipeline.features.capture import (
-    CapturedShard,
     Rendering,
     capture_shard,
     check_replies,
@@ -33,9 +32,7 @@ from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states
 from pipeline.target.agreement import MOST_BEYOND, Agreement
 from pipeline.target.arithmetic import reason, torch_arithmetic
-from pipeline.target.forward import LoadedTarget
 from pipeline.target.parallel import Group
-from pipeline.target.referee import Referee
 
 #: Shards that wait for the writer.
 WAITING = 1
@@ -91,9 +88,8 @@ class ShardCapture:
         usable = [sample for sample in samples if sample.supervised]
         rendered = self._rendering.check(usable)
         self._group.broadcast((name, usable))
-        captured = _capture(
-            *(self._target, usable, self._section, name, self._advance), self._referee
-        )
+        arguments = self._target, usable, self._section, self._advance
+        captured = capture_shard(*arguments, name=name, referee=self._referee)
         most_beyond = self._matched.most_beyond(self._section, captured.gap_steps)
         check_replies(usable, captured.agreements, most_beyond)
         rejected = {UNSUPERVISED: len(samples) - len(usable)}
@@ -130,32 +126,10 @@ def take_part(config: RunConfig, group: Group) -> Manifest:
         else:
             assert target, "the contract comes first"
             name, samples = received
-            _capture(target, samples, config.features, name, lambda tokens: None, scored=True)
+            capture_shard(
+                *(target, samples, config.features, lambda tokens: None), name=name, scored=True
+            )
     return received
-
-
-def _capture(
-    target: LoadedTarget,
-    samples: list[Sample],
-    section: FeaturesSection,
-    name: str,
-    advance: Callable[[float], None],
-    referee: Referee | None = None,
-    *,
-    scored: bool = False,
-) -> CapturedShard:
-    budget, tolerance = section.batch_tokens, section.self_check_tolerance
-    return capture_shard(
-        target,
-        samples,
-        budget,
-        advance,
-        name=name,
-        tolerance=tolerance,
-        supervise=section.supervise,
-        referee=referee,
-        scored=scored,
-    )
 
 
 class ShardWriter:

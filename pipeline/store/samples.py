@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -83,20 +82,6 @@ def decode_rows(data: bytes, where: str, kind: type[RecordType]) -> list[RecordT
             field = f"row {index}, {'.'.join(str(part) for part in first['loc'])}"
             raise CorruptShard(first["msg"], where=f"{where}: {field}", fix=_FIX) from None
     return records
-
-
-def decode_notes(data: bytes, where: str) -> dict[str, Any]:
-    """The notes of one file, empty where it has none. Raises CorruptShard that names `where`."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        text = (pq.read_schema(io.BytesIO(data)).metadata or {}).get(_NOTES, b"{}")
-        notes: dict[str, Any] = json.loads(text)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        problem = f"its notes cannot be read: {' '.join(str(error).split())[:200]}"
-        raise CorruptShard(problem, where=where, fix=_FIX) from None
-    return notes
 
 
 def read_samples(location: Location, shard: Shard) -> list[Sample]:

@@ -16,7 +16,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from pipeline.config import TargetSection, TrainSection, cpu_kernels
+from pipeline.config import TargetSection, cpu_kernels
 from pipeline.config.isa import cpu_multiplies_bf16, isa_level, machine_levels
 from pipeline.errors import TargetError
 from pipeline.records import Arithmetic
@@ -77,11 +77,6 @@ def decoder_weight_bytes(section: TargetSection) -> int:
     """
     ours = cpu_kernels() and isa_level() is not None
     return 4 if target_dtype(section) == "float32" and not ours else 2
-
-
-def train_dtype(section: TrainSection, target: TargetSection) -> Dtype:
-    """`planned_dtype` of training, which runs on the target's device."""
-    return planned_dtype(section.dtype, target.device)
 
 
 def torch_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:

@@ -13,7 +13,7 @@ from pipeline.planning.heads import ZERO_STAGES, HeadSize, init_bytes, zero_memo
 from pipeline.planning.targets import TargetShape, known_shape, shape_of
 from pipeline.records import Manifest, Plan, ZeroMemory
 from pipeline.store.manifest import find_manifest, stage_location
-from pipeline.target.arithmetic import decoder_weight_bytes, train_dtype
+from pipeline.target.arithmetic import decoder_weight_bytes, planned_dtype
 
 #: Master and two moments of AdamW; with averages these, too.
 _CHECKPOINT_BYTES, _AVERAGE_BYTES = 12, 4

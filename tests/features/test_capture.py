@@ -11,61 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import RunConfig, TargetSection
+from pipeline.config import FeaturesSection, RunConfig, TargetSection
 from pipeline.errors import DataError, OutOfMemory
 from pipeline.features import run
-from pipeline.features.capture import capture_shard, chosen_for_check, differences
-from pipeline.records import Manifest, Sample
+from pipeline.features.capture import capture_shard, chosen_for_check
+from pipeline.records import Sample
 from pipeline.store.manifest import stage_location
 from pipeline.target.forward import (
     PACKED_ATTENTION,
     LoadedTarget,
-    capture_alone,
     capture_states,
     register_packed_attention,
 )
 from pipeline.target.open import open_target
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
-
-
-def save_model(name: str, directory: Path, tiny_target: Path) -> Path:
-    """A random model of the family with the tokenizer of the tiny target."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        MistralConfig,
-        MistralForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
-
-    families: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "llama": (LlamaConfig, LlamaForCausalLM, {}),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
-        "mistral with a window of 8": (MistralConfig, MistralForCausalLM, {"sliding_window": 8}),
-    }
-    make_config, make_model, extra = families[name]
-    torch.manual_seed(0)
-    make_model(make_config(**{**SHAPE, **extra})).save_pretrained(directory)
-    for path in tiny_target.glob("token*"):
-        (directory / path.name).write_bytes(path.read_bytes())
-    (directory / "chat_template.jinja").write_bytes(
-        (tiny_target / "chat_template.jinja").read_bytes()
-    )
-    return directory
+from tests.target.families import save_family
 
 
 def load(directory: Path, **options: Any) -> LoadedTarget:
@@ -74,46 +33,20 @@ def load(directory: Path, **options: Any) -> LoadedTarget:
     )
 
 
+def section(batch_tokens: int, tolerance: float = 64) -> FeaturesSection:
+    return FeaturesSection(batch_tokens=batch_tokens, self_check_tolerance=tolerance)
+
+
 def documents() -> list[list[int]]:
     draw = torch.Generator().manual_seed(0)
     return [torch.randint(0, 96, (length,), generator=draw).tolist() for length in (5, 23, 9, 40)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral with a window of 8"])
-def test_packed_states_are_those_of_hugging_face(
-    family: str, tmp_path: Path, tiny_target: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    directory = save_model(family, tmp_path, tiny_target)
-    target = load(directory)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for ids, (aux, final) in zip(documents(), capture_states(target, documents()), strict=True):
-        with torch.inference_mode():
-            output = model(torch.tensor([ids]), output_hidden_states=True)
-        expected = torch.cat(
-            [output.hidden_states[layer + 1][0] for layer in target.contract.capture_layers], dim=-1
-        )
-        torch.testing.assert_close(aux.clone(), expected.clone(), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            final.clone(), output.hidden_states[-1][0].clone(), rtol=1e-4, atol=1e-4
-        )
-        assert (
-            max(differences((aux, final), capture_alone(target, ids)))
-            < 64 * torch.finfo(torch.float32).eps
-        )
-
-
 def test_layers_on_several_devices_end_on_one(tmp_path: Path, tiny_target: Path) -> None:
     """A device map as for several GPUs, with the one device that this machine has."""
-    directory = save_model("llama", tmp_path, tiny_target)
-    names = {
-        "model.embed_tokens": "cpu",
-        "model.rotary_emb": "cpu",
-        "model.norm": "cpu",
-        "lm_head": "cpu",
-        **{f"model.layers.{i}": "cpu" for i in range(8)},
-    }
+    directory = save_family("llama", tmp_path, tiny_target)
+    parts = "model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"
+    names = dict.fromkeys([*parts, *(f"model.layers.{index}" for index in range(8))], "cpu")
     spread = load(directory, device_map=names)
     assert spread.device == torch.device("cpu")
     for mine, theirs in zip(
@@ -129,7 +62,7 @@ def test_the_order_of_samples_and_the_packing_do_not_show(
 ) -> None:
     target = load(tiny_target)
     packed, alone = (
-        capture_shard(target, samples, budget, lambda tokens: None, name="a", tolerance=64).states
+        capture_shard(target, samples, section(budget), lambda tokens: None, name="a").states
         for budget in (200, 1)
     )
     assert (
@@ -157,13 +90,11 @@ def test_a_forward_for_which_memory_runs_out_is_computed_in_halves(
     tiny_target: Path, samples: list[Sample], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, advanced, attempts = load(tiny_target), list[int](), list[int]()
-    expected = capture_shard(
-        target, samples, 200, lambda tokens: None, name="a", tolerance=64
-    ).states
+    expected = capture_shard(target, samples, section(200), lambda tokens: None, name="a").states
     total = sum(len(sample.token_ids) for sample in samples)
     assert total > 200, "several forwards"
     hook = out_of_memory_above(target, 150, attempts)
-    halved = capture_shard(target, samples, 200, advanced.append, name="a", tolerance=64).states
+    halved = capture_shard(target, samples, section(200), advanced.append, name="a").states
     hook.remove()
     assert attempts[0] > 150 and max(attempts[1:]) <= 150, "one forward failed, no later one"
     assert sum(advanced) == total, "every token once"
@@ -182,7 +113,7 @@ def test_memory_that_runs_out_for_half_a_forward_ends_the_stage(
     out_of_memory_above(target, 20, attempts)
     expected = rf"features\.batch_tokens={budget}: out of memory.*CUDA out of memory"
     with pytest.raises(OutOfMemory, match=expected) as caught:
-        capture_shard(target, samples, budget, lambda tokens: None, name="a", tolerance=64)
+        capture_shard(target, samples, section(budget), lambda tokens: None, name="a")
     assert len(attempts) == failed and caught.value.exit_code == 75
 
 
@@ -208,23 +139,20 @@ def test_a_document_that_sees_its_neighbour_is_found(
         return attended.transpose(1, 2), None
 
     target = load(tiny_target)
-    capture = partial(capture_shard, target, samples, 1000, lambda tokens: None)
-    longest = max(
-        range(len(samples)), key=lambda number: len(samples[number].token_ids)
-    )  # the first in the row sees no other
-    name = next(
-        name for name in map(str, range(9)) if chosen_for_check(name, len(samples)) != longest
-    )
-    sample = samples[chosen_for_check(name, len(samples))]
+    lengths = [len(sample.token_ids) for sample in samples]
+    # The longest is the first in the row, which sees no other.
+    chosen = ((name, chosen_for_check(name, len(samples))) for name in map(str, range(9)))
+    name, number = next(pair for pair in chosen if lengths[pair[1]] < max(lengths))
+    capture = partial(capture_shard, target, samples, advance=lambda tokens: None, name=name)
     AttentionInterface.register(PACKED_ATTENTION, leaking)
     try:
         with pytest.raises(
             DataError,
-            match=rf"sample {sample.sample_id} of unit: layer 1 differs by .* "
+            match=rf"sample {samples[number].sample_id} of unit: layer 1 differs by .* "
             "where 7.63e-06 is allowed in torch.float32",
         ):
-            capture(name=name, tolerance=64)
-        assert len(capture(name=name, tolerance=0).states) == len(samples)
+            capture(section(1000))
+        assert len(capture(section(1000, tolerance=0)).states) == len(samples)
     finally:
         register_packed_attention()
 
@@ -236,20 +164,12 @@ def test_the_sample_that_is_checked_differs_from_shard_to_shard() -> None:
 
 
 def test_a_failed_write_stops_the_stage_and_a_re_run_ends_with_the_same_bytes(
-    tmp_path: Path,
-    make_config: Callable[..., RunConfig],
-    finish_synth: Callable[..., Manifest],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, ready: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third commit fails in the background thread: the first two stay, no later one is made."""
     from pipeline.store.stage_run import StageRun
 
-    whole, broken = (
-        make_config(tmp_path / "whole", shard_tokens=1),
-        make_config(tmp_path / "broken", shard_tokens=1),
-    )
-    for config in (whole, broken):
-        finish_synth(config)
+    whole, broken = (ready(tmp_path / name, shard_tokens=1) for name in ("whole", "broken"))
     commit, names = StageRun.commit, []
 
     def failing(self: StageRun, name: str, data: bytes, **counts: Any) -> Any:

@@ -27,15 +27,15 @@ from pipeline.errors import (
 )
 from pipeline.features import run
 from pipeline.features.plan import plan
-from pipeline.records import STATES_FORMAT, Manifest, Sample
+from pipeline.records import STATES_FORMAT, Sample
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.shards import read_entries, verify_shard
 from pipeline.store.states import StatesReader, StatesSample
 from pipeline.target.files import sampled_fingerprint
+from tests.features.conftest import finish_synth
 from tests.shard_files import stored_path
 
 Configs = Callable[..., RunConfig]
-Synth = Callable[..., Manifest]
 
 #: Of the manifest's details, what tests/features/test_referee.py is about.
 CHECKED = {"replies", "audit.json_sha256"}
@@ -51,12 +51,7 @@ def read_all(uri: object) -> list[StatesSample]:
 
 @pytest.mark.parametrize("supervise", ["replies", "all"])
 def test_states_are_those_of_hugging_face(
-    supervise: str,
-    tmp_path: Path,
-    make_config: Configs,
-    finish_synth: Synth,
-    samples: list[Sample],
-    tiny_target: Path,
+    supervise: str, tmp_path: Path, ready: Configs, samples: list[Sample], tiny_target: Path
 ) -> None:
     """Output index i is `hidden_states[i + 1]`, whose entry 0 is the embedding.
 
@@ -64,9 +59,8 @@ def test_states_are_those_of_hugging_face(
     """
     from transformers import LlamaForCausalLM
 
-    config = make_config(tmp_path, supervise=supervise)
-    parent = finish_synth(config)
-    manifest = run(config)
+    config = ready(tmp_path, supervise=supervise)
+    parent, manifest = read_manifest(str(tmp_path), "synth"), run(config)
     model = LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     stored = read_all(tmp_path)
     assert [state.sample_id for state in stored] == [sample.sample_id for sample in samples]
@@ -93,15 +87,9 @@ def test_states_are_those_of_hugging_face(
             model.lm_head(state.final_states.float())
             - output.logits[0, state.final_positions.long() + 1]
         ).abs().max() > 0.02
-    assert manifest.contract == parent.contract and (manifest.licenses, manifest.sources) == (
-        parent.licenses,
-        parent.sources,
-    )
-    assert (
-        manifest.parent_hash == parent.content_hash
-        and manifest.rows == len(samples)
-        and manifest.tokens == parent.tokens
-    )
+    for name in ("contract", "licenses", "sources", "tokens"):
+        assert getattr(manifest, name) == getattr(parent, name), name
+    assert manifest.parent_hash == parent.content_hash and manifest.rows == len(samples)
     details = {name: manifest.details[name] for name in manifest.details if name not in CHECKED}
     assert details == {
         "encoding": "bf16",
@@ -113,10 +101,9 @@ def test_states_are_those_of_hugging_face(
 
 
 def test_a_complete_stage_changes_nothing_and_loads_no_torch(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
+    tmp_path: Path, ready: Configs
 ) -> None:
-    config = make_config(tmp_path)
-    finish_synth(config)
+    config = ready(tmp_path)
     run(config)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     script = """
@@ -137,12 +124,8 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
-def test_an_object_store_gets_the_same_bytes(
-    tmp_path: Path, bucket: str, make_config: Configs, finish_synth: Synth
-) -> None:
-    here, there = make_config(tmp_path), make_config(f"{bucket}/run")
-    finish_synth(here)
-    finish_synth(there)
+def test_an_object_store_gets_the_same_bytes(tmp_path: Path, bucket: str, ready: Configs) -> None:
+    here, there = ready(tmp_path), ready(f"{bucket}/run")
     local, remote = run(here), run(there)
     assert remote.shards == local.shards and remote.content_hash == local.content_hash
     for mine, theirs in zip(read_all(tmp_path), read_all(f"{bucket}/run"), strict=True):
@@ -153,15 +136,8 @@ def test_an_object_store_gets_the_same_bytes(
         )
 
 
-def test_killed_runs_end_with_the_same_checksums(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
-) -> None:
-    whole, killed = (
-        make_config(tmp_path / "whole", shard_tokens=1),
-        make_config(tmp_path / "killed", shard_tokens=1),
-    )
-    for config in (whole, killed):
-        finish_synth(config)
+def test_killed_runs_end_with_the_same_checksums(tmp_path: Path, ready: Configs) -> None:
+    whole, killed = (ready(tmp_path / name, shard_tokens=1) for name in ("whole", "killed"))
     script = """
 import sys
 from pipeline.config import RunConfig
@@ -189,12 +165,8 @@ run(RunConfig.model_validate_json(sys.argv[1]))
         verify_shard(stage_location(str(tmp_path / "killed"), "features"), shard)
 
 
-def test_parts_in_any_order_and_the_last_one_finishes(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
-) -> None:
-    whole, config = make_config(tmp_path / "whole"), make_config(tmp_path / "parts")
-    for each in (whole, config):
-        finish_synth(each)
+def test_parts_in_any_order_and_the_last_one_finishes(tmp_path: Path, ready: Configs) -> None:
+    whole, config = ready(tmp_path / "whole"), ready(tmp_path / "parts")
 
     def part(shard: str) -> RunConfig:
         return config.model_copy(update={"run": config.run.model_copy(update={"shard": shard})})
@@ -208,7 +180,7 @@ def test_parts_in_any_order_and_the_last_one_finishes(
 
 
 def test_two_kinds_of_machines_make_one_stage(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, make_config: Configs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What one of them has committed stays as it is; manifest and entries say who made what."""
     narrow, wide = (
@@ -242,7 +214,6 @@ def test_two_kinds_of_machines_make_one_stage(
 def test_the_plan_follows_the_machine(
     tmp_path: Path,
     make_config: Configs,
-    finish_synth: Synth,
     monkeypatch: pytest.MonkeyPatch,
     level: str,
     dtype: str,
@@ -259,23 +230,15 @@ def test_the_plan_follows_the_machine(
     assert (wider > 0) is (bytes_each > 2)
 
 
-def test_samples_without_supervision_are_counted(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample]
+def test_samples_without_supervision_are_counted_and_alone_stop_the_stage(
+    tmp_path: Path, ready: Configs, samples: list[Sample]
 ) -> None:
-    config = make_config(tmp_path)
-    finish_synth(config, [samples[0], samples[1].model_copy(update={"supervised": ()})])
-    manifest = run(config)
+    silent = samples[1].model_copy(update={"supervised": ()})
+    manifest = run(ready(tmp_path / "some", samples=[samples[0], silent]))
     assert manifest.rejected == {"no_supervised_tokens": 1} and manifest.rows == 1
-
-
-def test_nothing_to_learn_from_stops(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth, samples: list[Sample]
-) -> None:
-    config = make_config(tmp_path)
-    finish_synth(config, [samples[1].model_copy(update={"supervised": ()})])
     with pytest.raises(DataError, match=r"no sample with supervised tokens .*no_supervised_tokens"):
-        run(config)
-    assert not (tmp_path / "features/manifest.json").exists()
+        run(ready(tmp_path / "none", samples=[silent]))
+    assert not (tmp_path / "none/features/manifest.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -292,43 +255,28 @@ def test_nothing_to_learn_from_stops(
     ],
 )
 def test_samples_that_do_not_fit_the_target_are_named(
-    tmp_path: Path,
-    make_config: Configs,
-    finish_synth: Synth,
-    samples: list[Sample],
-    change: dict[str, object],
-    message: str,
+    tmp_path: Path, ready: Configs, samples: list[Sample], change: dict[str, object], message: str
 ) -> None:
-    config = make_config(tmp_path)
     samples[3] = Sample.model_validate({**samples[3].model_dump(), **change})
-    finish_synth(config, samples)
     with pytest.raises(DataError, match=message):
-        run(config)
+        run(ready(tmp_path, samples=samples))
 
 
 def test_infinite_states_stop_with_the_sample(
-    tmp_path: Path,
-    make_config: Configs,
-    finish_synth: Synth,
-    samples: list[Sample],
-    tiny_target: Path,
+    tmp_path: Path, ready: Configs, samples: list[Sample], tiny_target: Path
 ) -> None:
     """A target whose embedding of token 95 is infinite; only the second sample uses it."""
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in tiny_target.iterdir():
-        (broken / path.name).write_bytes(path.read_bytes())
+    broken = Path(shutil.copytree(tiny_target, tmp_path / "broken"))
     weights = load_file(broken / "model.safetensors")
     weights["model.embed_tokens.weight"][95] = float("inf")
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    config = make_config(tmp_path / "run", target={"source": str(broken)})
-    fine, bad = (
+    pair = [
         samples[0].model_copy(
             update={"token_ids": (token,) * len(samples[0].token_ids), "sample_id": name}
         )
         for token, name in ((1, "fine"), (95, "bad"))
-    )
-    finish_synth(config, [fine, bad])
+    ]
+    config = ready(tmp_path / "run", target={"source": str(broken)}, samples=pair)
     with pytest.raises(
         DataError, match="sample bad of unit: the target's aux states hold NaN or infinity"
     ):
@@ -336,19 +284,16 @@ def test_infinite_states_stop_with_the_sample(
     assert not (tmp_path / "run/features/manifest.json").exists()
 
 
-def test_another_target_is_refused(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
-) -> None:
-    finish_synth(make_config(tmp_path))
-    with pytest.raises(
-        ContractMismatch, match=r"contract\.capture_layers: .*\[1,3,4\], this one has \[1,2,4\]"
-    ):
+def test_another_target_is_refused(tmp_path: Path, ready: Configs, make_config: Configs) -> None:
+    ready(tmp_path)
+    message = r"contract\.capture_layers: .*\[1,3,4\], this one has \[1,2,4\]"
+    with pytest.raises(ContractMismatch, match=message):
         run(make_config(tmp_path, target={"capture_layers": (1, 2, 4)}))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_that_change_between_two_shards_are_refused(
-    sharded: bool, tmp_path: Path, make_config: Configs, finish_synth: Synth, tiny_target: Path
+    sharded: bool, tmp_path: Path, ready: Configs, tiny_target: Path
 ) -> None:
     """One whole file of more than 128 MiB, half of it zeroed where earlier versions did not look;
     or a byte of the second shard of two."""
@@ -369,8 +314,7 @@ def test_weights_that_change_between_two_shards_are_refused(
     else:
         tensors["padding"] = torch.ones(34 << 20)
         save_file(tensors, changed, {"format": "pt"})
-    config = make_config(tmp_path / "run", target={"source": str(target)})
-    finish_synth(config)
+    config = ready(tmp_path / "run", target={"source": str(target)})
     parts = [
         config.model_copy(update={"run": config.run.model_copy(update={"shard": f"{n}/2"})})
         for n in range(2)
@@ -395,12 +339,11 @@ def test_weights_that_change_between_two_shards_are_refused(
 
 
 def test_missing_and_damaged_parents_are_named(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
+    tmp_path: Path, ready: Configs, make_config: Configs
 ) -> None:
-    config = make_config(tmp_path)
     with pytest.raises(MissingStage, match="run `eagle3 synth` first"):
-        run(config)
-    finish_synth(config)
+        run(make_config(tmp_path))
+    config = ready(tmp_path)
     path = stored_path(tmp_path / "synth/shards", "00001.parquet")
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(
@@ -410,25 +353,18 @@ def test_missing_and_damaged_parents_are_named(
     assert not (tmp_path / "features/manifest.json").exists()
 
 
-def test_another_packing_needs_force(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
-) -> None:
-    finish_synth(make_config(tmp_path))
-    first = run(make_config(tmp_path))
+def test_another_packing_needs_force(tmp_path: Path, ready: Configs, make_config: Configs) -> None:
+    first = run(ready(tmp_path))
     with pytest.raises(StageConflict, match="holds finished work for another config"):
         run(make_config(tmp_path, shard_tokens=150))
-    assert (
-        plan(make_config(tmp_path, shard_tokens=150)).state
-        == "complete for another config or parent"
-    )
+    other = plan(make_config(tmp_path, shard_tokens=150))
+    assert other.state == "complete for another config or parent"
     again = run(make_config(tmp_path, shard_tokens=150, force=True))
     assert again.tokens == first.tokens and len(again.shards) < len(first.shards)
     assert len(list((tmp_path / "features/shards").glob("*.safetensors"))) == len(again.shards)
 
 
-def test_the_plan_says_what_it_rests_on(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
-) -> None:
+def test_the_plan_says_what_it_rests_on(tmp_path: Path, make_config: Configs) -> None:
     config = make_config(tmp_path)
     assert plan(config).state == "waiting for synth" and plan(config).records == 0
     parent = finish_synth(config)
@@ -447,18 +383,14 @@ def test_the_plan_says_what_it_rests_on(
     files = [path for path in (tmp_path / "features").rglob("*") if path.is_file()]
     assert len(files) == before.objects and len(shards) == before.shards
     assert f"shards: about {before.shards} of" in before.basis[1]
+    assert "2 FLOP a parameter" in before.basis[2]
 
 
 @pytest.mark.parametrize("encoding", ["fp8", "int8"])
 def test_small_encodings_are_stored_planned_and_read(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth, encoding: str
+    tmp_path: Path, ready: Configs, encoding: str
 ) -> None:
-    exact, small = (
-        make_config(tmp_path / "exact"),
-        make_config(tmp_path / "small", encoding=encoding),
-    )
-    for config in (exact, small):
-        finish_synth(config)
+    exact, small = ready(tmp_path / "exact"), ready(tmp_path / "small", encoding=encoding)
     planned = plan(small)
     manifest = run(small)
     assert manifest.details["encoding"] == encoding
@@ -468,25 +400,17 @@ def test_small_encodings_are_stored_planned_and_read(
     for mine, theirs in zip(
         read_all(tmp_path / "small"), read_all(tmp_path / "exact"), strict=True
     ):
-        assert torch.equal(mine.token_ids, theirs.token_ids) and torch.equal(
-            mine.supervised_mask, theirs.supervised_mask
-        )
-        difference = (
-            mine.aux_states.float() - theirs.aux_states.float()
-        ).norm() / theirs.aux_states.float().norm()
-        assert 0 < difference < 0.04
+        assert torch.equal(mine.token_ids, theirs.token_ids)
+        assert torch.equal(mine.supervised_mask, theirs.supervised_mask)
+        coded, exact_states = mine.aux_states.float(), theirs.aux_states.float()
+        assert 0 < (coded - exact_states).norm() / exact_states.norm() < 0.04
 
 
 def test_a_full_disk_is_told_before_the_target_is_loaded(
-    tmp_path: Path,
-    mount: Callable[[str], Path],
-    make_config: Configs,
-    finish_synth: Synth,
-    samples: list[Sample],
+    tmp_path: Path, mount: Callable[[str], Path], ready: Configs, samples: list[Sample]
 ) -> None:
-    config = make_config(mount("size=200k") / "run")
     long = [sample.model_copy(update={"token_ids": sample.token_ids * 40}) for sample in samples]
-    finish_synth(config, long)
+    config = ready(mount("size=200k") / "run", samples=long)
     for attempt in (plan, run):
         with pytest.raises(
             StoreError,
@@ -497,11 +421,8 @@ def test_a_full_disk_is_told_before_the_target_is_loaded(
     assert not list((tmp_path / "mount0/run/features").glob("shards/*"))
 
 
-def test_the_plan_counts_committed_shards(
-    tmp_path: Path, make_config: Configs, finish_synth: Synth
-) -> None:
-    config = make_config(tmp_path)
-    finish_synth(config)
+def test_the_plan_counts_committed_shards(tmp_path: Path, ready: Configs) -> None:
+    config = ready(tmp_path)
     manifest = run(config)
     (tmp_path / "features/manifest.json").unlink()
     assert f"{len(manifest.shards)} of about" in plan(config).state

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from pipeline.config import RunConfig
@@ -16,7 +14,7 @@ H = 4
 
 
 def make_states(
-    index: int, length: int, supervised: range, *, everything: bool = False
+    index: int, length: int, supervised: range, *, everything: bool = False, hidden: int = H
 ) -> StatesSample:
     """Random states; channel 1 is a hundred times larger than the others, as in real targets."""
     draw = torch.Generator().manual_seed(index)
@@ -24,8 +22,8 @@ def make_states(
     mask[supervised.start : supervised.stop] = 1
     positions = teacher_positions(mask, length - 1 if everything else None)
     aux, final = (
-        torch.randn(length, 3, H, generator=draw),
-        torch.randn(len(positions), H, generator=draw),
+        torch.randn(length, 3, hidden, generator=draw),
+        torch.randn(len(positions), hidden, generator=draw),
     )
     aux[..., 1] *= 100
     return StatesSample(
@@ -52,6 +50,3 @@ def commit(config: RunConfig, data: bytes) -> tuple[Location, Shard]:
     """`data` as the one shard of a features stage."""
     work = open_stage(config, "features", None)
     return work.location, work.commit("00000.safetensors", data, rows=3, tokens=20)
-
-
-Configs = Callable[..., RunConfig]

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import RunConfig
-from pipeline.records import TargetContract
 from pipeline.store import stage_run as claims_module
 from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
 from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
+from tests.store.conftest import CONTRACT, make_config
 
-Configs = Callable[..., RunConfig]
 NAMES = [f"{index:05d}.bin" for index in range(12)]
 
 
@@ -124,9 +122,7 @@ def making(
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_processes_share_the_shards_and_each_ends_when_all_are_there(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_processes_share_the_shards_and_each_ends_when_all_are_there(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     made: list[list[str]] = [[], [], []]
     manifests = []
@@ -136,7 +132,7 @@ def test_processes_share_the_shards_and_each_ends_when_all_are_there(
         make_shards(stage_run, NAMES, config.run, making(stage_run, own, 0.02))
         assert stage_run.committed == set(NAMES)
         list(stage_run.collect(NAMES))
-        manifests.append(stage_run.finish(contract=contract, licenses={}, sources={}))
+        manifests.append(stage_run.finish(contract=CONTRACT, licenses={}, sources={}))
 
     threads = [threading.Thread(target=work, args=(own,)) for own in made]
     for thread in threads:
@@ -150,9 +146,7 @@ def test_processes_share_the_shards_and_each_ends_when_all_are_there(
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_what_others_commit_is_counted_and_what_they_leave_is_taken_over(
-    tmp_path: Path, make_config: Configs
-) -> None:
+def test_what_others_commit_is_counted_and_what_they_leave_is_taken_over(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     short = config.run.model_copy(update={"claim_seconds": 0.5})
     other, stage_run = (open_stage(config, "synth", None) for _ in range(2))
@@ -165,7 +159,7 @@ def test_what_others_commit_is_counted_and_what_they_leave_is_taken_over(
     assert NAMES[5] not in told, "it was seen when it was this process's turn"
 
 
-def test_every_nth_shard_is_made_without_claims(tmp_path: Path, make_config: Configs) -> None:
+def test_every_nth_shard_is_made_without_claims(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     stage_run, made = open_stage(config, "synth", None), list[str]()
     run = config.run.model_copy(update={"shard": "1/4"})
@@ -173,15 +167,13 @@ def test_every_nth_shard_is_made_without_claims(tmp_path: Path, make_config: Con
     assert made == NAMES[1::4] and not (tmp_path / "synth/claims").exists()
 
 
-def test_gc_removes_claims_that_killed_processes_left_in_a_finished_stage(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_gc_removes_claims_that_killed_processes_left_in_a_finished_stage(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     stage_run = open_stage(config, "synth", None)
     assert Claims(stage_run.location, 60).take(NAMES[0])
     stage_run.commit(NAMES[0], b"x", rows=1, tokens=1)
     assert find_orphans(str(tmp_path)) == [], "the stage is at work"
-    stage_run.finish(contract=contract, licenses={}, sources={})
+    stage_run.finish(contract=CONTRACT, licenses={}, sources={})
     (orphan,) = find_orphans(str(tmp_path))
     assert orphan.reason == "claim on a shard of a finished stage"
     remove([orphan])

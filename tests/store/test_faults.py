@@ -16,21 +16,20 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StoreError, StoreUnavailable
-from pipeline.records import Manifest, TargetContract
+from pipeline.records import Manifest
 from pipeline.store.backend import is_transient
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.store.shards import verify_shard
 from pipeline.store.stage_run import open_stage
 from tests.gcs_server import GcsServer
+from tests.store.conftest import CONTRACT, make_config
 from tests.store.faulty import CUT, DROP, FLIP, HANG, Fault, FaultyProxy
 
 #: aiohttp's advice to gcsfs, whose event loop has nothing else to do.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 
-Configs = Callable[..., RunConfig]
 SHARDS = 4
 
 
@@ -58,24 +57,21 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE3_STORE_TIMEOUT_SECONDS", "2")
 
 
-def run(
-    config: RunConfig, contract: TargetContract, before: Callable[[int], None] = lambda index: None
-) -> Manifest:
-    """A stage of a few shards; `before` is told each shard's number."""
-    stage_run = open_stage(config, "synth", None)
+def run(uri: object, before: Callable[[int], object] = lambda index: None) -> Manifest:
+    """A stage of a few shards; `before` is called with each shard's number."""
+    stage_run = open_stage(make_config(uri), "synth", None)
     for index in range(SHARDS):
         before(index)
-        name = f"{index:05d}.bin"
-        if name not in stage_run.shards:
-            data = bytes([index, 255 - index]) * 100_000
-            stage_run.commit(name, data, rows=index, tokens=10 * index)
-    return stage_run.finish(contract=contract, licenses={"MIT": 3}, sources={"unit": 3})
+        data = bytes([index, 255 - index]) * 100_000
+        stage_run.commit(f"{index:05d}.bin", data, rows=index, tokens=10 * index)
+    return stage_run.finish(contract=CONTRACT, licenses={"MIT": 3}, sources={"unit": 3})
 
 
-def assert_same_as_local(
-    uri: str, manifest: Manifest, tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
-    local = run(make_config(tmp_path / "local"), contract)
+def assert_same_as_local(tmp_path: Path, at_second: Callable[[], object]) -> None:
+    """A run in which `at_second` is called before the second shard equals one on a disk."""
+    uri = f"gs://faulty/{tmp_path.name}"
+    manifest = run(uri, lambda index: at_second() if index == 1 else None)
+    local = run(tmp_path / "local")
     assert manifest.shards == local.shards and manifest.content_hash == local.content_hash
     for shard in manifest.shards:
         verify_shard(stage_location(uri, "synth"), shard)
@@ -94,9 +90,9 @@ def during(seconds: float, *faults: Fault) -> Callable[[str, str], Fault]:
     return fault
 
 
-def once(kind: Fault, *, method: str, part: str, times: int = 1) -> Callable[[str, str], Fault]:
-    """The fault at the first requests of `method` whose path holds `part`."""
-    left = [kind] * times
+def once(kind: Fault, *, method: str, part: str) -> Callable[[str, str], Fault]:
+    """The fault at the first request of `method` whose path holds `part`."""
+    left = [kind]
 
     def fault(verb: str, path: str) -> Fault:
         return left.pop() if left and verb == method and part in path else None
@@ -105,61 +101,32 @@ def once(kind: Fault, *, method: str, part: str, times: int = 1) -> Callable[[st
 
 
 def test_a_server_killed_and_restarted_in_the_middle_of_a_run(
-    server: GcsServer,
-    proxy: FaultyProxy,
-    tmp_path: Path,
-    make_config: Configs,
-    contract: TargetContract,
+    server: GcsServer, proxy: FaultyProxy, tmp_path: Path
 ) -> None:
-    uri = f"gs://faulty/{tmp_path.name}"
-
     def restart() -> None:
         time.sleep(0.8)
         server.start()
 
-    def outage(index: int) -> None:
-        if index == 1:
-            server.kill()
-            threading.Thread(target=restart).start()
+    def outage() -> None:
+        server.kill()
+        threading.Thread(target=restart).start()
 
-    manifest = run(make_config(uri), contract, outage)
-    assert_same_as_local(uri, manifest, tmp_path, make_config, contract)
+    assert_same_as_local(tmp_path, outage)
 
 
-@pytest.mark.parametrize("faults", [(503, 500, 502, 504), (429, 408)])
-def test_a_server_that_refuses_for_a_while(
-    faults: tuple[int, ...],
-    proxy: FaultyProxy,
-    tmp_path: Path,
-    make_config: Configs,
-    contract: TargetContract,
-) -> None:
-    uri = f"gs://faulty/{tmp_path.name}"
-
-    def begin(index: int) -> None:
-        if index == 1:
-            proxy.fault = during(0.5, *faults)
-
-    manifest = run(make_config(uri), contract, begin)
+def test_a_server_that_refuses_for_a_while(proxy: FaultyProxy, tmp_path: Path) -> None:
+    faults = 503, 429, 500, 408, 502, 504
+    assert_same_as_local(tmp_path, lambda: setattr(proxy, "fault", during(0.5, *faults)))
     assert proxy.injected() and set(proxy.injected()) <= set(faults)
-    assert_same_as_local(uri, manifest, tmp_path, make_config, contract)
 
 
 @pytest.mark.usefixtures("short_timeout")
 @pytest.mark.parametrize("kind", [DROP, FLIP, HANG])
-def test_an_upload_that_goes_wrong(
-    kind: str, proxy: FaultyProxy, tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_an_upload_that_goes_wrong(kind: str, proxy: FaultyProxy, tmp_path: Path) -> None:
     """Dropped half-way, altered on the way (its checksum tells), or never answered: sent again."""
-    uri = f"gs://faulty/{tmp_path.name}"
-
-    def begin(index: int) -> None:
-        if index == 1:
-            proxy.fault = once(kind, method="POST", part="uploadType=multipart")
-
-    manifest = run(make_config(uri), contract, begin)
+    fault = once(kind, method="POST", part="uploadType=multipart")
+    assert_same_as_local(tmp_path, lambda: setattr(proxy, "fault", fault))
     assert proxy.injected() == [kind]
-    assert_same_as_local(uri, manifest, tmp_path, make_config, contract)
 
 
 def test_a_file_that_was_created_though_the_answer_was_lost(
@@ -175,28 +142,19 @@ def test_a_file_that_was_created_though_the_answer_was_lost(
     assert location.create("a.json", b"other") == b"mine" == location.read("a.json")
 
 
-def test_an_upload_in_parts_whose_connection_drops(proxy: FaultyProxy, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "uploads"), [(DROP, 1), (404, 2), (410, 2)])
+def test_an_upload_in_parts_that_breaks_off(
+    fault: Fault, uploads: int, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    """The connection drops; or the store restarts between the parts and has lost them."""
     location = Location(f"gs://faulty/{tmp_path.name}")
     # Above 5 MB gcsfs uploads in parts.
     (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)
-    proxy.fault = once(DROP, method="POST", part="upload_id=")
-    location.put_file("large.bin", tmp_path / "large")
-    assert proxy.injected() == [DROP]
-    assert location.read("large.bin") == (tmp_path / "large").read_bytes()
-
-
-@pytest.mark.parametrize("status", [404, 410])
-def test_a_store_that_forgets_an_upload_in_parts(
-    status: int, proxy: FaultyProxy, tmp_path: Path
-) -> None:
-    """It restarts between the parts and then knows nothing of them: the upload begins anew."""
-    location = Location(f"gs://faulty/{tmp_path.name}")
-    (tmp_path / "large").write_bytes(bytes(range(256)) * 24_000)
-    proxy.fault = once(status, method="POST", part="upload_id=")
+    proxy.fault = once(fault, method="POST", part="upload_id=")
     location.put_file("large.bin", tmp_path / "large")
     posts = [path for method, path, _ in proxy.requests if method == "POST"]
-    begun = [path for path in posts if "upload_id" not in path]
-    assert proxy.injected() == [status] and len(begun) == 2
+    assert proxy.injected() == [fault]
+    assert sum("upload_id" not in path for path in posts) == uploads
     assert location.read("large.bin") == (tmp_path / "large").read_bytes()
 
 
@@ -312,22 +270,17 @@ def test_an_outage_is_told_from_a_refusal(
         assert type(caught.value) is kind, repr(error)
 
 
+@pytest.mark.parametrize(
+    ("variable", "uri"),
+    [("STORE_RETRY_SECONDS", "flaky://run"), ("STORE_TIMEOUT_SECONDS", "gs://eagle3-nowhere/run")],
+)
 def test_a_limit_that_is_no_number_is_named(
-    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+    variable: str, uri: str, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EAGLE3_STORE_RETRY_SECONDS", "soon")
-    message = "environment: EAGLE3_STORE_RETRY_SECONDS: 'soon' is not a number of seconds"
+    monkeypatch.setenv(f"EAGLE3_{variable}", "soon")
+    message = f"environment: EAGLE3_{variable}: 'soon' is not a number of seconds"
     with pytest.raises(ConfigError, match=rf"{message} \(fix: "):
-        Location("flaky://run").write("a.bin", b"1")
-
-
-def test_a_time_limit_that_is_no_number_is_named_before_the_store_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("EAGLE3_STORE_TIMEOUT_SECONDS", "soon")
-    message = "environment: EAGLE3_STORE_TIMEOUT_SECONDS: 'soon' is not a number of seconds"
-    with pytest.raises(ConfigError, match=rf"{message} \(fix: "):
-        Location("gs://eagle3-nowhere/run")
+        Location(uri).write("a.bin", b"1")
 
 
 def test_what_does_not_pass_is_not_waited_for() -> None:

@@ -27,19 +27,11 @@ KILLS = 50
 
 FORKING = """
 import os, sys
-from pipeline.config import parse
-from pipeline.records import TargetContract
 from pipeline.store.stage_run import open_stage
-
-contract = TargetContract(
-    source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8,
-    vocab_size=9, rope={}, capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c",
-    parameters=1)
+from tests.store.conftest import CONTRACT, make_config
 
 def run(uri):
-    synth = {"sources": [{"source": "x"}]}
-    config = parse({"run": {"uri": uri}, "target": {"source": "dir"}, "synth": synth})
-    stage_run = open_stage(config, "synth", None)
+    stage_run = open_stage(make_config(uri), "synth", None)
     if stage_run.manifest is None:
         names = [f"{index:05d}.bin" for index in range(24)]
         for index, name in reversed(list(enumerate(names))):  # not in the order of their names
@@ -47,7 +39,7 @@ def run(uri):
                 data, rejected = bytes([index]) * 20_000, {"too_short": 1}
                 stage_run.commit(name, data, rows=1, tokens=index, rejected=rejected)
         list(stage_run.collect(names))
-        stage_run.finish(contract=contract, licenses={}, sources={}, details={})
+        stage_run.finish(contract=CONTRACT, licenses={}, sources={}, details={})
 
 for line in sys.stdin:
     child = os.fork()

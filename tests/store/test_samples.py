@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import CorruptShard
-from pipeline.records import Sample
 from pipeline.store.samples import decode_samples, encode_samples
+from tests.store.conftest import make_sample
 
-Samples = Callable[..., Sample]
 
-
-def test_samples_come_back_exactly(make_sample: Samples) -> None:
+def test_samples_come_back_exactly() -> None:
     samples = [make_sample(index, length=5 + index) for index in range(20)]
     data = encode_samples(samples)
     assert decode_samples(data, where="x") == samples
@@ -22,7 +19,7 @@ def test_samples_come_back_exactly(make_sample: Samples) -> None:
     assert decode_samples(encode_samples([]), where="x") == []
 
 
-def test_pandas_and_datasets_read_the_file(make_sample: Samples, tmp_path: Path) -> None:
+def test_pandas_and_datasets_read_the_file(tmp_path: Path) -> None:
     import datasets  # type: ignore[import-untyped]
     import pandas
 
@@ -42,7 +39,7 @@ def test_pandas_and_datasets_read_the_file(make_sample: Samples, tmp_path: Path)
     assert rows[1]["seed"] == 2**40 + 1
 
 
-def test_unreadable_files_and_rows_are_named(make_sample: Samples) -> None:
+def test_unreadable_files_and_rows_are_named() -> None:
     data = encode_samples([make_sample()])
     message = r"synth/shards/0\.parquet: not a readable Parquet file"
     for broken in (b"", data[:-20], b"PAR1" + data[4:50]):

@@ -21,7 +21,6 @@ from pipeline.records import (
     Arithmetic,
     Manifest,
     Shard,
-    TargetContract,
     digest,
     match_contracts,
 )
@@ -31,8 +30,7 @@ from pipeline.store.manifest import find_manifest, read_manifest, stage_location
 from pipeline.store.shards import read_shard, verify_shard
 from pipeline.store.stage_run import StageRun, open_stage
 from tests.shard_files import stored_path
-
-Configs = Callable[..., RunConfig]
+from tests.store.conftest import CONTRACT, make_config
 
 
 def open_synth(config: RunConfig) -> StageRun:
@@ -46,7 +44,7 @@ def read_back(config: RunConfig) -> dict[str, Shard]:
     return {entry.shard.name: entry.shard for entry in entries}
 
 
-def finish_synth(config: RunConfig, contract: TargetContract) -> Manifest:
+def finish_synth(config: RunConfig) -> Manifest:
     stage_run = open_synth(config)
     names = [f"{index:05d}.bin" for index in range(3)]
     for index, name in enumerate(names):
@@ -55,7 +53,7 @@ def finish_synth(config: RunConfig, contract: TargetContract) -> Manifest:
             stage_run.commit(name, data, rows=index, tokens=10 * index, rejected=rejected)
     assert [entry.shard.name for entry in stage_run.collect(names)] == names
     return stage_run.finish(
-        contract=contract,
+        contract=CONTRACT,
         licenses={"MIT": 3},
         sources={"unit": 3},
         details={"note": 1},
@@ -63,11 +61,9 @@ def finish_synth(config: RunConfig, contract: TargetContract) -> Manifest:
     )
 
 
-def test_a_finished_stage_is_recognised_and_read_back(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_a_finished_stage_is_recognised_and_read_back(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    written = finish_synth(config, contract)
+    written = finish_synth(config)
     assert written == read_manifest(str(tmp_path), "synth") == open_synth(config).manifest
     assert (written.rows, written.tokens) == (3, 30)
     assert written.rejected == {"license:GPL-3.0": 4, "pii:EMAIL_ADDRESS": 3}
@@ -76,23 +72,10 @@ def test_a_finished_stage_is_recognised_and_read_back(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_the_chain_names_its_parent(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
-    config = make_config(tmp_path)
-    parent = finish_synth(config, contract)
-    child = open_stage(config, "features", parent).finish(
-        contract=contract, licenses=parent.licenses, sources=parent.sources
-    )
-    assert (child.parent_uri, child.parent_hash) == (f"{tmp_path}/synth", parent.content_hash)
-
-
-def test_the_same_work_on_an_object_store_has_the_same_hash(
-    tmp_path: Path, bucket: str, make_config: Configs, contract: TargetContract
-) -> None:
+def test_the_same_work_on_an_object_store_has_the_same_hash(tmp_path: Path, bucket: str) -> None:
     uri = f"{bucket}/same"
     here, there = make_config(tmp_path), make_config(uri)
-    local, remote = finish_synth(here, contract), finish_synth(there, contract)
+    local, remote = finish_synth(here), finish_synth(there)
     assert remote.shards == local.shards and remote.content_hash == local.content_hash
     assert find_manifest(uri, "synth") == remote == open_synth(there).manifest
     for here_shard, there_shard in zip(local.shards, remote.shards, strict=True):
@@ -111,9 +94,7 @@ def test_a_stage_that_was_not_run_is_missing(tmp_path: Path) -> None:
         read_manifest(str(tmp_path), "synth")
 
 
-def test_interrupted_work_continues_with_what_was_committed(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_interrupted_work_continues_with_what_was_committed(tmp_path: Path) -> None:
     config = make_config(tmp_path / "killed")
     first = open_synth(config)
     rejected = {"pii:EMAIL_ADDRESS": 0}
@@ -129,8 +110,8 @@ def test_interrupted_work_continues_with_what_was_committed(
     assert read_back(config) == {"00000.bin": kept}
     assert folder.names() == sorted([kept.path, "00000.bin.entry.json", "00001.bin"])
     assert not list(tmp_path.rglob("*.tmp"))
-    whole = finish_synth(make_config(tmp_path / "whole"), contract)
-    assert finish_synth(config, contract).shards == whole.shards
+    whole = finish_synth(make_config(tmp_path / "whole"))
+    assert finish_synth(config).shards == whole.shards
 
 
 def arithmetic_of(dtype: str, repeatable: str = "always", *, threads: int = 2) -> Arithmetic:
@@ -140,10 +121,7 @@ def arithmetic_of(dtype: str, repeatable: str = "always", *, threads: int = 2) -
 
 
 def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
-    tmp_path: Path,
-    make_config: Configs,
-    contract: TargetContract,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, here, there = make_config(tmp_path), arithmetic_of("bfloat16"), arithmetic_of("float32")
     first = open_synth(config)
@@ -163,7 +141,7 @@ def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
     assert entries[0].shard == kept
     assert [entry.arithmetic for entry in entries] == [here, there]
 
-    manifest = last.finish(contract=contract, licenses={}, sources={})
+    manifest = last.finish(contract=CONTRACT, licenses={}, sources={})
     assert set(manifest.arithmetic) == {here, there} and len(manifest.arithmetic) == 2
     assert read_manifest(str(tmp_path), "synth") == manifest
     elsewhere = manifest.model_copy(update={"arithmetic": (there,)})
@@ -171,10 +149,10 @@ def test_a_run_that_goes_on_on_another_kind_of_machine_says_so(
 
 
 def test_resuming_knows_what_its_arithmetic_promises(
-    tmp_path: Path, make_config: Configs, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other threads are the same arithmetic where results do not depend on them."""
-    for repeatable, threads, told in (
+    for repeatable, threads, warns in (
         ("always", 1, False),
         ("per thread count", 2, False),
         ("per thread count", 1, True),
@@ -187,16 +165,14 @@ def test_resuming_knows_what_its_arithmetic_promises(
         capsys.readouterr()
         open_synth(config).compute_with(arithmetic_of("float32", repeatable, threads=threads))
         shown = capsys.readouterr().out
-        assert ("committed shards" in shown) is told, (repeatable, threads)
+        assert ("committed shards" in shown) is warns, (repeatable, threads)
         assert ("may give other results" in shown) is (repeatable == "no")
 
 
-def test_entries_and_manifests_without_arithmetic_are_read(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_entries_and_manifests_without_arithmetic_are_read(tmp_path: Path) -> None:
     """As eagle3 with schema 2 wrote them, down to the hash that the next stage's manifest holds."""
     config = make_config(tmp_path)
-    finish_synth(config, contract)
+    finish_synth(config)
     path = tmp_path / "synth/manifest.json"
     fields = {**json.loads(path.read_text()), "schema_version": 2}
     del fields["arithmetic"]
@@ -216,15 +192,13 @@ def test_entries_and_manifests_without_arithmetic_are_read(
     assert len(read_back(config)) == 3
 
 
-def test_another_config_is_refused_by_the_keys_that_differ(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_another_config_is_refused_by_the_keys_that_differ(tmp_path: Path) -> None:
     old = make_config(tmp_path, synth={"max_turns": 3})
     new = make_config(tmp_path, synth={"max_prompts": 7, "temperature": 0.5})
     new = new.model_copy(update={"run": new.run.model_copy(update={"seed": 3})})
     turns = new.synth.max_turns if new.synth else None
     for state in ("begun", "finished"):
-        open_synth(old) if state == "begun" else finish_synth(old, contract)
+        open_synth(old) if state == "begun" else finish_synth(old)
         with pytest.raises(StageConflict) as caught:
             open_synth(new)
         problem, fix = str(caught.value).split(" (fix: ")
@@ -237,9 +211,7 @@ def test_another_config_is_refused_by_the_keys_that_differ(
     assert read_manifest(str(tmp_path), "synth").config_hash == old.section_hash("synth")
 
 
-def test_keys_that_shape_nothing_and_later_defaults_do_not_conflict(
-    tmp_path: Path, make_config: Configs
-) -> None:
+def test_keys_that_shape_nothing_and_later_defaults_do_not_conflict(tmp_path: Path) -> None:
     open_synth(make_config(tmp_path))
     path = tmp_path / "synth/begin.json"
     begun = json.loads(path.read_text())
@@ -254,9 +226,7 @@ def test_keys_that_shape_nothing_and_later_defaults_do_not_conflict(
             open_synth(make_config(tmp_path, synth=changed))
 
 
-def test_an_older_begin_record_is_compared_by_its_hash(
-    tmp_path: Path, make_config: Configs
-) -> None:
+def test_an_older_begin_record_is_compared_by_its_hash(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     open_synth(config).commit("00000.bin", b"data", rows=1, tokens=1)
     path = tmp_path / "synth/begin.json"
@@ -278,9 +248,7 @@ def test_an_older_begin_record_is_compared_by_its_hash(
         ('{"stage": "synth", "parent_hash": null}', "config_hash: not a begin: Field required"),
     ],
 )
-def test_a_broken_begin_record_is_named(
-    tmp_path: Path, make_config: Configs, text: str, problem: str
-) -> None:
+def test_a_broken_begin_record_is_named(tmp_path: Path, text: str, problem: str) -> None:
     open_synth(make_config(tmp_path))
     (tmp_path / "synth/begin.json").write_text(text)
     with pytest.raises(CorruptShard, match=rf"begin\.json: {problem}.*--force"):
@@ -290,7 +258,7 @@ def test_a_broken_begin_record_is_named(
 
 @pytest.mark.parametrize("same", [True, False])
 def test_of_two_that_begin_at_once_one_is_first(
-    tmp_path: Path, make_config: Configs, monkeypatch: pytest.MonkeyPatch, same: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
 ) -> None:
     """The second looked before the first wrote."""
     first = make_config(tmp_path)
@@ -304,7 +272,7 @@ def test_of_two_that_begin_at_once_one_is_first(
 
 
 def test_the_clock_is_that_of_the_process_that_began(
-    tmp_path: Path, make_config: Configs, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(tmp_path)
     first, later = datetime(2026, 3, 1, 23, 30, 15, 250, tzinfo=UTC), datetime.now(UTC)
@@ -314,7 +282,7 @@ def test_the_clock_is_that_of_the_process_that_began(
     assert open_stage(config, "synth", None, clock=later).clock == first, "it looked before"
 
 
-def test_work_of_an_older_version_has_no_clock(tmp_path: Path, make_config: Configs) -> None:
+def test_work_of_an_older_version_has_no_clock(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     assert open_synth(config).clock is None
     assert "clock" not in json.loads((tmp_path / "synth/begin.json").read_text())
@@ -322,12 +290,10 @@ def test_work_of_an_older_version_has_no_clock(tmp_path: Path, make_config: Conf
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_of_two_that_finish_at_once_one_writes_the_manifest(
-    tmp_path: Path, make_config: Configs, contract: TargetContract, same: bool
-) -> None:
+def test_of_two_that_finish_at_once_one_writes_the_manifest(tmp_path: Path, same: bool) -> None:
     config = make_config(tmp_path)
     first, second = open_synth(config), open_synth(config)
-    shared = {"contract": contract, "licenses": {"MIT": 1}, "sources": {"unit": 1}}
+    shared = {"contract": CONTRACT, "licenses": {"MIT": 1}, "sources": {"unit": 1}}
     written = first.finish(**shared)  # type: ignore[arg-type]
     before = (tmp_path / "synth/manifest.json").read_bytes()
     if same:
@@ -339,12 +305,10 @@ def test_of_two_that_finish_at_once_one_writes_the_manifest(
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../x", "a/b", ".hidden", "", "a\nb"])
-def test_a_shard_is_a_file_of_its_directory(
-    tmp_path: Path, make_config: Configs, contract: TargetContract, name: str
-) -> None:
+def test_a_shard_is_a_file_of_its_directory(tmp_path: Path, name: str) -> None:
     """A run may come from a stranger: no name in it leads to another file."""
     config = make_config(tmp_path)
-    finish_synth(config, contract)
+    finish_synth(config)
     path = tmp_path / "synth/manifest.json"
     fields = json.loads(path.read_text())
     fields["shards"][1]["name"] = name
@@ -358,23 +322,21 @@ def test_a_shard_is_a_file_of_its_directory(
         read_back(config)
 
 
-def test_another_parent_is_refused_with_both_hashes(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_a_stage_names_its_parent_and_refuses_another(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    parent = finish_synth(config, contract)
+    parent = finish_synth(config)
     changed = parent.model_copy(update={"rejected": {}})
-    open_stage(config, "features", parent)
+    child = open_stage(config, "features", parent)
     with pytest.raises(StageConflict, match="holds begun work for another parent: ") as caught:
         open_stage(config, "features", changed)
     hashes = parent.content_hash[:16], changed.content_hash[:16]
     assert all(value in str(caught.value) for value in hashes)
+    manifest = child.finish(contract=CONTRACT, licenses=parent.licenses, sources=parent.sources)
+    assert (manifest.parent_uri, manifest.parent_hash) == (f"{tmp_path}/synth", parent.content_hash)
 
 
-def test_force_discards_other_work_and_keeps_equal_work(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
-    finish_synth(make_config(tmp_path), contract)
+def test_force_discards_other_work_and_keeps_equal_work(tmp_path: Path) -> None:
+    finish_synth(make_config(tmp_path))
     assert open_synth(make_config(tmp_path, force=True)).manifest is not None
     (tmp_path / "synth/extra").mkdir()
     (tmp_path / "synth/extra/file").write_text("x")
@@ -386,13 +348,9 @@ def test_force_discards_other_work_and_keeps_equal_work(
 
 @pytest.mark.parametrize("steps", range(3))
 def test_an_interrupted_force_never_looks_complete_or_mixes_works(
-    tmp_path: Path,
-    make_config: Configs,
-    contract: TargetContract,
-    steps: int,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish_synth(make_config(tmp_path), contract)
+    finish_synth(make_config(tmp_path))
     calls = iter(range(100))
     for name in ("delete", "delete_tree"):
         original = getattr(Location, name)
@@ -417,9 +375,7 @@ def test_an_interrupted_force_never_looks_complete_or_mixes_works(
     assert stage_run.manifest is None and stage_run.committed == set()
 
 
-def test_shards_of_unknown_work_are_neither_picked_up_nor_deleted(
-    tmp_path: Path, make_config: Configs
-) -> None:
+def test_shards_of_unknown_work_are_neither_picked_up_nor_deleted(tmp_path: Path) -> None:
     stage_run = open_synth(make_config(tmp_path))
     stage_run.commit("00000.bin", b"of the old config", rows=1, tokens=1)
     stage_run.location.delete("begin.json")
@@ -441,15 +397,10 @@ def test_shards_of_unknown_work_are_neither_picked_up_nor_deleted(
     ],
 )
 def test_damaged_shards_are_named(
-    tmp_path: Path,
-    make_config: Configs,
-    contract: TargetContract,
-    damage: str,
-    problem: str,
-    finished: bool,
+    tmp_path: Path, damage: str, problem: str, finished: bool
 ) -> None:
     config = make_config(tmp_path)
-    manifest = finish_synth(config, contract)
+    manifest = finish_synth(config)
     path = stored_path(tmp_path / "synth/shards", "00001.bin")
     data = path.read_bytes()
     if damage == "remove":
@@ -470,20 +421,18 @@ def test_damaged_shards_are_named(
         open_synth(config) if finished else read_back(config)
 
 
-def test_force_makes_a_damaged_stage_again(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
-    before = finish_synth(make_config(tmp_path), contract)
+def test_force_makes_a_damaged_stage_again(tmp_path: Path) -> None:
+    before = finish_synth(make_config(tmp_path))
     path = stored_path(tmp_path / "synth/shards", "00002.bin")
     path.write_bytes(b"\0" * 100)
     assert open_synth(make_config(tmp_path)).manifest is not None
-    after = finish_synth(make_config(tmp_path, force=True), contract)
+    after = finish_synth(make_config(tmp_path, force=True))
     assert after.content_hash == before.content_hash and not path.exists()
     assert stored_path(path.parent, "00002.bin").read_bytes() == b"\2" * 100
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"shard": {"name": "a"}, "seconds": 1}'])
-def test_a_broken_entry_is_named(tmp_path: Path, make_config: Configs, text: str) -> None:
+def test_a_broken_entry_is_named(tmp_path: Path, text: str) -> None:
     stage_run = open_synth(make_config(tmp_path))
     stage_run.commit("00000.bin", b"data", rows=1, tokens=1)
     entry = tmp_path / "synth/shards/00000.bin.entry.json"
@@ -495,7 +444,7 @@ def test_a_broken_entry_is_named(tmp_path: Path, make_config: Configs, text: str
     assert read_back(make_config(tmp_path)) == {}
 
 
-def test_an_entry_of_another_file_is_named(tmp_path: Path, make_config: Configs) -> None:
+def test_an_entry_of_another_file_is_named(tmp_path: Path) -> None:
     open_synth(make_config(tmp_path)).commit("00000.bin", b"data", rows=1, tokens=1)
     shards = tmp_path / "synth/shards"
     (shards / "00000.bin.entry.json").rename(shards / "00001.bin.entry.json")
@@ -503,11 +452,9 @@ def test_an_entry_of_another_file_is_named(tmp_path: Path, make_config: Configs)
         read_back(make_config(tmp_path))
 
 
-def test_unreadable_manifests_are_named(
-    tmp_path: Path, make_config: Configs, contract: TargetContract
-) -> None:
+def test_unreadable_manifests_are_named(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    finish_synth(config, contract)
+    finish_synth(config)
     path = tmp_path / "synth/manifest.json"
     fields = json.loads(path.read_text())
     changes: list[dict[str, Any]] = [
@@ -536,18 +483,16 @@ def test_unreadable_manifests_are_named(
         open_synth(make_config(tmp_path, force=True))
 
 
-def test_contracts_differ_by_their_first_field(contract: TargetContract) -> None:
-    moved = contract.model_copy(update={"source": "elsewhere", "revision": "abc"})
-    match_contracts(contract, moved, where="features")
-    other = contract.model_copy(update={"capture_layers": (2, 4, 5), "parameters": 7})
+def test_contracts_differ_by_their_first_field() -> None:
+    moved = CONTRACT.model_copy(update={"source": "elsewhere", "revision": "abc"})
+    match_contracts(CONTRACT, moved, where="features")
+    other = CONTRACT.model_copy(update={"capture_layers": (2, 4, 5), "parameters": 7})
     both = r"capture_layers \[2,4,5\], this one has \[1,3,4\]"
     with pytest.raises(ContractMismatch, match=rf"features: contract\.capture_layers: .*{both}"):
-        match_contracts(contract, other, where="features")
+        match_contracts(CONTRACT, other, where="features")
 
 
-def test_a_full_disk_leaves_nothing_that_looks_committed(
-    mount: Callable[[str], Path], make_config: Configs
-) -> None:
+def test_a_full_disk_leaves_nothing_that_looks_committed(mount: Callable[[str], Path]) -> None:
     point = mount("size=256k")
     config = make_config(point / "run")
     stage_run = open_synth(config)
@@ -559,8 +504,6 @@ def test_a_full_disk_leaves_nothing_that_looks_committed(
     assert find_manifest(str(point / "run"), "synth") is None
 
 
-def test_a_read_only_run_directory_is_refused_at_once(
-    mount: Callable[[str], Path], make_config: Configs
-) -> None:
+def test_a_read_only_run_directory_is_refused_at_once(mount: Callable[[str], Path]) -> None:
     with pytest.raises(StoreError, match=r"begin\.json: the file system is read-only"):
         open_synth(make_config(mount("size=64k,ro") / "run"))

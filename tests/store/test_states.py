@@ -21,7 +21,8 @@ from pipeline.store.states import (
     encode_states,
     teacher_positions,
 )
-from tests.store.states import Configs, H, commit, make_states, three_samples
+from tests.store.conftest import make_config
+from tests.store.states import H, commit, make_states, three_samples
 
 FIELDS = ("token_ids", "supervised_mask", "aux_states", "final_states", "final_positions")
 ENCODINGS: list[Encoding] = ["bf16", "fp8", "int8"]
@@ -49,9 +50,7 @@ def test_teachers_sit_one_before_each_supervised_token() -> None:
     assert teacher_positions(mask, 5).tolist() == [0, 1, 2, 3, 4], "one before each token"
 
 
-def test_a_sample_with_the_teachers_of_its_prompt_comes_back(
-    tmp_path: Path, make_config: Configs
-) -> None:
+def test_a_sample_with_the_teachers_of_its_prompt_comes_back(tmp_path: Path) -> None:
     """Beside one without them."""
     states = [
         make_states(0, 7, range(3, 7), everything=True),
@@ -67,11 +66,7 @@ def test_a_sample_with_the_teachers_of_its_prompt_comes_back(
 
 @pytest.mark.parametrize("kind", ["path", "memory", "gs"])
 def test_samples_come_back_exactly(
-    kind: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    states: list[StatesSample],
-    make_config: Configs,
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, states: list[StatesSample]
 ) -> None:
     uri = {
         "path": lambda: str(tmp_path),
@@ -91,7 +86,7 @@ def test_samples_come_back_exactly(
 
 @pytest.mark.parametrize("encoding", ["fp8", "int8"])
 def test_encoded_samples_come_back_close_and_can_be_decoded_later(
-    tmp_path: Path, states: list[StatesSample], make_config: Configs, encoding: Encoding
+    tmp_path: Path, states: list[StatesSample], encoding: Encoding
 ) -> None:
     location, shard = commit(make_config(tmp_path), encode_states(states, encoding))
     reader = StatesReader(location, shard)
@@ -113,7 +108,7 @@ def test_encoded_samples_come_back_close_and_can_be_decoded_later(
 
 @pytest.mark.parametrize("kind", ["path", "memory"])
 def test_states_are_read_into_the_rows_given(
-    kind: str, tmp_path: Path, states: list[StatesSample], make_config: Configs
+    kind: str, tmp_path: Path, states: list[StatesSample]
 ) -> None:
     uri = str(tmp_path) if kind == "path" else f"memory://{tmp_path.name}"
     location, shard = commit(make_config(uri), encode_states(states))
@@ -129,7 +124,7 @@ def test_states_are_read_into_the_rows_given(
 
 
 def test_what_a_reader_hands_out_does_not_change_the_file(
-    tmp_path: Path, states: list[StatesSample], make_config: Configs
+    tmp_path: Path, states: list[StatesSample]
 ) -> None:
     location, shard = commit(make_config(tmp_path), encode_states(states))
     reader = StatesReader(location, shard)
@@ -146,7 +141,7 @@ def test_equal_samples_give_equal_bytes(states: list[StatesSample], encoding: En
 
 
 def test_ids_take_two_bytes_when_all_of_them_fit(
-    tmp_path: Path, states: list[StatesSample], make_config: Configs
+    tmp_path: Path, states: list[StatesSample]
 ) -> None:
     short = load(encode_states(states))["token_ids"]
     assert (
@@ -172,50 +167,29 @@ def test_the_mask_takes_one_bit_a_token(states: list[StatesSample]) -> None:
     ]
 
 
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the byte ranges that are read."""
+    lengths: list[int] = []
+    read = Location.read_range
+
+    def counted(self: Location, name: str, start: int, stop: int) -> bytes:
+        lengths.append(stop - start)
+        return read(self, name, start, stop)
+
+    monkeypatch.setattr(Location, "read_range", counted)
+    return lengths
+
+
 @pytest.mark.parametrize(("encoding", "row"), [("bf16", 2 * H), ("fp8", H + 1), ("int8", H + 1)])
-def test_one_sample_costs_two_byte_ranges(
-    tmp_path: Path,
-    states: list[StatesSample],
-    make_config: Configs,
-    monkeypatch: pytest.MonkeyPatch,
-    encoding: Encoding,
-    row: int,
+def test_opening_a_remote_shard_is_one_request_and_one_sample_costs_two(
+    tmp_path: Path, states: list[StatesSample], ranges: list[int], encoding: Encoding, row: int
 ) -> None:
-    location, shard = commit(
-        make_config(f"memory://{tmp_path.name}-{encoding}"), encode_states(states, encoding)
-    )
-    reader = StatesReader(location, shard)
-    ranges: list[tuple[int, int]] = []
-    read = Location.read_range
-
-    def counted(self: Location, name: str, start: int, stop: int) -> bytes:
-        ranges.append((start, stop))
-        return read(self, name, start, stop)
-
-    monkeypatch.setattr(Location, "read_range", counted)
+    uri = f"memory://{tmp_path.name}-{encoding}"
+    reader = StatesReader(*commit(make_config(uri), encode_states(states, encoding)))
+    assert len(ranges) == 1
     reader.sample(2)
-    assert [stop - start for start, stop in ranges] == [12 * 3 * row, 4 * row]
-
-
-def test_opening_a_remote_shard_of_usual_size_is_one_request(
-    tmp_path: Path,
-    states: list[StatesSample],
-    make_config: Configs,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    location, shard = commit(
-        make_config(f"memory://{tmp_path.name}"), encode_states(states, "int8")
-    )
-    requests: list[str] = []
-    read = Location.read_range
-
-    def counted(self: Location, name: str, start: int, stop: int) -> bytes:
-        requests.append(name)
-        return read(self, name, start, stop)
-
-    monkeypatch.setattr(Location, "read_range", counted)
-    StatesReader(location, shard)
-    assert requests == [shard.path]
+    assert ranges[1:] == [12 * 3 * row, 4 * row]
 
 
 def documented() -> Callable[..., tuple[np.ndarray, ...]]:
@@ -229,9 +203,7 @@ def documented() -> Callable[..., tuple[np.ndarray, ...]]:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_the_documented_numpy_reader_works(
-    tmp_path: Path, encoding: Encoding, make_config: Configs
-) -> None:
+def test_the_documented_numpy_reader_works(tmp_path: Path, encoding: Encoding) -> None:
     states = [*three_samples(), make_states(5, 40, range(10, 40))]
     location, shard = commit(make_config(tmp_path / "run"), encode_states(states, encoding))
     reader, read_states = StatesReader(location, shard), documented()
@@ -240,17 +212,12 @@ def test_the_documented_numpy_reader_works(
         token_ids, supervised_mask, aux, final, positions = read_states(
             tmp_path / "run/features/shards" / shard.path, index
         )
-        assert np.array_equal(token_ids, expected.token_ids) and np.array_equal(
-            supervised_mask, expected.supervised_mask
-        )
+        assert np.array_equal(token_ids, expected.token_ids)
+        assert np.array_equal(supervised_mask, expected.supervised_mask)
         assert np.array_equal(positions, expected.final_positions)
-        # Ours are rounded to bf16 once more.
-        np.testing.assert_allclose(
-            aux, expected.aux_states.float(), rtol=0 if encoding == "bf16" else 2**-8
-        )
-        np.testing.assert_allclose(
-            final, expected.final_states.float(), rtol=0 if encoding == "bf16" else 2**-8
-        )
+        rounding = 0 if encoding == "bf16" else 2**-8  # ours are rounded to bf16 once more
+        np.testing.assert_allclose(aux, expected.aux_states.float(), rtol=rounding)
+        np.testing.assert_allclose(final, expected.final_states.float(), rtol=rounding)
 
 
 def test_the_documented_rows_are_the_size() -> None:

@@ -12,7 +12,13 @@ import pytest
 
 from pipeline.errors import CorruptShard
 from pipeline.store.states import Encoding, StatesReader, encode_states
-from tests.store.states import Configs, commit, three_samples
+from tests.store.conftest import make_config
+from tests.store.states import commit, three_samples
+
+
+def open_reader(tmp_path: Path, data: bytes) -> StatesReader:
+    """Of a features stage whose one shard is `data`."""
+    return StatesReader(*commit(make_config(tmp_path), data))
 
 
 def split(data: bytes) -> tuple[dict[str, Any], int]:
@@ -65,54 +71,40 @@ def listing(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ],
 )
 def test_other_layouts_are_refused(
-    change: Callable[[dict[str, Any]], None], problem: str, tmp_path: Path, make_config: Configs
+    change: Callable[[dict[str, Any]], None], problem: str, tmp_path: Path
 ) -> None:
-    location, shard = commit(make_config(tmp_path), rewrite(encode_states(three_samples()), change))
+    data = rewrite(encode_states(three_samples()), change)
     with pytest.raises(CorruptShard, match=rf"shards/00000\.\w+\.safetensors: .*{problem}"):
-        StatesReader(location, shard)
+        open_reader(tmp_path, data)
 
 
 @pytest.mark.parametrize("wrong", [[0, 9, 8, 20], [0, 7, 8, 19]])
-def test_offsets_that_do_not_rise_to_the_end_are_refused(
-    tmp_path: Path, make_config: Configs, wrong: list[int]
-) -> None:
+def test_offsets_that_do_not_rise_to_the_end_are_refused(tmp_path: Path, wrong: list[int]) -> None:
     data = encode_states(three_samples())
     rising = np.array([0, 7, 8, 20], dtype="<i8").tobytes()
     assert data.count(rising) == 1
-    location, shard = commit(
-        make_config(tmp_path), data.replace(rising, np.array(wrong, dtype="<i8").tobytes())
-    )
+    damaged = data.replace(rising, np.array(wrong, dtype="<i8").tobytes())
     with pytest.raises(CorruptShard, match="token_offsets does not rise from 0 to 20"):
-        StatesReader(location, shard)
+        open_reader(tmp_path, damaged)
 
 
-def test_a_mask_that_asks_for_other_final_states_is_refused(
-    tmp_path: Path, make_config: Configs
-) -> None:
+def test_a_mask_that_asks_for_other_final_states_is_refused(tmp_path: Path) -> None:
     data = encode_states(three_samples())
     header, first = split(data)
     at = first + header["supervised_mask"]["data_offsets"][0]
-    location, shard = commit(
-        make_config(tmp_path), data[:at] + bytes([data[at] ^ 0b01000000]) + data[at + 1 :]
-    )
-    with pytest.raises(
-        CorruptShard,
-        match=r"00000\.\w+\.safetensors: sample s0 of unit has 4 final states for 5 "
-        "supervised tokens",
-    ):
-        StatesReader(location, shard)
+    damaged = data[:at] + bytes([data[at] ^ 0b01000000]) + data[at + 1 :]
+    problem = "sample s0 of unit has 4 final states for 5 supervised tokens"
+    with pytest.raises(CorruptShard, match=rf"00000\.\w+\.safetensors: {problem}"):
+        open_reader(tmp_path, damaged)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x10", b"\xff" * 8 + b"x" * 100])
-def test_files_that_are_no_safetensors_are_refused(
-    tmp_path: Path, make_config: Configs, data: bytes
-) -> None:
-    location, shard = commit(make_config(tmp_path), data)
+def test_files_that_are_no_safetensors_are_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(CorruptShard, match="has no safetensors header"):
-        StatesReader(location, shard)
+        open_reader(tmp_path, data)
 
 
-def test_a_truncated_shard_is_refused_when_opened(tmp_path: Path, make_config: Configs) -> None:
+def test_a_truncated_shard_is_refused_when_opened(tmp_path: Path) -> None:
     location, shard = commit(make_config(tmp_path), encode_states(three_samples()))
     path = tmp_path / "features/shards" / shard.path
     path.write_bytes(path.read_bytes()[:-3])
@@ -123,9 +115,7 @@ def test_a_truncated_shard_is_refused_when_opened(tmp_path: Path, make_config: C
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "int8"])
-def test_flipped_bytes_are_found_with_their_sample(
-    tmp_path: Path, make_config: Configs, encoding: Encoding
-) -> None:
+def test_flipped_bytes_are_found_with_their_sample(tmp_path: Path, encoding: Encoding) -> None:
     """The first, a middle and the last byte of each tensor.
 
     The shard is refused when opened, or the sample when read.
@@ -152,10 +142,8 @@ def read_all(reader: StatesReader) -> None:
         reader.sample(index)
 
 
-def test_a_renamed_sample_is_found(tmp_path: Path, make_config: Configs) -> None:
+def test_a_renamed_sample_is_found(tmp_path: Path) -> None:
     samples = [{"sample_id": name, "source": "unit"} for name in ("s0", "s9", "s2")]
-    location, shard = commit(
-        make_config(tmp_path), rewrite(encode_states(three_samples()), listing(samples=samples))
-    )
+    data = rewrite(encode_states(three_samples()), listing(samples=samples))
     with pytest.raises(CorruptShard, match="sample s9 of unit has CRC-32"):
-        StatesReader(location, shard).sample(1)
+        open_reader(tmp_path, data).sample(1)

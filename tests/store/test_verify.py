@@ -7,66 +7,46 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.cli import main
 from pipeline.config import RunConfig
-from pipeline.records import SCHEMA_VERSION, Manifest, Sample, TargetContract
+from pipeline.records import SCHEMA_VERSION, Manifest
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_manifest
 from pipeline.store.samples import encode_samples
 from pipeline.store.shards import ENTRY, write_shard
 from pipeline.store.stage_run import open_stage
-from pipeline.store.states import StatesSample, encode_states, teacher_positions
+from pipeline.store.states import StatesSample, encode_states
 from tests.shard_files import stored, stored_path
-
-Configs = Callable[..., RunConfig]
-Samples = Callable[..., Sample]
-
-
-def states_of(count: int, *, hidden: int = 4, length: int = 20) -> list[StatesSample]:
-    mask = torch.zeros(length, dtype=torch.uint8)
-    mask[length // 2 :] = 1
-    positions = teacher_positions(mask)
-    draw = torch.Generator().manual_seed(hidden)
-    return [
-        StatesSample(
-            sample_id=f"p{index}",
-            source="unit",
-            token_ids=torch.arange(length, dtype=torch.int32),
-            supervised_mask=mask,
-            aux_states=torch.randn(length, 3 * hidden, generator=draw).bfloat16(),
-            final_states=torch.randn(len(positions), hidden, generator=draw).bfloat16(),
-            final_positions=positions,
-        )
-        for index in range(count)
-    ]
+from tests.store.conftest import CONTRACT, make_config, make_sample
+from tests.store.states import H, make_states
 
 
-def make_run(config: RunConfig, contract: TargetContract, make_sample: Samples) -> Manifest:
+def states_of(count: int, *, hidden: int = H) -> list[StatesSample]:
+    return [make_states(index, 20, range(10, 20), hidden=hidden) for index in range(count)]
+
+
+def make_run(config: RunConfig) -> Manifest:
     """Synth and features of two shards each."""
     counts = {"licenses": {"MIT": 2}, "sources": {"unit": 2}}
     stage_run = open_stage(config, "synth", None)
     for index in range(2):
         data = encode_samples([make_sample(index)])
         stage_run.commit(f"{index:05d}.parquet", data, rows=1, tokens=8)
-    parent = stage_run.finish(contract=contract, **counts)
+    parent = stage_run.finish(contract=CONTRACT, **counts)
     stage_run = open_stage(config, "features", parent)
     for index in range(2):
         data = encode_states(states_of(2))
         stage_run.commit(f"{index:05d}.safetensors", data, rows=2, tokens=40)
-    return stage_run.finish(contract=contract, **counts)
+    return stage_run.finish(contract=CONTRACT, **counts)
 
 
 @pytest.fixture
-def run(
-    tmp_path: Path, make_config: Configs, contract: TargetContract, make_sample: Samples
-) -> Path:
-    make_run(make_config(tmp_path / "run"), contract, make_sample)
+def run(tmp_path: Path) -> Path:
+    make_run(make_config(tmp_path / "run"))
     return tmp_path / "run"
 
 
@@ -103,15 +83,9 @@ def test_a_sound_run_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert out.startswith("sound: synth, features; 4 shards, ") and len(out.splitlines()) == 1
 
 
-def test_a_sound_run_on_an_object_store(
-    bucket: str,
-    tmp_path: Path,
-    make_config: Configs,
-    contract: TargetContract,
-    make_sample: Samples,
-) -> None:
+def test_a_sound_run_on_an_object_store(bucket: str, tmp_path: Path) -> None:
     uri = f"{bucket}/{tmp_path.name}"
-    make_run(make_config(uri), contract, make_sample)
+    make_run(make_config(uri))
     assert main(["verify", uri]) == 0
     location = Location(f"{uri}/features/shards")
     name = stored(location, "00001.safetensors")
@@ -150,7 +124,7 @@ def test_a_sample_that_was_wrong_before_it_was_committed(
     code, _, errors = verify(run, capsys)
     assert code == 2 and len(errors) == 1
     assert re.search(
-        r"features/shards/00001\.\w+\.safetensors: sample p1 of unit has CRC-32", errors[0]
+        r"features/shards/00001\.\w+\.safetensors: sample s1 of unit has CRC-32", errors[0]
     )
 
 
@@ -186,11 +160,9 @@ def test_files_that_are_not_what_their_names_say(
     assert "which is now" in errors[1]
 
 
-def test_manifests_that_do_not_fit(
-    run: Path, contract: TargetContract, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_manifests_that_do_not_fit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (run / "features/manifest.json").read_text()
-    other = contract.model_copy(update={"capture_layers": (2, 4, 5)})
+    other = CONTRACT.model_copy(update={"capture_layers": (2, 4, 5)})
     cases: list[tuple[dict[str, object], str]] = [
         ({"schema_version": SCHEMA_VERSION + 1}, f"schema_version {SCHEMA_VERSION + 1} is newer"),
         ({"contract": other.model_dump(mode="json")}, "contract.capture_layers"),
@@ -263,15 +235,10 @@ def test_gc_removes_what_belongs_to_nothing(run: Path, capsys: pytest.CaptureFix
 
 
 def test_gc_on_an_object_store(
-    bucket: str,
-    tmp_path: Path,
-    make_config: Configs,
-    contract: TargetContract,
-    make_sample: Samples,
-    capsys: pytest.CaptureFixture[str],
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uri = f"{bucket}/{tmp_path.name}"
-    make_run(make_config(uri), contract, make_sample)
+    make_run(make_config(uri))
     shards = Location(f"{uri}/features/shards")
     committed = shards.names()
     shards.write("00002.safetensors", bytes(500))

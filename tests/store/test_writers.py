@@ -19,25 +19,18 @@ from pipeline.store.verify import verify_run
 
 WRITERS = """
 import os, random, signal, sys, time
-from pipeline.config import parse
-from pipeline.records import TargetContract
 from pipeline.store.location import Location
 from pipeline.store.stage_run import open_stage
+from tests.store.conftest import CONTRACT, make_config
 
 uri, writers, kills, slow = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 enough, results, late_kills = sys.argv[5], sys.argv[6], 3
-contract = TargetContract(
-    source="d", revision="r", fingerprint="f", dtype="bfloat16", hidden_size=1, num_layers=8,
-    vocab_size=9, rope={}, capture_layers=(1, 3, 4), tokenizer_hash="t", chat_template_hash="c",
-    parameters=1)
 if uri.startswith("gs://"):
     Location("memory://warm").names()  # the event loop of a remote store does not survive a fork
 
 
 def run():
-    synth = {"sources": [{"source": "x"}]}
-    config = parse({"run": {"uri": uri}, "target": {"source": "dir"}, "synth": synth})
-    stage_run = open_stage(config, "synth", None)
+    stage_run = open_stage(make_config(uri), "synth", None)
     if stage_run.manifest is None:
         names = [f"{index:05d}.bin" for index in range(12)]
         for index, name in enumerate(names):
@@ -47,7 +40,7 @@ def run():
                 data = os.urandom(20_000 + index)
                 stage_run.commit(name, data, rows=1, tokens=index, rejected={"too_short": 1})
         list(stage_run.collect(names))
-        stage_run.finish(contract=contract, licenses={}, sources={}, details={})
+        stage_run.finish(contract=CONTRACT, licenses={}, sources={}, details={})
     with open(results, "a") as file:  # what this process takes the stage to be
         file.write(stage_run.manifest.content_hash + chr(10))
 

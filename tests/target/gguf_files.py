@@ -29,16 +29,7 @@ def write_model(
     `shapes` are tensors of each layer beside Llama's, by name; () leaves one out.
     """
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(name)
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(WIDTH)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(GROUPS)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e4)
+    writer = _begin(path, architecture, name)
     size = vocabulary(writer)
     layer: dict[str, Sequence[int]] = {
         "attn_q.weight": (HIDDEN, HIDDEN),
@@ -62,12 +53,7 @@ def write_model(
     for each, shape in tensors.items():
         values = rng.standard_normal(shape) * 0.2 + ("norm" in each)
         writer.add_tensor(each, values.astype(np.float32))
-    change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _end(path, writer, change)
 
 
 def write_weights(
@@ -80,17 +66,7 @@ def write_weights(
     without: str = "",
 ) -> Path:
     """A model of transformers with the sizes above, but for the tensor `without`."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(WIDTH)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(GROUPS)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(1e4)
+    writer = _begin(path, architecture, "tiny", model.config.rms_norm_eps)
     vocabulary(writer)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], LAYERS)
@@ -107,8 +83,30 @@ def write_weights(
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
+        if architecture == "llama" and ("attn_q" in stored or "attn_k" in stored):
+            # llama.cpp turns neighbours, not halves.
+            halves = values.reshape(-1, 2, D // 2, HIDDEN)
+            values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         if stored != without:
             writer.add_tensor(stored, values[0] if "gate_inp_shexp" in stored else values)
+    return _end(path, writer, change)
+
+
+def _begin(path: Path, architecture: str, name: str, epsilon: float = 1e-6) -> Writer:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(name)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(GROUPS)
+    writer.add_layer_norm_rms_eps(epsilon)
+    writer.add_rope_freq_base(1e4)
+    return writer
+
+
+def _end(path: Path, writer: Writer, change: Callable[[Writer], None]) -> Path:
     change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

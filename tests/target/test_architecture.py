@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,35 +130,34 @@ def test_a_refused_target_is_refused_before_its_weights_are_fetched(
     ],
 )
 def test_synth_answers_nothing_for_a_target_that_cannot_be_trained_for(
-    name: str, problem: str, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
+    name: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], target_copy: Path
 ) -> None:
-    target = shutil.copytree(tiny_target, tmp_path / "target")
-    CONFIG_MAPPING[name]().save_pretrained(target)
+    CONFIG_MAPPING[name]().save_pretrained(target_copy)
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["Why?"], "license": "MIT"}\n')
     sources = f"synth.sources=[{{source: {tmp_path / 'prompts.jsonl'}}}]"
     (tmp_path / "run.yaml").write_text(f"run: {{uri: {tmp_path / 'run'}}}\n")
-    command = ["synth", "-c", str(tmp_path / "run.yaml"), f"target.source={target}", sources]
+    command = ["synth", "-c", str(tmp_path / "run.yaml"), f"target.source={target_copy}", sources]
     assert main(command) == 2
     assert problem in capsys.readouterr().err
     assert not list((tmp_path / "run").rglob("*.parquet"))
 
 
 def test_quantised_weights_are_refused_where_they_would_be_read_as_numbers(
-    tmp_path: Path, tiny_target: Path
+    target_copy: Path,
 ) -> None:
     config: Any = CONFIG_MAPPING["llama"]()
     config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(UnsupportedModel, match="quantised weights"):
         check_supported(config, 8, where="x")
-    target = shutil.copytree(tiny_target, tmp_path / "target")
-    tensors = load_file(target / "model.safetensors")
+    tensors = load_file(target_copy / "model.safetensors")
     query = "self_attn.q_proj.weight"
     for name in ("lm_head.weight", f"model.layers.7.{query}"):
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    assert query not in TargetWeights(target).layer(7) and query in TargetWeights(target).layer(6)
+    save_file(tensors, target_copy / "model.safetensors", {"format": "pt"})
+    weights = TargetWeights(target_copy)
+    assert query not in weights.layer(7) and query in weights.layer(6)
     with pytest.raises(TargetError, match=r"lm_head\.weight is quantised to float8_e4m3fn"):
-        opened(target)
+        opened(target_copy)
 
 
 def rows_of_the_table() -> str:

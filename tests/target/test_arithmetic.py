@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.config import TargetSection, TrainSection, isa
+from pipeline.config import TargetSection, isa
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.records import Arithmetic
@@ -22,7 +22,6 @@ from pipeline.target.arithmetic import (
     server_arithmetic,
     target_dtype,
     torch_arithmetic,
-    train_dtype,
 )
 
 CPU = torch.device("cpu")
@@ -54,8 +53,7 @@ def test_auto_is_what_the_processor_multiplies(
     force.setenv(isa.VARIABLE, level)
     assert resolve_dtype("auto", CPU) is getattr(torch, dtype)
     assert planned_dtype("auto", "cpu") == planned_dtype("auto", "auto") == dtype
-    target, train = TargetSection(source="x"), TrainSection()
-    assert target_dtype(target) == train_dtype(train, target) == dtype
+    assert target_dtype(TargetSection(source="x")) == dtype
     assert reason(torch_arithmetic(getattr(torch, dtype), CPU), "auto") == (
         NOT_NATIVE if dtype == "float32" else ""
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from pipeline.target.template import load_template
 MISSING = object()  # no such file, or no such field
 
 
-def directory(target: Path, folder: Path, config: Any, generation: Any) -> Path:
+def with_end_ids(copy: Path, config: Any, generation: Any) -> Path:
     """The target with other `eos_token_id` in its two files."""
-    copy = shutil.copytree(target, folder / "target")
     fields = json.loads((copy / "config.json").read_text())
     fields.pop("eos_token_id", None)
     fields |= {} if config is MISSING else {"eos_token_id": config}
@@ -54,12 +52,10 @@ def ids_of(target: Path) -> tuple[int, ...]:
         (MISSING, {}),
     ],
 )
-def test_end_ids_are_transformers_own(
-    tiny_target: Path, tmp_path: Path, config: Any, generation: Any
-) -> None:
+def test_end_ids_are_transformers_own(target_copy: Path, config: Any, generation: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    target = directory(tiny_target, tmp_path, config, generation)
+    target = with_end_ids(target_copy, config, generation)
     model: Any = AutoModelForCausalLM.from_pretrained(target)
     expected = model.generation_config.eos_token_id
     if expected is None and isinstance(generation, dict) and isinstance(config, list):
@@ -85,56 +81,48 @@ def test_end_ids_are_transformers_own(
     ],
 )
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_what_is_no_end_id_is_named(
-    tiny_target: Path, tmp_path: Path, file: str, value: Any, problem: str
-) -> None:
+def test_what_is_no_end_id_is_named(target_copy: Path, file: str, value: Any, problem: str) -> None:
     named = (5, {"eos_token_id": value}) if file.startswith("generation") else (value, MISSING)
-    target = directory(tiny_target, tmp_path, *named)
+    target = with_end_ids(target_copy, *named)
     where = rf"{file}.*eos_token_id.*{problem}.*fix: name the ids"
     with pytest.raises(TargetError, match=where):
         ids_of(target)
 
 
-@pytest.mark.parametrize("value", ["1", 1.5, True, [1, None], [[1]], {"id": 1}, [], -1, 316])
-def test_opening_such_a_target_is_a_clear_error(
-    tiny_target: Path, tmp_path: Path, value: Any
-) -> None:
+@pytest.mark.parametrize("value", ["1", True, [[1]], {"id": 1}, 316])
+def test_opening_such_a_target_is_a_clear_error(target_copy: Path, value: Any) -> None:
     """transformers reads config.json as a whole before anything else does."""
-    target = directory(tiny_target, tmp_path, value, MISSING)
+    target = with_end_ids(target_copy, value, MISSING)
     with pytest.raises(TargetError, match=r"config\.json.*eos_token_id.*fix: (correct|name)"):
         open_target(TargetSection(source=str(target))).template()
 
 
-def test_a_target_s_other_settings_are_no_matter(tiny_target: Path, tmp_path: Path) -> None:
+def test_a_target_s_other_settings_are_no_matter(target_copy: Path) -> None:
     """transformers itself refuses to load a model beside the last of them."""
     settings = {"eos_token_id": 5, "do_sample": True, "temperature": 0.0, "max_new_tokens": -1}
-    target = directory(tiny_target, tmp_path, 6, settings)
+    target = with_end_ids(target_copy, 6, settings)
     opened = open_target(TargetSection(source=str(target), device="cpu"))
     assert 5 in opened.template().stop_ids
     assert opened.load().model.generation_config.max_new_tokens is None
 
 
 @pytest.mark.parametrize("text", ["{broken", "[1]", "\x00"])
-def test_a_file_that_is_no_json_object_is_named(
-    tiny_target: Path, tmp_path: Path, text: str
-) -> None:
-    target = directory(tiny_target, tmp_path, 5, text)
+def test_a_file_that_is_no_json_object_is_named(target_copy: Path, text: str) -> None:
+    target = with_end_ids(target_copy, 5, text)
     with pytest.raises(TargetError, match=r"generation_config\.json.*fix: .*download the file"):
         ids_of(target)
 
 
-def test_the_tokenizer_s_own_is_left_out_where_the_model_has_no_such_row(
-    tiny_target: Path, tmp_path: Path
-) -> None:
-    target = directory(tiny_target, tmp_path, 5, MISSING)
+def test_the_tokenizer_s_own_is_left_out_where_the_model_has_no_such_row(target_copy: Path) -> None:
+    target = with_end_ids(target_copy, 5, MISSING)
     fields = json.loads((target / "tokenizer_config.json").read_text())
     fields["eos_token"] = "<extra>"
     (target / "tokenizer_config.json").write_text(json.dumps(fields))
     assert ids_of(target) == (5,)
 
 
-def test_the_decoder_s_part_of_a_configuration(tiny_target: Path, tmp_path: Path) -> None:
-    target = directory(tiny_target, tmp_path, MISSING, MISSING)
+def test_the_decoder_s_part_of_a_configuration(target_copy: Path) -> None:
+    target = with_end_ids(target_copy, MISSING, MISSING)
     fields = json.loads((target / "config.json").read_text())
     part = {"text_config": {"vocab_size": 316, "eos_token_id": [7]}}
     del fields["vocab_size"]

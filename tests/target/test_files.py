@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,16 +96,12 @@ _DIRECTORIES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", _DIRECTORIES)
-def test_the_tensors_are_those_that_transformers_loads(
-    tiny_target: Path, tmp_path: Path, name: str
-) -> None:
+def test_the_tensors_are_those_that_transformers_loads(name: str, target_copy: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    directory = tmp_path / "target"
-    shutil.copytree(tiny_target, directory)
-    _DIRECTORIES[name](directory)
-    weights = TargetWeights(directory)
-    expected = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    _DIRECTORIES[name](target_copy)
+    weights = TargetWeights(target_copy)
+    expected = AutoModelForCausalLM.from_pretrained(target_copy).state_dict()
     assert set(weights) == set(expected)
     for key, tensor in expected.items():
         assert torch.equal(weights[key], tensor), key
@@ -173,14 +168,10 @@ _REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", _REFUSED)
-def test_what_transformers_would_not_load_is_named(
-    tiny_target: Path, tmp_path: Path, name: str
-) -> None:
+def test_what_transformers_would_not_load_is_named(name: str, target_copy: Path) -> None:
     change, message = _REFUSED[name]
-    directory = tmp_path / "target"
-    shutil.copytree(tiny_target, directory)
-    change(directory)
+    change(target_copy)
     with pytest.raises(TargetError, match=message):
-        weight_files(directory)
+        weight_files(target_copy)
     with pytest.raises(HeadError, match=message):
-        weight_files(directory, error=HeadError)
+        weight_files(target_copy, error=HeadError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -17,10 +16,7 @@ from pipeline.target import files
 from pipeline.target.files import fingerprint, sampled_fingerprint, sha256_of
 from pipeline.target.open import open_target
 
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _entries(tmp_path: Path) -> list[Path]:
@@ -61,12 +57,10 @@ def test_half_a_large_file_zeroed_where_no_sample_lies(
 
 
 def test_any_flipped_byte_is_another_target(
-    tiny_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, target_copy: Path
 ) -> None:
     _settle(monkeypatch)
-    directory = tmp_path / "target"
-    shutil.copytree(tiny_target, directory)
-    path, before = directory / "model.safetensors", _contract(directory)
+    path, before = target_copy / "model.safetensors", _contract(target_copy)
     stat = path.stat()
     for offset in (-1, stat.st_size // 2 - stat.st_size):
         with path.open("r+b") as file:
@@ -76,7 +70,7 @@ def test_any_flipped_byte_is_another_target(
             file.write(bytes([byte ^ 1]))
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         with pytest.raises(ContractMismatch, match=r"contract\.fingerprint"):
-            match_contracts(_contract(directory), before, where="head")
+            match_contracts(_contract(target_copy), before, where="head")
 
 
 def test_a_file_is_read_once_until_it_changes(

@@ -29,9 +29,7 @@ TEXTS = [
 CHAT = "<|im_start|>user\nhello 12<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _byte_level(split: Any, *, whole: bool = False, special: tuple[str, ...] = ()) -> Any:
@@ -98,16 +96,10 @@ def _split_of_transformers(name: str) -> Callable[[], Any]:
 
 _PRE: dict[str, tuple[Callable[[], Any], bool]] = {
     "gpt-2": (_gpt2, False),
-    "olmo": (_gpt2, False),
-    "command-r": (_with_digits, False),
     "starcoder": (_with_digits, False),
-    "exaone": (_with_digits, False),
     "qwen2": (_qwen2, False),
-    "deepseek-r1-qwen": (_qwen2, False),
-    "stablelm2": (_qwen2, False),
     "llama-bpe": (_split_of_transformers("llama-bpe"), True),
     "smaug-bpe": (_split_of_transformers("llama-bpe"), False),
-    "glm4": (_split_of_transformers("llama-bpe"), False),
     "tekken": (_split_of_transformers("tekken"), True),
     "gpt-4o": (_split_of_transformers("gpt-4o"), False),
     "qwen35": (_split_of_transformers("qwen35"), False),

@@ -5,36 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.records import Message, Sample, SamplingParams, Span
+from pipeline.records import Sample, SamplingParams
 from pipeline.target.agreement import Agreement, problem_of
 from pipeline.target.referee import Referee
+from tests.features.conftest import sample_of
 
 VOCABULARY, HIDDEN = 300, 16
 
 
 def sample(ids: list[int], sampling: SamplingParams, name: str = "a") -> Sample:
-    return Sample(
-        sample_id=name,
-        source="unit",
-        license="MIT",
-        category="c",
-        messages=(Message(role="user", content="hi"),),
-        token_ids=tuple(ids),
-        supervised=(Span(start=1, end=len(ids)),),
-        finish_reason="length",
-        sampling=sampling,
-        seed=0,
-        generator="unit",
-    )
+    return sample_of(0, ids, [(1, len(ids))], sampling=sampling, sample_id=name)
 
 
 def referee(rows: torch.Tensor, scale: float = 1.0) -> Referee:
     return Referee(rows, scale=scale, parameters=10**6, stop_ids=(VOCABULARY,), shards=1)
 
 
-@pytest.mark.parametrize("top_k", [0, 1, 20, VOCABULARY])
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [
+        (1.0, 1.0, 0),
+        (0.6, 0.9, 0),
+        (2.0, 1.0, 20),
+        (0.6, 0.3, 20),
+        (1.0, 0.9, VOCABULARY),
+        (2.0, 0.3, 1),
+    ],
+)
 def test_drawn_tokens_against_float64(temperature: float, top_p: float, top_k: int) -> None:
     """Top-k first, then top-p of what is left, as the decoder and servers draw."""
     generator = torch.Generator().manual_seed(top_k + int(10 * top_p))

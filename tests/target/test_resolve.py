@@ -52,27 +52,22 @@ def test_an_unreachable_hub_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("tokenizer.json", "has no tokenizer"),
     ],
 )
-def test_incomplete_directories(
-    tiny_target: Path, tmp_path: Path, missing: str, problem: str
-) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny_target, broken)
-    (broken / missing).unlink()
+def test_incomplete_directories(missing: str, problem: str, target_copy: Path) -> None:
+    (target_copy / missing).unlink()
     with pytest.raises(TargetError, match=problem):
-        _contract(broken)
+        _contract(target_copy)
 
 
-def test_a_single_changed_weight_is_another_target(tiny_target: Path, tmp_path: Path) -> None:
-    changed = tmp_path / "changed"
-    shutil.copytree(tiny_target, changed)
+def test_a_single_changed_weight_is_another_target(tiny_target: Path, target_copy: Path) -> None:
     before = _contract(tiny_target)
-    match_contracts(before, _contract(changed), where="copy")  # a copy elsewhere is the same target
-    tensors = load_file(changed / "model.safetensors")
+    # A copy elsewhere is the same target.
+    match_contracts(before, _contract(target_copy), where="copy")
+    tensors = load_file(target_copy / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
-    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, target_copy / "model.safetensors", metadata={"format": "pt"})
     message = r"x: contract\.fingerprint: made for a target with fingerprint"
     with pytest.raises(ContractMismatch, match=message):
-        match_contracts(before, _contract(changed), where="x")
+        match_contracts(before, _contract(target_copy), where="x")
 
 
 def test_the_contract_states_the_facts(tiny_target: Path) -> None:
@@ -86,7 +81,7 @@ def test_the_contract_states_the_facts(tiny_target: Path) -> None:
 
 
 def test_the_contract_names_the_stored_type_whatever_computes(
-    tiny_target: Path, tmp_path: Path
+    tiny_target: Path, target_copy: Path
 ) -> None:
     """Neither two machines of one run differ, nor a head that names the type it was computed in."""
     contracts = [
@@ -94,16 +89,14 @@ def test_the_contract_names_the_stored_type_whatever_computes(
         for dtype in ("auto", "float32", "bfloat16", "float16")
     ]
     assert contracts == [contracts[0]] * 4 and contracts[0].dtype == "float32"
-    narrow = tmp_path / "narrow"
-    shutil.copytree(tiny_target, narrow)
-    tensors = load_file(narrow / "model.safetensors")
+    tensors = load_file(target_copy / "model.safetensors")
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    save_file(halves, narrow / "model.safetensors", metadata={"format": "pt"})
-    assert _contract(narrow).dtype == "bfloat16"
+    save_file(halves, target_copy / "model.safetensors", metadata={"format": "pt"})
+    assert _contract(target_copy).dtype == "bfloat16"
     older = contracts[0].model_copy(update={"dtype": "bfloat16"})
     match_contracts(contracts[0], older, where="head")
     with pytest.raises(ContractMismatch, match=r"contract\.fingerprint"):
-        match_contracts(contracts[0], _contract(narrow), where="narrow")
+        match_contracts(contracts[0], _contract(target_copy), where="narrow")
 
 
 def test_a_gguf_file_is_dequantised_to_one_type_on_every_machine(

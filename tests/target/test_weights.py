@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,15 +82,11 @@ _REFUSED: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", _REFUSED)
-def test_weights_that_are_not_the_configuration_s_are_refused(
-    tiny_target: Path, tmp_path: Path, name: str
-) -> None:
+def test_weights_that_are_not_the_configuration_s_are_refused(name: str, target_copy: Path) -> None:
     change, config, message = _REFUSED[name]
-    directory = tmp_path / "target"
-    shutil.copytree(tiny_target, directory)
-    _change(directory, change, **config)
+    _change(target_copy, change, **config)
     with pytest.raises(TargetError, match=message):
-        open_target(TargetSection(source=str(directory)))
+        open_target(TargetSection(source=str(target_copy)))
 
 
 def _biases(tensors: Tensors) -> None:
@@ -121,32 +116,28 @@ _SURPLUS: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", _SURPLUS)
 def test_surplus_tensors_are_not_read(
-    tiny_target: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str], target_copy: Path
 ) -> None:
     change, config = _SURPLUS[name]
-    directory = tmp_path / "target"
-    shutil.copytree(tiny_target, directory)
-    _change(directory, change, **config)
-    section = TargetSection(source=str(directory), capture_layers=(1, 2, 3))
+    _change(target_copy, change, **config)
+    section = TargetSection(source=str(target_copy), capture_layers=(1, 2, 3))
     contract = open_target(section).contract
     named = name not in ("rotary buffers", "an equal copy")
     assert ("are not read" in capsys.readouterr().out) == named
-    _assert_equal_logits(directory)
+    _assert_equal_logits(target_copy)
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(target_copy)
     assert contract.parameters == sum(each.numel() for each in model.parameters())
 
 
 def test_a_model_that_transformers_would_complete_at_random_is_not_loaded(
-    tiny_target: Path, tmp_path: Path
+    target_copy: Path,
 ) -> None:
-    directory = tmp_path / "target"
-    shutil.copytree(tiny_target, directory)
-    contract = open_target(TargetSection(source=str(directory))).contract
-    _change(directory, lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight"))
+    contract = open_target(TargetSection(source=str(target_copy))).contract
+    _change(target_copy, lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight"))
     with pytest.raises(TargetError, match=r"no tensor 'model\.layers\.3\.mlp\.up_proj\.weight'"):
-        load_model(TargetSection(source=str(directory), device="cpu"), directory, contract)
+        load_model(TargetSection(source=str(target_copy), device="cpu"), target_copy, contract)
 
 
 _LLAMA3 = {
