@@ -31,9 +31,8 @@ from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.prompts import load_prompts
 from pipeline.records import Prompt
-from pipeline.synth.generate.conversations import ConversationRunner
+from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
-from pipeline.synth.generate.scheduler import ConversationScheduler
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
