@@ -29,9 +29,9 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
-from pipeline.decoder.ops.triton.language import INTERPRETED
+from pipeline.decoder.ops.tree import SamplingTensors, root_only
+from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
-from pipeline.decoder.tree import SamplingTensors, root_only
 from pipeline.learning.losses_kernel import compare_in_place
 
 #: Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
@@ -235,9 +235,9 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
     rotary = _empty(8192, size, dtype=dtype), _empty(8192, size, dtype=dtype)
     qkv, tokens = _empty(8, 48 * size, dtype=dtype), _empty(8)
 
-    def metadata(longest: int, mask: Tensor | None) -> AttentionMetadata:
+    def metadata(max_query_len: int, mask: Tensor | None) -> AttentionMetadata:
         return AttentionMetadata(
-            rotary, tokens, tokens, block_table, seq_lens, _empty(3), longest, mask
+            rotary, tokens, tokens, block_table, seq_lens, _empty(3), max_query_len, mask
         )
 
     for norms in (None, (rotary[0][0], rotary[0][0])):

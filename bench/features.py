@@ -50,14 +50,12 @@ from pipeline.learning.corpus import survey
 from pipeline.learning.schedule import Schedule
 from pipeline.prompts import load_prompts
 from pipeline.records import Message, Sample, SamplingParams, Shard, Span
-from pipeline.store.cache import ShardCache
 from pipeline.store.manifest import stage_location
-from pipeline.store.shards import SHARDS
+from pipeline.store.shards import SHARDS, ShardCache
 from pipeline.store.stage_run import open_stage
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
 from pipeline.target import forward
-from pipeline.target.forward import register_packed_attention
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget, register_packed_attention
 from pipeline.target.open import open_target
 from pipeline.target.referee import Referee
 from pipeline.target.template import load_template
@@ -269,10 +267,7 @@ def _capture(
     target: LoadedTarget, samples: list[Sample], name: str, referee: Referee | None = None
 ) -> list[StatesSample]:
     return capture_shard(
-        *(target, samples, BATCH_TOKENS, lambda _: None),
-        name=name,
-        tolerance=64,
-        referee=referee,
+        *(target, samples, BATCH_TOKENS, lambda _: None), name=name, tolerance=64, referee=referee
     ).states
 
 

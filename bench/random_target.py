@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init, shape_for
 
 #: Published configuration of Llama-3.1-8B (meta-llama/Llama-3.1-8B, config.json).
@@ -111,6 +111,7 @@ def random_head(
 ) -> Eagle3Head:
     """A head for such a target that proposes `target_ids`; its matrices are scaled."""
     shape = shape_for(
+        HeadShape,
         config,
         draft_vocab_size=len(target_ids),
         intermediate_size=intermediate_size,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 
 
 def hf_rate(hf: LoadedTarget, prompt: Sequence[int], new_tokens: int) -> float:

@@ -62,10 +62,9 @@ def main() -> None:
 
 def lay_out(run: Path, shards: int) -> None:
     """The files of a run whose synth is finished, or begun where `run` is its twin `begun`."""
-    from pipeline.store.begin import Begin
     from pipeline.store.location import Location
-    from pipeline.store.manifest import stage_location
-    from pipeline.store.prompts import PromptShard, Selection, create_selection
+    from pipeline.store.manifest import Begin, stage_location
+    from pipeline.store.samples import PromptShard, Selection, create_selection
 
     run.mkdir(parents=True)
     names = [f"{index:06d}-0123abcd.parquet" for index in range(shards)]
@@ -207,9 +206,8 @@ def _step(step: str, folder: str) -> None:
 
 def _resume(config, stage: str) -> None:  # type: ignore[no-untyped-def]
     from pipeline.features.packing import parts_of
-    from pipeline.store.claims import make_shards
     from pipeline.store.manifest import read_manifest, stage_location
-    from pipeline.store.stage_run import open_stage
+    from pipeline.store.stage_run import make_shards, open_stage
     from pipeline.synth.select import find_selection
 
     if stage == "synth":

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from bench.report import ROOT, peak_gigabytes, publish, rounded
-from pipeline.heads.eagle3.init import start_by_least_squares
+from pipeline.heads.eagle3.init import solve_least_squares
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init
 from pipeline.learning.batches import TrainBatch
-from pipeline.tuning.machine import matmul_rate
+from pipeline.tuning.roofline import matmul_rate
 
 #: Share of the final state's variance that is linear in what the head reads.
 LINEAR, RANK = 0.6, 64
@@ -103,7 +103,7 @@ def _case(hidden: int, per_regressor: int) -> dict[str, Any]:
     random_init(head, 0)
     head.norm.weight.data.fill_(1.0)
     batches, started = SimulatedBatches(hidden, per_regressor * 4 * hidden), time.perf_counter()
-    fit = start_by_least_squares(head, batches.embedding, batches)
+    fit = solve_least_squares(head, batches.embedding, batches)
     return {
         "rows": fit.rows,
         "held_out": fit.held_out,

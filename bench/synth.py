@@ -27,14 +27,15 @@ from bench.report import interleaved, publish, rounded
 from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.registry import load_head
 from pipeline.prompts import load_prompts
 from pipeline.records import Prompt
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
 from pipeline.synth.privacy.filter import PiiFilter
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import open_target
 from pipeline.target.template import ChatTemplate, load_template
 
@@ -99,7 +100,7 @@ def generation(
         dtype=torch.bfloat16,
         max_length=LONGEST_PROMPT + limit,
     )
-    asked = read_prompts((prompt_set("instructions"),), prompts)
+    asked = load_source_prompts((prompt_set("instructions"),), prompts)
     ours = partial(_our_rate, Engine(model, slots=slots), template, asked, limit)
     cases: dict[str, Callable[[], float]] = {
         "hf": lambda: _hf_rate(hf, template, asked, limit, slots),
@@ -108,6 +109,7 @@ def generation(
     }
     if head is not None:
         draft_head, _ = load_head(head, expected=hf.contract)
+        assert isinstance(draft_head, Eagle3Head)
         drafter = Eagle3Drafter(draft_head, model, TreeSection(top_k=1, steps=2, nodes=3))
         drafting = Engine(model, drafter=drafter, slots=slots)
         cases["with_head"] = lambda: _our_rate(drafting, template, asked, limit, across=True)
@@ -123,7 +125,7 @@ def generation(
 
 def filters(prompts: int, runs: int) -> dict[str, float]:
     """Prompts a second through the personal-data filter: patterns and secrets, then also names."""
-    asked = [turn for prompt in read_prompts(FILTERED, prompts) for turn in prompt.turns]
+    asked = [turn for prompt in load_source_prompts(FILTERED, prompts) for turn in prompt.turns]
     patterns = PiiFilter(PiiSection())
     names = PiiFilter(PiiSection(entities=(*PiiSection().entities, "PERSON", "LOCATION")))
 
@@ -139,7 +141,7 @@ def filters(prompts: int, runs: int) -> dict[str, float]:
     }
 
 
-def read_prompts(sources: Sequence[str], count: int) -> list[Prompt]:
+def load_source_prompts(sources: Sequence[str], count: int) -> list[Prompt]:
     """So many prompts, drawn evenly."""
     limit = -(-count // len(sources))
     specs = [SourceSpec(source=source, limit=limit) for source in sources]

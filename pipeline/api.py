@@ -15,15 +15,14 @@ from pipeline.config import load as load_config
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request, Statistics
-from pipeline.drafters.registry import load_drafter, name_of
+from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import Eagle3Error
 from pipeline.heads.registry import open_head
 from pipeline.records import STAGES, Manifest, Sample, Stage
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.samples import read_samples as read_shard_of_samples
 from pipeline.store.states import StatesReader, StatesSample
-from pipeline.target.arithmetic import resolve_dtype
-from pipeline.target.load import pick_device
+from pipeline.target.arithmetic import pick_device, resolve_dtype
 from pipeline.target.open import open_contracted_target, open_target
 from pipeline.target.template import ChatTemplate
 
@@ -91,7 +90,7 @@ def open_engine(
         dtype=resolve_dtype(dtype, where),
         max_length=max_length,
     )
-    named = drafter or DrafterSection(name=name_of(weights))
+    named = drafter or DrafterSection(name=drafter_name(weights))
     factory = load_drafter(named, model, target, weights)
     drafting = factory(tree or TreeSection()) if factory else None
     return Engine(model, drafter=drafting, slots=slots), target.template()

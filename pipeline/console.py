@@ -6,7 +6,11 @@
     json           either            one JSON object a line      one every LINE_SECONDS
 
 Work that is shorter than that prints no progress line. The text of a sample is shown on a terminal
-alone: it is the users' own, and a batch log is kept and read by others.
+alone: it is the users' own, and a batch log is read by others.
+
+Standard output never stops the work: its reader may have gone (`eagle3 synth … | head`), a log's
+disk may be full, a launcher may have closed it. What a stage prints is then dropped; its files and
+its exit code are what they would be.
 """
 
 from __future__ import annotations
@@ -39,7 +43,71 @@ from rich.progress import (
 from rich.text import Text
 
 from pipeline.errors import ConfigError
-from pipeline.streams import LastingOutput
+
+
+class LastingOutput:
+    """Whatever `sys.stdout` is at the moment; failures to write to it are not raised."""
+
+    def __init__(self) -> None:
+        self._lost = False  # something could not be written, and may be in a buffer still
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream(), name)
+
+    def write(self, text: str) -> int:
+        with self._going_on():
+            self._stream().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._going_on():
+            self._stream().flush()
+
+    def isatty(self) -> bool:
+        stream = self._stream()
+        return not stream.closed and stream.isatty()
+
+    def drop_unwritten(self) -> None:
+        """At its exit Python writes what is buffered, and a failure changes the exit code."""
+        try:
+            if self._lost:
+                self._stream().flush()
+        except (OSError, ValueError):
+            discard_output()
+
+    def _stream(self) -> IO[str]:
+        open_streams()
+        # While a bar is drawn, rich's stand-in for it would write to us again.
+        stream: IO[str] = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        return stream
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            discard_output()  # for good: no reader comes back
+        except (OSError, ValueError):  # ValueError: closed by somebody
+            self._lost = True
+
+
+def open_streams() -> None:
+    """Take /dev/null for standard streams that are closed.
+
+    Their numbers would otherwise go to the next files, and what is printed into those.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def discard_output() -> None:
+    """Send standard output nowhere, and what it still holds."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
 
 #: Standard output; machine-readable lines are printed with `print`, never with this.
 #: What cannot be written to it is dropped.
@@ -48,15 +116,11 @@ output = LastingOutput()
 console = Console(
     file=cast(IO[str], output), highlight=False, soft_wrap=True, markup=False, emoji=False
 )
-
 #: Characters of an error; values that it quotes may be of any length.
 _LONGEST_ERROR = 4000
-
 #: Between two progress lines where there is no bar.
 LINE_SECONDS = 30.0
-
 LOG_VARIABLE = "EAGLE3_LOG"
-
 #: What a terminal obeys instead of showing it: sequences that begin with ESC or its 8-bit form.
 _SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # colours, cursor; then titles, links
@@ -68,7 +132,6 @@ _SEQUENCE = re.compile(
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-
 #: Tokens shown of one part of a sample.
 _SHOWN_TOKENS = 160
 

@@ -188,8 +188,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
     # The CPU's allocator, cuBLAS and the C++ library have no exception of their own in Python.
-    said = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in said)
+    words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 
 @contextmanager

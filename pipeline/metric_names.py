@@ -20,7 +20,7 @@ from pipeline.reports import RoundCounters
 def vllm_names(counters: Sequence[RoundCounters]) -> dict[str, Any]:
     """Of all requests together.
 
-    A round without a drafted token is none of vLLM's drafts, and its bonus token is not counted; a
+    vLLM counts no draft for a round without a drafted token, and not its bonus token; a
     last round counts with all that it accepted. The rate is a percentage.
     """
     total = RoundCounters.total(counters)
@@ -33,7 +33,7 @@ def vllm_names(counters: Sequence[RoundCounters]) -> dict[str, Any]:
         "spec_decode_acceptance_rate": 100 * _share(accepted, total.drafted),
         "spec_decode_acceptance_length": 1 + _share(accepted, drafts),
         "spec_decode_per_position_acceptance_rates": [
-            _share(kept, drafts) for kept in total.accepted
+            _share(count, drafts) for count in total.accepted
         ],
     }
 

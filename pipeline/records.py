@@ -200,7 +200,7 @@ class Arithmetic(Record):
     processor: str  # highest ISA level, or CUDA capability as sm_90: torch picks its kernels by it
     threads: int  # of torch; 0 for a server's
     #: What the result of the same command on such a machine depends on beside its input: on nothing
-    #: (not even on the threads), on the number of threads, or on what nobody controls.
+    #: (not even on the threads), on the number of threads, or on what cannot be controlled.
     repeatable: Literal["always", "per thread count", "no"]
 
     def __str__(self) -> str:
@@ -300,8 +300,8 @@ class ZeroMemory(Record):
     @property
     def total(self) -> int:
         """At the peak."""
-        held = self.weights + self.gradients + self.optimiser + self.buffers + self.frozen
-        return held + max(self.stepping, self.activations)
+        always = self.weights + self.gradients + self.optimiser + self.buffers + self.frozen
+        return always + max(self.stepping, self.activations)
 
 
 class Plan(Record):

@@ -52,7 +52,7 @@ COUNTERS = {
 }
 #: `eagle3_<name>`
 GAUGES = {
-    "running": _Kind("1 while the stage is at work, 0 once it has ended"),
+    "running": _Kind("1 while the stage runs, 0 once it has ended"),
     "records_per_second": _Kind("Committed samples over the seconds of this process"),
     "tokens_per_second": _Kind("Committed tokens over the seconds of this process"),
     "progress_done": _Kind("What is done of the stage, in units", "unit"),
@@ -114,7 +114,7 @@ class _Meter:
         name = re.sub(r"[^\w.-]", "_", f"eagle3-{stage}-{worker}")
         assert run.metrics_dir is not None
         self._path = Path(run.metrics_dir).expanduser() / f"{name}.prom"
-        self._stage, self._said = stage, False
+        self._stage, self._warned = stage, False
         self._begun, self._lock = time.monotonic(), threading.Lock()
         self._counts: defaultdict[tuple[str, str], float] = defaultdict(float)  # by name and label
         self.gauges: dict[str, float] = {"running": 1}
@@ -158,8 +158,8 @@ class _Meter:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_to_textfile(os.fspath(self._path), registry)
         except OSError as error:
-            if not self._said:
-                self._said = True
+            if not self._warned:
+                self._warned = True
                 notice(self._stage, f"metrics cannot be written, the work goes on: {error}")
 
     def collect(self) -> Iterator[Metric]:

@@ -14,8 +14,7 @@ from bench.leaderboard.table import BEGIN, END, Row, draws_of, page, replace_row
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, Eagle3Error, StageConflict
 from pipeline.records import Stage
-from pipeline.store.begin import Begin
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import Begin, stage_location
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "configs/smollm2-135m.yaml"

@@ -13,7 +13,7 @@ from pipeline import telemetry
 from pipeline.config import RunSection
 from pipeline.console import progress_bar, worker_name
 from pipeline.errors import DataError, StageIncomplete
-from pipeline.store.backends.retry import retry
+from pipeline.store.backend import retry
 from pipeline.store.location import Location
 from pipeline.store.shards import write_shard
 from pipeline.telemetry import count, metrics_of, observe

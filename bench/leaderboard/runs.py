@@ -25,15 +25,13 @@ from pipeline.config import RunConfig, SourceSpec, TreeSection, prepare_process
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics
-from pipeline.drafters.registry import draft_with
 from pipeline.errors import StageConflict, TargetError
-from pipeline.heads.registry import load_any_head
+from pipeline.heads.registry import algorithm_of, load_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Stage, digest
 from pipeline.serve_eval.questions import first_question
-from pipeline.store.begin import Begin, read_begin
-from pipeline.store.manifest import find_manifest, read_manifest, stage_location
-from pipeline.target.load import pick_device
+from pipeline.store.manifest import Begin, find_manifest, read_begin, read_manifest, stage_location
+from pipeline.target.arithmetic import pick_device
 from pipeline.target.open import open_target
 
 #: The tree that all heads are compared on.
@@ -134,7 +132,7 @@ class Bench:
     ) -> CellResult:
         prepare_process(config.run)
         manifest = read_manifest(config.run.uri, "train")
-        head, _ = load_any_head(Path(config.run.uri) / "train" / "head")
+        head, _ = load_head(Path(config.run.uri) / "train" / "head")
         target = open_target(config.target)
         template = target.template()
         requests = [
@@ -154,7 +152,8 @@ class Bench:
                 dtype=target.dtype,
                 max_length=max(len(request.prompt_ids) for request in requests) + self._new_tokens,
             )
-        engine = Engine(self._model, drafter=draft_with(head, self._model, TREE), slots=_SLOTS)
+        drafter = algorithm_of(head).drafting.make_drafter(head, self._model, TREE)
+        engine = Engine(self._model, drafter=drafter, slots=_SLOTS)
         done: dict[str, Statistics] = {}
         for completion in engine.generate(requests):
             if error := completion.error:

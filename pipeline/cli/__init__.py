@@ -30,9 +30,8 @@ from contextlib import contextmanager
 
 from pipeline.cli.commands import COMMANDS, run_stages
 from pipeline.cli.parser import parse_arguments
-from pipeline.console import fail, logs_json, output
+from pipeline.console import discard_output, fail, logs_json, open_streams, output
 from pipeline.errors import Eagle3Error
-from pipeline.streams import discard_output, open_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; also after SIGTERM
 

@@ -189,7 +189,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from pipeline.serve_eval.compare import check_regression, compare_reports, sentence
-    from pipeline.store.reports import read_report
+    from pipeline.store.manifest import read_report
 
     own, earlier = read_report(arguments.report), read_report(arguments.earlier)
     compared = compare_reports(own, earlier, where=arguments.earlier)
@@ -261,7 +261,7 @@ def _pii_score(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from pipeline.store.manifest import read_manifest
     from pipeline.store.verify import verify_run
-    from pipeline.target.contract import recheck_weights
+    from pipeline.target.open import recheck_weights
 
     check = verify_run(arguments.uri)
     problems, target = list(check.problems), ""

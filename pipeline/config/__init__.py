@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from pipeline.config.drafter import (
     DRAFTERS,
-    DrafterName,
     DrafterSection,
     NgramSection,
     SelfSpecSection,
@@ -55,7 +54,6 @@ __all__ = [
     "BatchTrees",
     "DflashSection",
     "DlpSection",
-    "DrafterName",
     "DrafterSection",
     "EvalSection",
     "FeaturesSection",

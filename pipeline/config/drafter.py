@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from pipeline.config.section import Section
 
-DrafterName = Literal["none", "eagle3", "dflash", "ngram", "standalone", "self_spec"]
-
 
 class DrafterInfo(NamedTuple):
     """What `eagle3 drafters` says of a drafter."""
@@ -19,7 +17,7 @@ class DrafterInfo(NamedTuple):
     trained: bool = False  # drafts with a head of this pipeline
 
 
-DRAFTERS: dict[DrafterName, DrafterInfo] = {
+DRAFTERS: dict[str, DrafterInfo] = {
     "none": DrafterInfo("plain decoding, one token a round", "nothing"),
     "eagle3": DrafterInfo(
         "an EAGLE-3 head of 2-5 % of the target's size, or chained heads; a dynamic tree",
@@ -127,8 +125,8 @@ class NgramSection(Section):
 class DrafterSection(Section):
     """What proposes draft trees. A drafter changes the speed, never the text."""
 
-    name: DrafterName = "eagle3"
-    """One of those that `eagle3 drafters` lists."""
+    name: str = "eagle3"
+    """One of those that `eagle3 drafters` lists, or one that an installed package registers."""
 
     eagle3: Eagle3DrafterSection = Eagle3DrafterSection()
     """Drafting with an EAGLE-3 head."""
@@ -158,4 +156,4 @@ class DrafterSection(Section):
     @property
     def needs_head(self) -> bool:
         """Whether it drafts with a head of this pipeline."""
-        return DRAFTERS[self.name].trained
+        return self.name not in DRAFTERS or DRAFTERS[self.name].trained

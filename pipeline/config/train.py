@@ -11,6 +11,9 @@ from pipeline.config.section import Section, TreeSection
 Loss = Literal["cross_entropy", "kl", "tv", "lk", "lk_hybrid"]
 #: Of these the target's probabilities are taken over its whole vocabulary.
 ACCEPTANCE_LOSSES: frozenset[Loss] = frozenset(("tv", "lk", "lk_hybrid"))
+#: λ = exp(-HYBRID_DECAY · a) for each token: the form of `lk_hybrid` in speculators' documentation,
+#: the 3 also in the model cards of the paper's authors.
+HYBRID_DECAY = 3.0
 
 
 #: AdamW's peak rate where none is given. A block drafter starts as a least-squares solution, which
@@ -110,9 +113,11 @@ class DflashSection(Section):
 class TrainSection(Section):
     """Training of the head."""
 
-    algorithm: Literal["eagle3", "dflash"] = "eagle3"
-    """What is trained: an EAGLE-3 head (head_config, ttt_steps, step_decay), or a block drafter
-    (dflash)."""
+    algorithm: str = "eagle3"
+    """What is trained: an EAGLE-3 head or a chain of heads (eagle3: head_config, ttt_steps,
+    step_decay), a block drafter (dflash), or what an installed package registers."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of an algorithm that another package registers; it documents them."""
     dflash: DflashSection = DflashSection()
     """The block drafter."""
 
@@ -264,15 +269,7 @@ class TrainSection(Section):
         return self
 
     @property
-    def asked_head(self) -> tuple[HeadSection | DflashSection, str]:
-        """The section of the head that is trained, and its name."""
-        if self.algorithm == "dflash":
-            return self.dflash, "train.dflash"
-        return self.head_config, "train.head_config"
-
-    @property
-    def starts_by_least_squares(self) -> bool:
-        """Whether a new head's weights are solved on the first batches."""
-        eagle3, dflash = self.head_config.init_layer, self.dflash.init_layers
-        asked = eagle3 if self.algorithm == "eagle3" else dflash
-        return asked == "least_squares" and not self.start_from
+    def head_algorithm(self) -> str:
+        """The algorithm by its name in the registry: several heads are a chain, `mtp`."""
+        chain = self.algorithm == "eagle3" and self.head_config.heads > 1
+        return "mtp" if chain else self.algorithm

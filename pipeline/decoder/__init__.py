@@ -8,7 +8,7 @@ graphs.py     how rounds are launched, eagerly or as one CUDA graph per batch si
 batch.py      the static buffers that rounds work in
 model.py      dense Llama-family targets; layers as the operations want them
 kv.py         one pool of key/value pages and its allocator, shared by target and drafter; its size
-tree.py       the draft tree and what is accepted of it
-drafters/     what proposes trees: a protocol and its implementations
+drafter.py    the interface of what proposes trees
+backends.py   which operations a device gets
 ops/          every operation in torch, in C++ for CPUs, in Triton for CUDA
 """

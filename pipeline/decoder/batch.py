@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import AttentionMetadata
-from pipeline.decoder.tree import SamplingTensors, VerifyOutput
+from pipeline.decoder.ops.tree import SamplingTensors, VerifyOutput
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class RowState:
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Which rows T tokens belong to: row b has tokens starts[b] … starts[b + 1] - 1."""
+    """Which rows T tokens belong to: row b has tokens cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1."""
 
-    starts: Tensor  # [B + 1]
+    cu_seqlens_q: Tensor  # [B + 1]
     row: Tensor  # [T]
     within: Tensor  # [T] 0, 1, … in each row
-    longest: int  # most tokens of a row, or more
+    max_query_len: int  # most tokens of a row, or more
 
     @classmethod
     @cache
@@ -41,15 +41,15 @@ class TokenRows:
         """`count` tokens in each of `rows` rows; the same tensors for the same numbers, for good:
         captured graphs keep their addresses."""
         index = torch.arange(rows * count, device=device)
-        starts = torch.arange(0, rows * count + 1, count, device=device)
-        return cls(starts, index // count, index % count, count)
+        cu_seqlens_q = torch.arange(0, rows * count + 1, count, device=device)
+        return cls(cu_seqlens_q, index // count, index % count, count)
 
     @classmethod
-    def ragged(cls, starts: Tensor, tokens: int, longest: int) -> TokenRows:
-        """Rows that begin at `starts` [B + 1], T = `tokens` in all; nothing is read back."""
-        index = torch.arange(tokens, device=starts.device)
-        row = torch.bucketize(index, starts[1:], right=True)
-        return cls(starts, row, index - starts[row], longest)
+    def ragged(cls, cu_seqlens_q: Tensor, tokens: int, max_query_len: int) -> TokenRows:
+        """Rows that begin at `cu_seqlens_q` [B + 1], T = `tokens` in all; nothing is read back."""
+        index = torch.arange(tokens, device=cu_seqlens_q.device)
+        row = torch.bucketize(index, cu_seqlens_q[1:], right=True)
+        return cls(cu_seqlens_q, row, index - cu_seqlens_q[row], max_query_len)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DecodeBatch:
     seq_lens: Tensor  # [S] committed cache entries, which is also the root's position
     active: Tensor  # [S] 1 where a request holds the row, else 0
     block_table: Tensor  # [S, P] page ids
-    own_table: Tensor  # [S, O] page ids of the drafter's own pool
+    drafter_block_table: Tensor  # [S, O] page ids of the drafter's own pool
     temperature: Tensor  # [S] float32; 0 is greedy
     top_p: Tensor  # [S] float32
     top_k: Tensor  # [S]
@@ -79,10 +79,10 @@ class DecodeBatch:
         emitted: int,
         state: RowState | None,
         device: torch.device,
-        own_pages: int = 0,
+        drafter_pages: int = 0,
     ) -> DecodeBatch:
-        """Inert rows of `pages` pages, `own_pages` of them the drafter's own pool's; what a drafter
-        keeps of each row, `emitted` tokens a round."""
+        """Inert rows of `pages` pages, `drafter_pages` of the drafter's pool; `state` of each row,
+        `emitted` tokens a round."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
@@ -93,7 +93,7 @@ class DecodeBatch:
             seq_lens=zeros(),
             active=zeros(),
             block_table=zeros(pages),
-            own_table=zeros(own_pages),
+            drafter_block_table=zeros(drafter_pages),
             temperature=zeros(dtype=torch.float32),
             top_p=zeros(dtype=torch.float32),
             top_k=zeros(),
@@ -129,10 +129,10 @@ class DecodeBatch:
         seeds: Tensor,
         temperature: Tensor,
         top_p: Tensor,
-        own_table: Tensor | None = None,
+        drafter_block_table: Tensor | None = None,
     ) -> None:
-        """Give all rows to requests that have nothing cached yet: block_table [S, P], own_table
-        [S, O], others [S].
+        """Give all rows to requests that have nothing cached yet: block_table [S, P],
+        drafter_block_table [S, O], others [S].
 
         The tensors are on the batch's device, and nothing is read back.
         """
@@ -140,8 +140,8 @@ class DecodeBatch:
         self.seq_lens.zero_()
         self.active.fill_(1)
         self.block_table.copy_(block_table)
-        if own_table is not None:
-            self.own_table.copy_(own_table)
+        if drafter_block_table is not None:
+            self.drafter_block_table.copy_(drafter_block_table)
         self.top_k.copy_(top_k)
         self.seeds.copy_(seeds)
         self.temperature.copy_(temperature)
@@ -149,7 +149,7 @@ class DecodeBatch:
 
     def clear_row(self, row: int) -> None:
         """Make a row inert; nothing is waited for."""
-        self.block_table[row], self.own_table[row] = 0, 0
+        self.block_table[row], self.drafter_block_table[row] = 0, 0
         self.seq_lens[row], self.active[row] = 0, 0
 
     def metadata(
@@ -161,25 +161,26 @@ class DecodeBatch:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> AttentionMetadata:
-        """Of tokens that become the entries behind the committed ones, row by row.
+        """Of tokens that become the entries after the committed ones, row by row.
 
         They are chains at their entries' positions, unless `positions` [T] and the bits of `mask`
         [T] say otherwise.
         """
-        place = self.block_table, self.seq_lens, rows.row, rows.within
-        entries, slots = ops.slots_behind(*place)
+        entries, slot_mapping = ops.compute_slot_mapping(
+            self.block_table, self.seq_lens, rows.row, rows.within
+        )
         return AttentionMetadata(
             rotary=rotary,
             positions=entries if positions is None else positions,
-            slots=slots,
+            slot_mapping=slot_mapping,
             block_table=self.block_table,
             seq_lens=self.seq_lens,
-            query_starts=rows.starts,
-            longest=rows.longest,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_query_len=rows.max_query_len,
             mask=mask,
         )
 
-    def advance(self, accepted: VerifyOutput, proposed: Tensor | None) -> None:
+    def commit(self, accepted: VerifyOutput, proposed: Tensor | None) -> None:
         """Commit what a round emitted, having `proposed` [B, 2]; inert rows stay where they are."""
         last = accepted.tokens.gather(1, accepted.counts[:, None] - 1)[:, 0]
         self.roots.copy_(last.clamp(min=0))  # -1 marks NaN logits; the engine ends such a request

@@ -5,21 +5,22 @@ planes and the state of each row that it declares, and hands them in with every 
 joined, moved and dropped without its help, and one drafter can serve several engines.
 
     planes        on the pool's pages: an entry for each of the target's, and what is drafted
-    own_planes    on `own_pages` pages of a second pool, which a row holds from its first token to
-                  its last: `batch.own_table` names them
+    drafter_kv    on `drafter_pages` pages of a second pool, which a row holds from its first token
+                  to its last: `batch.drafter_block_table` names them
     state         one vector a row, in batch.drafter_state
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from pipeline.config import BatchTrees, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
-from pipeline.decoder.kv import Planes, PlaneShape
+from pipeline.decoder.kv import DrafterMemory, Planes, PlaneShape
 from pipeline.decoder.ops.draft import Candidates
 
 #: One shape for all batches, or one for each batch size.
@@ -32,7 +33,7 @@ class ReadTokens:
 
         entry        L    L+1   L+2
         tokens       x0   x1    x2       x0 is the root in a round
-        following    x1   x2    x3       x3: the bonus, or the next token of a prompt
+        next_tokens  x1   x2    x3       x3: the bonus, or the next token of a prompt
         aux          a0   a1    a2
 
     Of row b's tokens the first counts[b] ≥ 1 are valid; the rest is padding.
@@ -40,21 +41,18 @@ class ReadTokens:
 
     rows: TokenRows
     tokens: Tensor  # [T]
-    following: Tensor  # [T] -1 where the target's logits were NaN
+    next_tokens: Tensor  # [T] -1 where the target's logits were NaN
     aux: Tensor  # [T, 3H] aux states of `tokens`
     counts: Tensor  # [B]
 
 
-class Drafter(Protocol):
+class Drafter(DrafterMemory, Protocol):
     """Proposes a tree below the last token of each row."""
 
     depth: int  # deepest node of any tree it proposes
     nodes: int  # nodes of its largest tree, root included
     lookahead: int  # entries behind the committed ones that drafting writes
     state: RowState | None  # what it keeps of each row, in batch.drafter_state
-    planes: tuple[PlaneShape, ...]  # key/value memory on the pool's pages, in Planes.drafter
-    own_planes: tuple[PlaneShape, ...]  # key/value memory on its own pages, in Planes.own
-    own_pages: int  # of each row
 
     def shape_for(self, rows: int) -> TreeSection | None:
         """Which tree it drafts for a batch of this size; None: the round is a plain one."""
@@ -110,8 +108,8 @@ class TreeDrafter:
 
     state: RowState | None = None
     planes: tuple[PlaneShape, ...] = ()
-    own_planes: tuple[PlaneShape, ...] = ()
-    own_pages: int = 0
+    drafter_kv: tuple[PlaneShape, ...] = ()
+    drafter_pages: int = 0
 
     def __init__(self, trees: Trees, vocabulary: int) -> None:
         self.shapes = TreeShapes(trees, vocabulary)
@@ -121,3 +119,33 @@ class TreeDrafter:
     def shape_for(self, rows: int) -> TreeSection | None:
         """See `Drafter`."""
         return self.shapes.shape_for(rows)
+
+
+@dataclass(frozen=True)
+class DrafterFactory:
+    """Makes a drafter for any trees; all that it makes share their weights."""
+
+    make: Callable[[Trees], Drafter]
+    #: Depths of the trees that are worth a try, ascending: what a drafter can do, and where it may
+    #: still pay.
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    #: Its every step is a forward of a whole model.
+    costly: bool = False
+    #: What was chosen where the configuration leaves it open, such as {"budget": 512}.
+    settings: Mapping[str, int] = field(default_factory=dict)
+    #: After so many tokens or fewer it does what a smaller choice does.
+    from_context: int = 0
+    #: The same drafter with other settings, the smallest first, to pick one from; none: itself.
+    choices: tuple[DrafterFactory, ...] = ()
+
+    def __call__(self, trees: Trees) -> Drafter:
+        return self.make(trees)
+
+    def variants(self, context: int) -> list[DrafterFactory]:
+        """Those that are worth a try after `context` tokens."""
+        choices = self.choices or (self,)
+        return [each for each in choices if each.from_context < context] or [choices[0]]
+
+    def variant(self, settings: Mapping[str, int]) -> DrafterFactory:
+        """The one with such settings; itself where it has no choices."""
+        return next((each for each in self.choices if each.settings == settings), self)

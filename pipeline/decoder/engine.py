@@ -38,6 +38,7 @@ from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.graphs import PendingTokens, RoundRunner, copy_to_host, default_buckets
 from pipeline.decoder.kv import Pools, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.prefill import Prefill
 from pipeline.decoder.request import (
     Completion,
@@ -48,7 +49,6 @@ from pipeline.decoder.request import (
     Statistics,
 )
 from pipeline.decoder.round import Verify
-from pipeline.decoder.tree import HEADROOM
 
 #: A prefill or a round under way: the requests in its rows, and its tokens.
 _Launch = tuple[list[RunningRequest], PendingTokens]
@@ -100,9 +100,9 @@ class Engine:
         if pages is None:
             least, most = row_pages + 1, slots * row_pages + 1
             pages = pages_that_fit(shapes, device, least=least, most=most)
-        self.pools = Pools(model, drafter, pages=pages, rows=slots)
+        self.pools = Pools(model.plane_shape, drafter, pages=pages, rows=slots, device=model.device)
         planes = self.pools.planes
-        self._own_pages = drafter.own_pages if drafter else 0  # of a request
+        self._drafter_pages = drafter.drafter_pages if drafter else 0  # of a request
         self._batch, prefill_batch = (
             DecodeBatch.empty(
                 slots,
@@ -110,7 +110,7 @@ class Engine:
                 emitted=emitted,
                 state=drafter.state if drafter else None,
                 device=device,
-                own_pages=self._own_pages,
+                drafter_pages=self._drafter_pages,
             )
             for _ in range(2)
         )
@@ -219,7 +219,7 @@ class Engine:
 
     def _launch(self, waiting: _WaitingQueue) -> list[_Launch]:
         """Read prompts, within the budget, and run one round of the running requests."""
-        launched = self._read_prompts(waiting)
+        launched = self._launch_prefill(waiting)
         if not self._max_unread:  # a request may end with its first token
             self._collect(launched)
             launched = []
@@ -230,7 +230,7 @@ class Engine:
             launched.append((list(self._running), copy_to_host(self._batch.rows(0, rows))))
         return launched
 
-    def _read_prompts(self, waiting: _WaitingQueue) -> list[_Launch]:
+    def _launch_prefill(self, waiting: _WaitingQueue) -> list[_Launch]:
         """Admit requests, read prompts within the budget; those read whole join the rounds."""
         prefill, running = self._prefill, len(self._running)
         budget = self._prefill_tokens * (1 if running else _IDLE_FACTOR)
@@ -259,12 +259,12 @@ class Engine:
             pages = self.pools.shared.allocate(self._pages_of(request))
             if pages is None:
                 return None
-            own = self.pools.own.allocate(self._own_pages)
-            assert own is not None, "the drafter's pool has room for every slot"
+            drafter_pages = self.pools.drafter_pages.allocate(self._drafter_pages)
+            assert drafter_pages is not None, "the drafter's pool has room for every slot"
             waiting.pop()
             now = time.perf_counter()
             statistics = Statistics(simulated=self._simulated, queued_seconds=now - since)
-            return RunningRequest(request, pages, now, own, statistics=statistics)
+            return RunningRequest(request, pages, now, drafter_pages, statistics=statistics)
         return None
 
     def _collect(self, launched: list[_Launch]) -> None:
@@ -290,7 +290,7 @@ class Engine:
 
     def _free(self, running: RunningRequest) -> None:
         self.pools.shared.free(running.pages)
-        self.pools.own.free(running.own_pages)
+        self.pools.drafter_pages.free(running.drafter_pages)
 
 
 class _WaitingQueue:

@@ -16,17 +16,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE
 from pipeline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pipeline.decoder.drafter import Drafter
-    from pipeline.decoder.model import DecoderModel
 
 #: Of the memory that is free, how much a pool may take: a device is ours alone, a host is not.
 _DEVICE_SHARE, _HOST_SHARE = 0.8, 0.5
@@ -47,13 +43,21 @@ class PlaneShape:
         return 2 * self.layers * self.kv_heads * PAGE * self.head_dim * self.dtype.itemsize
 
 
+class DrafterMemory(Protocol):
+    """The key/value memory that a drafter asks the engine for."""
+
+    planes: tuple[PlaneShape, ...]  # on the pool's pages, in Planes.drafter
+    drafter_kv: tuple[PlaneShape, ...]  # on the drafter's private pages, in Planes.drafter_kv
+    drafter_pages: int  # private pages of each row
+
+
 @dataclass(frozen=True)
 class Planes:
     """The key/value memory of an engine. Each plane is [layers, 2, pages, G, PAGE, d]."""
 
     target: Tensor
     drafter: tuple[Tensor, ...] = ()
-    own: tuple[Tensor, ...] = ()  # the drafter's, on the pages of its own pool
+    drafter_kv: tuple[Tensor, ...] = ()  # the drafter's, on the pages of its own pool
 
 
 class PageAllocator:
@@ -96,27 +100,40 @@ class PageAllocator:
 
 
 class Pools:
-    """The pages of an engine: those of all planes, and the drafter's own; and their memory."""
+    """An engine's pages and their memory: the shared pool, and the drafter's private one."""
 
-    def __init__(self, model: DecoderModel, drafter: Drafter | None, *, pages: int, rows: int):
-        """`pages` in the pool, and room for `rows` requests in the drafter's own."""
-        self.shared = PageAllocator(pages, device=model.device)
-        own = drafter.own_pages if drafter else 0
-        self.own = PageAllocator(1 + rows * own, device=model.device)
-        (target,) = self.shared.planes((model.plane_shape,))
+    def __init__(
+        self,
+        target_shape: PlaneShape,
+        drafter: DrafterMemory | None,
+        *,
+        pages: int,
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        """`pages` in the shared pool, and room for `rows` requests in the drafter's."""
+        self.shared = PageAllocator(pages, device=device)
+        private = drafter.drafter_pages if drafter else 0
+        self.drafter_pages = PageAllocator(1 + rows * private, device=device)
+        (target,) = self.shared.planes((target_shape,))
         self.planes = Planes(target)
         if drafter is not None:
-            drafted = self.shared.planes(drafter.planes), self.own.planes(drafter.own_planes)
+            drafted = (
+                self.shared.planes(drafter.planes),
+                self.drafter_pages.planes(drafter.drafter_kv),
+            )
             self.planes = Planes(target, *drafted)
-        shapes = model.plane_shape, *(drafter.planes if drafter else ())
+        shapes = target_shape, *(drafter.planes if drafter else ())
         self._page_bytes = sum(shape.page_bytes for shape in shapes)
-        self._own_page_bytes = sum(each.page_bytes for each in drafter.own_planes) if drafter else 0
+        self._drafter_page_bytes = (
+            sum(each.page_bytes for each in drafter.drafter_kv) if drafter else 0
+        )
 
     @property
     def most_used_bytes(self) -> int:
         """Keys and values of the pages that were in use at the fullest moment, in all planes."""
-        own = self.own.most_used * self._own_page_bytes
-        return self.shared.most_used * self._page_bytes + own
+        private = self.drafter_pages.most_used * self._drafter_page_bytes
+        return self.shared.most_used * self._page_bytes + private
 
 
 def pages_for(entries: int) -> int:

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.kv import PlaneShape
-from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import UnsupportedModel
 from pipeline.target.architecture import DECODED, read_architecture
 from pipeline.target.rotary import RotaryTable
@@ -48,7 +48,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Forward:
-    """What one forward leaves behind."""
+    """What one forward returns."""
 
     aux: Tensor  # [T, 3H] aux states; the capture layers' outputs, low to high
     final: Tensor  # [T, H] final states, after the last norm
@@ -205,7 +205,7 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
         )
         fix = f"keep prompt + reply below {window} tokens"
     elif rope.get("rope_type") == "longrope" and original and max_length > original:
-        problem = f"rotary frequencies that change behind {original} tokens are not implemented"
+        problem = f"rotary frequencies that change after {original} tokens are not implemented"
         fix = f"keep prompt + reply below {original} tokens"
     elif max_length > positions:
         problem = (

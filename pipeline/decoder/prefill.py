@@ -19,7 +19,7 @@ from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import RunningRequest
-from pipeline.decoder.round import read_prompts
+from pipeline.decoder.round import prefill
 
 #: Tokens of a prompt that take every path of a long one.
 _LONG = 256
@@ -47,7 +47,7 @@ class Prefill:
         for length, last in ((1, 1), (min(_LONG, self._model.max_length), 0)):
             ids = torch.zeros(length, dtype=torch.int64, device=self._model.device)
             rows = TokenRows.even(1, length, ids.device)
-            read_prompts(self._model, self._planes, self._drafter, row, rows, ids, ids, last=last)
+            prefill(self._model, self._planes, self._drafter, row, rows, ids, ids, last=last)
             self.batch.clear_row(0)
 
     @property
@@ -66,7 +66,7 @@ class Prefill:
         their first tokens are.
         """
         tokens: list[int] = []
-        following: list[int] = []  # of each token; anything behind the last of a prompt
+        next_tokens: list[int] = []  # of each token; anything after the last of a prompt
         counts: list[int] = []
         ended = 0
         for each in self.requests:
@@ -75,13 +75,13 @@ class Prefill:
             prompt, first = each.request.prompt_ids, each.prefilled
             last = min(first + budget - len(tokens), len(prompt))
             tokens += prompt[first:last]
-            following += prompt[first + 1 : last + 1]
-            following += [0] * (len(tokens) - len(following))
+            next_tokens += prompt[first + 1 : last + 1]
+            next_tokens += [0] * (len(tokens) - len(next_tokens))
             counts.append(last - first)
             each.prefilled = last
             ended += last == len(prompt)
         if tokens:
-            self._launch(tokens, following, counts, ended)
+            self._launch(tokens, next_tokens, counts, ended)
         return self.requests[:ended]
 
     def drop(self, count: int) -> None:
@@ -93,46 +93,51 @@ class Prefill:
                 self.batch.copy_rows(row, self.batch.rows(row + count, row + count + 1))
 
     def remove(self, index: int) -> None:
-        """Forget one request; those behind it move up."""
+        """Forget one request; those after it move up."""
         # Whoever else a read has opened was read whole and dropped: no other row has to move.
         assert self._opened <= 1, "between two reads only the first request may hold a row"
         del self.requests[index]
         self._opened -= index < self._opened
 
     def _launch(
-        self, tokens: list[int], following: list[int], counts: list[int], ended: int
+        self, tokens: list[int], next_tokens: list[int], counts: list[int], ended: int
     ) -> None:
         """Everything that the forward needs goes to the device in two copies."""
         first, last = self._opened, len(counts)
-        pages, own = self.batch.block_table.shape[1], self.batch.own_table.shape[1]
+        pages, drafter_width = (
+            self.batch.block_table.shape[1],
+            self.batch.drafter_block_table.shape[1],
+        )
         opened = self.requests[first:last]
-        starts = [0, *accumulate(counts)]
+        cu_seqlens = [0, *accumulate(counts)]
         tables = [[*each.pages, *[0] * (pages - len(each.pages))] for each in opened]
-        tables += [each.own_pages for each in opened]
+        tables += [each.drafter_pages for each in opened]
         requests = [each.request for each in opened]
         drawing = [value for each in requests for value in (each.top_k, each.seed)]
-        parts = [tokens, following, starts, drawing, *tables]
+        parts = [tokens, next_tokens, cu_seqlens, drawing, *tables]
         ints = self._ints.send([value for part in parts for value in part])
         floats = self._floats.send(
             [value for each in requests for value in (each.temperature, each.top_p)]
         )
-        by_request = [size * len(opened) for size in (2, pages, own)]
-        sizes = [len(tokens), len(tokens), len(starts), *by_request]
-        ids, behind, where, integers, table, own_table = torch.split(ints, sizes)
+        by_request = [size * len(opened) for size in (2, pages, drafter_width)]
+        sizes = [len(tokens), len(tokens), len(cu_seqlens), *by_request]
+        ids, next_ids, cu_seqlens_q, integers, table, drafter_block_table = torch.split(ints, sizes)
         if opened:
             top_k, seeds = integers.view(-1, 2).unbind(1)
             temperature, top_p = floats.view(-1, 2).unbind(1)
             by_row = table.view(-1, pages), top_k, seeds, temperature, top_p
-            self.batch.rows(first, last).open(*by_row, own_table.view(len(opened), own))
+            self.batch.rows(first, last).open(
+                *by_row, drafter_block_table.view(len(opened), drafter_width)
+            )
             self._opened = last
-        read_prompts(
+        prefill(
             self._model,
             self._planes,
             self._drafter,
             self.batch.rows(0, last),
-            TokenRows.ragged(where, len(tokens), max(counts)),
+            TokenRows.ragged(cu_seqlens_q, len(tokens), max(counts)),
             ids,
-            behind,
+            next_ids,
             last=ended,
         )
 

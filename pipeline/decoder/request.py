@@ -156,7 +156,7 @@ class RunningRequest:
     request: Request
     pages: list[int]
     admitted: float
-    own_pages: list[int] = field(default_factory=list)  # of the drafter's own pool
+    drafter_pages: list[int] = field(default_factory=list)  # of the drafter's own pool
     prefilled: int = 0  # prompt tokens in the cache
     tokens: list[int] = field(default_factory=list)
     statistics: Statistics = field(default_factory=Statistics)

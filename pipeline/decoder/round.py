@@ -1,6 +1,6 @@
 """One round: draft a tree, verify it, accept a branch, keep its keys, extend the drafter's cache.
 
-tree     root ─ a ─ c      entries   … | r a b c      verified together behind the prefix
+tree     root ─ a ─ c      entries   … | r a b c      verified together after the prefix
 accepted root ─ a ─ c                … | r a c        compacted: the prefix grows by three
 emitted  a c x                                        x, the bonus, is the next root
 
@@ -23,7 +23,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
-from pipeline.decoder.tree import Tree, VerifyOutput, root_only
+from pipeline.decoder.ops.tree import Tree, VerifyOutput, root_only
 
 #: (tree, the target's choices [B, N], deepest draft) → what is accepted.
 Verify = Callable[[Tree, Tensor, int], VerifyOutput]
@@ -49,7 +49,7 @@ def decode_round(
     else:
         tree, proposed = draft_tree(model.ops, drafter, batch, planes, shape)
         depth = shape.steps
-    advance(
+    verify_and_commit(
         *(model, planes, drafter, batch, tree, depth, proposed), sampling=sampling, verify=verify
     )
 
@@ -86,7 +86,7 @@ def count_proposed(candidates: Candidates, tree: Tree) -> Tensor:
     return torch.stack((nodes, torch.minimum(deepest, tree.depth.amax(1))), dim=1)
 
 
-def advance(
+def verify_and_commit(
     model: DecoderModel,
     planes: Planes,
     drafter: Drafter | None,
@@ -98,12 +98,12 @@ def advance(
     sampling: bool,
     verify: Verify | None = None,
 ) -> None:
-    """The round behind the draft: verify trees of `depth` D, accept, compact, extend, commit.
+    """The round after the draft: verify trees of `depth` D, accept, compact, extend, commit.
 
     `proposed` [B, 2] is `count_proposed` of the trees: a node that pads a tree of nothing else is
     not accepted, whatever the target says. None: they have no nodes but the roots.
     """
-    aux, predicted = read_tree(model, planes, batch, tree, depth, sampling=sampling)
+    aux, predicted = verify_forward(model, planes, batch, tree, depth, sampling=sampling)
     accepted = (verify or model.ops.verify)(tree, predicted, depth)
     if proposed is not None:
         counts = torch.minimum(accepted.counts, 1 + proposed[:, 1])
@@ -116,15 +116,15 @@ def advance(
         read = ReadTokens(
             rows=TokenRows.even(rows, count, aux.device),
             tokens=tree.tokens.gather(1, accepted.path).flatten(),
-            following=accepted.tokens.flatten(),
+            next_tokens=accepted.tokens.flatten(),
             aux=aux.gather(1, nodes).flatten(0, 1),  # [B · (D + 1), 3H]
             counts=accepted.counts,
         )
         drafter.extend(batch, planes, read)
-    batch.advance(accepted, proposed)
+    batch.commit(accepted, proposed)
 
 
-def read_tree(
+def verify_forward(
     model: DecoderModel,
     planes: Planes,
     batch: DecodeBatch,
@@ -141,7 +141,7 @@ def read_tree(
         model.rotary,
         TokenRows.even(rows, nodes, positions.device),
         positions=positions.flatten(),
-        mask=tree.ancestors.flatten(),
+        mask=tree.tree_mask.flatten(),
     )
     output = model.forward(tree.tokens.flatten(), metadata, planes.target)
     logits = model.logits(output.final).view(rows, nodes, -1)  # [B, N, V]
@@ -151,33 +151,33 @@ def read_tree(
     return aux, model.ops.argmax(logits)
 
 
-def read_prompts(
+def prefill(
     model: DecoderModel,
     planes: Planes,
     drafter: Drafter | None,
     batch: DecodeBatch,
     rows: TokenRows,
     tokens: Tensor,
-    following: Tensor,
+    next_tokens: Tensor,
     *,
     last: int,
 ) -> None:
-    """Read tokens [T], a chunk of each row's prompt, behind what the rows have cached already.
+    """Read tokens [T], a chunk of each row's prompt, after what the rows have cached already.
 
-    `following` [T] are the prompts' tokens behind each. For the first `last` rows the chunk is the
+    `next_tokens` [T] are the prompts' tokens after each. For the first `last` rows the chunk is the
     last one: nothing follows it yet, and the row's first token is drawn. It becomes the root, and
     is left in `batch.emitted`.
     """
     metadata = batch.metadata(model.ops, model.rotary, rows)
     output = model.forward(tokens, metadata, planes.target)
-    ended, ends = batch.rows(0, last), rows.starts[1 : last + 1] - 1  # [last]
+    ended, ends = batch.rows(0, last), rows.cu_seqlens_q[1 : last + 1] - 1  # [last]
     if last:
         logits = model.logits(output.final[ends])
         drawn = model.ops.draw(logits, ended.sampling, metadata.positions[ends] + 1)
-        following = following.index_copy(0, ends, drawn)
-    counts = rows.starts.diff()
+        next_tokens = next_tokens.index_copy(0, ends, drawn)
+    counts = rows.cu_seqlens_q.diff()
     if drafter is not None:
-        read = ReadTokens(rows, tokens, following, output.aux, counts)
+        read = ReadTokens(rows, tokens, next_tokens, output.aux, counts)
         drafter.prefill(batch, planes, read, last)
     batch.seq_lens.add_(counts)
     if last:
@@ -186,7 +186,7 @@ def read_prompts(
         ended.counts.fill_(1)
 
 
-def read_prompt(
+def prefill_prompt(
     model: DecoderModel,
     planes: Planes,
     drafter: Drafter | None,
@@ -195,4 +195,4 @@ def read_prompt(
 ) -> None:
     """Read a whole prompt [n] into a batch of one row, and draw its first token."""
     rows = TokenRows.even(1, len(prompt), prompt.device)
-    read_prompts(model, planes, drafter, batch, rows, prompt, prompt.roll(-1), last=1)
+    prefill(model, planes, drafter, batch, rows, prompt, prompt.roll(-1), last=1)

@@ -61,7 +61,7 @@ from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError, DataError
 from pipeline.target.open import Target
 
@@ -103,21 +103,21 @@ class NgramDrafter(TreeDrafter):
         # Padding is written, too; what follows the last valid token goes over it.
         history[rows.row, place.clamp(max=last)] = read.tokens
         behind = (batch.seq_lens + read.counts).clamp(max=last)
-        following = read.following[rows.starts[:-1] + read.counts - 1].clamp(min=0)
-        history.scatter_(1, behind[:, None], following[:, None])
+        next_tokens = read.next_tokens[rows.cu_seqlens_q[:-1] + read.counts - 1].clamp(min=0)
+        history.scatter_(1, behind[:, None], next_tokens[:, None])
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         del planes
         history, seq_lens = batch.drafter_state, batch.seq_lens
-        longest, most = self._section.max_match, self._section.matches
+        max_match, most = self._section.max_match, self._section.matches
         if self.looks:
             history = history[:, : max(int(seq_lens.max()) + 1, most)]
-        match = match_lengths_by_looking if self.looks else match_lengths
-        lengths = match(history, seq_lens, longest)  # [B, S]
+        match = match_lengths_on_host if self.looks else match_lengths
+        lengths = match(history, seq_lens, max_match)  # [B, S]
         lengths, ends = longest_matches(lengths, self._section.min_match, most)
         chains = continuations(history, seq_lens, ends, shape.steps)  # [B, W, D]
         if self._corpus is not None:
-            context = last_tokens(history, seq_lens, longest)
+            context = last_tokens(history, seq_lens, max_match)
             of_corpus = self._corpus.lookup(context, self._section.min_match, most, shape.steps)
             lengths, order = torch.cat((lengths, of_corpus[0]), 1).sort(
                 dim=-1, descending=True, stable=True
@@ -136,30 +136,30 @@ def last_tokens(history: Tensor, seq_lens: Tensor, count: int) -> Tensor:
     return torch.where(place >= 0, history.gather(1, place.clamp(min=0)), -1)
 
 
-def match_lengths(history: Tensor, seq_lens: Tensor, longest: int) -> Tensor:
+def match_lengths(history: Tensor, seq_lens: Tensor, max_match: int) -> Tensor:
     """Of every position p of history [B, S]: with how many tokens up to p the row's last ones
-    agree, at most `longest`; [B, S], 0 from the root on."""
+    agree, at most `max_match`; [B, S], 0 from the root on."""
     rows, size = history.shape
-    suffix = last_tokens(history, seq_lens, longest)[:, None]  # [B, 1, m]
-    before = history.new_full((rows, longest - 1), -2)  # equals no token
-    windows = torch.cat((before, history), 1).unfold(1, longest, 1).flip(-1)  # [B, S, m]
-    back = torch.arange(longest, device=history.device)
-    lengths = torch.where(windows == suffix, longest, back).amin(-1)  # the first that differs
+    suffix = last_tokens(history, seq_lens, max_match)[:, None]  # [B, 1, m]
+    before = history.new_full((rows, max_match - 1), -2)  # equals no token
+    windows = torch.cat((before, history), 1).unfold(1, max_match, 1).flip(-1)  # [B, S, m]
+    back = torch.arange(max_match, device=history.device)
+    lengths = torch.where(windows == suffix, max_match, back).amin(-1)  # the first that differs
     earlier = torch.arange(size, device=history.device) < seq_lens[:, None]
     return torch.where(earlier, lengths, 0)
 
 
-def match_lengths_by_looking(history: Tensor, seq_lens: Tensor, longest: int) -> Tensor:
+def match_lengths_on_host(history: Tensor, seq_lens: Tensor, max_match: int) -> Tensor:
     """As `match_lengths`, for a host: only where the root's own token stands is more compared."""
-    suffix = last_tokens(history, seq_lens, longest)  # [B, m]
+    suffix = last_tokens(history, seq_lens, max_match)  # [B, m]
     same = history == suffix[:, :1]
     same &= torch.arange(history.shape[1]) < seq_lens[:, None]
     row, place = same.nonzero().unbind(1)  # [n]
-    back = torch.arange(longest)
+    back = torch.arange(max_match)
     before = place[:, None] - back  # [n, m]
     agrees = (history[row[:, None], before.clamp(min=0)] == suffix[row]) & (before >= 0)
     lengths = torch.zeros_like(history)
-    lengths[row, place] = torch.where(agrees, longest, back).amin(-1)
+    lengths[row, place] = torch.where(agrees, max_match, back).amin(-1)
     return lengths
 
 
@@ -246,9 +246,9 @@ _BITS = 63  # of a key; its sign stays free
 class CorpusIndex:
     """N tokens and their order; immutable, so that any number of engines can share it."""
 
-    def __init__(self, tokens: Tensor, vocabulary: int, longest: int) -> None:
-        """tokens [N ≥ 1] below `vocabulary`, on the device; matches of up to `longest` tokens."""
-        self._tokens, self._longest = tokens, longest
+    def __init__(self, tokens: Tensor, vocabulary: int, max_match: int) -> None:
+        """tokens [N ≥ 1] below `vocabulary`, on the device; matches of up to `max_match` tokens."""
+        self._tokens, self._max_match = tokens, max_match
         self._token_bits = vocabulary.bit_length()  # none is 0, token t is t + 1
         count = len(tokens)
         further = (_BITS - count.bit_length()) // self._token_bits
@@ -257,7 +257,7 @@ class CorpusIndex:
         self._keys: list[Tensor] = []  # of each level [N], ascending
         self._spans: list[tuple[int, int]] = []  # tokens of each level, counted from the last
         known, begins = 0, torch.zeros_like(self._order)
-        while known < longest:
+        while known < max_match:
             span = known, known + (further if known else _BITS // self._token_bits)
             key = self._pack(begins, self._context(self._order, *span))
             key, moved = key.sort(stable=True)
@@ -275,7 +275,8 @@ class CorpusIndex:
         return sum(part.nbytes for part in (self._tokens, self._order, *self._keys))
 
     def lookup(self, context: Tensor, least: int, most: int, steps: int) -> tuple[Tensor, Tensor]:
-        """The `most` longest matches of a context [B, longest], its last token first, -1 for none.
+        """The `most` longest matches of a context [B, max_match], its last token first, -1 for
+        none.
 
         Lengths [B, most], longest first, 0 where there is none of at least `least`; and the
         `steps` tokens that followed each [B, most, steps].
@@ -286,10 +287,10 @@ class CorpusIndex:
         near = self._search(context)[:, None] + around
         inside = (near >= 0) & (near < count)
         ends = self._order[near.clamp(0, count - 1)]  # [B, 2 · most + 2]
-        theirs = self._context(ends, 0, self._longest)
+        theirs = self._context(ends, 0, self._max_match)
         agrees = (theirs == context[:, None]) & (context >= 0)[:, None]
-        back = torch.arange(self._longest, device=device)
-        lengths = torch.where(agrees, self._longest, back).amin(-1)
+        back = torch.arange(self._max_match, device=device)
+        lengths = torch.where(agrees, self._max_match, back).amin(-1)
         matches = inside & (lengths >= least) & (ends < count - 1)
         lengths, best = torch.where(matches, lengths, 0).sort(dim=-1, descending=True, stable=True)
         ends = ends.gather(1, best[:, :most])[..., None]
@@ -297,8 +298,8 @@ class CorpusIndex:
         return lengths[:, :most], self._tokens[(ends + ahead).clamp(max=count - 1)]
 
     def _search(self, context: Tensor) -> Tensor:
-        """Where contexts [B, longest] would stand in the order [B], before their equals."""
-        short = max(self._spans[-1][1] - self._longest, 0)
+        """Where contexts [B, max_match] would stand in the order [B], before their equals."""
+        short = max(self._spans[-1][1] - self._max_match, 0)
         context = torch.cat((context, context.new_full((len(context), short), -1)), 1)
         begins = place = torch.zeros_like(context[:, 0])
         within = torch.ones_like(begins, dtype=torch.bool)  # as deep as the levels before

@@ -1,66 +1,29 @@
-"""Drafters by name: `load_drafter` reads what one needs, once, and makes it for any trees."""
+"""Drafters by name: `load_drafter` reads what one needs, once, and makes it for any trees.
+
+Ours are listed here; a distribution adds its own by an entry point of the group `eagle3.drafters`,
+a function (section, model, target) → DrafterFactory. Heads draft by their algorithm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from importlib.metadata import entry_points
 
-from pipeline.config import (
-    DrafterName,
-    DrafterSection,
-    SelfSpecSection,
-    StandaloneSection,
-    TargetSection,
-)
-from pipeline.decoder.drafter import Drafter, Trees
+from pipeline.config import DrafterSection, SelfSpecSection, TargetSection
+from pipeline.decoder.drafter import Drafter, DrafterFactory, Trees
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import ConfigError
 from pipeline.heads.base import DraftingHead
-from pipeline.heads.dflash.shape import DflashHead
-from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.heads.registry import algorithm_of
 from pipeline.target.open import Target
 
-#: Of drafters whose every step is a forward of the target.
+#: Entry points of this group name a `MakeFactory`.
+GROUP = "eagle3.drafters"
+MakeFactory = Callable[[DrafterSection, DecoderModel, Target], DrafterFactory]
+#: Depths of drafters whose every step is a forward of the target.
 _COSTLY = (1, 2, 3, 4)
-
-
 #: The smallest budget of self_spec that is tried; the others are its doubles.
 _LEAST_BUDGET = 128
-
-
-#: The smallest block that is tried, root included.
-_LEAST_BLOCK = 3
-
-
-@dataclass(frozen=True)
-class DrafterFactory:
-    """Makes a drafter for any trees; all that it makes share their weights."""
-
-    make: Callable[[Trees], Drafter]
-    #: Depths of the trees that are worth a try, ascending: what a drafter can do, and where it may
-    #: still pay.
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    #: Its every step is a forward of a whole model.
-    costly: bool = False
-    #: What was chosen where the configuration leaves it open, such as {"budget": 512}.
-    settings: Mapping[str, int] = field(default_factory=dict)
-    #: Behind so many tokens or fewer it does what a smaller choice does.
-    from_context: int = 0
-    #: The same drafter with other settings, the smallest first, to pick one from; none: itself.
-    choices: tuple[DrafterFactory, ...] = ()
-
-    def __call__(self, trees: Trees) -> Drafter:
-        return self.make(trees)
-
-    def variants(self, context: int) -> list[DrafterFactory]:
-        """Those that are worth a try behind `context` tokens."""
-        choices = self.choices or (self,)
-        return [each for each in choices if each.from_context < context] or [choices[0]]
-
-    def variant(self, settings: Mapping[str, int]) -> DrafterFactory:
-        """The one with such settings; itself where it has no choices."""
-        return next((each for each in self.choices if each.settings == settings), self)
 
 
 def load_drafter(
@@ -73,38 +36,63 @@ def load_drafter(
     """
     if section.name == "none":
         return None
-    if section.name == "standalone":
-        return _standalone(section.standalone, model, target)
-    if section.name == "self_spec":
-        return _self_spec(section.self_spec, model)
-    if section.name == "ngram":
-        from pipeline.drafters.ngram import NgramDrafter, load_corpus
+    if (make := _untrained().get(section.name)) is not None:
+        return make(section, model, target)
+    head = _check_head(section, head)
+    return algorithm_of(head).drafting.drafter_factory(section, head, model)
 
-        corpus = load_corpus(section.ngram, model, target)
-        return DrafterFactory(
-            lambda trees: NgramDrafter(model, trees, section.ngram, corpus),
-            depths=(1, 2, 3, 4, 6, 8, 12),  # a quotation goes on, and costs nothing to draft
+
+def _untrained() -> dict[str, MakeFactory]:
+    """Drafters without a head, those of other packages too."""
+    others = {point.name: point.load() for point in entry_points(group=GROUP)}
+    return others | {"standalone": _standalone, "self_spec": _self_spec, "ngram": _ngram}
+
+
+def drafter_name(head: DraftingHead | None) -> str:
+    """The drafter that drafts with such a head; none without one."""
+    return "none" if head is None else algorithm_of(head).drafter_name
+
+
+def _check_head(section: DrafterSection, head: DraftingHead | None) -> DraftingHead:
+    if head is None:
+        raise ConfigError(
+            f"drafter {section.name} needs a trained head",
+            where="drafter.name",
+            fix="name one, or choose a drafter without (`eagle3 drafters`)",
         )
-    given = _head(section, head)
-    if isinstance(given, DflashHead):
-        return _dflash(given, model, section.dflash.block_size)
-    window = section.eagle3.draft_window
-    return DrafterFactory(lambda trees: draft_with(given, model, trees, window))
+    if (name := drafter_name(head)) != section.name:
+        raise ConfigError(
+            f"drafter {section.name} cannot draft with this head, which is one for {name}",
+            where="drafter.name",
+            fix=f"set drafter.name={name}, or name another head",
+        )
+    return head
 
 
-def _standalone(section: StandaloneSection, model: DecoderModel, target: Target) -> DrafterFactory:
+def _ngram(section: DrafterSection, model: DecoderModel, target: Target) -> DrafterFactory:
+    from pipeline.drafters.ngram import NgramDrafter, load_corpus
+
+    corpus = load_corpus(section.ngram, model, target)
+    return DrafterFactory(
+        lambda trees: NgramDrafter(model, trees, section.ngram, corpus),
+        depths=(1, 2, 3, 4, 6, 8, 12),  # a quotation goes on, and costs nothing to draft
+    )
+
+
+def _standalone(section: DrafterSection, model: DecoderModel, target: Target) -> DrafterFactory:
     from pipeline.drafters.standalone import StandaloneDrafter, check_tokens
-    from pipeline.target.resolve import resolve
+    from pipeline.target.open import resolve
 
-    if section.source is None:
+    standalone = section.standalone
+    if standalone.source is None:
         raise ConfigError(
             "drafter standalone needs a draft model",
             where="drafter.standalone.source",
             fix="name a smaller model with the target's tokenizer",
         )
-    source = TargetSection(source=section.source, revision=section.revision)
+    source = TargetSection(source=standalone.source, revision=standalone.revision)
     directory = resolve(source, decoded=True).directory
-    check_tokens(directory, target.directory, section.source)
+    check_tokens(directory, target.directory, standalone.source)
     draft = DecoderModel.load(
         directory,
         (),
@@ -116,7 +104,12 @@ def _standalone(section: StandaloneSection, model: DecoderModel, target: Target)
     return DrafterFactory(lambda trees: StandaloneDrafter(draft, model, trees), costly=True)
 
 
-def _self_spec(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
+def _self_spec(section: DrafterSection, model: DecoderModel, target: Target) -> DrafterFactory:
+    del target
+    return _of_budget(section.self_spec, model)
+
+
+def _of_budget(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
     if section.budget != "auto":
         return _with_budget(section, model, section.budget)
     budgets = _budgets(section.recent, model.max_length)
@@ -127,23 +120,23 @@ def _self_spec(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
 def _with_budget(section: SelfSpecSection, model: DecoderModel, budget: int) -> DrafterFactory:
     from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
 
-    kept = section.model_dump(exclude={"kv", "budget"})
+    settings_of_kv = section.model_dump(exclude={"kv", "budget"})
 
     def make(trees: Trees) -> Drafter:
         if section.kv == "streaming":
             return StreamingDrafter(model, trees, budget=budget)
-        return SnapKvDrafter(model, trees, budget=budget, **kept)
+        return SnapKvDrafter(model, trees, budget=budget, **settings_of_kv)
 
     settings = {"budget": budget}
     return DrafterFactory(make, _COSTLY, costly=True, settings=settings, from_context=budget)
 
 
-def _budgets(recent: int, longest: int) -> list[int]:
-    """Doubles, the first above `recent`, below the `longest` context but for the first."""
+def _budgets(recent: int, max_context: int) -> list[int]:
+    """Doubles, the first above `recent`, below the `max_context` but for the first."""
     budgets = [_LEAST_BUDGET]
     while budgets[0] <= recent:
         budgets[0] *= 2
-    while 2 * budgets[-1] < longest:
+    while 2 * budgets[-1] < max_context:
         budgets.append(2 * budgets[-1])
     return budgets
 
@@ -154,78 +147,3 @@ def _refuse_undecided(trees: Trees) -> Drafter:
         where="drafter.self_spec.budget",
         fix="set tree: auto where that is possible (eval.tree), or budget to a number of entries",
     )
-
-
-def _dflash(head: DflashHead, model: DecoderModel, block_size: int | None) -> DrafterFactory:
-    """Of one block size, or of all that are worth a try; as such it drafts the trained block."""
-    from pipeline.heads.dflash.drafter import DflashDrafter, check_block
-
-    trained = head.shape.block_size
-
-    def of(size: int, choices: tuple[DrafterFactory, ...] = ()) -> DrafterFactory:
-        def make(trees: Trees) -> Drafter:
-            return DflashDrafter(head, model, trees, block_size=size)
-
-        depths, settings = tuple(range(1, size)), {"block_size": size}
-        return DrafterFactory(make, depths, settings=settings, choices=choices)
-
-    if block_size is not None:
-        check_block(block_size, trained)
-        return of(block_size)
-    return of(trained, tuple(of(size) for size in _blocks(trained)))
-
-
-def _blocks(trained: int) -> list[int]:
-    """The trained block and its halves, the smallest first."""
-    sizes = [trained]
-    while sizes[0] // 2 >= _LEAST_BLOCK:
-        sizes.insert(0, sizes[0] // 2)
-    return sizes
-
-
-def draft_with(
-    head: DraftingHead, model: DecoderModel, trees: Trees, window: int | None = None
-) -> Drafter:
-    """The drafter of a head's kind; `window` is an EAGLE-3 head's.
-
-    Raises HeadError where it does not fit the target, ConfigError for trees that it cannot draft.
-    """
-    if isinstance(head, DflashHead):
-        from pipeline.heads.dflash.drafter import DflashDrafter
-
-        return DflashDrafter(head, model, trees)
-    if isinstance(head, ChainedHead):
-        from pipeline.heads.mtp.drafter import ChainedDrafter
-
-        if window is not None:
-            problem = "chained heads see the whole text"
-            fix = "leave it out, or draft with a head that was trained with one layer"
-            raise ConfigError(problem, where="drafter.eagle3.draft_window", fix=fix)
-        return ChainedDrafter(head, model, trees)
-    from pipeline.heads.eagle3.drafter import Eagle3Drafter
-
-    assert isinstance(head, Eagle3Head)
-    return Eagle3Drafter(head, model, trees, draft_window=window)
-
-
-def name_of(head: DraftingHead | None) -> DrafterName:
-    """The drafter that drafts with such a head; none without one."""
-    if head is None:
-        return "none"
-    return "dflash" if isinstance(head, DflashHead) else "eagle3"
-
-
-def _head(section: DrafterSection, head: DraftingHead | None) -> DraftingHead:
-    if head is None:
-        raise ConfigError(
-            f"drafter {section.name} needs a trained head",
-            where="drafter.name",
-            fix="name one, or choose a drafter without (`eagle3 drafters`)",
-        )
-    if (kind := name_of(head)) != section.name:
-        raise ConfigError(
-            f"drafter {section.name} cannot draft with this head, which is one for {kind}",
-            where="drafter.name",
-            fix=f"set drafter.name={kind}, or name another head",
-        )
-    return head

@@ -14,8 +14,8 @@ committed entries, where verification overwrites it.
 Self-speculation over the entries that matter (SnapKV, arXiv:2404.14469).
 
 Of a prompt, each layer and key/value head keeps the entries that the last `window` tokens attend to
-most. Where a row's entries lie on its own pages follows from its length L alone, with R recent ones
-and E selected ones:
+most. Where a row's entries lie on the drafter's pages follows from its length L alone, with R
+recent ones and E selected ones:
 
     slot      0 … R-1                        R … R+E-1                    R+E …
               entry e at e mod R:            of a prompt longer than      the draft: root and
@@ -44,8 +44,8 @@ from pipeline.decoder.kv import Planes, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, entry_slots
-from pipeline.drafters.whole_model import draft_behind, read_one
-from pipeline.heads.eagle3.drafter import seen_pages
+from pipeline.drafters.whole_model import draft_from_roots, forward_roots
+from pipeline.learning.window import seen_pages
 
 
 class StreamingDrafter(TreeDrafter):
@@ -68,10 +68,10 @@ class StreamingDrafter(TreeDrafter):
             batch.block_table, batch.seq_lens, self._window, 1 + self.shapes.beam_entries
         )
         model, plane, lengths = self._model, planes.target, batch.seq_lens
-        final = read_one(model, plane, batch.roots, table, seen, lengths)
+        final = forward_roots(model, plane, batch.roots, table, seen, lengths)
         place = table, seen + 1, lengths + 1
         beams = self.shapes.beams(shape)
-        return draft_behind(model, plane, final, *place, shape.steps, beams, None)
+        return draft_from_roots(model, plane, final, *place, shape.steps, beams, None)
 
 
 class SnapKvDrafter(TreeDrafter):
@@ -92,19 +92,19 @@ class SnapKvDrafter(TreeDrafter):
         super().__init__(trees, model.vocabulary)
         self._model, self._recent, self._selected = model, recent, budget - recent
         self._window, self._pool = window, pool
-        self.lookahead = 1  # drafts are written to own pages
+        self.lookahead = 1  # drafts are written to the drafter's pages
         self.state = RowState(window + 1, torch.int64)  # the last tokens, by entry mod W; a dump
-        self.own_planes = (model.plane_shape,)
+        self.drafter_kv = (model.plane_shape,)
         drafted = max(1 + self.shapes.beam_entries, window)
-        self.own_pages = pages_for(budget + drafted)
+        self.drafter_pages = pages_for(budget + drafted)
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
-        model, plane, lengths = self._model, planes.own[0], batch.seq_lens
+        model, plane, lengths = self._model, planes.drafter_kv[0], batch.seq_lens
         seen = lengths.clamp(max=self._recent + self._selected)
-        table, beams = batch.own_table, self.shapes.beams(shape)
-        final = read_one(model, plane, batch.roots, table, seen, lengths)
+        table, beams = batch.drafter_block_table, self.shapes.beams(shape)
+        final = forward_roots(model, plane, batch.roots, table, seen, lengths)
         place = table, seen + 1, lengths + 1
-        return draft_behind(model, plane, final, *place, shape.steps, beams, None)
+        return draft_from_roots(model, plane, final, *place, shape.steps, beams, None)
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         rows = read.rows
@@ -113,14 +113,14 @@ class SnapKvDrafter(TreeDrafter):
         source = _slots(batch.block_table, rows.row, entries)
         # Of more than R tokens the last ones: no two go to one slot.
         newest = (left > 0) & (left <= self._recent)
-        ring = _slots(batch.own_table, rows.row, entries % self._recent)
+        ring = _slots(batch.drafter_block_table, rows.row, entries % self._recent)
         _copy(planes, source, ring.where(newest, 0))
         # While all is kept, what leaves the ring stays: entry e-R at slot e, not a slot sooner,
         # for a draft stands behind the visible ones.
         whole = self._recent + self._selected
         leaves = (left > 0) & (entries >= self._recent) & (entries < whole)
         leaving = _slots(batch.block_table, rows.row, (entries - self._recent).clamp(min=0))
-        kept = _slots(batch.own_table, rows.row, entries.clamp(max=whole - 1))
+        kept = _slots(batch.drafter_block_table, rows.row, entries.clamp(max=whole - 1))
         _copy(planes, leaving, kept.where(leaves, 0))
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
@@ -169,20 +169,27 @@ class SnapKvDrafter(TreeDrafter):
         metadata = AttentionMetadata(
             rotary=model.rotary,
             positions=entries.flatten(),
-            slots=entry_slots(batch.own_table, scratch.expand(count, -1)).flatten(),
+            slot_mapping=entry_slots(
+                batch.drafter_block_table, scratch.expand(count, -1)
+            ).flatten(),
             block_table=batch.block_table,
             seq_lens=first,
-            query_starts=TokenRows.even(count, window, device).starts,
-            longest=window,
+            cu_seqlens_q=TokenRows.even(count, window, device).cu_seqlens_q,
+            max_query_len=window,
             mask=None,
         )
         hidden = F.embedding(tokens, model.embedding)  # [B · W, H]
         stack, eps = model.stack, model.stack.eps
         normed, hidden = ops.add_rms_norm(hidden, None, model.input_norm, eps)
         for index, (layer, norm) in enumerate(zip(stack.layers, stack.norms, strict=True)):
-            (own_keys, own_values), (keys, values) = planes.own[0][index], planes.target[index]
+            (drafter_keys, drafter_values), (keys, values) = (
+                planes.drafter_kv[0][index],
+                planes.target[index],
+            )
             qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
-            query = ops.rope_write(qkv, layer.head_norms, eps, metadata, own_keys, own_values)
+            query = ops.rope_write(
+                qkv, layer.head_norms, eps, metadata, drafter_keys, drafter_values
+            )
             self._keep_best(batch, planes, index, query, lengths)
             mixed = ops.tree_attention(query, keys, values, metadata).flatten(1)
             update = ops.linear(mixed, layer.output, layer.output_bias)
@@ -195,22 +202,24 @@ class SnapKvDrafter(TreeDrafter):
     ) -> None:
         """Copy what `query` [B · W, Q, d] attends to most, row by row, to the selected slots."""
         selected, whole = self._selected, self._recent + self._selected
-        own_slots = self._recent + torch.arange(selected, device=query.device)  # [E]
+        selected_slots = self._recent + torch.arange(selected, device=query.device)  # [E]
         queries = query.view(len(lengths), self._window, *query.shape[1:])
-        for row, asked in enumerate(queries):
-            table, own_table = batch.block_table[row], batch.own_table[row]
+        for row, observed in enumerate(queries):
+            table, drafter_block_table = batch.block_table[row], batch.drafter_block_table[row]
             keys = planes.target[layer, 0][table].transpose(0, 1).flatten(1, 2)  # [G, S, d]
-            weight = observed_attention(asked, keys, lengths[row])  # [G, S]
+            weight = observed_attention(observed, keys, lengths[row])  # [G, S]
             weight = F.max_pool1d(weight, self._pool, stride=1, padding=self._pool // 2)
             entry = torch.arange(weight.shape[1], device=weight.device)
             weight = weight.masked_fill(entry >= lengths[row] - self._recent, -1.0)
             best = weight.topk(min(selected, len(entry)), dim=-1).indices.sort(-1).values  # [G, E]
             # A short prompt is all there, entry i at R+i.
             best = torch.where(lengths[row] > whole, best, entry[: best.shape[1]])
-            own = own_slots[: best.shape[1]]
+            slots = selected_slots[: best.shape[1]]
             group = torch.arange(len(best), device=best.device)[:, None]
             kept = planes.target[layer][:, table[best // PAGE], group, best % PAGE]  # [2, G, E, d]
-            planes.own[0][layer][:, own_table[own // PAGE], group, own % PAGE] = kept
+            planes.drafter_kv[0][layer][
+                :, drafter_block_table[slots // PAGE], group, slots % PAGE
+            ] = kept
 
 
 def observed_attention(query: Tensor, keys: Tensor, length: Tensor) -> Tensor:
@@ -235,19 +244,19 @@ def _slots(table: Tensor, row: Tensor, entries: Tensor) -> Tensor:
 
 
 def _copy_entries(
-    batch: DecodeBatch, planes: Planes, row: Tensor, entries: Tensor, places: Tensor, where: Tensor
+    batch: DecodeBatch, planes: Planes, row: Tensor, entries: Tensor, targets: Tensor, where: Tensor
 ) -> None:
-    """Entries [B, n] of the pool to places [B, n] on own pages, where `where` [B, n] says so."""
+    """Copy entries [B, n] of the pool to `targets` [B, n] of the drafter's pages, if `where`."""
     row = row.expand_as(entries)
     source = _slots(batch.block_table, row, entries.clamp(min=0)).flatten()
-    target = _slots(batch.own_table, row, places.clamp(min=0)).where(where, 0).flatten()
+    target = _slots(batch.drafter_block_table, row, targets.clamp(min=0)).where(where, 0).flatten()
     _copy(planes, source, target)
 
 
 def _copy(planes: Planes, source: Tensor, target: Tensor) -> None:
-    """Keys and values of slots `source` [T] of the pool to slots `target` [T] of the own pages.
+    """Keys and values of slots `source` [T] of the pool to slots `target` [T] of the drafter's.
 
     Slot 0 belongs to nobody: several may go there.
     """
     moved = planes.target[:, :, source // PAGE, :, source % PAGE]  # [T, layers, 2, G, d]
-    planes.own[0][:, :, target // PAGE, :, target % PAGE] = moved
+    planes.drafter_kv[0][:, :, target // PAGE, :, target % PAGE] = moved

@@ -19,7 +19,7 @@ from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
-from pipeline.drafters.whole_model import draft_behind, read_one, within_vocabulary
+from pipeline.drafters.whole_model import draft_from_roots, forward_roots, within_vocabulary
 from pipeline.errors import ConfigError
 
 
@@ -43,26 +43,26 @@ class StandaloneDrafter(TreeDrafter):
         metadata = batch.metadata(draft.ops, draft.rotary, read.rows)
         draft.forward(within_vocabulary(read.tokens, draft), metadata, plane)
         if ended:
-            rows, ends = batch.rows(0, ended), read.rows.starts[1 : ended + 1] - 1
-            roots = within_vocabulary(read.following[ends], draft)
+            rows, ends = batch.rows(0, ended), read.rows.cu_seqlens_q[1 : ended + 1] - 1
+            roots = within_vocabulary(read.next_tokens[ends], draft)
             lengths = rows.seq_lens + read.counts[:ended]
-            final = read_one(draft, plane, roots, rows.block_table, lengths, lengths)
+            final = forward_roots(draft, plane, roots, rows.block_table, lengths, lengths)
             rows.drafter_state.copy_(final)
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         draft = self._draft
         behind = replace(batch, seq_lens=batch.seq_lens + 1)
         metadata = behind.metadata(draft.ops, draft.rotary, read.rows)
-        tokens = within_vocabulary(read.following, draft)
+        tokens = within_vocabulary(read.next_tokens, draft)
         final = draft.forward(tokens, metadata, planes.drafter[0]).final  # [T, H]
-        batch.drafter_state.copy_(final[read.rows.starts[:-1] + read.counts - 1])
+        batch.drafter_state.copy_(final[read.rows.cu_seqlens_q[:-1] + read.counts - 1])
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         lengths = batch.seq_lens + 1
         place = batch.block_table, lengths, lengths
         state, beams = batch.drafter_state, self.shapes.beams(shape)
         plane = planes.drafter[0]
-        return draft_behind(self._draft, plane, state, *place, shape.steps, beams, None)
+        return draft_from_roots(self._draft, plane, state, *place, shape.steps, beams, None)
 
 
 def check_tokens(directory: Path, target: Path, source: str) -> None:

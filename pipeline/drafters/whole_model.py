@@ -12,12 +12,11 @@ from pipeline.decoder.ops.draft import (
     Candidates,
     DraftedRows,
     ProposalHead,
-    search_beams,
 )
 from pipeline.decoder.ops.layer import AttentionMetadata, entry_slots
 
 
-def read_one(
+def forward_roots(
     model: DecoderModel,
     plane: Tensor,
     tokens: Tensor,
@@ -31,17 +30,17 @@ def read_one(
     metadata = AttentionMetadata(
         rotary=model.rotary,
         positions=positions,
-        slots=entry_slots(block_table, seq_lens[:, None])[:, 0],
+        slot_mapping=entry_slots(block_table, seq_lens[:, None])[:, 0],
         block_table=block_table,
         seq_lens=seq_lens,
-        query_starts=rows.starts,
-        longest=1,
+        cu_seqlens_q=rows.cu_seqlens_q,
+        max_query_len=1,
         mask=None,
     )
     return model.forward(tokens, metadata, plane).final
 
 
-def draft_behind(
+def draft_from_roots(
     model: DecoderModel,
     plane: Tensor,
     final: Tensor,
@@ -57,7 +56,7 @@ def draft_behind(
     place = DraftedRows(model.rotary, block_table, seq_lens, positions)
     head = ProposalHead(model.lm_head, None)
     step = _step(model, plane)
-    return search_beams(model.ops, step, head, final, final, place, steps, beams, trace)
+    return model.ops.search_beams(step, head, final, final, place, steps, beams, trace)
 
 
 def _step(model: DecoderModel, plane: Tensor) -> BeamStep:

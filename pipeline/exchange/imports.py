@@ -12,11 +12,8 @@ from pipeline.console import notice
 from pipeline.errors import HeadError
 from pipeline.exchange.export import output_directory
 from pipeline.heads.checkpoint import CARD, CONFIG, ForeignHead, HeadCard, last_part, read_card
-from pipeline.heads.dflash.checkpoint import is_block_drafter, read_foreign_blocks
-from pipeline.heads.eagle3.checkpoint import read_foreign
-from pipeline.heads.mtp.mimo import complete_mtp, is_mtp, read_mtp
-from pipeline.heads.registry import save_any_head
-from pipeline.heads.tensors import WEIGHTS, read_json
+from pipeline.heads.registry import read_foreign, save_head
+from pipeline.heads.tensors import WEIGHTS
 from pipeline.records import TargetContract, match_contracts
 from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target, open_target
@@ -46,18 +43,12 @@ def import_head(source: str, *, target: str, out: str, chat_template: str | None
     section = parse({"target": settings}, where="import").target
     opened = open_target(section)
     contract = _contract(foreign, opened.contract, where=f"{source}/{CONFIG}")
-    if foreign.dialect == "mtp":
-        given = opened.weights.lm_head(), opened.weights.final_norm()
-        complete_mtp(foreign, *given, where=f"head {source}")
+    foreign.complete(foreign, opened.weights, f"head {source}")
     _check_embedding(foreign, opened, where=source)
-    if foreign.lacks_rows:
-        with torch.no_grad():
-            rows = opened.weights.lm_head()[foreign.head.target_ids()]
-            foreign.head.lm_head.weight.copy_(rows)
     if card is not None:
         match_contracts(contract, card.contract, where=f"head {source}")
     with output_directory(out) as folder:
-        save_any_head(folder, foreign.head, _imported_card(contract, card, foreign, source))
+        save_head(folder, foreign.head, _imported_card(contract, card, foreign, source))
     layers = "its own" if foreign.capture_layers else "the loaders' default"
     aux_layers = f"aux layers {list(contract.capture_layers)} ({layers})"
     notice("import", f"{foreign.dialect} head at {out}, {aux_layers}")
@@ -74,11 +65,7 @@ def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
         raise HeadError(f"has no {CONFIG}", where=f"head {source}", fix=fix)
     with as_directory(location, names) as directory:
         card = directory / CARD
-        if is_block_drafter(directory):
-            read = read_foreign_blocks
-        else:
-            read = read_mtp if is_mtp(read_json(directory / CONFIG)) else read_foreign
-        return read(directory), read_card(card) if card.is_file() else None
+        return read_foreign(directory), read_card(card) if card.is_file() else None
 
 
 def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> TargetContract:
@@ -89,7 +76,7 @@ def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> 
             problem = f"{name} is {of_head}, the target's {of_target}"
             raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)
     low, middle, _ = default = contract.capture_layers
-    if foreign.dialect == "mtp":  # the high state has to become the final one
+    if foreign.reads_final_state:
         default = low, middle, contract.num_layers - 1
     layers = foreign.capture_layers or default
     if max(layers) >= contract.num_layers:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from pipeline.console import console, printable
 from pipeline.errors import HeadError
 from pipeline.heads.checkpoint import CONFIG, HEAD_FILES
-from pipeline.heads.registry import head_directory, load_any_head
+from pipeline.heads.registry import head_directory, load_head
 from pipeline.heads.tensors import WEIGHTS
 from pipeline.store.location import Location
 
@@ -65,7 +65,7 @@ def inspect_head(uri: str) -> Inspection:
             fix = f"eagle3 import {uri} --target SOURCE --out HEAD"
         raise HeadError(f"has no {', '.join(missing)}", where=f"head {uri}", fix=fix)
     with head_directory(location) as directory:
-        head, card = load_any_head(directory)
+        head, card = load_head(directory)
         tensors = _read_header(directory / WEIGHTS)
     shape = head.shape
     parameters = sum(prod(tensor.shape) for tensor in tensors if tensor.name not in _NOT_TRAINED)

@@ -6,7 +6,6 @@ evaluation. Nothing is said that they do not say.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +15,7 @@ from pipeline.console import markdown_text
 from pipeline.errors import DataError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard, is_hub_id, without_places
-from pipeline.heads.dflash.shape import DflashHead
-from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.heads.registry import algorithm_of
 from pipeline.reports import EvalReport, ShapeAcceptance
 
 MODEL_CARD = "README.md"
@@ -95,11 +92,7 @@ def _metric(kind: str, name: str, value: float) -> dict[str, Any]:
 def _about(head: DraftingHead, card: HeadCard) -> str:
     contract, parameters = card.contract, head.count_parameters()
     share = 100 * parameters / contract.parameters
-    kind = "an EAGLE-3 draft head"
-    if isinstance(head, DflashHead):
-        kind = "a block drafter (DFlash)"
-    elif isinstance(head, ChainedHead):
-        kind = f"a chain of {head.shape.heads} draft heads (multi-token prediction)"
+    kind = algorithm_of(head).describe(head)
     return (
         f"This is {kind} of {parameters:,} parameters ({share:.1f} % of the target's). It makes "
         f"{markdown_text(contract.source)} decode faster; with the same target greedy output is "
@@ -159,26 +152,16 @@ def _golden(report: EvalReport) -> list[str]:
 
 def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | None) -> str:
     """Commands of servers that read this format; they were not run for this head."""
-    if not isinstance(head, Eagle3Head) or format not in ("sglang", "speculators"):
-        return "## Serving\n\nSee docs/head-format.md of the pipeline for who reads this format."
     target = base if is_hub_id(base) else "TARGET"
     shapes = report.shapes if report else ()
     own = next((each for each in shapes if each.own), None)
     chain = next((each for each in shapes if each.top_k == 1), None)
-    steps, top_k, nodes = (own.steps, own.top_k, own.nodes) if own else (3, 1, 4)
+    tree = (own.steps, own.top_k, own.nodes) if own else (3, 1, 4)
     tokens = chain.steps if chain else 3
-    if format == "sglang":
-        command = (
-            f"python -m sglang.launch_server --model-path {target} \\\n"
-            "    --speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD \\\n"
-            f"    --speculative-num-steps {steps} --speculative-eagle-topk {top_k} "
-            f"--speculative-num-draft-tokens {nodes}"
-        )
-        expected, other = own, "For vLLM, export with `--format speculators`."
-    else:
-        spoken = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": tokens}
-        command = f"vllm serve {target} --speculative-config '{json.dumps(spoken)}'"
-        expected, other = chain, "For SGLang, export with `--format sglang`."
+    serve = algorithm_of(head).serve_command(format, target, tree, tokens)
+    if serve is None:
+        return "## Serving\n\nSee docs/head-format.md of the pipeline for who reads this format."
+    command, other, expected = serve.command, serve.other, chain if serve.chain else own
     where = "HEAD is this directory" + (", TARGET the target’s" if target == "TARGET" else "")
     return (
         f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} The "

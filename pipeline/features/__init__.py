@@ -10,6 +10,7 @@ __all__ = ["run"]
 
 def run(config: RunConfig) -> Manifest:
     """Compute and store the states of the run's samples; returns at once when they are complete."""
+
     from pipeline.features import stage
 
     return stage.run(config)

@@ -1,14 +1,25 @@
-"""One shard: packed forwards of its samples, what is kept of each, one sample computed again.
+"""One shard: packed forwards of its samples, the states they store, and the checks of both.
 
-Shapes: T tokens of a sample, H the target's hidden size.
+Shapes: T tokens of a sample, H the target's hidden size. Samples must hold the ids that a server
+would read, so their messages are rendered again:
+
+    messages    system, user, assistant, user, assistant
+    token_ids   <sys>… <user> 2+2? <assistant> 4 <end> <user> Why? <assistant> Because… <end>
+                └────── one rendering ───────┘ └──┘    └─ cut out of ─┘        generated
+                                             generated   the whole one
+
+Prompts and what stands between replies must be what the chat template gives for these messages
+today; replies are the target's own and stay as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +27,19 @@ from torch import Tensor
 from pipeline.config import FeaturesSection, RunConfig, prepare_process
 from pipeline.config.run import Supervise
 from pipeline.console import notice
-from pipeline.errors import ConfigError, DataError, OutOfMemory, brief, is_out_of_memory
+from pipeline.errors import (
+    ConfigError,
+    DataError,
+    OutOfMemory,
+    TemplateError,
+    brief,
+    is_out_of_memory,
+)
 from pipeline.features.packing import into_forwards
-from pipeline.records import Sample, TargetContract
+from pipeline.records import Manifest, Sample, Span, TargetContract
+from pipeline.store.encodings import AUX_LAYERS
 from pipeline.store.manifest import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.store.states.encodings import AUX_LAYERS
 from pipeline.target.agreement import (
     CAUSES,
     CHAOTIC_GAP,
@@ -34,15 +52,16 @@ from pipeline.target.agreement import (
     problem_of_sample,
 )
 from pipeline.target.forward import (
+    LoadedTarget,
     capture_alone,
     capture_states,
     noise_gain,
     register_packed_attention,
 )
-from pipeline.target.load import LoadedTarget
 from pipeline.target.open import Target, open_target
 from pipeline.target.parallel import Group
 from pipeline.target.referee import Referee
+from pipeline.target.template import ChatTemplate
 
 
 class CapturedShard(NamedTuple):
@@ -101,12 +120,12 @@ def load_matching_target(
         problem = "one process cannot split the target"
         fix = "start it with torchrun --nproc-per-node N -m pipeline.cli features …"
         raise ConfigError(problem, where="features.parallel=tensor", fix=fix)
-    with group.together():
+    with group.all_or_raise():
         prepare_process(config.run)
         where = manifest_where(config.run.uri, "synth")
         target = open_target(config.target, expected=expected, where=where)
     device_map, attention = config.features.device_map, register_packed_attention()
-    with group.together():
+    with group.all_or_raise():
         loaded = target.load(attention=attention, device_map=device_map, processes=group.size)
         return MatchedTarget(target, loaded)
 
@@ -131,7 +150,7 @@ def capture_shard(
     does not help.
 
     One sample, chosen by the shard's `name`, is computed again by itself and compared (see
-    `differences`). `advance` is given how many tokens each forward took in. Raises DataError that
+    `differences`). `advance` is called with the tokens of each forward. Raises DataError that
     names the sample for ids or states that cannot be used, and for states that depend on how
     samples were batched.
     """
@@ -163,9 +182,9 @@ def capture_shard(
                     gap_steps = max(LEAST_GAP, GAP_PER_GAIN * gain)
             advance(sum(len(sample.token_ids) for sample in documents.values()))
             continue
-        # Now that the error, and with it what the forward held, is gone.
+        # The error, and with it the tensors of the forward, is gone now.
         torch.cuda.empty_cache()
-        # Like lengths stand side by side.
+        # Neighbours have similar lengths, so both halves need similar memory.
         waiting = deque(half for batch in waiting for half in (batch[::2], batch[1::2]) if half)
     numbers = range(len(samples))
     agreements: list[Agreement] = []
@@ -182,8 +201,8 @@ def check_replies(
 
     `most_beyond`: see `problem_of`.
     """
-    for sample, own in zip(samples, agreements, strict=True):
-        if problem := problem_of_sample(own, most_beyond):
+    for sample, agreement in zip(samples, agreements, strict=True):
+        if problem := problem_of_sample(agreement, most_beyond):
             raise DataError(problem, where=_where(sample), fix=CAUSES)
     if problem := problem_of(sum(agreements, Agreement()), most_beyond):
         worst = max(range(len(samples)), key=lambda number: agreements[number].distance)
@@ -206,7 +225,7 @@ def _capture(
 
 
 def _say_out_of_memory(error: Exception, samples: int, tokens: int, *, halved: bool) -> None:
-    """Raises OutOfMemory for what has been halved, or is one sample."""
+    """Raises OutOfMemory for a batch that has been halved, or is one sample."""
     if halved or samples == 1:
         problem = f"out of memory, {'also with half of it' if halved else 'for one sample'}"
         fix = "lower it, free memory, or set features.device_map=auto; committed shards are kept"
@@ -313,3 +332,76 @@ def _check_ids(sample: Sample, vocab_size: int) -> None:
 
 def _where(sample: Sample) -> str:
     return f"sample {sample.sample_id} of {sample.source}"
+
+
+#: Samples of a shard that are rendered again, evenly spread.
+_RENDERED = 32
+
+
+class Rendering:
+    """The template as synth used it, from what synth's manifest says."""
+
+    def __init__(self, template: ChatTemplate, parent: Manifest) -> None:
+        """`template` is the target's, without a system prompt: samples hold their own."""
+        facts = parent.details.get("template")
+        clock = (facts or {}).get("clock")
+        # Samples of older versions name neither the template's variables nor the clock it read.
+        self._known = facts is not None and (bool(clock) or not template.reads_clock)
+        if clock:
+            template.set_clock(datetime.fromisoformat(clock))
+        self._template = template
+        mix = parent.details.get("sampling", {}).get("mix") or ()
+        self._variants = {each["name"]: each.get("chat_template_kwargs") or {} for each in mix}
+
+    def check(self, samples: Sequence[Sample]) -> int:
+        """How many samples were rendered. Raises DataError for the first of other ids."""
+        if not self._known or not samples:
+            return 0
+        chosen = samples[:: -(-len(samples) // _RENDERED)]
+        for sample in chosen:
+            if problem := self._problem(sample):
+                raise DataError(
+                    problem,
+                    where=f"sample {sample.sample_id} of {sample.source}",
+                    fix="the target's tokenizer or chat template is another than synth used, or an "
+                    "older version tokenised the turns one by one; make the samples again with "
+                    "`eagle3 synth --force`",
+                )
+        return len(chosen)
+
+    def _problem(self, sample: Sample) -> str:
+        roles = [message.role for message in sample.messages]
+        system = sample.messages[0].content if roles[:1] == ["system"] else None
+        messages = [each for each in sample.messages if each.role in ("user", "tool")]
+        turns = [message.content for message in messages]
+        tool_turns = [number for number, each in enumerate(messages) if each.role == "tool"]
+        spans = sample.supervised
+        try:
+            template = self._template_of(sample)
+            first = template.start(turns[0], system=system)
+        except TemplateError as error:
+            return f"its messages cannot be rendered again: {error.problem}"
+        if tuple(first) != sample.token_ids[: spans[0].start]:
+            return "its first prompt is not what the chat template gives for its messages"
+        replies = [Span(start=span.start, end=span.end - 1) for span in spans]
+        for number in range(1, len(spans)):
+            before = sample.token_ids[: spans[number - 1].end]
+            rendered = template.follow(
+                *(turns[: number + 1], before, replies[:number]),
+                system=system,
+                tool_turns=tool_turns,
+            )
+            between = sample.token_ids[spans[number - 1].end : spans[number].start]
+            if isinstance(rendered, str) or tuple(rendered) != between:
+                return (
+                    f"the ids between its replies {number} and {number + 1} are not those of the "
+                    "whole conversation, rendered and tokenised at once"
+                )
+        return ""
+
+    def _template_of(self, sample: Sample) -> ChatTemplate:
+        kwargs: Mapping[str, Any] = self._variants.get(sample.variant, {})
+        tools = json.loads(sample.tools) if sample.tools else ()
+        if not kwargs and not tools:
+            return self._template
+        return self._template.varied(kwargs=kwargs, tools=tools)

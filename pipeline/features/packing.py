@@ -72,12 +72,12 @@ def cut(lengths: Sequence[int], count: int) -> list[range]:
 def into_forwards(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Numbers of samples of like length, `batch_tokens` together; a longer one goes alone."""
     batch: list[int] = []
-    held = 0
+    tokens = 0
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        if batch and held + lengths[number] > batch_tokens:
+        if batch and tokens + lengths[number] > batch_tokens:
             yield batch
-            batch, held = [], 0
+            batch, tokens = [], 0
         batch.append(number)
-        held += lengths[number]
+        tokens += lengths[number]
     if batch:
         yield batch

@@ -1,26 +1,28 @@
 """Features as a paragraph: read the samples of a shard, capture, commit; finish.
 
-What the shards are follows from the manifest of synth alone (packing.py), so that any number of
+What the shards are follows from the manifest of synth alone (packing.py), so any number of
 processes share them, and a restart reads no sample of a committed one. Shards are written in the
-background (writer.py): the states of at most four are in memory.
+background (writer.py): the states of at most four are in memory. audit.json, from the shards'
+entries, says how far replies agree with the teacher.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pipeline.config import RunConfig, take_settings
 from pipeline.console import notice, progress_bar
 from pipeline.errors import DataError
-from pipeline.features.audit import AUDIT, RepliesAudit
 from pipeline.features.packing import Part, parts_of
 from pipeline.features.plan import require_space
 from pipeline.records import STATES_FORMAT, Manifest
-from pipeline.store.claims import make_shards
 from pipeline.store.manifest import read_manifest, stage_location
-from pipeline.store.stage_run import StageRun, open_stage
+from pipeline.store.stage_run import StageRun, make_shards, open_stage
+from pipeline.target.agreement import CAUSES, Agreement, problem_of
 from pipeline.target.parallel import Group, joined
 
 
@@ -64,9 +66,11 @@ def _make(
     group: Group,
 ) -> None:
     """Compute and commit this process's shards; without any, torch is not loaded."""
-    own = {name: part for index, (name, part) in enumerate(parts.items()) if config.run.owns(index)}
-    total = sum(part.tokens for part in own.values())
-    done = sum(parts[name].tokens for name in stage_run.committed if name in own)
+    mine = {
+        name: part for index, (name, part) in enumerate(parts.items()) if config.run.owns(index)
+    }
+    total = sum(part.tokens for part in mine.values())
+    done = sum(parts[name].tokens for name in stage_run.committed if name in mine)
     with progress_bar("features", unit="tokens", total=total, done=done) as bar:
         capture = None
 
@@ -83,7 +87,7 @@ def _make(
                 capture.wait()
 
         def others(names: set[str]) -> None:
-            bar.advance(sum(parts[name].tokens for name in names if name in own))
+            bar.advance(sum(parts[name].tokens for name in names if name in mine))
 
         failed = True
         try:
@@ -131,3 +135,59 @@ def _finish(
 def _summary(manifest: Manifest, stage_run: StageRun, size: str = "") -> str:
     shards, uri = len(manifest.shards), stage_run.location.uri
     return f"{manifest.tokens:,} tokens in {shards} shards{size} at {uri}"
+
+
+AUDIT = "audit.json"
+_SCHEMA_VERSION = 1
+#: Samples that are listed.
+_FARTHEST = 10
+
+
+class RepliesAudit:
+    """Pools what each shard says of its replies."""
+
+    def __init__(self) -> None:
+        self._pooled, self._farthest = Agreement(), list[dict[str, Any]]()
+        self._rendered, self._most_beyond, self._gap_steps = 0, 0.0, 0.0
+
+    def add(self, tallies: Mapping[str, Any]) -> None:
+        """Of one shard; those of older versions say nothing."""
+        self._pooled += Agreement.read(tallies.get("agreement", {}))
+        self._most_beyond = max(self._most_beyond, tallies.get("most_beyond", 0.0))
+        self._gap_steps = max(self._gap_steps, tallies.get("gap_steps", 0.0))
+        self._rendered += tallies.get("rendered", 0)
+        self._farthest += tallies.get("farthest", [])
+        self._farthest.sort(
+            key=lambda each: (-Agreement.read(each).distance, each["source"], each["sample_id"])
+        )
+        del self._farthest[_FARTHEST:]
+
+    def check(self, where: str) -> None:
+        """Raise DataError where all shards together show what none showed alone."""
+        if problem := problem_of(self._pooled, self._most_beyond):
+            worst = self._farthest[0]
+            named = f"{where}: sample {worst['sample_id']} of {worst['source']}, the farthest"
+            raise DataError(problem, where=named, fix=CAUSES)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What the manifest carries; empty where no reply was scored."""
+        figures = self._pooled.figures()
+        figures |= {"gap_steps": self._gap_steps} if figures else {}
+        return figures | ({"rendered_samples": self._rendered} if self._rendered else {})
+
+    def as_json(self) -> str:
+        """The file. It quotes no prompt and no reply."""
+        body = {
+            "schema_version": _SCHEMA_VERSION,
+            "replies": self.figures,
+            "farthest": [
+                {
+                    "sample_id": each["sample_id"],
+                    "source": each["source"],
+                    **Agreement.read(each).figures(),
+                }
+                for each in self._farthest
+            ],
+        }
+        return json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

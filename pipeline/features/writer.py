@@ -20,12 +20,12 @@ import torch
 from pipeline.config import FeaturesSection, RunConfig
 from pipeline.features.capture import (
     CapturedShard,
+    Rendering,
     capture_shard,
     check_replies,
     load_matching_target,
 )
 from pipeline.features.packing import Part, cut, parts_of
-from pipeline.features.rendering import Rendering
 from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.manifest import stage_location
 from pipeline.store.samples import read_samples
@@ -33,7 +33,7 @@ from pipeline.store.stage_run import StageRun
 from pipeline.store.states import Encoding, StatesSample, encode_states
 from pipeline.target.agreement import MOST_BEYOND, Agreement
 from pipeline.target.arithmetic import reason, torch_arithmetic
-from pipeline.target.load import LoadedTarget
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.parallel import Group
 from pipeline.target.referee import Referee
 
@@ -113,8 +113,8 @@ class ShardCapture:
         if self._read is None or self._read[0].name != part.source.name:
             self._read = part.source, read_samples(self._synth, part.source)
         samples = self._read[1]
-        own = cut([len(sample.token_ids) for sample in samples], part.parts)[part.number]
-        return [samples[number] for number in own]
+        numbers = cut([len(sample.token_ids) for sample in samples], part.parts)[part.number]
+        return [samples[number] for number in numbers]
 
 
 def take_part(config: RunConfig, group: Group) -> Manifest:
@@ -263,7 +263,7 @@ def farthest(samples: Sequence[StatesSample], agreements: Sequence[Agreement]) -
         :_FARTHEST
     ]
     return [
-        {"sample_id": sample.sample_id, "source": sample.source, **own.as_tally()}
-        for sample, own in pairs
-        if own.distance
+        {"sample_id": sample.sample_id, "source": sample.source, **agreement.as_tally()}
+        for sample, agreement in pairs
+        if agreement.distance
     ]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -23,15 +23,12 @@ from pipeline.heads.base import DraftingHead, DraftShape
 from pipeline.heads.fields import Layers
 from pipeline.heads.tensors import WEIGHTS, read_json
 from pipeline.records import TargetContract, match_contracts
+from pipeline.target.weights import TargetWeights
 
 CONFIG, CARD = "config.json", "eagle3.json"
 
 
 HEAD_FILES = CONFIG, WEIGHTS, CARD
-
-
-#: The architectures of the other kinds of head (`eagle3/dflash/`, `eagle3/chained/`).
-BLOCK_DRAFTER, CHAINED = "DFlashDraftModel", "ChainedDraftModel"
 
 
 @dataclass(frozen=True)
@@ -167,17 +164,26 @@ def is_hub_id(text: str) -> bool:
     return looks_so and path.suffix not in (".jsonl", ".gz", ".ndjson", ".parquet", ".gguf")
 
 
-Dialect = Literal["sglang", "speculators", "dflash", "mtp"]
+@torch.no_grad()
+def fill_rows(foreign: ForeignHead, weights: TargetWeights, where: str) -> None:
+    """Copy the target's rows into an lm_head that the directory leaves to the target."""
+    del where
+    if foreign.lacks_rows:
+        head = foreign.head
+        head.lm_head.weight.copy_(weights.lm_head()[head.target_ids()])
 
 
 @dataclass(frozen=True)
 class ForeignHead:
-    """What a directory holds, under our names."""
+    """What a directory of another trainer holds, under our names."""
 
-    dialect: Dialect
+    dialect: str
     #: Output indices; None leaves them to the loader's default.
     capture_layers: Layers | None
     head: DraftingHead  # float32
     embedding: Tensor | None  # [V, H], when it ships one
     lacks_rows: bool = False  # its lm_head is the target's rows of its draft vocabulary
     lm_head: Tensor | None = None  # [V, H], when it ships one that is not the head's own
+    reads_final_state: bool = False  # the high aux state has to be the target's final one
+    #: Adds what the head takes from the target. Raises HeadError where that contradicts it.
+    complete: Callable[[ForeignHead, TargetWeights, str], None] = fill_rows

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from pipeline.errors import HeadError
 from pipeline.heads.base import DraftShape
-from pipeline.heads.eagle3.shape import HeadShape
 from pipeline.heads.known import LAYER_RULES, only
 from pipeline.heads.rope import ROPE_FIELDS, check_rotary, rope_fields, rope_parameters
 
@@ -70,7 +69,7 @@ def layer_config(shape: DraftShape) -> dict[str, Any]:
     }
 
 
-def shape_fields(body: dict[str, Any], where: str) -> HeadShape:
+def shape_fields(kind: type[Shape], body: dict[str, Any], where: str) -> Shape:
     """The shape that `body` describes, defaults as in transformers' Llama. Raises HeadError."""
     sizes = ("hidden_size", "num_attention_heads", "vocab_size")
     hidden, heads, vocabulary = (_positive(body, name, where) for name in sizes)
@@ -88,7 +87,7 @@ def shape_fields(body: dict[str, Any], where: str) -> HeadShape:
         **{name: _given(body, name, default) for name, default in defaults.items()},
         "rope_parameters": rope_parameters(body, where),
     }
-    return validated(HeadShape, fields, where)
+    return validated(kind, fields, where)
 
 
 def default_head_dim(body: Mapping[str, Any], where: str) -> int | None:

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError
 from pipeline.heads.base import BorrowedRows, DraftingHead, DraftShape, RmsNorm, SwiGluMlp
-from pipeline.heads.eagle3.shape import HeadShape
 from pipeline.heads.rope import rope_of_target
 from pipeline.learning.batches import TrainBatch
 from pipeline.learning.least_squares import Ridge
+
+Shape = TypeVar("Shape", bound=DraftShape)
 
 #: Standard deviation of randomly started matrices, as in the Llama family.
 _INIT_STD = 0.02
 
 
 def shape_for(
+    kind: type[Shape],
     target_config: Any,  # transformers configuration
     *,
     draft_vocab_size: int,
     intermediate_size: int | None,
     num_attention_heads: int | None,
     num_key_value_heads: int | None,
-    fc_norm: bool = False,
-    norm_output: bool = False,
-    draft_window: int = 0,
-) -> HeadShape:
-    """A head for a transformers target configuration; None takes the target's own value."""
+    **fields: Any,
+) -> Shape:
+    """A shape for a target; None takes its own value, `fields` are those of `kind` alone."""
     hidden = int(target_config.hidden_size)
     heads = int(target_config.num_attention_heads)
-    return HeadShape(
+    return kind(
         hidden_size=hidden,
         intermediate_size=intermediate_size or int(target_config.intermediate_size),
         num_attention_heads=num_attention_heads or heads,
@@ -46,9 +46,7 @@ def shape_for(
         rms_norm_eps=_epsilon(target_config),
         rope_parameters=_rope(target_config),
         max_position_embeddings=int(target_config.max_position_embeddings),
-        fc_norm=fc_norm,
-        norm_output=norm_output,
-        draft_window=draft_window,
+        **fields,
     )
 
 
@@ -102,7 +100,7 @@ def random_init(head: DraftingHead, seed: int) -> None:
                 parameter.fill_(1.0)
 
 
-def start_fc_from_high_layer(head: DraftingHead) -> None:
+def init_fc(head: DraftingHead) -> None:
     """fc starts near the identity on the high aux state, the closest to the target's output."""
     size = head.shape.hidden_size
     with torch.no_grad():
@@ -110,7 +108,7 @@ def start_fc_from_high_layer(head: DraftingHead) -> None:
         head.fc.weight[:, 2 * size :] += torch.eye(size)
 
 
-def start_lm_head(head: DraftingHead, target_lm_head: Tensor, target_final_norm: Tensor) -> None:
+def init_lm_head(head: DraftingHead, target_lm_head: Tensor, target_final_norm: Tensor) -> None:
     """lm_head rows and final norm are the target's own, for the tokens of the draft vocabulary.
 
     target_lm_head [V, H], target_final_norm [H].
@@ -165,7 +163,7 @@ def copy_plain_layer(own: PlainLayer, source: Mapping[str, Tensor]) -> list[str]
     return [*copied, *copy_mlp(own.mlp, source)]
 
 
-def behind_norm(weight: Tensor, norm: Tensor, read: Tensor, head_dim: int) -> Tensor:
+def fold_norm(weight: Tensor, norm: Tensor, read: Tensor, head_dim: int) -> Tensor:
     """A projection [heads·d, H] with the norm of its heads in it, at their typical size.
 
     It reads what a norm of weight `read` [H] lets through, of root mean square 1 before it. `norm`
@@ -228,6 +226,16 @@ class Fit(NamedTuple):
     strength: float  # of the ridge
     explained: float  # share of y's variance that the linear part explains
     explained_by_mlp: float = 0.0  # share of the rest that the MLP explains
+
+    @property
+    def measured_on(self) -> str:
+        """What the shares are of."""
+        return measured_on(self.held_out)
+
+
+def measured_on(held_out: int) -> str:
+    """What a regression's shares are of: labels that were held out, or all."""
+    return f"on {held_out:,} of them held out" if held_out else "on the same"
 
 
 def fit_of(ridge: Ridge) -> Fit:

@@ -1,101 +1,135 @@
-"""Head directories of every kind: read, written and made as their architecture or shape says.
+"""Algorithms by name, and heads of any of them: opened, written and made.
 
-LlamaForCausalLMEagle3   one EAGLE-3 head      checkpoint.py
-ChainedDraftModel        a head for each step  chained/
-DFlashDraftModel         a block drafter       dflash/
+Ours are listed here; a distribution adds its own by an entry point of the group `eagle3.heads`:
+
+    [project.entry-points."eagle3.heads"]
+    toy = "toy_head:ALGORITHM"
+
+This module imports no torch until a head is opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline.heads.base import DraftingHead, DraftShape
-from pipeline.heads.checkpoint import (
-    BLOCK_DRAFTER,
-    CHAINED,
-    CONFIG,
-    HEAD_FILES,
-    HeadCard,
-    check_card,
-    open_files,
-    write_files,
-)
-from pipeline.heads.dflash.checkpoint import dflash_config, read_dflash_config
-from pipeline.heads.dflash.shape import DflashHead, DflashShape
-from pipeline.heads.eagle3.checkpoint import load_head, save_head
-from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
-from pipeline.heads.known import architectures_of
-from pipeline.heads.mtp.checkpoint import chained_config, read_chained_config
-from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
-from pipeline.heads.tensors import fill_head, read_json, read_tensors
+from pipeline.config import TrainSection
+from pipeline.errors import ConfigError
+from pipeline.heads.algorithm import HeadAlgorithm
 from pipeline.records import TargetContract
 from pipeline.store.location import Location, as_directory
+
+if TYPE_CHECKING:
+    from pipeline.heads.base import DraftingHead, DraftShape
+    from pipeline.heads.checkpoint import ForeignHead, HeadCard
+
+#: Entry points of this group name a `HeadAlgorithm`.
+GROUP = "eagle3.heads"
+#: The order is that in which a foreign directory is looked at.
+_OURS = ("dflash", "mtp", "eagle3")
+
+
+@cache
+def algorithms() -> dict[str, HeadAlgorithm]:
+    """All algorithms by name, third parties' first.
+
+    Raises ConfigError for an entry point that takes a name of ours or is no algorithm.
+    """
+    ours = {name: import_module(f"pipeline.heads.{name}").ALGORITHM for name in _OURS}
+    others: dict[str, HeadAlgorithm] = {}
+    for point in entry_points(group=GROUP):
+        algorithm, where = point.load(), f"entry point {point.value} of {GROUP}"
+        if not isinstance(algorithm, HeadAlgorithm) or algorithm.name != point.name:
+            problem = f"is not a HeadAlgorithm named {point.name}"
+            raise ConfigError(problem, where=where, fix="see docs/heads.md")
+        if point.name in ours:
+            problem = f"{point.name} is a name of this package"
+            raise ConfigError(problem, where=where, fix="choose another name")
+        others[point.name] = algorithm
+    return others | ours
+
+
+def algorithm(section: TrainSection) -> HeadAlgorithm:
+    """The algorithm that a configuration trains. Raises ConfigError for an unknown name."""
+    if (name := section.head_algorithm) in algorithms():
+        return algorithms()[name]
+    fix = f"choose one of {', '.join(sorted(algorithms()))}"
+    raise ConfigError(f"there is no algorithm {name}", where="train.algorithm", fix=fix)
+
+
+def solves_least_squares(section: TrainSection) -> bool:
+    """Whether a new head's weights are solved on the first batches."""
+    return not section.start_from and algorithm(section).settings(section).least_squares
+
+
+def algorithm_of(head: DraftingHead) -> HeadAlgorithm:
+    """The algorithm of a head."""
+    return next(each for each in algorithms().values() if type(head) is each.head_type)
+
+
+def empty_head(shape: DraftShape) -> DraftingHead:
+    """A head of the algorithm whose shape this is, with undefined weights."""
+    return next(a for a in algorithms().values() if type(shape) is a.shape_type).head_type(shape)
 
 
 def open_head(
     location: Location | str, *, expected: TargetContract | None = None
 ) -> tuple[DraftingHead, HeadCard]:
-    """Read the head at a directory or URI, of any kind, in float32: the one way to a head of ours.
+    """Read the head at a directory or URI, of any algorithm, in float32.
 
     Every field of its config.json is honoured or refused, every tensor is checked. Raises HeadError
     with file, field and fix, or ContractMismatch when it is for another target than `expected`.
     """
     with head_directory(location) as directory:
-        return load_any_head(directory, expected=expected)
+        return load_head(directory, expected=expected)
 
 
 @contextmanager
 def head_directory(location: Location | str) -> Iterator[Path]:
     """A head's files as a local directory, for the time of the block."""
+    from pipeline.heads.checkpoint import HEAD_FILES
+
     place = Location(location) if isinstance(location, str) else location
     with as_directory(place, HEAD_FILES) as directory:
         yield directory
 
 
-def load_any_head(
+def load_head(
     directory: Path, *, expected: TargetContract | None = None
 ) -> tuple[DraftingHead, HeadCard]:
     """`open_head` of a local directory."""
-    path, where = directory / CONFIG, f"head {directory}: {CONFIG}"
-    card = open_files(directory, expected)
-    body = read_json(path)
+    from pipeline.heads.checkpoint import CONFIG, check_card, open_files
+    from pipeline.heads.known import architectures_of
+    from pipeline.heads.tensors import fill_head, read_json, read_tensors
+
+    where = f"head {directory}: {CONFIG}"
+    card, body = open_files(directory, expected), read_json(directory / CONFIG)
     architectures = architectures_of(body, where)
-    head: DraftingHead
-    if BLOCK_DRAFTER in architectures:
-        tensors = read_tensors(directory)
-        block, layers = read_dflash_config(body, where, has_rows="lm_head.weight" in tensors)
-        check_card(card, block, layers, where)
-        head = fill_head(DflashHead, block, tensors, where=f"head {directory}")
-    elif CHAINED in architectures:
-        chain, layers = read_chained_config(body, where)
-        check_card(card, chain, layers, where)
-        tensors = read_tensors(directory)
-        head = fill_head(ChainedHead, chain, tensors, where=f"head {directory}")
-    else:
-        return load_head(directory, expected=expected)
+    every = algorithms()
+    chosen = next((a for a in every.values() if a.architecture in architectures), every["eagle3"])
+    tensors = cache(lambda: read_tensors(directory))
+    shape, layers = chosen.checkpoint.read_config(body, where, tensors)
+    check_card(card, shape, layers, where)
+    head = fill_head(chosen.head_type, shape, tensors(), where=f"head {directory}")
     return head, card
 
 
-def save_any_head(directory: Path, head: DraftingHead, card: HeadCard) -> None:
-    """Write a head of any kind atomically, weights in bfloat16; an existing one is replaced."""
-    if isinstance(head, Eagle3Head):
-        save_head(directory, head, card)
-        return
-    if isinstance(head, DflashHead):
-        config = dflash_config(head.shape, card.contract)
-    else:
-        assert isinstance(head, ChainedHead)
-        config = chained_config(head.shape, card.contract)
+def save_head(directory: Path, head: DraftingHead, card: HeadCard) -> None:
+    """Write a head of any algorithm atomically, in bfloat16; an existing one is replaced."""
+    from pipeline.heads.checkpoint import write_files
+
+    config = algorithm_of(head).checkpoint.head_config(head.shape, card.contract)
     write_files(directory, config, head.state_dict(), card)
 
 
-def empty_head(shape: DraftShape) -> DraftingHead:
-    """A head of the kind that a shape is of, not started."""
-    if isinstance(shape, DflashShape):
-        return DflashHead(shape)
-    if isinstance(shape, ChainedShape):
-        return ChainedHead(shape)
-    assert isinstance(shape, HeadShape)
-    return Eagle3Head(shape)
+def read_foreign(directory: Path) -> ForeignHead:
+    """Read a directory that another trainer wrote. Raises HeadError with file, field and fix."""
+    for each in algorithms().values():
+        if (foreign := each.checkpoint.read_foreign(directory)) is not None:
+            return foreign
+    raise AssertionError("EAGLE-3 comes last, and refuses what it does not know")

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.config import TrainSection
 from pipeline.config.train import Loss
 from pipeline.heads.trained import Kind, StepResult, TrainedModel, count_coarse_rows
 from pipeline.learning.batches import TrainBatch
@@ -51,6 +52,12 @@ class Objective(NamedTuple):
     decay: float | None  # γ; None: by acceptance
     loss: Loss = "cross_entropy"
     temperature: float = 1.0  # of the teacher's softmax
+
+    @classmethod
+    def of(cls, section: TrainSection) -> Objective:
+        """As a configuration says."""
+        decay = None if section.step_decay == "acceptance" else section.step_decay
+        return cls(section.ttt_steps, decay, section.loss, section.teacher_temperature)
 
 
 class UnrolledModel(TrainedModel[Kind]):

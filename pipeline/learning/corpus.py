@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ConfigError, CorruptShard
-from pipeline.store.states import StatesSample
-from pipeline.store.states.sample import as_bytes
+from pipeline.store.states import StatesSample, as_bytes
 
 #: The first two tokens of a document cannot be predicted: position 0 at step 0 predicts token 2.
 FIRST_LABEL = 2

@@ -34,7 +34,7 @@ from pipeline.learning.schedule import Schedule
 ROWS_PER_REGRESSOR = 30
 
 
-def rows_wanted(hidden_size: int) -> int:
+def labels_needed(hidden_size: int) -> int:
     """Labels that the linear part is solved on, if there are as many: it has 4·H regressors."""
     return ROWS_PER_REGRESSOR * 4 * hidden_size
 
@@ -60,6 +60,10 @@ class FirstBatches:
             batch = read_batch(self._corpus, self._schedule.batch(number))
             tokens, labels = tokens + batch.trained_tokens, labels + len(batch.labels)
             yield batch
+
+
+#: (labels, tokens or None) → the first batches of the training that hold so many.
+BatchesOf = Callable[[int, int | None], FirstBatches]
 
 
 #: Strengths that are tried, in shares of a regressor's mean square times the rows. The last leaves

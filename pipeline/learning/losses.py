@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.config.train import ACCEPTANCE_LOSSES, HYBRID_DECAY, Loss
 
 #: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of
 #: its gradient; from a thousand rows upward (draft vocabulary 8,192) the products are fast.
@@ -54,11 +54,6 @@ _PART_LOGITS = 1 << 18
 #: Rows of lm_head whose gradient is added at one time: torch first widens what it adds, and all of
 #: it would be fresh pages, which are slow.
 _ADDED_ROWS = 1024
-
-
-#: λ = exp(-HYBRID_DECAY · a) for each token: the form of `lk_hybrid` in speculators' documentation,
-#: the 3 also in the model cards of the paper's authors.
-HYBRID_DECAY = 3.0
 
 
 class Teacher(NamedTuple):

@@ -20,10 +20,8 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
-from pipeline.decoder.ops.triton.language import Block, Pointer, Scalar, Table, jit
-from pipeline.decoder.ops.triton.launch import start_kernel
-from pipeline.learning.losses import HYBRID_DECAY
+from pipeline.config.train import ACCEPTANCE_LOSSES, HYBRID_DECAY, Loss
+from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Table, jit, start_kernel
 
 #: Logits of one block, sixteen a thread. Not fewer for short rows: where threads are left over,
 #: several read the same logit, and one may do so when it is a gradient already.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pipeline.config import TrainSection
 from pipeline.config.train import ACCEPTANCE_LOSSES
+from pipeline.heads.registry import solves_least_squares
 from pipeline.planning.heads import BlockHeadSize, HeadSize
 from pipeline.planning.targets import TargetShape
 from pipeline.records import ZeroMemory, ZeroStage
@@ -99,7 +100,7 @@ def start_bytes(section: TrainSection, head: HeadSize, target: TargetShape) -> i
     regressions: sums of P by P and P by H in float32, the former factored in float64, a solution,
     and of the numbers that strengths are compared by one for each, and a block in float64.
     """
-    if not section.starts_by_least_squares:
+    if not solves_least_squares(section):
         return 0
     hidden = head.hidden
     most = max(4 * hidden, _second_regressors(head))
@@ -115,7 +116,7 @@ def start_flops(section: TrainSection, head: HeadSize, tokens: int) -> float:
     For the P of both regressions: products of P by P, of which a half is enough, and of P by H, a
     Cholesky factor for each strength and one for the solution. One forward pass of the head.
     """
-    if not section.starts_by_least_squares:
+    if not solves_least_squares(section):
         return 0.0
     regressors = 4 * head.hidden
     asked = section.head_config.init_tokens if section.algorithm == "eagle3" else None

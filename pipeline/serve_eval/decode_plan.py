@@ -7,31 +7,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeline.config import DRAFTERS, DrafterName, RunConfig, prepare_process
+from pipeline.config import DRAFTERS, RunConfig, prepare_process
 from pipeline.console import progress_bar
+from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
-from pipeline.drafters.registry import DrafterFactory, load_drafter
+from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import open_head
 from pipeline.planning.decode import DecodePlan, PlannedDecoding, crossings
-from pipeline.serve_eval.questions import fill_context, first_question, read_prompts, readable
+from pipeline.serve_eval.questions import (
+    fill_context,
+    first_question,
+    load_evaluation_prompts,
+    readable,
+)
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.decode_plan import (
-    PlannedCell,
-    plan_cell,
-    run_rounds,
-    trace_variants,
-)
+from pipeline.tuning.tune import PlannedCell, plan_cell, run_rounds, trace_variants
 
 
 class Grid(NamedTuple):
     """What a plan is measured for."""
 
-    drafters: Sequence[DrafterName]
+    drafters: Sequence[str]
     batches: Sequence[int]
     contexts: Sequence[int]
     prompts: int  # traced at each context
@@ -112,9 +113,7 @@ def _longest(grid: Grid, target: Target) -> int:
     return longest
 
 
-def _head(
-    config: RunConfig, target: Target, drafters: Sequence[DrafterName]
-) -> DraftingHead | None:
+def _head(config: RunConfig, target: Target, drafters: Sequence[str]) -> DraftingHead | None:
     if not any(DRAFTERS[name].trained for name in drafters):
         return None
     own = stage_location(config.run.uri, "train").child("head")
@@ -127,7 +126,7 @@ def _contexts(
 ) -> dict[int, list[tuple[int, ...]]]:
     """Of each context length, `count` evaluation questions behind others that fill it."""
     template = target.template(system_prompt=config.eval.system_prompt)
-    measured, _ = readable(read_prompts(config)[0], [template])
+    measured, _ = readable(load_evaluation_prompts(config)[0], [template])
     questions = [first_question(prompt, template).context for prompt in measured]
     if len(questions) < 2:
         fix = "name more of them; others stand before each to fill the context"

@@ -30,8 +30,7 @@ from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.machine import matmul_rate, read_bandwidth
-from pipeline.tuning.roofline import Roofline, best_speedup, eta
+from pipeline.tuning.roofline import Roofline, best_speedup, eta, matmul_rate, read_bandwidth
 
 #: Blocks of a point's requests, in which both ways take turns.
 _BLOCKS = 4

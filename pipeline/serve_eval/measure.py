@@ -14,23 +14,23 @@ import torch
 
 from pipeline.config import RivalSection, RunConfig, TreeSection
 from pipeline.console import long_step, notice
-from pipeline.decoder.drafter import Drafter, Trees
+from pipeline.decoder.drafter import Drafter, DrafterFactory, Trees
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.drafters.registry import DrafterFactory, load_drafter
+from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import open_head
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
 from pipeline.serve_eval.reference import PlainReply
-from pipeline.target.load import LoadedTarget, pick_device
+from pipeline.target.arithmetic import pick_device
+from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target
 from pipeline.target.template import ChatTemplate
-from pipeline.tuning.score import Gaps, greedy_gaps, log_probabilities
-from pipeline.tuning.simulate import ImposedAcceptance
 from pipeline.tuning.tune import Choice, tune
+from pipeline.tuning.verification import Gaps, ImposedAcceptance, greedy_gaps, log_probabilities
 
 #: Requests that the losslessness check decodes together.
 _LOSSLESS_SLOTS = 8

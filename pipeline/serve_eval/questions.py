@@ -15,8 +15,7 @@ from pipeline.decoder.request import Completion
 from pipeline.errors import ConfigError, TemplateError
 from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Span, Stage
-from pipeline.store.begin import read_begin
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import read_begin, stage_location
 from pipeline.target.template import ChatTemplate
 
 
@@ -58,7 +57,7 @@ def clock_of(config: RunConfig, *stages: Stage) -> datetime:
     return datetime.now(UTC)
 
 
-def read_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+def load_evaluation_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     """What is measured of `eval.prompts`, when set, otherwise of `eval.sources`; and all others.
 
     At most `eval.max_prompts` are measured, even over categories. Raises ConfigError without any.
@@ -131,7 +130,7 @@ def longest_context(prompt: Prompt, turns: int, template: ChatTemplate) -> int:
     """Tokens of its first `turns` turns without those of replies, at least."""
     first = len(first_question(prompt, template).context)
     try:
-        whole = _with_tools(template, prompt).longest(
+        whole = _with_tools(template, prompt).count_tokens(
             prompt.turns[:turns], system=prompt.system, tool_turns=prompt.tool_turns
         )
     except TemplateError:  # the conversation ends before

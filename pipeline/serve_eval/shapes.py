@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from pipeline.config import EvalSection, TreeSection
 from pipeline.console import long_step, notice
-from pipeline.decoder.tree import WINDOW
-from pipeline.drafters.registry import DrafterFactory
+from pipeline.decoder.drafter import DrafterFactory
+from pipeline.decoder.ops.tree import WINDOW
 from pipeline.errors import ConfigError, DataError
 from pipeline.reports import ShapeAcceptance
 from pipeline.serve_eval.acceptance import acceptance_figures

@@ -18,7 +18,7 @@ from pipeline.config import RunConfig, prepare_process
 from pipeline.console import console, long_step, notice
 from pipeline.errors import ConfigError
 from pipeline.heads.base import DraftingHead
-from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.registry import open_head
 from pipeline.records import Record
@@ -31,12 +31,12 @@ from pipeline.serve_eval.load import (
     measure_workloads,
 )
 from pipeline.serve_eval.measure import Comparison
-from pipeline.serve_eval.questions import first_question, read_prompts, readable
+from pipeline.serve_eval.questions import first_question, load_evaluation_prompts, readable
 from pipeline.store.location import Location
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.simulate import pattern_of
+from pipeline.tuning.verification import pattern_of
 
 
 class SimulatedPoint(NamedTuple):
@@ -105,7 +105,7 @@ def simulate(config: RunConfig, lengths: Sequence[float]) -> SimulatedLoad:
         section = section.model_copy(update={"load": load})
     target = open_target(config.target, decoded=True)
     template = target.template(system_prompt=section.system_prompt)
-    prompts, _ = readable(read_prompts(config)[0], [template])
+    prompts, _ = readable(load_evaluation_prompts(config)[0], [template])
     longest = max(len(first_question(prompt, template).context) for prompt in prompts)
     with long_step("simulate", "loading the target"):
         head, named = _head(config, target)
@@ -198,6 +198,7 @@ def _head(config: RunConfig, target: Target) -> tuple[DraftingHead | None, str]:
 
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
     shape = shape_for(
+        HeadShape,
         AutoConfig.from_pretrained(target.directory).get_text_config(),
         draft_vocab_size=asked.draft_vocab_size,
         **{name: getattr(asked, name) for name in sizes},

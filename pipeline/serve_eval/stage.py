@@ -25,8 +25,8 @@ from pipeline.serve_eval.questions import (
     LeftOut,
     Question,
     clock_of,
+    load_evaluation_prompts,
     longest_context,
-    read_prompts,
     readable,
 )
 from pipeline.serve_eval.reference import check_with_transformers, chosen
@@ -105,7 +105,7 @@ def _evaluate(
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
     modes = [{}, *section.load.modes.values()] if section.load.concurrency else [{}]
     varied = [template.varied(kwargs=mode, where="eval.load.modes") for mode in modes]
-    prompts, others = read_prompts(config)
+    prompts, others = load_evaluation_prompts(config)
     prompts, unreadable = readable(prompts, varied)
     others, _ = readable(others, [template])
     if section.compare:

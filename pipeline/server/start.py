@@ -37,8 +37,7 @@ from pipeline.reports import REPORT
 from pipeline.server.app import ServerApp
 from pipeline.server.metrics import missing
 from pipeline.store.location import Location
-from pipeline.store.manifest import find_manifest, stage_location
-from pipeline.store.reports import read_report
+from pipeline.store.manifest import find_manifest, read_report, stage_location
 from pipeline.target.open import Target, open_target
 
 if TYPE_CHECKING:

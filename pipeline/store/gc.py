@@ -1,4 +1,4 @@
-"""What killed writers leave behind in a run, found and removed by `eagle3 gc`.
+"""Files that killed writers left in a run: found and removed by `eagle3 gc`.
 
     temporary files    .NAME.<pid>-<hex>.tmp: a local file that was not finished
     orphaned shards    shards/NAME without an entry in a stage that has begun: killed before it
@@ -22,13 +22,12 @@ from typing import NamedTuple
 
 from pipeline.errors import StoreError
 from pipeline.records import STAGES, Stage
-from pipeline.store.backends.base import FileInfo
-from pipeline.store.begin import BEGIN
-from pipeline.store.claims import CLAIMS
+from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
-from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
-from pipeline.store.prompts import PROMPTS, SELECTION, find_selection
+from pipeline.store.manifest import BEGIN, MANIFEST, find_manifest, stage_location
+from pipeline.store.samples import PROMPTS, SELECTION, find_selection
 from pipeline.store.shards import ENTRY, SHARDS, committed, read_entries
+from pipeline.store.stage_run import CLAIMS
 
 _Clock = Callable[[], float]
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
@@ -101,17 +100,17 @@ def _shards(run_uri: str, stage: Stage, now: _Clock, *, begun: bool) -> Iterator
     files = folder.files()
     entries = [] if manifest else read_entries(folder, committed(folder.names()))
     shards = manifest.shards if manifest else [entry.shard for entry in entries]
-    kept = {shard.path for shard in shards}
+    referenced = {shard.path for shard in shards}
     for name, info in files.items():
         if not begun:
             reason = "of a stage with neither begin.json nor manifest"
             yield _orphan(folder, name, info, reason, now)
-        elif not name.endswith(ENTRY) and name not in kept:
+        elif not name.endswith(ENTRY) and name not in referenced:
             yield _orphan(folder, name, info, "shard without an entry", now)
 
 
 def _claims(run_uri: str, stage: Stage, now: _Clock) -> Iterator[Orphan]:
-    """Those of a begun stage are taken over by whoever makes the shard."""
+    """In an unfinished stage the next process that makes the shard takes its claim over."""
     location = stage_location(run_uri, stage)
     folder = location.child(CLAIMS)
     for name, info in folder.files().items() if location.exists(MANIFEST) else ():
@@ -125,15 +124,15 @@ def _prompts(run_uri: str, now: _Clock) -> Iterator[Orphan]:
     if not files:
         return
     if find_manifest(run_uri, "synth"):
-        kept, reason = set(), "prompts of a finished stage, not screened"
+        referenced, reason = set(), "prompts of a finished stage, not screened"
     else:
         selection = find_selection(location)
-        kept = {shard.file for shard in selection.shards} if selection else set()
+        referenced = {shard.file for shard in selection.shards} if selection else set()
         reason = f"prompts that no {SELECTION} names"
     # A process that selects for hours leaves its first files alone while it writes its last.
     newest = max(files.values(), key=lambda info: info.modified or 0.0)
     for name, info in files.items():
-        if name not in kept:
+        if name not in referenced:
             yield _orphan(folder, name, info._replace(modified=newest.modified), reason, now)
 
 

@@ -5,7 +5,7 @@
 
 A name becomes visible only with all of its bytes: local files are written beside their final name,
 flushed to the disk and renamed; object stores make an object visible when its one upload ends.
-Remote operations are repeated while they fail in a way that passes (retry.py).
+Remote operations are retried while their failures are transient (backend.py).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.errors import CorruptShard, Eagle3Error
-from pipeline.store.backends.base import Backend, FileInfo, explain_os_error
-from pipeline.store.backends.disk import Disk, is_temporary
-from pipeline.store.backends.remote import Remote, explain_remote_error
+from pipeline.store.backend import Backend, FileInfo, explain_os_error
+from pipeline.store.disk import Disk, is_temporary
+from pipeline.store.remote import Remote, explain_remote_error
 
 T = TypeVar("T")
 
-#: A temporary file that has not changed for this long belongs to nobody any more.
+#: A temporary file that has not changed for this long was abandoned.
 _ABANDONED_SECONDS = 3600.0
 
 
 class Location:
     """A directory at `uri`; it need not exist before the first write.
 
-    On a disk a `private` one, and all below it, is for the user who makes it, or for the group of a
-    directory that has the setgid bit; a bucket has its own rules.
+    On a disk a `private` one, and all below it, is readable by the user who creates it, or by the
+    group where the directory above has the setgid bit; buckets have their own rules.
 
     Every failure of the storage below is a StoreError that names the file and what to do.
     """
@@ -58,11 +58,11 @@ class Location:
         return Location(f"{self.uri}/{name}", private=self._private or False)
 
     def where(self, name: str) -> str:
-        """How messages call the file `name`."""
+        """The file `name` as messages show it."""
         return f"{self.uri}/{name}" if name else self.uri
 
     def exists(self, name: str) -> bool:
-        """Whether the file `name` is there. Unlike fsspec's, raises when that cannot be told."""
+        """Whether the file `name` exists. Unlike fsspec's, raises without an answer."""
         return self.info_if_there(name) is not None
 
     def info_if_there(self, name: str) -> FileInfo | None:
@@ -85,7 +85,7 @@ class Location:
         return {name: info for name, info in self._listing().items() if not is_temporary(name)}
 
     def temporaries(self) -> dict[str, FileInfo]:
-        """The files directly in this directory that some writer has not finished, or never will."""
+        """Unfinished files directly in this directory, of running and of killed writers."""
         return {name: info for name, info in self._listing().items() if is_temporary(name)}
 
     def sizes(self) -> dict[str, int]:
@@ -134,9 +134,9 @@ class Location:
     def create(self, name: str, data: bytes) -> bytes:
         """Write `name` unless something is there; returns the bytes that are there afterwards.
 
-        Of several writers at once, one succeeds, and all get its bytes. So does a writer whose
-        answer was lost, and who finds its own bytes at the next attempt: callers who must know
-        themselves from others put something of their own into the data.
+        Of several writers at once, one succeeds, and all get its bytes. A writer whose answer was
+        lost finds its own bytes at the next attempt: put something unique into the data to tell
+        writers apart.
         """
         create = self._backend.create
         while not self._attempt(lambda: create(name, data), name, writing=True):
@@ -171,9 +171,8 @@ class Location:
     def sweep(self) -> dict[str, FileInfo]:
         """Remove temporary files that a killed writer left in this directory over an hour ago.
 
-        Younger ones may belong to a writer who is at work, on this machine or on another. Their age
-        is told by the store's clock alone. Returns the other files (as `files` does), of the same
-        listing.
+        Younger ones may belong to a running writer, on this machine or on another. Their age is
+        measured by the store's clock. Returns the other files, as `files` does.
         """
         listing = self._listing()
         temporaries = {name: info for name, info in listing.items() if is_temporary(name)}

@@ -1,19 +1,30 @@
-"""manifest.json: where it is, and how it is read."""
+"""begin.json, manifest.json and the evaluation's report: where they are, and how they are read.
+
+begin.json says which configuration and parent a stage's directory belongs to. The first process
+creates it, with all that shapes the output; every later one compares. Work for other inputs is
+refused, naming the keys that differ.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+from pydantic import AwareDatetime, Field
 
 from pipeline import __version__
+from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard, MissingStage, StoreError, UnfinishedStage
-from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Stage
-from pipeline.store.begin import BEGIN
+from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Record, Stage, canonical_json
+from pipeline.reports import REPORT, EvalReport
 from pipeline.store.location import Location
 
-MANIFEST = "manifest.json"
-
-
+BEGIN, MANIFEST = "begin.json", "manifest.json"
+#: Characters of a value that a message shows.
+_SHOWN = 60
 #: Stages that hold what users said: as text, as tokens, and in states that can be read back.
 _PRIVATE: frozenset[Stage] = frozenset({"synth", "features"})
 
@@ -24,7 +35,7 @@ def stage_location(run_uri: str, stage: Stage) -> Location:
 
 
 def manifest_where(run_uri: str, stage: Stage) -> str:
-    """How messages call the stage's manifest."""
+    """The stage's manifest as messages show it."""
     return stage_location(run_uri, stage).where(MANIFEST)
 
 
@@ -56,7 +67,7 @@ def parse_manifest(location: Location, data: bytes, stage: Stage) -> Manifest:
 
 
 def _schema_version(data: bytes) -> object:
-    """Of what cannot be read as a manifest of this schema."""
+    """The version of a manifest that does not parse as this schema."""
     with suppress(ValueError, AttributeError):
         return json.loads(data).get("schema_version")
     return None
@@ -72,7 +83,7 @@ def _refuse_other_schema(where: str, version: object) -> None:
 
 
 def read_manifest(run_uri: str, stage: Stage) -> Manifest:
-    """As `find_manifest`; MissingStage when there is none, UnfinishedStage when it is begun."""
+    """As `find_manifest`. Raises MissingStage, or UnfinishedStage for a stage that has begun."""
     manifest = find_manifest(run_uri, stage)
     if manifest is None:
         if stage_location(run_uri, stage).exists(BEGIN):
@@ -83,3 +94,123 @@ def read_manifest(run_uri: str, stage: Stage) -> Manifest:
         fix = f"run `eagle3 {stage}` first, with the same run.uri"
         raise MissingStage(problem, where=manifest_where(run_uri, stage), fix=fix)
     return manifest
+
+
+class Begin(Record):
+    """What decides a stage's output: only work on equal inputs is continued."""
+
+    stage: Stage
+    schema_version: int = SCHEMA_VERSION
+    config_hash: str  # of `shaping`
+    parent_hash: str | None  # `content_hash` of the parent's manifest
+    shaping: dict[str, Any] | None = None  # the configuration; versions before 4 kept its hash only
+    #: What else shapes the output: facts of the target, versions of filters. Those that an older
+    #: version did not record are not compared.
+    made_with: dict[str, str] = Field({})
+    #: The time that chat templates render, for every process and attempt: when the stage was
+    #: begun. None where no template reads it, and in work that older versions began.
+    clock: AwareDatetime | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        stage: Stage,
+        parent: Manifest | None,
+        made_with: Mapping[str, str],
+        clock: datetime | None = None,
+    ) -> Begin:
+        """The record of a stage that begins now."""
+        return cls(
+            stage=stage,
+            config_hash=config.section_hash(stage),
+            parent_hash=parent.content_hash if parent else None,
+            shaping=config.shaping(stage),
+            made_with=dict(made_with),
+            clock=clock,
+        )
+
+    def create(self, location: Location) -> Begin:
+        """Write it to the stage at `location` unless there is one; returns the stored one.
+
+        Raises CorruptShard where that cannot be read.
+        """
+        return _parse_begin(location, location.create(BEGIN, canonical_json(self.dump()).encode()))
+
+    def dump(self) -> dict[str, Any]:
+        without = {"clock"} if self.clock is None else None
+        return self.model_dump(mode="json", exclude=without)
+
+    def changes(self, now: Begin, config: RunConfig) -> dict[str, tuple[str, str]]:
+        """Key → its value here and in `now`, where they differ; `now` was made from `config`.
+
+        A key that did not exist then counts as today's default.
+        """
+        changes = {}
+        if self.parent_hash != now.parent_hash:
+            changes["parent"] = _short_hash(self.parent_hash), _short_hash(now.parent_hash)
+        for name in self.made_with.keys() & now.made_with.keys():
+            if self.made_with[name] != now.made_with[name]:
+                changes[name] = (
+                    _short_value(self.made_with[name]),
+                    _short_value(now.made_with[name]),
+                )
+        if self.shaping is None or now.shaping is None:
+            if self.config_hash != now.config_hash:
+                changes["config"] = _short_hash(self.config_hash), _short_hash(now.config_hash)
+            return changes
+        before, after = dict(_leaves(self.shaping)), dict(_leaves(now.shaping))
+        for keys, value in after.items():
+            was = before[keys] if keys in before else config.default(keys)
+            if was != value:
+                changes[_key_name(keys)] = _short_value(was), _short_value(value)
+        return changes
+
+
+def read_begin(location: Location) -> Begin | None:
+    """begin.json of the stage at `location`; None before it begins. Raises CorruptShard."""
+    return _parse_begin(location, location.read(BEGIN)) if location.exists(BEGIN) else None
+
+
+def _parse_begin(location: Location, data: bytes) -> Begin:
+    stage = location.uri.rsplit("/", 1)[-1]
+    fix = f"restore the file, or run `eagle3 {stage} --force`"
+    return Begin.parse(data, where=location.where(BEGIN), fix=fix)
+
+
+def _leaves(
+    fields: dict[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in fields.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _key_name(keys: tuple[str, ...]) -> str:
+    """A key as a user writes it."""
+    return "run.seed" if keys == ("seed",) else ".".join(keys)
+
+
+def _short_value(value: Any) -> str:
+    text = canonical_json(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _short_hash(value: str | None) -> str:
+    return value[:16] if value else "none"
+
+
+def read_report(source: str) -> EvalReport:
+    """The report at a path or URI (….json), or of the run at a URI.
+
+    Raises StoreError without one, CorruptShard where it cannot be read.
+    """
+    if source.endswith(".json"):
+        above, separator, name = source.rpartition("/")
+        location = Location(above if separator else ".")
+    else:
+        location, name = stage_location(source, "eval"), REPORT
+    where = location.where(name)
+    return EvalReport.parse(location.read(name), where=where, fix="run `eagle3 eval` there")

@@ -1,30 +1,47 @@
-"""One committed file. Data first, then its entry: a file without an entry was never committed.
+"""One committed file: data first, then its entry. A file without an entry was never committed.
 
     <stage>/shards/00003.9f2c41d07be3a685.safetensors  the bytes, in a file of this attempt's own
                    00003.safetensors.entry.json        the Shard, which names that file; seconds,
                                                        the store's own checksum
 
 A commit is write → verify → entry. The entry is created exclusively: of several processes that make
-the same shard, on whatever machines, the first entry wins for good, and the others take its shard
-for theirs. The manifest that lists the shard comes when all are committed:
+the same shard, on whatever machines, the first entry wins for good, and the others take over its
+shard. The manifest that lists the shard follows when all are committed:
 
     write ──► size and checksum as the store reports them ──► entry ──► … ──► manifest
       └ killed here: an orphan, for `eagle3 gc`     └ killed from here on: committed, left as it is
+
+Remote shards are read from a cache on the local disk:
+
+    $XDG_CACHE_HOME/eagle3/shards/<sha256 of the shard>/shards/<name>   like a stage's directory
+                                  locks/<first two digits>.lock         one fetch of equal shards
+
+A copy is named by the checksum in the manifest, so it can never be another shard's, and runs that
+share shards share copies. Above the limit the least recently used copies are evicted. Any number of
+processes may use one cache: one of them fetches a shard, and a file that is removed while another
+process has it open stays readable there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import secrets
+import shutil
+import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from pipeline.errors import CorruptShard
+from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Arithmetic, Shard, canonical_json
-from pipeline.store.backends.base import FileInfo
+from pipeline.store.backend import Checksum, FileInfo, explain_os_error
+from pipeline.store.disk import is_temporary, replace_file
 from pipeline.store.location import Location
 from pipeline.telemetry import count_shard
 
@@ -44,10 +61,9 @@ class Entry(NamedTuple):
     shard: Shard
     seconds: float  # since the commit before it; adds up to the stage's wall time over all attempts
     stored: str = ""  # the store's own checksum of the file ("crc32c:…", "md5:…"), where it has one
-    arithmetic: Arithmetic | None = None  # what computed it; an older version did not say
-    tallies: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # the stage's own counts of it, which its manifest sums up
+    arithmetic: Arithmetic | None = None  # what computed it; None for older versions
+    #: The stage's counts of it, which its manifest sums up.
+    tallies: Mapping[str, Any] = MappingProxyType({})
 
 
 def verify_shard(location: Location, shard: Shard) -> None:
@@ -90,7 +106,7 @@ def verify_stored(location: Location, shards: tuple[Shard, ...]) -> None:
 
 
 def stored_checksum(location: Location, shard: Shard) -> str:
-    """What the store reported of this very shard at its commit; empty without report or entry."""
+    """The store's checksum of this shard at its commit; empty without one."""
     folder, name = location.child(SHARDS), shard.name + ENTRY
     entry = read_entry(folder, name) if folder.exists(name) else None
     return entry.stored if entry and entry.shard == shard else ""
@@ -108,16 +124,16 @@ def write_shard(
     arithmetic: Arithmetic | None = None,
     tallies: Mapping[str, Any] | None = None,
 ) -> Entry:
-    """Write a file, compare what the store reports of it, then claim `name` for it by the entry.
+    """Write a file, compare what the store reports of it, then claim `name` by the entry.
 
     Returns the entry of `name`: this one, or that of another process which was first. Raises
-    CorruptShard where the one that is there is none.
+    CorruptShard where the existing one cannot be read.
     """
     stem, dot, suffix = name.rpartition(".")
-    own = f".{secrets.token_hex(8)}"
+    attempt = f".{secrets.token_hex(8)}"
     shard = Shard(
         name=name,
-        file=f"{stem}{own}{dot}{suffix}" if stem else f"{name}{own}",
+        file=f"{stem}{attempt}{dot}{suffix}" if stem else f"{name}{attempt}",
         rows=rows,
         tokens=tokens,
         bytes=len(data),
@@ -138,7 +154,7 @@ def write_shard(
     entry = _parse_entry(folder, name + ENTRY, there)
     count_shard(shard, lost=entry.shard.path != shard.path)
     if entry.shard.path != shard.path:
-        folder.delete(shard.path)  # nobody's
+        folder.delete(shard.path)  # an orphan
     return entry
 
 
@@ -148,12 +164,12 @@ def committed(files: Iterable[str]) -> set[str]:
 
 
 def read_committed(
-    location: Location, names: Sequence[str], *, own: Container[str] = ()
+    location: Location, names: Sequence[str], *, trusted: Container[str] = ()
 ) -> Iterator[Entry]:
     """Entries of the committed shards `names` of the stage at `location`, in that order.
 
     Their files are compared with them, from one listing: sizes, and the checksums that a remote
-    store reports. Local files are read, but for this process's `own`. Raises CorruptShard.
+    store reports. Local files are read, except `trusted` ones. Raises CorruptShard.
     """
     folder = location.child(SHARDS)
     files = folder.files() if names else {}
@@ -164,7 +180,7 @@ def read_committed(
         # A listing may have passed by a file that was committed while it was made.
         listed = files.get(path) or folder.info_if_there(path)
         info = _check_info(location, entry.shard, listed)
-        if name not in own and (not info.checksum or info.checksum != entry.stored):
+        if name not in trusted and (not info.checksum or info.checksum != entry.stored):
             verify_shard(location, entry.shard)
         return entry
 
@@ -202,7 +218,7 @@ def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
 
 
 def _folder_of(location: Location, shard: Shard) -> Location:
-    """The directory of the shards, once `shard` is in it."""
+    """The directory of the shards. Raises CorruptShard where `shard` is not in it."""
     folder = location.child(SHARDS)
     if not folder.exists(shard.path):
         raise _corrupt(location, shard, "the file is missing")
@@ -210,7 +226,7 @@ def _folder_of(location: Location, shard: Shard) -> Location:
 
 
 def _check_info(location: Location, shard: Shard, info: FileInfo | None) -> FileInfo:
-    """What a listing knows of `shard`, once it is there with its size."""
+    """`info` of a listing. Raises CorruptShard where the file is missing or has another size."""
     if info is None:
         raise _corrupt(location, shard, "the file is missing")
     check_size(location, shard, info.size)
@@ -242,3 +258,131 @@ def _corrupt(location: Location, shard: Shard, problem: str) -> CorruptShard:
     where, stage = f"{location.uri}/{SHARDS}/{shard.path}", location.uri.rsplit("/", 1)[-1]
     fix = f"restore the file, or make it again with `eagle3 {stage} --force`"
     return CorruptShard(problem, where=where, fix=fix)
+
+
+#: A download that has not grown for this long was killed. Seconds.
+_ABANDONED = 3600.0
+
+
+class _Copy(NamedTuple):
+    used: float  # seconds since 1970
+    size: int
+    folder: Path
+
+
+class ShardCache:
+    """At most `limit` bytes of shards below `directory`, besides those that are being fetched."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.limit, self._directory = limit, directory
+
+    def fetch(self, location: Location, shard: Shard) -> Location:
+        """A local directory that holds `shard` like the stage at `location`; fetched if needed.
+
+        Raises CorruptShard when the store twice delivers other bytes than were committed,
+        StoreError when the disk is full.
+        """
+        folder = self.folder(shard)
+        path = folder / SHARDS / shard.path
+        if not _touch(path, shard):
+            try:
+                with self._locked(f"{shard.sha256[:2]}.lock"):
+                    if not _touch(path, shard):  # another process may have fetched it meanwhile
+                        self._evict_for(shard.bytes)
+                        download_shard(location, shard, path, private=folder.parent)
+            except OSError as error:
+                raise _explain_full_cache(error, path) from error
+        return Location(str(folder))
+
+    def drop(self, shard: Shard) -> None:
+        """Remove the copy of `shard`, if there is one, after a fetch that may be under way."""
+        with self._locked(f"{shard.sha256[:2]}.lock"), suppress(FileNotFoundError):
+            shutil.rmtree(self.folder(shard))
+
+    def folder(self, shard: Shard) -> Path:
+        """Where the copy of `shard` is, or would be."""
+        return self._directory / "shards" / shard.sha256
+
+    def _evict_for(self, needed: int) -> None:
+        """Remove the copies unused for longest until `needed` more bytes fit."""
+        with self._locked("evict.lock"):
+            copies = sorted(self._copies())
+            excess = sum(copy.size for copy in copies) + needed - self.limit
+            for copy in copies:
+                if excess <= 0:
+                    return
+                shutil.rmtree(copy.folder, ignore_errors=True)
+                excess -= copy.size
+
+    def _copies(self) -> Iterator[_Copy]:
+        """What is there; abandoned downloads are removed on the way."""
+        for folder in _children(self._directory / "shards"):
+            size, used = 0, 0.0
+            for path in _children(folder / SHARDS):
+                with suppress(FileNotFoundError):
+                    status = path.stat()
+                    if is_temporary(path.name) and status.st_mtime < time.time() - _ABANDONED:
+                        path.unlink()
+                        continue
+                    size, used = size + status.st_size, max(used, status.st_mtime)
+            yield _Copy(used, size, folder)
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Exclusive among threads and processes; the kernel releases it when its holder dies."""
+        path = self._directory / "locks" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def download_shard(
+    location: Location,
+    shard: Shard,
+    path: Path,
+    *,
+    thorough: bool = False,
+    private: Path | None = None,
+) -> None:
+    """Write the bytes of a remote shard to `path`, which appears once they are the committed ones.
+
+    They are compared by the CRC32C that the store reported at the commit, where it did, as it costs
+    next to nothing; else, and when `thorough`, by SHA-256. Other bytes are read once more. Raises
+    CorruptShard when they differ again.
+    """
+    folder, stored = location.child(SHARDS), "" if thorough else stored_checksum(location, shard)
+    expected = stored if stored.startswith("crc32c:") else f"sha256:{shard.sha256}"
+
+    def fill(file: BinaryIO) -> None:
+        checksum, size = Checksum(expected.partition(":")[0]), 0
+        for block in folder.blocks(shard.path):
+            checksum.update(block)
+            size += file.write(block)
+        check_shard(location, shard, size, str(checksum), expected)
+
+    try:
+        replace_file(path, fill, durable=False, private=private)
+    except CorruptShard:
+        replace_file(path, fill, durable=False, private=private)
+
+
+def _touch(path: Path, shard: Shard) -> bool:
+    """Whether a whole copy is there; notes that it was used now."""
+    with suppress(FileNotFoundError):
+        if path.stat().st_size == shard.bytes:
+            os.utime(path)
+            return True
+    return False
+
+
+def _children(folder: Path) -> list[Path]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return list(folder.iterdir())
+    return []
+
+
+def _explain_full_cache(error: OSError, path: Path) -> StoreError:
+    problem = explain_os_error(error, str(path), writing=True).problem
+    fix = "free some space, lower run.cache_bytes, or set run.cache_dir to another disk"
+    return StoreError(problem, where=str(path), fix=fix)

@@ -1,43 +1,59 @@
 """A stage's directory, from the first byte to the manifest.
 
     <run uri>/<stage>/begin.json      which config and parent this work belongs to; written first
+                      claims/…        which process is making which shard
                       shards/…        committed one by one, see shards.py
                       manifest.json   written last: without it the stage is not finished
 
 Killed at any instant, the same command picks up the committed shards and ends with the same bytes.
+
+    claims/NAME.0000.json   created exclusively by the process that makes the shard, and rewritten
+                            while it does, so that its date stays young
+           NAME.0001.json   the next process's, once the first has grown old; and so on
+
+The guarantee is the commit's (shards.py): a claim that is taken over too early costs work and
+nothing else. A claim's age is the difference of two times of the store, so two machines' clocks are
+never compared; a claim of a process on this machine is also abandoned when that process has ended.
+
+    names     a b c d e f g h …      all start at the front; a process that meets another's claim
+    process 1 ▐a▌▐b▌▐e▌              continues at a random place, so that processes seldom meet
+    process 2 ▐c▌       ▐g▌          twice
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
+import random
+import secrets
+import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from pipeline import __version__
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, RunSection
 from pipeline.console import notice
-from pipeline.errors import (
-    CorruptShard,
-    StageConflict,
-    StageIncomplete,
-)
-from pipeline.records import (
-    Arithmetic,
-    Manifest,
-    Shard,
-    Stage,
-    TargetContract,
-)
-from pipeline.store.begin import BEGIN, Begin, read_begin
+from pipeline.errors import CorruptShard, Eagle3Error, StageConflict, StageIncomplete
+from pipeline.records import Arithmetic, Manifest, Shard, Stage, TargetContract, canonical_json
 from pipeline.store.location import Location
-from pipeline.store.manifest import MANIFEST, find_manifest, parse_manifest, stage_location
+from pipeline.store.manifest import (
+    BEGIN,
+    MANIFEST,
+    Begin,
+    find_manifest,
+    parse_manifest,
+    read_begin,
+    stage_location,
+)
 from pipeline.store.shards import (
     ENTRY,
     SHARDS,
@@ -54,6 +70,11 @@ from pipeline.store.shards import (
 _KINDS = {"parent": "parent", "target": "target", "pii": "filter"}
 #: Committed shards of which the arithmetic is looked up when a stage is continued.
 _LOOKED_AT = 64
+CLAIMS = "claims"
+#: A claim is renewed so many times before it counts as abandoned.
+_RENEWALS = 4
+#: Seconds of the first wait for shards that others are making; waits double.
+_FIRST_WAIT = 0.25
 _SOFTWARE = ("torch", "transformers", "triton", "safetensors", "pyarrow", "numpy", "deepspeed")
 
 
@@ -67,8 +88,8 @@ def open_stage(
 ) -> StageRun:
     """Begin, continue or recognise as complete the stage's work for this config and parent.
 
-    `made_with` is what else shapes the output: the target, versions of filters; `clock` is what
-    time it is for a stage that begins now, see `StageRun.clock`. Raises StageConflict when the
+    `made_with` is what else shapes the output: the target, versions of filters; `clock`: see
+    `StageRun.clock`, for a stage that begins now. Raises StageConflict when the
     directory holds other work and `run.force` is off, and CorruptShard when committed files are not
     what they were. With `run.force` both are discarded.
     """
@@ -81,8 +102,8 @@ def open_stage(
     location = stage_location(config.run.uri, stage)
     files = location.child(SHARDS).files()
     size = sum(info.size for info in files.values())
-    held = f"{len(files)} files of shards, {size:,} bytes"
-    notice(stage, f"--force: deletes what {location.uri} holds ({held})")
+    contents = f"{len(files)} files of shards, {size:,} bytes"
+    notice(stage, f"--force: deletes what {location.uri} holds ({contents})")
     _discard(location)
     return _open(config, inputs, parent)
 
@@ -100,7 +121,7 @@ class StageRun:
         manifest: Manifest | None = None,
     ) -> None:
         self.location, self.manifest = location, manifest
-        #: Names of the shards that are known to be committed, by whomever.
+        #: Names of the shards that are known to be committed, by any process.
         self.committed = set(committed)
         #: Those that this process has committed or read.
         self.shards = {shard.name: shard for shard in manifest.shards} if manifest else {}
@@ -108,8 +129,8 @@ class StageRun:
         self._arithmetic: Arithmetic | None = None  # of this attempt
         self._earlier: tuple[Arithmetic, ...] = ()
         self.stage, self._inputs, self._parent_uri = inputs.stage, inputs, parent_uri
-        #: What time it is for chat templates: the same for all who work on the stage, since it is
-        #: that of the process that began it. None where none was given then.
+        #: The time that chat templates render: when the stage was begun, for all its processes.
+        #: None where the stage has none.
         self.clock = inputs.clock
         self._seconds = 0.0
         self._counted_until = time.monotonic()
@@ -118,10 +139,10 @@ class StageRun:
     def compute_with(
         self, arithmetic: Arithmetic, *, why: str = "", earlier: Iterable[Arithmetic] = ()
     ) -> None:
-        """Say, in `why` with what reason, what the shards from now on are computed with.
+        """Print and record what the following shards are computed with; `why` follows the notice.
 
-        Their entries and the manifest keep it, the manifest also what uncommitted work of `earlier`
-        attempts was computed with. Shards of another arithmetic stay as they are.
+        Entries and the manifest record it, the manifest also that of `earlier` attempts whose work
+        was not committed. Shards of another arithmetic stay as they are.
         """
         self._earlier = tuple(earlier)
         self._arithmetic = arithmetic
@@ -129,12 +150,12 @@ class StageRun:
         notice(self.stage, f"arithmetic: {arithmetic}{why}{promise}")
         before = self._computed_before()
         if others := Counter(one for one in before if not (one and one.agrees(arithmetic))):
-            counts = "; ".join(f"{count} by {_told(one)}" for one, count in others.items())
+            counts = "; ".join(f"{count} by {_machine_text(one)}" for one, count in others.items())
             stay = "they stay, and the rest need not be what an uninterrupted run gives"
             notice(self.stage, f"of {len(before)} committed shards {counts}: {stay}")
 
     def _computed_before(self) -> list[Arithmetic | None]:
-        """What computed the shards that are committed, of many only the first."""
+        """Arithmetic of the committed shards, of at most _LOOKED_AT of them."""
         folder, names = self.location.child(SHARDS), sorted(self.committed)[:_LOOKED_AT]
         return [entry.arithmetic for entry in read_entries(folder, names)]
 
@@ -150,11 +171,11 @@ class StageRun:
     ) -> Shard:
         """Store one shard for good: data, size and checksum compared, entry. Zero rows are legal.
 
-        `tallies` are what the stage counts of it beside that: JSON, kept in the entry.
+        `tallies` are further counts of the stage: JSON, stored in the entry.
 
         Shards may be committed in any order, from several threads and from several processes; the
-        manifest lists them by name. The first commit of a name is the one that counts: what is
-        returned is that one's shard, whose bytes need not be `data`.
+        manifest lists them by name. The first commit of a name counts: its shard is returned,
+        whose bytes need not be `data`.
         """
         assert self.manifest is None, "the stage is finished"
         counts, seconds = dict(rejected or {}), self._count_seconds()
@@ -184,16 +205,16 @@ class StageRun:
         return new
 
     def is_committed(self, name: str) -> bool:
-        """Whether shard `name` is, by this process or by another until now."""
+        """Whether any process has committed shard `name`."""
         if name not in self.committed and self.location.child(SHARDS).exists(name + ENTRY):
             with self._lock:
                 self.committed.add(name)
         return name in self.committed
 
     def collect(self, names: Sequence[str]) -> Iterator[Entry]:
-        """The entries of all shards of the stage, by whomever committed, in the order of `names`.
+        """The entries of all shards of the stage, of all processes, in the order of `names`.
 
-        What the manifest will say of shards comes from here. Raises StageIncomplete while some are
+        The manifest is made from these. Raises StageIncomplete while some are
         missing, and CorruptShard for one that is not what was committed.
         """
         self.refresh()
@@ -203,12 +224,12 @@ class StageRun:
             problem = f"this process has committed its part; {count}, the first is {missing[0]}"
             fix = "run the same command again when the others have ended, or at once without shard"
             raise StageIncomplete(problem, where=self.location.uri, fix=fix)
-        own, self.shards = self.shards, {}
-        for entry in read_committed(self.location, names, own=own):
+        mine, self.shards = self.shards, {}
+        for entry in read_committed(self.location, names, trusted=mine):
             name = entry.shard.name
             self.shards[name] = entry.shard
             self._computed_by.add(entry.arithmetic)
-            self._seconds += 0.0 if name in own else entry.seconds
+            self._seconds += 0.0 if name in mine else entry.seconds
             yield entry
 
     def write_once(self, name: str, data: bytes) -> None:
@@ -229,8 +250,8 @@ class StageRun:
     ) -> Manifest:
         """Write the manifest of `shards`, by name.
 
-        `rejected_extra` counts what was left out before any shard. One that is there already, from
-        another process, is kept if it says the same of the output.
+        `rejected_extra` counts what was rejected before any shard. A manifest that another process
+        has written stays if it describes the same output.
         """
         assert self.manifest is None, "the stage is finished"
         shards = tuple(self.shards[name] for name in sorted(self.shards))
@@ -301,9 +322,9 @@ def _open(config: RunConfig, inputs: Begin, parent: Manifest | None) -> StageRun
 
 
 def _refuse_unowned(location: Location, names: Collection[str]) -> None:
-    """Raises StageConflict for committed shards without begin.json: nobody can tell whose they are.
+    """Raises StageConflict for committed shards without begin.json: their inputs are unknown.
 
-    Files without an entry are what killed writers leave, and stay for `eagle3 gc`.
+    Files without an entry are left by killed writers, and stay for `eagle3 gc`.
     """
     if names:
         problem = f"holds {len(names)} committed shards, and no {BEGIN} that says whose they are"
@@ -324,8 +345,8 @@ def _refuse_other_inputs(
     raise StageConflict(problem, where=location.uri, fix=fix)
 
 
-def _told(arithmetic: Arithmetic | None) -> str:
-    """Enough to tell one machine's from another's."""
+def _machine_text(arithmetic: Arithmetic | None) -> str:
+    """With what tells one machine from another."""
     if arithmetic is None:
         return "an older version"
     return f"{arithmetic} ({arithmetic.processor}, {arithmetic.threads} threads)"
@@ -351,3 +372,176 @@ def _software() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+def make_shards(
+    stage_run: StageRun,
+    names: Sequence[str],
+    run: RunSection,
+    make: Callable[[Iterator[str]], None],
+    others: Callable[[set[str]], None] = lambda names: None,
+) -> None:
+    """Have `make` commit those of the shards `names` that are this process's to make.
+
+    With `run.shard` those are every n-th. Otherwise `make` gets the names that can be claimed,
+    until all are committed by some process; it commits every name that it takes. `others` is called
+    with the shards that other processes have committed meanwhile.
+    """
+    if run.shard:
+        mine = (name for index, name in enumerate(names) if run.owns(index))
+        make(name for name in mine if name not in stage_run.committed)
+        return
+    wait, noticed = _Wait(run.claim_seconds), False
+    with Claims(stage_run.location, run.claim_seconds) as claims:
+        while missing := sum(name not in stage_run.committed for name in names):
+            taken = _Taken(claims, stage_run, names)
+            make(iter(taken))
+            claims.release_all()
+            if taken.count:
+                wait = _Wait(run.claim_seconds)
+            else:
+                if not noticed:
+                    notice(stage_run.stage, f"waiting for {missing} shards of other processes")
+                    noticed = True
+                wait.sleep()
+            others(stage_run.refresh())
+
+
+class _Wait:
+    """Pauses that double, up to the interval at which claims are renewed."""
+
+    def __init__(self, claim_seconds: float) -> None:
+        self._seconds, self._most = _FIRST_WAIT, claim_seconds / _RENEWALS
+
+    def sleep(self) -> None:
+        time.sleep(min(self._seconds, self._most))
+        self._seconds *= 2
+
+
+class _Taken:
+    """Shards, each claimed when the iterator reaches it."""
+
+    def __init__(self, claims: Claims, stage_run: StageRun, names: Sequence[str]) -> None:
+        self.count = 0
+        self._claims, self._stage_run = claims, stage_run
+        self._names = deque(name for name in names if name not in stage_run.committed)
+
+    def __iter__(self) -> Iterator[str]:
+        alone = True
+        while self._names:
+            self._claims.release(self._stage_run.committed)
+            name = self._names.popleft()
+            if name in self._stage_run.committed:
+                continue
+            if self._claims.take(name):
+                # It may have been committed, and its claim released, since this process looked.
+                if not self._stage_run.is_committed(name):
+                    self.count += 1
+                    yield name
+            elif alone:
+                alone = False
+                self._names.rotate(random.randrange(len(self._names) + 1))
+
+
+class Claims:
+    """The claims of this process in the stage at `location`, renewed in the background.
+
+    After `seconds` without renewal the next process may take a claim over.
+    """
+
+    def __init__(self, location: Location, seconds: float) -> None:
+        self._folder, self._seconds = location.child(CLAIMS), seconds
+        self._files: dict[str, str] = {}  # shard → file
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._claim = canonical_json(
+            {
+                "claim": secrets.token_hex(8),
+                "host": socket.gethostname(),
+                "machine": _machine(),
+                "pid": os.getpid(),
+            }
+        ).encode()
+
+    def __enter__(self) -> Claims:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self._thread:
+            self._thread.join()
+        with suppress(Eagle3Error):  # a claim that stays grows old
+            self.release_all()
+
+    def wait_for(self, name: str, is_done: Callable[[], bool]) -> None:
+        """Block until `is_done`, or until this process holds the claim `name`."""
+        wait = _Wait(self._seconds)
+        while not is_done() and not self.take(name):
+            wait.sleep()
+
+    def take(self, name: str) -> bool:
+        """Whether this process now holds the claim on shard `name`."""
+        number = 0
+        while True:
+            file = f"{name}.{number:04d}.json"
+            there = self._folder.create(file, self._claim)
+            if there == self._claim:
+                with self._lock:
+                    self._files[name] = file
+                self._renew_in_background()
+                return True
+            if not self._is_abandoned(file, there):
+                return False
+            number += 1
+
+    def release(self, names: set[str]) -> None:
+        """Give up the claims on shards in `names`."""
+        for name in [name for name in self._files if name in names]:
+            with self._lock:
+                file = self._files.pop(name)
+                for number in range(int(file.split(".")[-2]) + 1):  # and abandoned ones before it
+                    self._folder.delete(f"{name}.{number:04d}.json")
+
+    def release_all(self) -> None:
+        self.release(set(self._files))
+
+    def _is_abandoned(self, file: str, data: bytes) -> bool:
+        """Whether the process that wrote the claim `data` has ended, or no longer renews it."""
+        with suppress(ValueError, KeyError, TypeError):
+            holder = json.loads(data)
+            if holder["machine"] == _machine() and not Path(f"/proc/{int(holder['pid'])}").exists():
+                return True
+        info = self._folder.info_if_there(file)
+        if info is None or info.modified is None:
+            return False  # released: the next look can take it
+        return self._folder.now() - info.modified > self._seconds
+
+    def _renew_in_background(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._renew, name="claims", daemon=True)
+            self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._over.wait(self._seconds / _RENEWALS):
+            for name in list(self._files):
+                with self._lock:
+                    if name not in self._files:
+                        continue
+                    try:
+                        self._folder.write(self._files[name], self._claim)
+                    except Eagle3Error as error:  # at worst the shard is made twice
+                        notice("storage", f"a claim could not be renewed: {error}")
+
+
+def _machine() -> str:
+    """The same for two processes only if each can see whether the other runs."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return secrets.token_hex(8)

@@ -19,19 +19,17 @@ from typing import NamedTuple
 from pipeline.console import ProgressBar, progress_bar
 from pipeline.errors import CorruptShard, Eagle3Error, MissingStage
 from pipeline.records import STAGES, Manifest, Shard, Stage, match_contracts
-from pipeline.store.begin import BEGIN
-from pipeline.store.cache import download_shard
 from pipeline.store.location import Location
-from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
-from pipeline.store.prompts import (
+from pipeline.store.manifest import BEGIN, MANIFEST, find_manifest, stage_location
+from pipeline.store.samples import (
     PROMPTS,
     SELECTION,
     Selection,
+    decode_samples,
     find_selection,
-    read_prompts,
+    load_prompt_shard,
 )
-from pipeline.store.samples import decode_samples
-from pipeline.store.shards import ENTRY, SHARDS, read_entry, verify_shard
+from pipeline.store.shards import ENTRY, SHARDS, download_shard, read_entry, verify_shard
 
 _PARENTS: dict[Stage, Stage] = {"features": "synth", "train": "features", "eval": "train"}
 #: Where training puts a copy of its shards for the tools that load heads.
@@ -110,7 +108,7 @@ def _verify_prompts(check: _StageCheck) -> None:
     for shard in check.selection.shards:
         if check.manifest is None or shard.file in there:
             with check.collecting():
-                read_prompts(check.location, shard)
+                load_prompt_shard(check.location, shard)
     names = tuple(shard.name for shard in check.shards)
     if check.manifest and names != check.selection.names:
         where = check.location.where(SELECTION)

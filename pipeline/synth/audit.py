@@ -28,9 +28,9 @@ from typing import Any
 
 from pipeline.console import show_supervised
 from pipeline.records import Record, Sample, Shard, TargetContract, canonical_json
+from pipeline.store.encodings import Encoding, row_width
 from pipeline.store.location import Location
 from pipeline.store.samples import check_supervised, read_samples
-from pipeline.store.states.encodings import Encoding, row_width
 
 SCHEMA_VERSION = 2
 #: Lower bounds of a histogram's bins.

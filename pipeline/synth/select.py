@@ -30,7 +30,7 @@ from pipeline.prompts.sources import estimate_records, read_source, record_bytes
 from pipeline.records import Prompt, digest
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
-from pipeline.store.prompts import (
+from pipeline.store.samples import (
     PROMPTS,
     SELECTION,
     PromptShard,
@@ -38,7 +38,7 @@ from pipeline.store.prompts import (
     create_selection,
     delete_prompts,
     find_selection,
-    read_prompts,
+    load_prompt_shard,
     write_prompts,
 )
 from pipeline.synth.filters import (
@@ -60,8 +60,8 @@ __all__ = [
     "PromptShard",
     "Selection",
     "find_selection",
+    "load_prompt_shard",
     "prompt_counts",
-    "read_prompts",
     "select",
     "synth_section",
 ]
@@ -150,7 +150,7 @@ def _cut(prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
 
 def _write_all(location: Location, cuts: Iterable[list[Prompt]]) -> list[PromptShard]:
     """A store may take a while for each file: a few are on their way at one time, never more."""
-    write = partial(write_prompts, location, own=secrets.token_hex(8))
+    write = partial(write_prompts, location, attempt=secrets.token_hex(8))
     shards: list[PromptShard] = []
     waiting: deque[Future[PromptShard]] = deque()
     with ThreadPoolExecutor(_CONCURRENT_WRITES, thread_name_prefix="prompts") as pool:

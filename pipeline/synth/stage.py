@@ -29,21 +29,19 @@ from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import CorruptShard, DataError, EndpointError, StageConflict
 from pipeline.prompts.changes import notice_changes
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
-from pipeline.store.begin import read_begin
-from pipeline.store.claims import Claims, make_shards
 from pipeline.store.location import Location
-from pipeline.store.manifest import MANIFEST, find_manifest, stage_location
-from pipeline.store.prompts import (
+from pipeline.store.manifest import MANIFEST, find_manifest, read_begin, stage_location
+from pipeline.store.samples import (
     PROMPTS,
     SELECTION,
     PromptShard,
     Selection,
     delete_prompts,
-    read_prompts,
+    encode_samples,
+    load_prompt_shard,
 )
-from pipeline.store.samples import encode_samples
 from pipeline.store.shards import SHARDS, read_entries
-from pipeline.store.stage_run import StageRun, open_stage
+from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
 from pipeline.synth.audit import (
     Tallies,
     add,
@@ -260,7 +258,7 @@ class SynthPipeline:
                 stage_run.compute_with(self._arithmetic, why=self._why)
                 self._is_told = True
             try:
-                yield shard.name, read_prompts(stage_run.location, shard)
+                yield shard.name, load_prompt_shard(stage_run.location, shard)
             except CorruptShard:
                 if not stage_run.location.exists(MANIFEST):
                     raise

@@ -1,15 +1,14 @@
 """The target model: where it comes from, what it is, how it is prompted, what is captured.
 
 open.py          the way in: resolved, understood, contract matched, the parts below on demand
-resolve.py       hub id, directory, GGUF file or pip package → a directory of safetensors
 files.py         which safetensors files of a directory transformers would load
-gguf/            what a GGUF file says of its model, applied to the converted one or refused
+gguf.py          a GGUF file → the converted model, with all that the file says, or a refusal
 architecture.py  its config.json → whether it can be trained for, and where it departs from Llama
-contract.py      that directory → TargetContract
-arithmetic.py    which type this machine computes with, and what may be promised of the results
-template.py      conversations → token ids, through the target's own chat template
+arithmetic.py    which device and type this machine computes with, and what it promises of results
+template.py      conversations → token ids, through the target's own chat template; end ids
 weights.py       single tensors of that directory, without building the model
-load.py          the Hugging Face model, ready for packed forwards
-forward.py       which states are captured, and one packed forward that captures them
+forward.py       the Hugging Face model, and one packed forward that captures its states
 parallel.py      one target over several processes
+referee.py       whether reply tokens are the target's, token by token
+agreement.py     the sums of that, and what they prove
 """

@@ -1,7 +1,6 @@
 """How far replies agree with the teacher: sums over their tokens, and what they prove.
 
-`referee.py` scores the tokens; at the top of this module there is no torch, since a stage finishes
-without it.
+`referee.py` scores the tokens. There is no torch here: a stage finishes without it.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ REAL = ("log_probability", "expected", "variance", "allowance")
 
 
 def problem_of(pooled: Agreement, most_beyond: float = MOST_BEYOND) -> str:
-    """What shows that pooled replies are not the teacher's, with its figure; empty for none.
+    """Why pooled replies are not the teacher's, with a figure; empty where they are.
 
     `most_beyond` is a share as MOST_BEYOND; at 1 only ends of replies are judged.
     """
@@ -148,27 +147,27 @@ def problem_of(pooled: Agreement, most_beyond: float = MOST_BEYOND) -> str:
     return ""
 
 
-def problem_of_sample(own: Agreement, most_beyond: float = MOST_BEYOND) -> str:
-    """As `problem_of` for one sample, which differences of a few tokens say nothing of."""
-    if own.unended:
+def problem_of_sample(sums: Agreement, most_beyond: float = MOST_BEYOND) -> str:
+    """As `problem_of` for one sample, where differences of a few tokens prove nothing."""
+    if sums.unended:
         return "a reply does not end where an end token is"
     if most_beyond >= 1:
         return ""
     most = max(_SAMPLE_BEYOND, 3 * most_beyond)
-    if own.greedy >= _SAMPLE_LEAST and own.beyond > most * own.greedy:
+    if sums.greedy >= _SAMPLE_LEAST and sums.beyond > most * sums.greedy:
         return (
-            f"{own.beyond} of {own.greedy} greedy reply tokens lie below the teacher's best by "
+            f"{sums.beyond} of {sums.greedy} greedy reply tokens lie below the teacher's best by "
             "more than arithmetic explains"
         )
-    if own.drawn >= _SAMPLE_LEAST and own.outside > most * own.drawn:
+    if sums.drawn >= _SAMPLE_LEAST and sums.outside > most * sums.drawn:
         return (
-            f"{own.outside} of {own.drawn} drawn reply tokens lie outside the top-p and top-k that "
-            "the sample names"
+            f"{sums.outside} of {sums.drawn} drawn reply tokens lie outside the top-p and top-k "
+            "that the sample names"
         )
-    error = own.standard_error
-    if own.drawn >= _SAMPLE_LEAST and -own.excess > max(_SAMPLE_NATS, _SAMPLE_ERRORS * error):
+    error = sums.standard_error
+    if sums.drawn >= _SAMPLE_LEAST and -sums.excess > max(_SAMPLE_NATS, _SAMPLE_ERRORS * error):
         return (
-            f"the mean log-probability of {own.drawn} drawn reply tokens is {-own.excess:.2f} nats "
-            f"below what is expected (± {error:.2f})"
+            f"the mean log-probability of {sums.drawn} drawn reply tokens is {-sums.excess:.2f} "
+            f"nats below what is expected (± {error:.2f})"
         )
     return ""

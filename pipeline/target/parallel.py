@@ -73,7 +73,7 @@ class Group:
         return result
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def all_or_raise(self) -> Iterator[None]:
         """A block that each rank does for itself, and that ends on all where one of them fails.
 
         The lowest rank that failed raises its error, the others SystemExit with its exit code.
@@ -207,7 +207,7 @@ def _join(target: TargetSection, timeout: float) -> Group:
     import torch
     from torch import distributed
 
-    from pipeline.target.load import pick_device
+    from pipeline.target.arithmetic import pick_device
 
     cuda = pick_device(target.device).type == "cuda"
     if cuda:

@@ -8,10 +8,10 @@ product with the output rows says what the target would have done:
 
 Both need an allowance for arithmetic. Two sound ways to compute a final state h differ by some
 steps (eps) of bfloat16 in a direction of no meaning, so the logits of two tokens with output rows
-a and b move against each other by about steps · eps · ‖h‖ · ‖a - b‖ / √H. How many steps hangs on
-the target: noise of one step at every layer moves the final states of SmolLM2-135M by 9, of a
-random Gemma by 30 (`forward.noise_gain`). A gap counts as arithmetic up to GAP_PER_GAIN times that,
-whatever computed the reply: a server does not say. docs/targets.md has the measurements.
+a and b move against each other by about steps · eps · ‖h‖ · ‖a - b‖ / √H. The number of steps
+depends on the target: noise of one step at every layer moves the final states of SmolLM2-135M by 9,
+of a random Gemma by 30 (`forward.noise_gain`). A gap counts as arithmetic up to GAP_PER_GAIN times
+that, whatever computed the reply: a server does not say. docs/targets.md has the measurements.
 
 Only every n-th position is scored (`stride`), counted from the reply's start: which ones must not
 depend on how a reply ends, or the average would be biased.
@@ -45,13 +45,7 @@ class Referee:
     """Scores the reply tokens of one target."""
 
     def __init__(
-        self,
-        rows: Tensor,
-        *,
-        scale: float,
-        parameters: int,
-        stop_ids: Sequence[int],
-        shards: int,
+        self, rows: Tensor, *, scale: float, parameters: int, stop_ids: Sequence[int], shards: int
     ) -> None:
         """rows [V, H]: the output embedding; logits are `scale` · rows · final state.
 
@@ -68,7 +62,7 @@ class Referee:
         self._rate = _SHARE * forward / position
 
     def stride(self, samples: Sequence[Sample]) -> int:
-        """Every how manyth reply token of a shard is scored."""
+        """n, where every n-th reply token of a shard is scored."""
         tokens = sum(len(sample.token_ids) for sample in samples)
         replies = sum(span.end - span.start for sample in samples for span in sample.supervised)
         return max(1, int(replies / max(self._rate * tokens, self._least)))
@@ -91,10 +85,10 @@ class Referee:
         final: Tensor,
         gap_steps: float,
     ) -> list[Agreement]:
-        """What the reply tokens of each sample at its `positions` are worth.
+        """Agreement of each sample's reply tokens at its `positions`.
 
-        final [N, H]: the states before them, of all samples one after the other. `gap_steps` is
-        what counts as arithmetic.
+        final [N, H]: the states before them, of all samples one after the other. `gap_steps`
+        count as arithmetic.
         """
         tokens = [
             (number, sample.token_ids[place])
@@ -142,7 +136,7 @@ class Referee:
         final = final.to(rows.device)
         logits = (final.to(rows.dtype) @ rows.T).float().mul_(self._scale)  # [n, V]
         ids = ids.to(rows.device)[:, None]
-        own, one = logits.gather(1, ids)[:, 0], torch.ones(len(ids), device=rows.device)  # [n]
+        chosen, one = logits.gather(1, ids)[:, 0], torch.ones(len(ids), device=rows.device)  # [n]
         step = self._scale * _EPS / math.sqrt(final.shape[1])
         norm = torch.as_tensor(final.float().norm(dim=1)) * (step * gap_steps)
 
@@ -153,8 +147,8 @@ class Referee:
 
         if sampling.temperature == 0:
             best = logits.max(-1)
-            is_best = own >= best.values
-            near = ~is_best & (best.values - own <= allowed(best.indices))
+            is_best = chosen >= best.values
+            near = ~is_best & (best.values - chosen <= allowed(best.indices))
             return torch.stack([one, is_best, near, *[0 * one] * 6], dim=1)
         scaled = logits.div_(sampling.temperature)
         whole = scaled.logsumexp(-1)  # [n]
@@ -166,28 +160,28 @@ class Referee:
             variance = weighted.mul_(scaled).sum(-1) - mean.square()
             drawn = [one, 0 * one, scaled_own - whole, mean - whole, variance.clamp_min(0), nats]
             return torch.stack([*[0 * one] * 3, *drawn], dim=1)
-        kept = _kept(scaled, whole, sampling)
-        q = kept.log_q.exp()  # [n, few], zero where not kept
-        weighted = (q * kept.log_q).nan_to_num_(0)
+        truncated = _truncate(scaled, whole, sampling)
+        q = truncated.log_q.exp()  # [n, few], zero for tokens that are cut
+        weighted = (q * truncated.log_q).nan_to_num_(0)
         expected = weighted.sum(-1)  # [n]
-        variance = (weighted * kept.log_q).nan_to_num_(0).sum(-1) - expected.square()
-        below = (kept.lowest - scaled_own) * sampling.temperature  # in logits
-        inside = below <= allowed(kept.border)
-        values = scaled_own - whole + kept.raised, expected, variance.clamp_min(0), nats
+        variance = (weighted * truncated.log_q).nan_to_num_(0).sum(-1) - expected.square()
+        below = (truncated.lowest - scaled_own) * sampling.temperature  # in logits
+        inside = below <= allowed(truncated.border)
+        values = scaled_own - whole + truncated.raised, expected, variance.clamp_min(0), nats
         sums = [torch.where(inside, each, 0) for each in values]
         return torch.stack([*[0 * one] * 3, one, ~inside, *sums], dim=1)
 
 
-class _Kept(NamedTuple):
-    """What top-k and then top-p keep of a distribution; n positions."""
+class _Truncated(NamedTuple):
+    """A distribution cut by top-k and then top-p; n positions."""
 
-    log_q: Tensor  # [n, few], descending; minus infinity where not kept
-    raised: Tensor  # [n]: log-probability of a kept token, over that in the whole distribution
-    border: Tensor  # [n]: the last token that is kept
+    log_q: Tensor  # [n, few], descending; minus infinity for tokens that are cut
+    raised: Tensor  # [n]: log-probability of a token that stays, minus that in the whole
+    border: Tensor  # [n]: the least likely token that stays
     lowest: Tensor  # [n]: its scaled logit
 
 
-def _kept(scaled: Tensor, whole: Tensor, sampling: SamplingParams) -> _Kept:
+def _truncate(scaled: Tensor, whole: Tensor, sampling: SamplingParams) -> _Truncated:
     """Of scaled logits [n, V], whose logsumexp is `whole` [n]."""
     vocabulary = scaled.shape[1]
     most = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
@@ -199,11 +193,11 @@ def _kept(scaled: Tensor, whole: Tensor, sampling: SamplingParams) -> _Kept:
     if most < vocabulary:
         log_p = log_p - log_p.logsumexp(-1, keepdim=True)
     before = log_p.exp().cumsum(-1) - log_p.exp()  # of the tokens above each
-    kept = (before < sampling.top_p) | (torch.arange(log_p.shape[1], device=scaled.device) == 0)
-    log_q = log_p.masked_fill(~kept, -torch.inf)
+    stays = (before < sampling.top_p) | (torch.arange(log_p.shape[1], device=scaled.device) == 0)
+    log_q = log_p.masked_fill(~stays, -torch.inf)
     log_q = log_q - log_q.logsumexp(-1, keepdim=True)
-    last = kept.sum(-1, keepdim=True) - 1  # [n, 1]
-    return _Kept(
+    last = stays.sum(-1, keepdim=True) - 1  # [n, 1]
+    return _Truncated(
         log_q,
         log_q[:, 0] - (highest.values[:, 0] - whole),
         highest.indices.gather(1, last)[:, 0],

@@ -1,4 +1,4 @@
-"""Conversations → token ids, through the target's own chat template.
+"""Conversations → token ids, through the target's own chat template, and the ids that end a reply.
 
 The ids of a reply are those that were generated. What follows a reply is cut out of the whole
 rendering, tokenised at once as a server does, so that no fragment is tokenised as if it began a
@@ -12,10 +12,20 @@ text:
 That holds only where the longer rendering begins with the shorter one, and what stands before the
 cut decodes to what was read and generated. Where it does not, `follow` says why, and the
 conversation ends with that reply.
+
+A reply ends with the tokens at which transformers stops, and the tokenizer's own:
+
+    generation_config.json   `eos_token_id`, an id or a list: where it names one, config.json's are
+                             no end ids for transformers
+    config.json              otherwise
+    tokenizer                its `eos_token` as well, since vLLM and SGLang stop there too
+
+Both files are read as JSON: their sampling settings are ignored and never fail here.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Collection, Mapping, Sequence
@@ -28,14 +38,12 @@ from typing import Any
 
 from pipeline.errors import TargetError, TemplateError, brief
 from pipeline.records import Span
-from pipeline.target.end_ids import read_end_ids
 
 # Private-use characters: no template gives them a meaning and no user types them.
 _REPLY = "\ue000reply\ue001"
 _TURNS = tuple(f"\ue000turn {number}\ue001" for number in range(1, 5))
 #: What a decoder writes for bytes that are no character.
 _BROKEN = "\ufffd"
-
 #: Takes the place of transformers' own `strftime_now`, which reads this machine's clock and time
 #: zone. Template variables cannot: transformers turns functions among them into text. The newline
 #: is the last tag's own, so that what follows is trimmed as at the beginning of a template.
@@ -48,11 +56,17 @@ _FIXED_CLOCK = (
     "{{- written.text | replace('\ue002', '%') -}}"
     "{%- endmacro %}\n"
 )
+_END_ID_FILES = ("generation_config.json", "config.json")
+#: Under these names config.json of a model with several parts keeps that of its decoder.
+_DECODERS = ("decoder", "generator", "text_config")
+_END_IDS_FIX = (
+    "name the ids of the tokens that end a reply, as eos_token_id: 2 or eos_token_id: [2, 32]"
+)
 
 
 @dataclass
 class _Clock:
-    """What time it is for templates; None: now."""
+    """The time that templates render; None: now."""
 
     moment: datetime | None = None
 
@@ -69,7 +83,7 @@ class _Clock:
 class ChatTemplate:
     """The target's template with the run's system prompt and template variables.
 
-    A `system` given to a method takes the place of the run's.
+    A method's `system` replaces the run's.
     """
 
     def __init__(
@@ -211,7 +225,7 @@ class ChatTemplate:
             return "not_rendered"
         return "other_stop_token" if self.end_of_turn is None else None
 
-    def longest(
+    def count_tokens(
         self, turns: Sequence[str], *, system: str | None = None, tool_turns: Collection[int] = ()
     ) -> int:
         """Tokens of these turns with short replies between them. Raises TemplateError."""
@@ -341,7 +355,7 @@ class ChatTemplate:
         return str(text)
 
     def _variables(self) -> dict[str, Any]:
-        """What `apply_chat_template` is given beside the messages."""
+        """Arguments of `apply_chat_template` beside the messages."""
         if self._clock.moment is None or not self.reads_clock:
             return self._kwargs
         template = self._tokenizer.get_chat_template(None, self._kwargs.get("tools"))
@@ -392,8 +406,77 @@ def load_template(
         tokenizer,
         source=source,
         system_prompt=system_prompt,
-        stop_ids=end_ids.with_own(tokenizer),
+        stop_ids=end_ids.with_tokenizer(tokenizer),
         kwargs=kwargs,
     )
     template.check()
     return template
+
+
+@dataclass(frozen=True)
+class EndIds:
+    """What a target's files name."""
+
+    ids: frozenset[int]
+    vocabulary: int | None  # rows of its embedding; None where config.json does not say
+
+    def with_tokenizer(self, tokenizer: Any) -> tuple[int, ...]:
+        """Also the tokenizer's, where that is a row of the embedding; ascending."""
+        eos, vocabulary = tokenizer.eos_token_id, self.vocabulary
+        known = eos is not None and (vocabulary is None or eos < vocabulary)
+        return tuple(sorted(self.ids | {eos} if known else self.ids))
+
+
+def read_end_ids(directory: Path, *, source: str) -> EndIds:
+    """Of the target in `directory`.
+
+    Raises TargetError, which names file and field, for what is no id of its vocabulary.
+    """
+    files = {name: _read_settings(directory / name, source) for name in _END_ID_FILES}
+    vocabulary = _decoder_field(files["config.json"], "vocab_size")
+    most = vocabulary if isinstance(vocabulary, int) else None
+    for name, fields in files.items():
+        if (value := _decoder_field(fields, "eos_token_id")) is not None:
+            where = f"target.source={source}, {name}: eos_token_id"
+            return EndIds(frozenset(_checked_ids(value, most, where)), most)
+    return EndIds(frozenset(), most)
+
+
+def _read_settings(path: Path, source: str) -> dict[str, Any]:
+    """A file's fields, none where there is no such file. Raises TargetError."""
+    if not path.is_file():
+        return {}
+    where = f"target.source={source}, {path.name}"
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        fix = "download the file again"
+        raise TargetError(f"cannot be read as JSON: {error}", where=where, fix=fix) from error
+    if not isinstance(fields, dict):
+        fix = 'it is an object of settings, such as {"eos_token_id": 2}: download the file again'
+        raise TargetError(f"holds a JSON {type(fields).__name__}", where=where, fix=fix)
+    return fields
+
+
+def _decoder_field(fields: dict[str, Any], name: str) -> Any:
+    """A field's value, or that of the decoder's own part of a configuration."""
+    if fields.get(name) is not None:
+        return fields[name]
+    parts = (fields.get(part) for part in _DECODERS)
+    part = next((each for each in parts if each), None)
+    return part.get(name) if isinstance(part, dict) else None
+
+
+def _checked_ids(value: Any, most: int | None, where: str) -> list[int]:
+    """The ids that a file names. Raises TargetError."""
+    ids = value if isinstance(value, list) else [value]
+    if not ids:
+        raise TargetError("is an empty list", where=where, fix=_END_IDS_FIX)
+    for each in ids:
+        if type(each) is not int:  # True is an int
+            shown = json.dumps(each)
+            raise TargetError(f"{shown} is not a token id", where=where, fix=_END_IDS_FIX)
+        if each < 0 or (most is not None and each >= most):
+            problem = f"{each} is outside the vocabulary" + (f" of {most}" if most else "")
+            raise TargetError(problem, where=where, fix=_END_IDS_FIX)
+    return ids

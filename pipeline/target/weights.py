@@ -29,7 +29,7 @@ class TargetWeights:
     """Tensors by Hugging Face name, of the files that transformers would load (memory-mapped)."""
 
     def __init__(self, directory: Path, architecture: Architecture | None = None) -> None:
-        """Without an `architecture` it is taken to be Llama's, and all that is stored is read.
+        """Without an `architecture` Llama's is assumed, and all stored tensors are read.
 
         Raises TargetError for files that cannot be read, or that are not the architecture's.
         """
@@ -38,7 +38,7 @@ class TargetWeights:
         self.directory = directory
         self._architecture = architecture or Architecture()
         self._files: dict[str, Any] = {}
-        #: Stored tensors that are no part of the model, and that nothing reads.
+        #: Stored tensors that are not part of the model; they are not read.
         self.surplus: list[str] = []
         for path in weight_files(directory):
             try:
@@ -71,11 +71,11 @@ class TargetWeights:
         raise TargetError(problem, where=where, fix=f"{fix}that tensor if the embedding is")
 
     def _keep(self, tensors: Mapping[str, tuple[int, ...]]) -> None:
-        """Leave out what the configuration's model does not have.
+        """Drop stored tensors that the configuration's model does not have.
 
         Raises TargetError for a tensor that it has and the files lack, or hold in another shape.
         """
-        where, kept = str(self.directory), {}
+        where, files = str(self.directory), {}
         for name, shape in tensors.items():
             stored = name if name in self else name.removeprefix("model.")
             if stored not in self:
@@ -86,9 +86,9 @@ class TargetWeights:
             if has != shape:
                 problem = f"{stored} has shape {list(has)}, by config.json it has {list(shape)}"
                 raise TargetError(problem, where=where, fix="correct config.json or the weights")
-            kept[stored] = self._files[stored]
-        self.surplus = sorted(self._files.keys() - kept.keys())
-        self._files = kept
+            files[stored] = self._files[stored]
+        self.surplus = sorted(self._files.keys() - files.keys())
+        self._files = files
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -145,7 +145,7 @@ class TargetWeights:
     def layer(self, index: int) -> dict[str, Tensor]:
         """The tensors of decoder layer `index`, names relative to it.
 
-        Without those of a quantised layer, which are no weights by themselves.
+        Quantised tensors are left out: they are not weights by themselves.
         """
         prefix, architecture = f"{self._prefix}layers.{index}.", self._architecture
         stored = {name.removeprefix(prefix): self[name] for name in self if name.startswith(prefix)}

@@ -32,10 +32,9 @@ from pipeline.console import notice
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.drafters.registry import draft_with
 from pipeline.errors import ConfigError, TargetError
 from pipeline.heads.base import DraftShape
-from pipeline.heads.registry import empty_head
+from pipeline.heads.registry import algorithm_of, empty_head
 from pipeline.learning.corpus import HeldOut
 from pipeline.target.open import Target
 from pipeline.train.progress import Decoded
@@ -90,7 +89,8 @@ class Evaluator:
 
     def _decode(self, requests: Sequence[Request], weights: Mapping[str, Tensor]) -> Decoded:
         self._head.load_state_dict(weights)
-        drafter = draft_with(self._head, self._model, self._tree)
+        drafting = algorithm_of(self._head).drafting
+        drafter = drafting.make_drafter(self._head, self._model, self._tree)
         engine = Engine(self._model, drafter=drafter, slots=min(_SLOTS, len(requests)))
         done: dict[str, Statistics] = {}
         for completion in engine.generate(requests):

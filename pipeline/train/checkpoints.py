@@ -40,7 +40,7 @@ from pipeline.config import cache_directory
 from pipeline.console import notice
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Record, digest
-from pipeline.store.backends.disk import replace_file
+from pipeline.store.disk import replace_file
 from pipeline.store.location import Location
 from pipeline.train.metrics import METRICS
 from pipeline.train.progress import Best, Progress, StoredFile

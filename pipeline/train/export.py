@@ -14,7 +14,7 @@ from pipeline.errors import StageConflict
 from pipeline.heads.base import DraftingHead, DraftShape
 from pipeline.heads.checkpoint import HeadCard, without_places
 from pipeline.heads.init import DraftVocabulary
-from pipeline.heads.registry import empty_head, save_any_head
+from pipeline.heads.registry import empty_head, save_head
 from pipeline.learning.corpus import Survey
 from pipeline.records import Manifest
 from pipeline.store.manifest import find_manifest
@@ -22,7 +22,7 @@ from pipeline.store.shards import read_shard
 from pipeline.store.stage_run import StageRun
 from pipeline.train.audit import coverage_by_source
 from pipeline.train.checkpoints import Checkpoints, workspace
-from pipeline.train.init import Start
+from pipeline.train.init import HeadInit
 from pipeline.train.metrics import VOLATILE
 from pipeline.train.progress import Progress
 
@@ -49,7 +49,7 @@ def chosen_head(
 def export(stage_run: StageRun, head: DraftingHead, card: HeadCard, *, tokens: int) -> None:
     """Write the head's directory and commit its files; `tokens` are those it was trained on."""
     directory = workspace(stage_run.location) / HEAD
-    save_any_head(directory, head, card)
+    save_head(directory, head, card)
     for file in sorted(directory.iterdir()):
         own, data = tokens if file.suffix == ".safetensors" else 0, file.read_bytes()
         shard = stage_run.commit(file.name, data, rows=0, tokens=own)
@@ -71,7 +71,7 @@ def place_head(stage_run: StageRun) -> None:
 
 
 def training_facts(
-    start: Start, survey: Survey, vocabulary: DraftVocabulary, progress: Progress
+    start: HeadInit, survey: Survey, vocabulary: DraftVocabulary, progress: Progress
 ) -> dict[str, Any]:
     """What card and manifest say of the head and its training.
 

@@ -66,7 +66,7 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def first_decides(action: Callable[[], Value]) -> Value:
+def broadcast_from_rank0(action: Callable[[], Value]) -> Value:
     """Do `action` on the first process; all return its value, or raise its error."""
     if world_size() == 1:
         return action()
@@ -76,28 +76,28 @@ def first_decides(action: Callable[[], Value]) -> Value:
     return value
 
 
-def first_before_others(action: Callable[[], Value]) -> Value:
+def rank0_first(action: Callable[[], Value]) -> Value:
     """Do `action` on the first process and, when it is done there, on all others.
 
     Its error on the first is raised on all.
     """
     if world_size() == 1:
         return action()
-    done = on_first(action)
+    done = rank0_only(action)
     return done[0] if done else action()
 
 
-def on_first(action: Callable[[], Value]) -> list[Value]:
+def rank0_only(action: Callable[[], Value]) -> list[Value]:
     """Do `action` on the first process: [its value] there, [] on the others.
 
     Its error is raised on all.
     """
     done: list[Value] = []
-    first_decides(lambda: done.append(action()))
+    broadcast_from_rank0(lambda: done.append(action()))
     return done
 
 
-def together(action: Callable[[], Value]) -> list[Value]:
+def all_gather_or_raise(action: Callable[[], Value]) -> list[Value]:
     """Do `action` on every process; all return all values, by rank, or raise the first error."""
     if world_size() == 1:
         return [action()]
@@ -106,7 +106,7 @@ def together(action: Callable[[], Value]) -> list[Value]:
     return [outcome.result() for outcome in outcomes]
 
 
-def take_from_first(tensor: Tensor, device: torch.device) -> None:
+def broadcast_tensor(tensor: Tensor, device: torch.device) -> None:
     """Fill `tensor` with the first process's, by way of `device`, the group's."""
     if world_size() == 1:
         return

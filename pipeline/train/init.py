@@ -10,22 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import HeadSection, TrainSection
+from pipeline.config import TrainSection
 from pipeline.console import notice
 from pipeline.errors import ConfigError
 from pipeline.heads.base import DraftingHead, DraftShape
-from pipeline.heads.dflash.init import DFLASH_FIXED, dflash_shape, new_dflash_head
-from pipeline.heads.dflash.shape import DflashHead, DflashShape
-from pipeline.heads.eagle3.init import EAGLE3_FIXED, head_shape, new_head
-from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
-from pipeline.heads.init import (
-    DraftVocabulary,
-    choose_vocabulary,
-    lend_rows,
-)
-from pipeline.heads.mtp.init import chained_shape, new_chain
-from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
-from pipeline.heads.registry import empty_head, open_head
+from pipeline.heads.init import DraftVocabulary, choose_vocabulary, lend_rows
+from pipeline.heads.registry import algorithm, algorithm_of, empty_head, open_head
 from pipeline.heads.tensors import WEIGHTS
 from pipeline.records import TargetContract
 from pipeline.store.location import Location
@@ -33,7 +23,7 @@ from pipeline.target.open import Target
 
 
 @dataclass(frozen=True)
-class Start:
+class HeadInit:
     """What is known of the head before any data is read."""
 
     shape: DraftShape
@@ -43,68 +33,54 @@ class Start:
     origin: Mapping[str, Any] | None = None  # where `earlier` comes from, for the card
 
 
-def choose_start(section: TrainSection, target_directory: Path, contract: TargetContract) -> Start:
+def choose_init(
+    section: TrainSection, target_directory: Path, contract: TargetContract
+) -> HeadInit:
     """Shape of a new head, or the head of `train.start_from`.
 
     Raises ConfigError for a shape that cannot be, is too large, or is not that of the earlier head;
     HeadError or ContractMismatch for an earlier head that cannot be read or belongs to another
     target.
     """
-    earlier, origin = None, None
-    shape: DraftShape
     if section.start_from:
         earlier, origin = _load_earlier(section.start_from, contract)
-        _check_kept(section, earlier, where=section.start_from)
-        shape = earlier.shape
-        window = section.head_config.draft_window  # decides no tensor
-        if window and isinstance(earlier, Eagle3Head):
-            shape = earlier.shape = earlier.shape.model_copy(update={"draft_window": window})
-    elif section.algorithm == "dflash":
-        shape = dflash_shape(section.dflash, target_directory, contract)
-    elif section.head_config.heads > 1:
-        shape = chained_shape(section.head_config, target_directory, contract)
+        _check_algorithm(section, earlier, where=section.start_from)
+        chosen = algorithm_of(earlier)
+        shape = chosen.init.continue_shape(section, earlier, section.start_from)
+        earlier.shape = shape
     else:
-        shape = head_shape(section.head_config, target_directory, contract.vocab_size)
-    own, name = section.asked_head
-    parameters, share = check_share(shape, contract.parameters, own.max_share_of_target, name)
+        earlier, origin, chosen = None, None, algorithm(section)
+        shape = chosen.init.choose_shape(section, target_directory, contract)
+    settings = chosen.settings(section)
+    parameters, share = check_share(shape, contract.parameters, settings.max_share, settings.key)
     of_target = f"{share:.2%} of the target's {contract.parameters:,}"
     notice("train", f"head: {parameters:,} parameters, {of_target}")
-    return Start(shape, parameters, share, earlier, origin)
+    return HeadInit(shape, parameters, share, earlier, origin)
 
 
-def draft_vocabulary(start: Start, counts: Mapping[str, Tensor]) -> DraftVocabulary:
+def draft_vocabulary(init: HeadInit, counts: Mapping[str, Tensor]) -> DraftVocabulary:
     """The most frequent supervised tokens, or the earlier head's own. counts: source → [V]."""
     total = torch.stack(list(counts.values())).sum(0)
-    if start.earlier is None:
-        return choose_vocabulary(total, start.shape.draft_vocab_size)
-    kept = start.earlier.target_ids()
-    return DraftVocabulary(kept, float(total[kept].sum()) / max(1, int(total.sum())))
+    if init.earlier is None:
+        return choose_vocabulary(total, init.shape.draft_vocab_size)
+    ids = init.earlier.target_ids()
+    return DraftVocabulary(ids, float(total[ids].sum()) / max(1, int(total.sum())))
 
 
 def initial_head(
-    start: Start, section: TrainSection, vocabulary: DraftVocabulary, target: Target, *, seed: int
+    init: HeadInit, section: TrainSection, vocabulary: DraftVocabulary, target: Target, *, seed: int
 ) -> DraftingHead:
     """The head that training begins with: the earlier one, or a new one."""
-    head = _own_head(start, section, vocabulary, target, seed=seed)
+    if init.earlier and init.origin:
+        head, same = init.earlier, "its draft vocabulary and shape are kept"
+        notice("train", f"head starts from {init.origin['head']}, {same}")
+    else:
+        layers, weights = target.contract.num_layers, target.weights
+        head = algorithm(section).init.new_head(
+            section, init.shape, vocabulary, weights, num_layers=layers, seed=seed
+        )
     lend_rows(head, target.weights.lm_head())
     return head
-
-
-def _own_head(
-    start: Start, section: TrainSection, vocabulary: DraftVocabulary, target: Target, *, seed: int
-) -> DraftingHead:
-    if start.earlier and start.origin:
-        kept = "its draft vocabulary and shape are kept"
-        notice("train", f"head starts from {start.origin['head']}, {kept}")
-        return start.earlier
-    layers, given = target.contract.num_layers, (vocabulary, target.weights)
-    if isinstance(start.shape, DflashShape):
-        return new_dflash_head(section.dflash, start.shape, *given, layers=layers, seed=seed)
-    last = layers - 1
-    if isinstance(start.shape, ChainedShape):
-        return new_chain(section.head_config, start.shape, *given, last_layer=last, seed=seed)
-    assert isinstance(start.shape, HeadShape)
-    return new_head(section.head_config, start.shape, *given, last_layer=last, seed=seed)
 
 
 def check_share(
@@ -129,51 +105,20 @@ def check_share(
     return parameters, share
 
 
-def _check_kept(section: TrainSection, head: DraftingHead, *, where: str) -> None:
-    """Raise ConfigError where `section` asks for another head than the one at `where`.
+def _check_algorithm(section: TrainSection, head: DraftingHead, *, where: str) -> None:
+    """Raise ConfigError where `train.algorithm` is another one than that of the head at `where`.
 
-    A default asks for nothing.
+    One EAGLE-3 head and a chain are both `algorithm: eagle3`; `head_config.heads` tells them apart.
     """
-    if isinstance(head, DflashHead) != (section.algorithm == "dflash"):
-        kind = "dflash" if isinstance(head, DflashHead) else "eagle3"
+    earlier = algorithm_of(head).name
+    if "mtp" in (earlier, section.head_algorithm) and section.algorithm == "eagle3":
+        return
+    if earlier != section.head_algorithm:
         raise ConfigError(
-            f"the head that training starts from is one of algorithm {kind} ({where})",
+            f"the head that training starts from is one of algorithm {earlier} ({where})",
             where="train.algorithm",
-            fix=f"set train.algorithm={kind}, or start from another head",
+            fix=f"set train.algorithm={earlier}, or start from another head",
         )
-    if isinstance(head, ChainedHead):
-        _check_steps(section, head, where=where)
-    own, name = section.asked_head
-    fixed = DFLASH_FIXED if section.algorithm == "dflash" else {key: key for key in EAGLE3_FIXED}
-    for key, field in fixed.items():
-        asked, kept = getattr(own, key), _kept(head.shape, field)
-        if asked not in (type(own).model_fields[key].default, kept):
-            other = f"the head that training starts from has {kept} ({where})"
-            new = "without train.start_from a new head takes any value"
-            raise ConfigError(
-                f"{asked} is asked for, but {other}",
-                where=f"{name}.{key}",
-                fix=f"leave it out or set it to {kept}; {new}",
-            )
-
-
-def _check_steps(section: TrainSection, head: ChainedHead, *, where: str) -> None:
-    """Raise ConfigError where `section` asks what chained heads cannot."""
-    if section.ttt_steps < (heads := head.shape.heads):
-        problem = f"{section.ttt_steps} steps are too few for the {heads} heads of {where}"
-        fix = f"set at least {heads}, one a head"
-        raise ConfigError(problem, where="train.ttt_steps", fix=fix)
-    for name in ("dropout", "activation_checkpointing", "compile"):
-        if getattr(section, name):
-            problem = f"the head that training starts from has several heads ({where})"
-            raise ConfigError(problem, where=f"train.{name}", fix="leave it out")
-
-
-def _kept(shape: DraftShape, field: str) -> Any:
-    """A field of the earlier head; the default where its kind has none."""
-    if not hasattr(shape, field):
-        return HeadSection.model_fields[field].default
-    return getattr(shape, field)
 
 
 def _load_earlier(source: str, contract: TargetContract) -> tuple[DraftingHead, dict[str, Any]]:

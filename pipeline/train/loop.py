@@ -24,7 +24,7 @@ from pipeline.learning.schedule import Schedule
 from pipeline.train.acceptance import Evaluator, advise
 from pipeline.train.checkpoints import Checkpoints
 from pipeline.train.grace import Grace
-from pipeline.train.group import first_decides
+from pipeline.train.group import broadcast_from_rank0
 from pipeline.train.metrics import Clock, Metrics
 from pipeline.train.progress import Best, Decoded, Progress, StoredFile, Window
 from pipeline.train.trainer import Trainer, TrainingState
@@ -177,7 +177,7 @@ class TrainingLoop:
         Keep it when it is the one to export so far.
         """
         weights = self.trainer.weights()
-        decoded, file = first_decides(lambda: self._decode(weights))
+        decoded, file = broadcast_from_rank0(lambda: self._decode(weights))
         self.progress = self.progress.after_evaluation(decoded, file)
         return decoded
 
@@ -193,7 +193,7 @@ class TrainingLoop:
 
     def _report(self, best: Best) -> None:
         """Decode the other half with the head to export; a checkpoint holds what that counted."""
-        reported = first_decides(lambda: self._decode_best(best))
+        reported = broadcast_from_rank0(lambda: self._decode_best(best))
         self.progress = self.progress.model_copy(update={"reported": reported})
         self._save()
 
@@ -244,7 +244,7 @@ class TrainingLoop:
     def _save(self) -> None:
         """A checkpoint; every process takes part, and the first one writes it."""
         state = self.trainer.state()
-        first_decides(lambda: self._write(state))
+        broadcast_from_rank0(lambda: self._write(state))
 
     def _write(self, state: TrainingState | None) -> None:
         assert state is not None and self.metrics is not None, "the first process has both"

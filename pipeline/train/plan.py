@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig, TrainSection
 from pipeline.errors import ConfigError
+from pipeline.heads.registry import algorithm
 from pipeline.planning.devices import (
     LINK_BYTES,
     TRAIN_SHARE,
@@ -193,8 +194,9 @@ def _refusal(
     section: TrainSection, head: HeadSize, target: TargetShape, tolerance: float = 1.0
 ) -> ConfigError | None:
     """What training will say of a new head that is above its limit by more than `tolerance`."""
-    own, name = section.asked_head
-    limit, share = own.max_share_of_target, head.parameters / target.parameters
+    settings = algorithm(section).settings(section)
+    name, limit = settings.key, settings.max_share
+    share = head.parameters / target.parameters
     if section.start_from or share <= limit * tolerance:
         return None
     return ConfigError(

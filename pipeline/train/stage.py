@@ -14,7 +14,7 @@ writes and reads all of this; the others are told.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,24 +23,15 @@ from pipeline.config import RunConfig, prepare_process, rank, world_size
 from pipeline.console import console, long_step, notice
 from pipeline.heads.base import BorrowedRows, DraftingHead, DraftShape
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.dflash.blocks import BlockObjective, DflashModel
-from pipeline.heads.dflash.shape import DflashHead
-from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.eagle3.ttt import TttModel
 from pipeline.heads.init import DraftVocabulary
-from pipeline.heads.mtp.shape import ChainedHead
-from pipeline.heads.mtp.ttt import ChainedModel
-from pipeline.heads.trained import TrainedModel
-from pipeline.heads.unrolled import Objective
+from pipeline.heads.registry import algorithm_of, solves_least_squares
 from pipeline.learning.corpus import HeldOut
 from pipeline.learning.schedule import Schedule
 from pipeline.records import Manifest, digest
-from pipeline.store.begin import read_begin
 from pipeline.store.location import Location
-from pipeline.store.manifest import manifest_where, read_manifest
+from pipeline.store.manifest import manifest_where, read_begin, read_manifest
 from pipeline.store.stage_run import StageRun, open_stage
-from pipeline.target.arithmetic import NOT_NATIVE, resolve_dtype, torch_arithmetic
-from pipeline.target.load import pick_device
+from pipeline.target.arithmetic import NOT_NATIVE, pick_device, resolve_dtype, torch_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.train.acceptance import Evaluator, check_settings
 from pipeline.train.audit import log_coverage
@@ -54,11 +45,11 @@ from pipeline.train.export import (
     provenance,
     training_facts,
 )
-from pipeline.train.group import first_before_others, first_decides, join_group, on_first
-from pipeline.train.init import Start, choose_start, draft_vocabulary, initial_head
+from pipeline.train.group import broadcast_from_rank0, join_group, rank0_first, rank0_only
+from pipeline.train.init import HeadInit, choose_init, draft_vocabulary, initial_head
 from pipeline.train.loop import TrainingLoop, total_steps
 from pipeline.train.metrics import Metrics
-from pipeline.train.prepare import Data, measure_scale, open_data, solve
+from pipeline.train.prepare import Data, measure_scale, open_data, solve_least_squares
 from pipeline.train.progress import Progress
 from pipeline.train.trainer import Trainer
 
@@ -85,7 +76,7 @@ def run(config: RunConfig) -> Manifest:
     device = pick_device(config.target.device)
     if world_size() > 1:
         join_group(device, minutes=config.train.timeout_minutes)
-    stage_run = first_before_others(lambda: _open_stage(config, parent))
+    stage_run = rank0_first(lambda: _open_stage(config, parent))
     head_uri = stage_run.location.child(HEAD).uri
     if stage_run.manifest:
         notice("train", f"complete: head at {head_uri}")
@@ -93,7 +84,7 @@ def run(config: RunConfig) -> Manifest:
     where = manifest_where(config.run.uri, "features")
     decoded = config.train.evaluate_every is not None
     target = open_target(config.target, expected=parent.contract, where=where, decoded=decoded)
-    start = choose_start(config.train, target.directory, target.contract)
+    start = choose_init(config.train, target.directory, target.contract)
     with long_step("train", "reading the states"):
         data = open_data(config, parent, target, start.shape)
     vocabulary = draft_vocabulary(start, data.survey.counts)
@@ -101,7 +92,7 @@ def run(config: RunConfig) -> Manifest:
     head = initial_head(start, config.train, vocabulary, target, seed=config.run.seed)
     trained = fit(config, stage_run, head, target, data)
     with long_step("train", "writing the head"):
-        first_decides(
+        broadcast_from_rank0(
             lambda: _finish(config, parent, stage_run, start, data, vocabulary, target, trained)
         )
     notice("train", f"head at {head_uri}")
@@ -115,9 +106,9 @@ def fit(
     section, identity = config.train, _identity(stage_run, data.held_out)
     location, keep = stage_run.location, section.keep_checkpoints
     checkpoints = Checkpoints(location, identity=identity, keep=keep)
-    resumed = first_decides(checkpoints.newest)
-    if section.starts_by_least_squares and resumed is None:
-        solve(config, head, target, data)
+    resumed = broadcast_from_rank0(checkpoints.newest)
+    if solves_least_squares(section) and resumed is None:
+        solve_least_squares(config, head, target, data)
     config, why = _choose_dtype(config, resumed, target.device)
     section = config.train
     with long_step("train", "setting up the trainer"):
@@ -152,7 +143,7 @@ def _finish(
     config: RunConfig,
     parent: Manifest,
     stage_run: StageRun,
-    start: Start,
+    start: HeadInit,
     data: Data,
     vocabulary: DraftVocabulary,
     target: Target,
@@ -215,38 +206,16 @@ def _trainer(config: RunConfig, head: DraftingHead, target: Target, data: Data) 
     scale = measure_scale(config, head, data)
     if not isinstance(head.lm_head, BorrowedRows):
         head.lm_head.weight.requires_grad_(section.train_lm_head)
-    model = _model(config, head, target, max(piece.stop for piece in data.survey.pieces))
-    return Trainer(model, section, target.device, fc_scale=scale)
-
-
-def _model(
-    config: RunConfig, head: DraftingHead, target: Target, longest: int
-) -> TrainedModel[Any]:
-    """The head with what `train.algorithm` trains it against; the longest document's tokens."""
-    section, dtype = config.train, getattr(torch, config.train.dtype)
-    embedding, lm_head = target.weights.embedding(), target.weights.lm_head()
-    if isinstance(head, DflashHead):
-        asked, teacher = section.dflash, (section.loss, section.teacher_temperature)
-        blocks = BlockObjective(asked.anchors, asked.position_decay, config.run.seed, *teacher)
-        return DflashModel(head, embedding, lm_head, blocks, max_length=longest, dtype=dtype)
-    decay = None if section.step_decay == "acceptance" else section.step_decay
-    temperature = section.teacher_temperature
-    objective = Objective(section.ttt_steps, decay, section.loss, temperature)
-    reach, given = section.position_reach or 0, (embedding, lm_head, objective)
-    if isinstance(head, ChainedHead):
-        return ChainedModel(head, *given, max_length=longest, dtype=dtype, reach=reach)
-    assert isinstance(head, Eagle3Head)
-    return TttModel(
+    model = algorithm_of(head).training.trained_model(
+        section,
         head,
-        *given,
-        max_length=longest,
-        dtype=dtype,
-        reach=reach,
-        dropout=section.dropout,
+        target.weights.embedding(),
+        target.weights.lm_head(),
+        max_length=max(piece.stop for piece in data.survey.pieces),
+        dtype=getattr(torch, section.dtype),
         seed=config.run.seed,
-        checkpointing=section.activation_checkpointing,
-        compiled=section.compile,
     )
+    return Trainer(model, section, target.device, fc_scale=scale)
 
 
 def _resume(trainer: Trainer, resumed: Checkpoint | None) -> Progress:
@@ -274,7 +243,7 @@ def _evaluator(
     count, every = config.train.evaluate_prompts, f"every {config.train.evaluate_every:,} steps"
     notice("train", f"{every} {count} held-out samples are decoded, {count} others at the end")
     given = target, shape, config.train, held_out, trainer.device
-    made = on_first(lambda: Evaluator(*given))
+    made = rank0_only(lambda: Evaluator(*given))
     return made[0] if made else None
 
 
@@ -287,7 +256,7 @@ def _metrics(
         before, run_id = resumed.metrics() if resumed else b"", identity[:12]
         return Metrics(workspace(stage), stage, config, before=before, run_id=run_id)
 
-    made = on_first(begin)
+    made = rank0_only(begin)
     return closing(made[0]) if made else nullcontext()
 
 

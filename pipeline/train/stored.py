@@ -26,10 +26,9 @@ from pipeline.errors import CorruptShard, Eagle3Error, StoreError
 from pipeline.learning.corpus import Piece, cut_into, final_rows
 from pipeline.learning.schedule import shards_together
 from pipeline.records import Manifest, Shard
-from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
-from pipeline.store.shards import SHARDS, verify_shard, verify_sizes, verify_stored
+from pipeline.store.shards import SHARDS, ShardCache, verify_shard, verify_sizes, verify_stored
 from pipeline.store.states import StatesReader, StatesSample
 
 T = TypeVar("T")

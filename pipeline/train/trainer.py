@@ -28,7 +28,13 @@ from pipeline.errors import CorruptShard, DataError
 from pipeline.heads.trained import StepResult, TrainedModel
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.arithmetic import resolve_dtype
-from pipeline.train.group import first_decides, join_group, quiet, take_from_first, together
+from pipeline.train.group import (
+    all_gather_or_raise,
+    broadcast_from_rank0,
+    broadcast_tensor,
+    join_group,
+    quiet,
+)
 from pipeline.train.optimizer import MASTER, Averages, OptimizerState, make_optimizer
 from pipeline.train.progress import StepSums
 
@@ -99,7 +105,7 @@ class Trainer:
         losses = torch.stack([result.loss for result in results]).double().cpu()
         loss = float(self._all_reduce(losses.mean()[None])) / self.world
         if not math.isfinite(loss):
-            together(lambda: _check_losses(losses, batches))
+            all_gather_or_raise(lambda: _check_losses(losses, batches))
         norm = self._clip_and_step()
         if self._averages:
             self._averages.add(self._trained().items(), self._state.step)
@@ -205,7 +211,7 @@ class Trainer:
             self._check(states[0], where)
             return states[0].step
 
-        self._state.begin(first_decides(read_checked))
+        self._state.begin(broadcast_from_rank0(read_checked))
         state, trained = states[0] if states else None, self._trained()
         for name, parameter in self.model.head.named_parameters():
             whole = self._received(state and state.weights[name], parameter)
@@ -243,7 +249,7 @@ class Trainer:
             received = torch.empty(like.shape, dtype=torch.float32, device=self.device)
         else:
             received = sent.to(self.device, torch.float32)
-        take_from_first(received, self.device)
+        broadcast_tensor(received, self.device)
         return received
 
     def _trained(self) -> dict[str, nn.Parameter]:

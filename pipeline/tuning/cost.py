@@ -30,20 +30,18 @@ from pipeline.decoder.graphs import capture_stream, captured
 from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
-from pipeline.decoder.round import count_proposed, read_tree
-from pipeline.decoder.tree import WINDOW, Tree, root_only
+from pipeline.decoder.ops.tree import WINDOW, Tree, root_only
+from pipeline.decoder.round import count_proposed, verify_forward
 
 #: Where the curves are measured; between two points they are taken to be straight.
 NODE_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BEAM_COUNTS = (1, 2, 4, 8)
 STEP_COUNTS = (1, 3, 6)
-
-#: Draft steps behind the first proposal whose mean is T_draft; fewer of a shallower drafter.
-_UNROLLED = 4
+#: Draft steps after the first proposal whose mean is T_draft; fewer of a shallower drafter.
+_DRAFT_STEPS = 4
 #: Drafted tokens that the timed bookkeeping accepts.
 _ACCEPTED = 4
 _FIRST_PROPOSAL = TreeSection(top_k=4, steps=1, nodes=5)
-
 #: A timed piece, and the count that it was timed at.
 _Name = tuple[str, int]
 
@@ -131,15 +129,15 @@ class CostMeter:
     ) -> None:
         """Of `rows` rows with `context` committed tokens each; with `sampling` choices are drawn.
 
-        Raises ValueError when no round fits behind the context.
+        Raises ValueError when no round fits after the context.
         """
-        longest = max(step_counts)
-        if context + longest >= model.max_length:
-            problem = f"a round of {longest} steps behind it does not fit into max_length"
+        max_steps = max(step_counts)
+        if context + max_steps >= model.max_length:
+            problem = f"a round of {max_steps} steps after it does not fit into max_length"
             raise ValueError(f"context is {context}, {problem} {model.max_length}")
         nodes = sorted({1, *node_counts})
-        pieces = _Pieces(model, drafter, rows, context, longest, sampling=sampling)
-        self._unrolled = min(_UNROLLED, drafter.depth - 1)
+        pieces = _Pieces(model, drafter, rows, context, max_steps, sampling=sampling)
+        self._draft_steps = min(_DRAFT_STEPS, drafter.depth - 1)
         launches: dict[_Name, Callable[[], object]] = {}
         for count in nodes:
             launches["verify", count] = partial(pieces.verify, pieces.tree(count))
@@ -149,7 +147,7 @@ class CostMeter:
             launches["extend", steps] = partial(pieces.extend, steps)
         for beams in beam_counts:
             launches["propose", beams] = partial(pieces.draft, beams, 1)
-            launches["unroll", beams] = partial(pieces.draft, beams, 1 + self._unrolled)
+            launches["draft", beams] = partial(pieces.draft, beams, 1 + self._draft_steps)
         self._seconds: Callable[[Callable[[], object]], float] = _host_seconds
         if model.device.type == "cuda":
             # Rounds run as graphs, and launches from Python would hide what kernels take.
@@ -164,7 +162,7 @@ class CostMeter:
 
     @torch.inference_mode()
     def turn(self) -> None:
-        """Time every piece once, behind an untimed forward: a round's own pieces, too, stand behind
+        """Time every piece once, after an untimed forward: a round's own pieces, too, stand after
         one that has swept the caches."""
         for name, launch in self._launches.items():
             self._launches["verify", 1]()
@@ -178,9 +176,9 @@ class CostMeter:
             return {count: value for (name, count), value in seconds.items() if name == kind}
 
         # The difference holds whole steps only: neither the first proposal nor the call itself.
-        propose, unroll = curve("propose"), curve("unroll")
-        count = max(self._unrolled, 1)  # who drafts one step has no other
-        steps = {beams: (unroll[beams] - propose[beams]) / count for beams in propose}
+        propose, drafted = curve("propose"), curve("draft")
+        count = max(self._draft_steps, 1)  # who drafts one step has no other
+        steps = {beams: (drafted[beams] - propose[beams]) / count for beams in propose}
         draft = {beams: max(0.0, seconds) for beams, seconds in steps.items()}  # lookups are free
         return Costs(curve("verify"), draft, curve("extend"), curve("other"))
 
@@ -200,20 +198,24 @@ def open_batch(
 ) -> tuple[DecodeBatch, Planes]:
     """Greedy rows of `entries` cache entries, `emitted` tokens a round, and their pages' planes."""
     pages, device = pages_for(entries), model.device
-    pools = Pools(model, drafter, pages=rows * pages + 1, rows=rows)
-    state, own = (drafter.state, drafter.own_pages) if drafter else (None, 0)
+    pools = Pools(
+        model.plane_shape, drafter, pages=rows * pages + 1, rows=rows, device=model.device
+    )
+    state, width = (drafter.state, drafter.drafter_pages) if drafter else (None, 0)
     batch = DecodeBatch.empty(
         rows,
         pages=pages,
         emitted=emitted,
         state=state,
         device=device,
-        own_pages=own,
+        drafter_pages=width,
     )
     block_table = torch.arange(1, pools.shared.pages, device=device).view(rows, pages)
-    own_table = torch.arange(1, pools.own.pages, device=device).view(rows, own)
+    drafter_block_table = torch.arange(1, pools.drafter_pages.pages, device=device).view(
+        rows, width
+    )
     zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-    batch.open(block_table, zeros, zeros, zeros, zeros + 1, own_table)
+    batch.open(block_table, zeros, zeros, zeros, zeros + 1, drafter_block_table)
     return batch, pools.planes
 
 
@@ -260,20 +262,20 @@ class _Pieces:
         if self._sampling and tree.tokens.shape[1] > 1:  # a draw for each node that is walked
             for _ in range(_ACCEPTED):
                 model.ops.draw(self._logits, batch.sampling, batch.seq_lens)
-        return read_tree(model, self._planes, batch, tree, 0, sampling=self._sampling)
+        return verify_forward(model, self._planes, batch, tree, 0, sampling=self._sampling)
 
     def draft(self, beams: int, steps: int) -> object:
         shape = TreeSection(top_k=beams, steps=steps, nodes=WINDOW)
         return self._drafter.candidates(self._batch, self._planes, shape)
 
     def extend(self, steps: int) -> None:
-        """Read what the deepest branch would emit, and make the first proposal behind it."""
+        """Read what the deepest branch would emit, and make the first proposal after it."""
         batch, planes, emitted = self._batch, self._planes, steps + 1
         tokens = self._candidates[0][:, :emitted].flatten()
         read = ReadTokens(
             rows=TokenRows.even(len(batch), emitted, tokens.device),
             tokens=tokens,
-            following=tokens,
+            next_tokens=tokens,
             aux=self._aux[:, :emitted].flatten(0, 1),
             counts=torch.full_like(batch.seq_lens, emitted),
         )
@@ -287,7 +289,7 @@ class _Pieces:
         tree = self.tree(nodes)
         accepted = ops.verify(tree, predicted, _ACCEPTED)
         ops.compact(self._planes.target, batch.block_table, batch.seq_lens, accepted.path)
-        batch.advance(accepted, count_proposed(self._candidates, tree))
+        batch.commit(accepted, count_proposed(self._candidates, tree))
         batch.seq_lens.fill_(self._context)
 
 
@@ -319,7 +321,7 @@ def _host_seconds(launch: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(launch: Callable[[], object]) -> float:
-    """Between two events behind kernels that still run: the host's own time does not count."""
+    """Between two events after kernels that still run: the host's own time does not count."""
     event = partial(torch.cuda.Event, enable_timing=True)
     begun, ended = event(), event()
     begun.record()

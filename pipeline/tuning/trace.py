@@ -24,16 +24,15 @@ from pipeline.config import TreeSection
 from pipeline.decoder.drafter import Drafter
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.tree import WINDOW, root_only
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import advance, read_prompt
-from pipeline.decoder.tree import WINDOW, root_only
+from pipeline.decoder.round import prefill_prompt, verify_and_commit
 from pipeline.errors import DataError, TargetError
 from pipeline.reports import RoundCounters
 from pipeline.tuning.cost import open_batch
 
 #: Rank of what was not drafted.
 _NEVER = 1 << 30
-
 #: Of each position.
 _Drafts = list[Candidates]
 
@@ -55,7 +54,7 @@ class _TracedReply:
 
     @property
     def beyond(self) -> int:
-        """Tokens behind its end; -1 before it."""
+        """Tokens after its end; -1 before it."""
         return len(self.tokens) - self.length if self.length else -1
 
     @property
@@ -223,12 +222,12 @@ def _decode(
 ) -> tuple[list[_TracedReply], dict[int, _Drafts]]:
     """Greedy replies, and the drafts below each of their tokens."""
     beyond = max((shape.steps for shape in shapes.values()), default=0)
-    # Drafted entries stand behind the reply, and what a last round may accept beyond its end.
+    # Drafted entries stand after the reply, and what a last round may accept beyond its end.
     entries = max(len(prompt) for prompt in prompts) + new_tokens + beyond + WINDOW
     batch, planes = open_batch(model, drafter, len(prompts), entries, emitted=1)
     for row, prompt in enumerate(prompts):
         tokens = torch.tensor(prompt, device=model.device)
-        read_prompt(model, planes, drafter, batch.rows(row, row + 1), tokens)
+        prefill_prompt(model, planes, drafter, batch.rows(row, row + 1), tokens)
     replies = [_TracedReply(stop_ids, new_tokens) for _ in prompts]
     for reply, token in zip(replies, batch.emitted[:, 0].tolist(), strict=True):
         reply.append(token)
@@ -237,7 +236,7 @@ def _decode(
         if any(reply.beyond < 0 for reply in replies):
             for width, shape in shapes.items():
                 drafts[width].append(drafter.candidates(batch, planes, shape))
-        advance(model, planes, drafter, batch, root_only(batch.roots), 0, sampling=False)
+        verify_and_commit(model, planes, drafter, batch, root_only(batch.roots), 0, sampling=False)
         for reply, token in zip(replies, batch.emitted[:, 0].tolist(), strict=True):
             reply.append(token)
     if any(token < 0 for reply in replies for token in reply.tokens[: reply.positions + 1]):
@@ -253,20 +252,20 @@ def _continuations(replies: Sequence[_TracedReply], depth: int) -> Tensor:
                                             b   c d e f
                                             c   d e f g
     """
-    longest = max(reply.positions for reply in replies) + depth
-    return torch.tensor([reply.tokens[1:longest] for reply in replies]).unfold(1, depth, 1)
+    end = max(reply.positions for reply in replies) + depth
+    return torch.tensor([reply.tokens[1:end] for reply in replies]).unfold(1, depth, 1)
 
 
 def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
     """Ranks [B, P, D, D] of the continuations `following` [B, P, D] in drafts of D steps.
 
-    Entry [.., d, s] is the rank of the token d + 1 behind the position among the candidates of the
+    Entry [.., d, s] is the rank of the token d + 1 after the position among the candidates of the
     first s + 1 steps. It counts the better ones; of equals the earlier is the better, as in
     `grow_tree`.
     """
     rows, positions, depth = following.shape
-    wanted = following.flatten(0, 1)  # [T, D], T = B·P
-    ranks = wanted.new_full((len(wanted), depth, depth), _NEVER, dtype=torch.int32)
+    targets = following.flatten(0, 1)  # [T, D], T = B·P
+    ranks = targets.new_full((len(targets), depth, depth), _NEVER, dtype=torch.int32)
     stacked = [torch.stack(parts, dim=1) for parts in list(zip(*drafts, strict=True))[:3]]
     tokens, parents, scores = (part.flatten(0, 1) for part in stacked)  # each [T, C]
     index = torch.arange(tokens.shape[1], device=tokens.device)  # [C]
@@ -275,15 +274,15 @@ def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
     drafted_by = (depths[:, None] <= steps + 1).float()  # [C, D] candidates of s + 1 steps
     # The last candidate of the continuation, -1 the root, and whether it was drafted so far: [T,
     # 1].
-    node = torch.full_like(wanted[:, :1], -1)
+    node = torch.full_like(targets[:, :1], -1)
     alive = torch.ones_like(node, dtype=torch.bool)
     for step in range(depth):
-        follows = (parents == node) & (tokens == wanted[:, step : step + 1])
+        follows = (parents == node) & (tokens == targets[:, step : step + 1])
         agrees = (depths == step + 1) & follows & alive  # [T, C]; of equal siblings the first
         agrees &= scores > -torch.inf  # such a one proposes nothing
         alive, node = agrees.any(1, keepdim=True), agrees.int().argmax(1, keepdim=True)
-        own = scores.gather(1, node)
-        better = (scores > own) | ((scores == own) & (index < node))  # [T, C]
+        score = scores.gather(1, node)
+        better = (scores > score) | ((scores == score) & (index < node))  # [T, C]
         counted = (better.float() @ drafted_by).int()  # [T, D]
         ranks[:, step] = torch.where(alive & (steps >= step), counted, _NEVER)
     return ranks.view(rows, positions, depth, depth)
@@ -301,10 +300,10 @@ def proposed_ranks(drafts: _Drafts, depth: int) -> tuple[Tensor, Tensor]:
     drafted_by = (depths[:, None] <= steps + 1).float()  # [C, D] candidates of s + 1 steps
     for step in range(depth):
         of_depth = scores.where(depths == step + 1, -torch.inf)
-        own = of_depth.amax(1, keepdim=True)  # [T, 1]
-        node = (of_depth == own).int().argmax(1, keepdim=True)  # of equals the first
-        better = (scores > own) | ((scores == own) & (index < node))  # [T, C]
+        score = of_depth.amax(1, keepdim=True)  # [T, 1]
+        node = (of_depth == score).int().argmax(1, keepdim=True)  # of equals the first
+        better = (scores > score) | ((scores == score) & (index < node))  # [T, C]
         counted = (better.float() @ drafted_by).int()  # [T, D]
-        ranks[:, step] = torch.where((own > -torch.inf) & (steps >= step), counted, _NEVER)
+        ranks[:, step] = torch.where((score > -torch.inf) & (steps >= step), counted, _NEVER)
     sizes = ((scores > -torch.inf).float() @ drafted_by).long()
     return ranks.view(rows, positions, depth, depth), sizes.view(rows, positions, depth)

@@ -22,7 +22,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 CAPTURE = (1, 3, 4)
 VOCABULARY = 101
 #: Rows that the drafter's own pool has pages for.
-OWN_ROWS = 8
+DRAFTER_ROWS = 8
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
@@ -78,8 +78,10 @@ def one_thread() -> None:
 
 def poisoned_planes(model: DecoderModel, pages: int, drafter: Drafter | None = None) -> Planes:
     """Key/value memory in which whatever is read before it was written shows."""
-    planes = Pools(model, drafter, pages=pages, rows=OWN_ROWS).planes
-    for plane in (planes.target, *planes.drafter, *planes.own):
+    planes = Pools(
+        model.plane_shape, drafter, pages=pages, rows=DRAFTER_ROWS, device=model.device
+    ).planes
+    for plane in (planes.target, *planes.drafter, *planes.drafter_kv):
         plane.fill_(float("nan"))
     return planes
 
@@ -97,20 +99,20 @@ def open_rows(
 
     `spare` inert rows stand behind them.
     """
-    state, own = (drafter.state, drafter.own_pages) if drafter else (None, 0)
-    assert rows <= OWN_ROWS
+    state, private = (drafter.state, drafter.drafter_pages) if drafter else (None, 0)
+    assert rows <= DRAFTER_ROWS
     batch = DecodeBatch.empty(
         rows + spare,
         pages=pages,
         emitted=emitted,
         state=state,
         device=model.device,
-        own_pages=own,
+        drafter_pages=private,
     )
     order = 1 + torch.randperm(rows * pages, generator=torch.Generator().manual_seed(9))
     zeros = torch.zeros(rows, dtype=torch.int64)
-    own_order = torch.arange(rows * own, 0, -1).view(rows, own)
-    batch.rows(0, rows).open(order.view(rows, pages), zeros, zeros, zeros, zeros + 1, own_order)
+    private_order = torch.arange(rows * private, 0, -1).view(rows, private)
+    batch.rows(0, rows).open(order.view(rows, pages), zeros, zeros, zeros, zeros + 1, private_order)
     return batch
 
 

@@ -15,7 +15,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.round import decode_round, prefill_prompt
 from tests.decoder.conftest import random_tokens
 
 #: Mixed lengths, on both sides of page borders; some end by a stop token, some by their limit.
@@ -46,7 +46,7 @@ def decode(
     """Completions by id; all pages of both pools come back."""
     engine = Engine(model, drafter=drafter, slots=slots, prefill_tokens=48)
     done = {each.request_id: each for each in engine.generate(requests)}
-    for pool in (engine.pools.shared, engine.pools.own):
+    for pool in (engine.pools.shared, engine.pools.drafter_pages):
         assert pool.free_pages == pool.capacity
     assert all(each.error is None for each in done.values())
     return done
@@ -65,13 +65,13 @@ def read_both_ways(
     """A row after rounds with a tree and without, and one that read the same tokens as a prompt."""
     prompt = random_tokens(20, seed=4)
     batch, planes = opened()
-    read_prompt(model, planes, drafter, batch, prompt)
+    prefill_prompt(model, planes, drafter, batch, prompt)
     tokens = batch.emitted[0, :1].tolist()
     for plain in (True, True, False, True, False, False):
         decode_round(model, planes, without if plain else drafter, batch, sampling=False)
         tokens += batch.emitted[0, : int(batch.counts)].tolist()
     whole, others = opened()
-    read_prompt(model, others, drafter, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
+    prefill_prompt(model, others, drafter, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
     assert torch.equal(batch.roots, whole.roots) and torch.equal(batch.seq_lens, whole.seq_lens)
     return (batch, planes), (whole, others)
 

@@ -21,10 +21,10 @@ TREE = TreeSection(top_k=3, steps=5, nodes=14)
 SECTION = NgramSection(min_match=1, max_match=5, matches=6)
 
 
-def match_of(history: Sequence[int], end: int, longest: int) -> int:
+def match_of(history: Sequence[int], end: int, max_match: int) -> int:
     """Tokens up to `end` that agree with the last ones of `history`."""
     length = 0
-    while length < min(longest, end + 1) and history[end - length] == history[-1 - length]:
+    while length < min(max_match, end + 1) and history[end - length] == history[-1 - length]:
         length += 1
     return length
 

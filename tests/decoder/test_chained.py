@@ -22,13 +22,12 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import read_prompt
-from pipeline.drafters.registry import load_drafter, name_of
+from pipeline.decoder.round import prefill_prompt
+from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import ConfigError, HeadError
-from pipeline.heads.init import random_init
+from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.mtp.drafter import ChainedDrafter
-from pipeline.heads.mtp.init import chained_shape_for
-from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.heads.mtp.ttt import unroll_chain
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.rotary import RotaryTable
@@ -56,7 +55,8 @@ def chained_head(
     seed: int = 3,
 ) -> ChainedHead:
     """Random heads over 60 tokens: their guesses are bad, which losslessness must survive."""
-    shape = chained_shape_for(
+    shape = shape_for(
+        ChainedShape,
         model.config,
         heads=heads,
         chain_input=chain_input,
@@ -329,7 +329,7 @@ def test_a_draft_and_an_extension_look_at_no_value(
     batch = open_rows(torch_model, 3, pages=PAGES, drafter=drafter)
     for row in range(3):
         prompt = random_tokens(1 + 9 * row, seed=row)
-        read_prompt(torch_model, planes, drafter, batch.rows(row, row + 1), prompt)
+        prefill_prompt(torch_model, planes, drafter, batch.rows(row, row + 1), prompt)
     rows, tokens = TokenRows.even(3, 5, CPU), torch.zeros(15, dtype=torch.int64)
     aux = torch.zeros(15, 3 * torch_model.config.hidden_size)
     read = ReadTokens(rows, tokens, tokens, aux, torch.tensor([1, 2, 5]))
@@ -347,14 +347,12 @@ def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, chain: Chaine
     with pytest.raises(ConfigError, match="cannot draft with this head, which is one for eagle3"):
         load_drafter(DrafterSection(name="dflash"), model, target, chain)
     section = DrafterSection.model_validate({"name": "eagle3", "eagle3": {"draft_window": 128}})
-    windowed = load_drafter(section, model, target, chain)
-    assert windowed is not None
     with pytest.raises(ConfigError, match="chained heads see the whole text") as refused:
-        windowed(TREE)
+        load_drafter(section, model, target, chain)
     assert refused.value.where == "drafter.eagle3.draft_window"
     make = load_drafter(DrafterSection(name="eagle3"), model, target, chain)
     assert make is not None and isinstance(make(TREE), ChainedDrafter)
-    assert name_of(chain) == "eagle3"
+    assert drafter_name(chain) == "eagle3"
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import join_marginals
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import draft_tree, read_prompt
+from pipeline.decoder.round import draft_tree, prefill_prompt
 from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, HeadError
 from pipeline.heads.dflash.blocks import BlockObjective, DflashModel, cut_blocks
@@ -30,7 +30,7 @@ from pipeline.heads.dflash.init import dflash_shape_for
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.init import random_init
 from pipeline.learning.batches import TrainBatch
-from pipeline.tuning.score import draw_gap
+from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import (
     VOCABULARY,
     open_rows,
@@ -349,7 +349,7 @@ def test_fewer_positions_are_what_a_head_with_smaller_blocks_drafts(
     ):
         batch = open_rows(model, 1, pages=2, drafter=drafter)
         planes = poisoned_planes(model, 3, drafter)
-        read_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
+        prefill_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
         drafts.append(drafter.candidates(batch, planes, tree).scores)
     assert torch.equal(drafts[0], drafts[1])
     assert not torch.equal(drafts[0], drafts[2]), "every position sees all masks"
@@ -372,7 +372,7 @@ def test_borrowed_rows_draft_as_a_copy_of_them(model: DecoderModel) -> None:
         drafter = DflashDrafter(head, model, TREE)
         batch = open_rows(model, 1, pages=2, drafter=drafter)
         planes = poisoned_planes(model, 3, drafter)
-        read_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
+        prefill_prompt(model, planes, drafter, batch, random_tokens(PREFIX, seed=5))
         drafts.append(drafter.candidates(batch, planes, TREE))
     assert all(torch.equal(one, other) for one, other in zip(*drafts, strict=True))
     requests = requests_of(9)

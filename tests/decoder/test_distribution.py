@@ -25,8 +25,8 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 from pipeline.decoder.request import Request
-from pipeline.decoder.tree import SamplingTensors, Tree
 from pipeline.drafters.ngram import NgramDrafter
 from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
 from pipeline.drafters.standalone import StandaloneDrafter

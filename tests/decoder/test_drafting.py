@@ -17,7 +17,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, draft_tree, read_prompt
+from pipeline.decoder.round import decode_round, draft_tree, prefill_prompt
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import CAPTURE, open_rows, poisoned_planes, random_tokens
@@ -70,7 +70,7 @@ def test_a_draft_step_is_fourteen_operations(
     planes = poisoned_planes(model, 5, drafter)
     batch = open_rows(model, 2, pages=2, drafter=drafter)
     for row in range(2):
-        read_prompt(model, planes, drafter, batch.rows(row, row + 1), random_tokens(9, seed=row))
+        prefill_prompt(model, planes, drafter, batch.rows(row, row + 1), random_tokens(9, seed=row))
 
     def launches(steps: int) -> Counter[str]:
         with monkeypatch.context() as patch:
@@ -94,14 +94,14 @@ def test_plain_rounds_leave_the_drafter_ready(model: DecoderModel, head: Eagle3H
     assert (plain.depth, plain.nodes, plain.shape_for(1)) == (0, 1, None)
     batch, planes = open_rows(model, 1, pages=2, drafter=plain), poisoned_planes(model, 3, plain)
     prompt = random_tokens(20, seed=4)
-    read_prompt(model, planes, plain, batch, prompt)
+    prefill_prompt(model, planes, plain, batch, prompt)
     tokens = batch.emitted[0, :1].tolist()
     for _ in range(6):
         decode_round(model, planes, plain, batch, sampling=False)
         assert batch.counts.tolist() == [1]
         tokens += batch.emitted[0, :1].tolist()
     whole, others = open_rows(model, 1, pages=2, drafter=plain), poisoned_planes(model, 3, plain)
-    read_prompt(model, others, plain, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
+    prefill_prompt(model, others, plain, whole, torch.cat((prompt, torch.tensor(tokens[:-1]))))
     assert torch.equal(batch.roots, whole.roots) and torch.equal(batch.seq_lens, whole.seq_lens)
     torch.testing.assert_close(batch.drafter_state, whole.drafter_state, atol=1e-4, rtol=1e-4)
     drafting = Eagle3Drafter(head, model, TREE)
@@ -146,7 +146,7 @@ def test_a_head_in_training_stays_as_it_is(
         open_rows(model, 1, pages=2, drafter=drafter),
         poisoned_planes(model, 3, drafter),
     )
-    read_prompt(model, planes, drafter, batch, random_tokens(9, seed=1))
+    prefill_prompt(model, planes, drafter, batch, random_tokens(9, seed=1))
     before = drafter.candidates(batch, planes, TREE)
     for parameter in trained.parameters():
         parameter.mul_(-3)
@@ -176,6 +176,6 @@ def test_a_window_at_decode_time_is_that_of_a_head_which_was_trained_with_it(
     ):
         planes = poisoned_planes(model, 6, drafter)
         batch = open_rows(model, 1, pages=5, drafter=drafter)
-        read_prompt(model, planes, drafter, batch, prompt)
+        prefill_prompt(model, planes, drafter, batch, prompt)
         scores.append(drafter.candidates(batch, planes, TREE).scores)
     assert torch.equal(scores[0], scores[1]) and not torch.allclose(scores[0], scores[2])

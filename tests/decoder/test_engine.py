@@ -21,7 +21,7 @@ from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.request import Completion, Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.tuning.score import draw_gap
+from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import VOCABULARY
 
 
@@ -58,11 +58,11 @@ class OracleDrafter(TreeDrafter):
         self.extend(batch, planes, read)
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
-        firsts = read.rows.starts[:-1].tolist()
+        firsts = read.rows.cu_seqlens_q[:-1].tolist()
         for row, (first, count) in enumerate(zip(firsts, read.counts.tolist(), strict=True)):
             seen = self._seen.setdefault(int(batch.block_table[row, 0]), [])
             del seen[int(batch.seq_lens[row]) :]  # whoever held the page before
-            seen += read.following[first : first + count].tolist()
+            seen += read.next_tokens[first : first + count].tolist()
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         tokens = []

@@ -16,13 +16,13 @@ from pipeline.decoder.kv import PlaneShape, _free_of_container, free_bytes, page
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE, Packed
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.request import Request
-from pipeline.decoder.tree import HEADROOM
 from pipeline.errors import ConfigError
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.simulate import ImposedAcceptance
+from pipeline.tuning.verification import ImposedAcceptance
 
 CPU = torch.device("cpu")
 TREE = TreeSection(top_k=3, steps=4, nodes=10)

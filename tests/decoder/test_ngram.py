@@ -14,14 +14,14 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.round import decode_round, prefill_prompt
 from pipeline.drafters.ngram import (
     CorpusIndex,
     NgramDrafter,
     continuations,
     longest_matches,
     match_lengths,
-    match_lengths_by_looking,
+    match_lengths_on_host,
     tree_of_chains,
 )
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
@@ -46,11 +46,11 @@ from tests.decoder.ngrams import (
 def test_matches_are_those_of_a_plain_search(seed: int) -> None:
     histories = random_histories(60, seed)
     state, seq_lens = row_of_tokens(histories, 70)
-    for longest in (1, 2, 5, 16):
-        lengths = match_lengths(state, seq_lens, longest)
-        assert torch.equal(match_lengths_by_looking(state, seq_lens, longest), lengths)
+    for max_match in (1, 2, 5, 16):
+        lengths = match_lengths(state, seq_lens, max_match)
+        assert torch.equal(match_lengths_on_host(state, seq_lens, max_match), lengths)
         for row, history in enumerate(histories):
-            expected = [match_of(history, end, longest) for end in range(len(history) - 1)]
+            expected = [match_of(history, end, max_match) for end in range(len(history) - 1)]
             assert lengths[row].tolist() == expected + [0] * (70 - len(expected))
 
 
@@ -196,7 +196,7 @@ def test_what_stands_behind_a_row_does_not_matter(model: DecoderModel) -> None:
         batch = open_rows(model, 1, pages=4, drafter=drafter)
         batch.drafter_state.fill_(garbage)
         planes = poisoned_planes(model, 5, drafter)
-        read_prompt(model, planes, drafter, batch, prompt)
+        prefill_prompt(model, planes, drafter, batch, prompt)
         for _ in range(3):
             decode_round(model, planes, drafter, batch, sampling=False)
         drafts.append(drafter.candidates(batch, planes, TREE))

@@ -32,21 +32,21 @@ from tests.decoder.ngrams import (
 
 
 @pytest.mark.parametrize("vocabulary", [3, 1000, 1 << 20, 1 << 31])
-@pytest.mark.parametrize("longest", [1, 4, 9])
-def test_a_corpus_is_searched_as_by_hand(vocabulary: int, longest: int) -> None:
+@pytest.mark.parametrize("max_match", [1, 4, 9])
+def test_a_corpus_is_searched_as_by_hand(vocabulary: int, max_match: int) -> None:
     """Keys of every width: how many tokens one holds depends on the vocabulary."""
-    draw = random.Random(longest)
+    draw = random.Random(max_match)
     for size in (1, 2, 30, 400):
         text = [draw.randrange(3) for _ in range(size)]
-        index = CorpusIndex(torch.tensor(text), vocabulary, longest)
+        index = CorpusIndex(torch.tensor(text), vocabulary, max_match)
         assert len(index) == size
         contexts = [[draw.randrange(3) for _ in range(draw.randint(1, 12))] for _ in range(40)]
-        asked = [(list(reversed(each)) + [-1] * longest)[:longest] for each in contexts]
+        asked = [(list(reversed(each)) + [-1] * max_match)[:max_match] for each in contexts]
         lengths, chains = index.lookup(torch.tensor(asked), 1, 6, 3)
         for row, context in enumerate(contexts):
             matches = []
             for end in range(size - 1):
-                length = match_of([*text[: end + 1], -5, *context], end, longest)
+                length = match_of([*text[: end + 1], -5, *context], end, max_match)
                 matches.append(min(length, len(context)))
             best = sorted((each for each in matches if each), reverse=True)[:6]
             assert lengths[row].tolist() == best + [0] * (6 - len(best))

@@ -13,10 +13,9 @@ from pipeline.config import NgramSection, TreeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, pool_acceptance
-from pipeline.decoder.round import read_prompt
+from pipeline.decoder.round import prefill_prompt
 from pipeline.drafters.ngram import CorpusIndex, NgramDrafter, no_chains
 from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.score import draw_gap
 from pipeline.tuning.trace import (
     acceptance,
     continuation_ranks,
@@ -24,6 +23,7 @@ from pipeline.tuning.trace import (
     replay_counters,
     trace,
 )
+from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
 from tests.decoder.ngrams import (
     SECTION,
@@ -132,7 +132,7 @@ def test_a_long_context(looping: DecoderModel) -> None:
     prompt = torch.tensor([*phrase, *(random_tokens(2000, 5) % 90).tolist(), *phrase[:3]])
     planes = poisoned_planes(model, 40, drafter)
     batch = open_rows(model, 1, pages=36, drafter=drafter)
-    read_prompt(model, planes, drafter, batch, prompt)
+    prefill_prompt(model, planes, drafter, batch, prompt)
     batch.drafter_state[0, len(prompt)] = phrase[3]  # as if the target had gone on so
     drafted = drafter.candidates(batch, planes, TREE)
     assert (*phrase[4:],) in nodes_of(drafted, 0)

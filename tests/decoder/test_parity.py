@@ -19,8 +19,8 @@ from pipeline.decoder.batch import TokenRows
 from pipeline.decoder.drafter import ReadTokens
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.tree import Tree
 from pipeline.decoder.round import draft_tree
-from pipeline.decoder.tree import Tree
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.eagle3.ttt import step_logits

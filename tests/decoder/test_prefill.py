@@ -15,7 +15,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.prefill import Staging
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import read_prompt, read_prompts
+from pipeline.decoder.round import prefill, prefill_prompt
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import open_rows, poisoned_planes, random_tokens
@@ -40,12 +40,12 @@ def test_packed_prompts_leave_what_single_ones_leave(model: DecoderModel, head: 
     for batch in (alone, packed):
         batch.temperature[1:3], batch.seeds[1:3] = 0.9, 7
     for row, prompt in enumerate(PROMPTS):
-        read_prompt(model, planes[0], drafter, alone.rows(row, row + 1), prompt)
+        prefill_prompt(model, planes[0], drafter, alone.rows(row, row + 1), prompt)
     starts = torch.tensor([0, *(len(prompt) for prompt in PROMPTS)]).cumsum(0)
-    rows = TokenRows.ragged(starts, int(starts[-1]), longest=70)
+    rows = TokenRows.ragged(starts, int(starts[-1]), max_query_len=70)
     tokens = torch.cat(PROMPTS)
     behind = torch.cat([prompt.roll(-1) for prompt in PROMPTS])
-    read_prompts(model, planes[1], drafter, packed, rows, tokens, behind, last=4)
+    prefill(model, planes[1], drafter, packed, rows, tokens, behind, last=4)
     _equal(packed, alone)
     for ours, theirs in (
         (planes[1].target, planes[0].target),
@@ -129,10 +129,10 @@ def test_a_pass_reads_no_more_than_the_budget(
     sizes: list[list[int]] = []
     original = TokenRows.ragged
 
-    def counting(starts: Tensor, tokens: int, longest: int) -> TokenRows:
+    def counting(starts: Tensor, tokens: int, max_query_len: int) -> TokenRows:
         sizes.append(starts.diff().tolist())
-        assert longest == max(sizes[-1])
-        return original(starts, tokens, longest)
+        assert max_query_len == max(sizes[-1])
+        return original(starts, tokens, max_query_len)
 
     monkeypatch.setattr(TokenRows, "ragged", counting)
     requests = [Request(str(index), (1,) * 30, 20, ()) for index in range(3)]

@@ -227,4 +227,4 @@ def test_aborted_requests_leave_their_pages_and_nobody_notices(
     aborted = {"1", "2", "4"} - set(early)
     assert early | rest == {name: ids for name, ids in expected.items() if name not in aborted}
     assert engine.pools.shared.free_pages == engine.pools.shared.capacity
-    assert engine.pools.own.free_pages == engine.pools.own.capacity
+    assert engine.pools.drafter_pages.free_pages == engine.pools.drafter_pages.capacity

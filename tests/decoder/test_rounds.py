@@ -11,7 +11,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.round import decode_round, prefill_prompt
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from tests.decoder.conftest import VOCABULARY, open_rows, poisoned_planes, random_tokens
@@ -45,7 +45,7 @@ def test_stale_garbage_in_padded_rows_has_no_effect(
             batch.temperature[row] = 0.9 * (sampling and row != 1)
             batch.top_p[row], batch.seeds[row] = 0.8, row
             prompt = random_tokens(20 + 30 * row, seed=row)
-            read_prompt(model, planes, drafter, batch.rows(row, row + 1), prompt)
+            prefill_prompt(model, planes, drafter, batch.rows(row, row + 1), prompt)
         seen = []
         for _ in range(6):
             if padding:

@@ -20,7 +20,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE
-from pipeline.decoder.round import decode_round, read_prompt
+from pipeline.decoder.round import decode_round, prefill_prompt
 from pipeline.drafters.self_spec import SnapKvDrafter, StreamingDrafter
 from pipeline.errors import Eagle3Error
 from pipeline.tuning.cost import measure_costs
@@ -108,7 +108,7 @@ class _Row:
         rows = open_rows(model, 2, pages=4, drafter=self.drafter)
         self.batch: DecodeBatch = rows.rows(1, 2)
         prompt = random_tokens(length, seed=length)
-        read_prompt(model, self.planes, self.drafter, self.batch, prompt)
+        prefill_prompt(model, self.planes, self.drafter, self.batch, prompt)
         for _ in range(rounds):
             decode_round(model, self.planes, self.drafter, self.batch, sampling=False)
         self.length = int(self.batch.seq_lens)
@@ -126,14 +126,14 @@ def test_slots_hold_the_entries_that_they_should(
 ) -> None:
     row = _Row(target, "snapkv", length, rounds)
     whole = row.entries(row.planes.target, row.batch.block_table)
-    own = row.entries(row.planes.own[0], row.batch.own_table)
+    private = row.entries(row.planes.drafter_kv[0], row.batch.drafter_block_table)
     total = row.length
     for slot in range(min(total, RECENT)):
         entry = next(entry for entry in range(total - 1, -1, -1) if entry % RECENT == slot)
-        assert torch.equal(own[..., slot, :], whole[..., entry, :])
+        assert torch.equal(private[..., slot, :], whole[..., entry, :])
     if length <= RECENT + SELECTED:
         for entry in range(min(SELECTED, max(0, total - RECENT))):
-            assert torch.equal(own[..., RECENT + entry, :], whole[..., entry, :])
+            assert torch.equal(private[..., RECENT + entry, :], whole[..., entry, :])
 
 
 @pytest.mark.parametrize("length", [41, 64, 65, 150])
@@ -143,7 +143,7 @@ def test_what_the_end_of_the_prompt_attends_to_is_kept(
 ) -> None:
     row = _Row(target, "snapkv", length, rounds=0)
     whole = row.entries(row.planes.target, row.batch.block_table)
-    own = row.entries(row.planes.own[0], row.batch.own_table)
+    private = row.entries(row.planes.drafter_kv[0], row.batch.drafter_block_table)
     attentions = _attentions(make_target("qwen3"), random_tokens(length, seed=length))
     groups, differ = target.kv_heads, 0
     for layer, weights in enumerate(attentions):  # [Q, S, S]
@@ -155,7 +155,7 @@ def test_what_the_end_of_the_prompt_attends_to_is_kept(
         pooled = pooled[: length - RECENT]
         for group in range(groups):
             best = sorted(range(len(pooled)), key=lambda e: -float(pooled[e][group]))[:SELECTED]
-            kept = own[:, layer, group, RECENT : RECENT + SELECTED]  # [2, E, d]
+            kept = private[:, layer, group, RECENT : RECENT + SELECTED]  # [2, E, d]
             # Neighbours share a maximum: of equals any is right, so weights are compared.
             same = (kept[0][:, None] == whole[0, layer, group, : len(pooled)]).all(-1)  # [E, S]
             held = same.int().argmax(1).tolist()
@@ -185,7 +185,7 @@ def test_the_root_attends_to_what_is_visible_and_to_nothing_else(
     """Against attention over the visible keys, gathered and computed in float64."""
     row = _Row(_load(make_target("qwen3"), TorchOps()), kind, length, rounds)
     if kind == "snapkv":
-        visible = row.entries(row.planes.own[0], row.batch.own_table)
+        visible = row.entries(row.planes.drafter_kv[0], row.batch.drafter_block_table)
         visible = visible[..., : min(row.length, RECENT + SELECTED), :]
     else:
         entries = row.entries(row.planes.target, row.batch.block_table)[..., : row.length, :]
@@ -249,9 +249,9 @@ def test_an_abandoned_stream_gives_its_pages_back(target: DecoderModel, kind: st
     for _ in range(9):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
-    for pool in (engine.pools.shared, engine.pools.own):
+    for pool in (engine.pools.shared, engine.pools.drafter_pages):
         assert pool.free_pages == pool.capacity
-    assert (engine.pools.own.capacity > 0) == (kind == "snapkv")
+    assert (engine.pools.drafter_pages.capacity > 0) == (kind == "snapkv")
 
 
 @pytest.mark.parametrize("kind", KINDS)

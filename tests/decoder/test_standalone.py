@@ -11,7 +11,7 @@ import torch
 from pipeline.config import TreeSection
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.round import read_prompt
+from pipeline.decoder.round import prefill_prompt
 from pipeline.drafters.standalone import StandaloneDrafter, check_tokens
 from pipeline.errors import ConfigError
 from pipeline.tuning.cost import measure_costs
@@ -107,7 +107,9 @@ def test_a_round_looks_at_no_value(make_target: MakeTarget) -> None:
     batch = open_rows(target, 2, pages=3, drafter=drafter)
     planes = poisoned_planes(target, 7, drafter)
     for row in range(2):
-        read_prompt(target, planes, drafter, batch.rows(row, row + 1), random_tokens(9, seed=row))
+        prefill_prompt(
+            target, planes, drafter, batch.rows(row, row + 1), random_tokens(9, seed=row)
+        )
     with no_values():
         drafter.candidates(batch, planes, TREE)
 

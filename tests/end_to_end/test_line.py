@@ -22,7 +22,7 @@ from pipeline.cli.commands import make_plans
 from pipeline.config import load
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
-from pipeline.decoder.tree import Tree, VerifyOutput
+from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from pipeline.records import STAGES, Manifest
 from pipeline.reports import EvalReport
 from pipeline.store.manifest import read_manifest

@@ -13,8 +13,7 @@ from pipeline.config import RunConfig, parse
 from pipeline.records import Manifest, Message, Sample, SamplingParams, Span
 from pipeline.store.samples import encode_samples
 from pipeline.store.stage_run import open_stage
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
+from pipeline.target.open import read_contract, resolve
 
 VOCABULARY = 96
 END_ID = 1  # of the tiny target

@@ -19,11 +19,11 @@ from pipeline.records import Manifest, Sample
 from pipeline.store.manifest import stage_location
 from pipeline.target.forward import (
     PACKED_ATTENTION,
+    LoadedTarget,
     capture_alone,
     capture_states,
     register_packed_attention,
 )
-from pipeline.target.load import LoadedTarget
 from pipeline.target.open import open_target
 
 SHAPE: dict[str, Any] = {
@@ -70,8 +70,7 @@ def save_model(name: str, directory: Path, tiny_target: Path) -> Path:
 
 def load(directory: Path, **options: Any) -> LoadedTarget:
     return open_target(TargetSection(source=str(directory), device="cpu", dtype="float32")).load(
-        attention=register_packed_attention(),
-        **options,
+        attention=register_packed_attention(), **options
     )
 
 

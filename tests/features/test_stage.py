@@ -208,10 +208,7 @@ def test_parts_in_any_order_and_the_last_one_finishes(
 
 
 def test_two_kinds_of_machines_make_one_stage(
-    tmp_path: Path,
-    make_config: Configs,
-    finish_synth: Synth,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, make_config: Configs, finish_synth: Synth, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What one of them has committed stays as it is; manifest and entries say who made what."""
     narrow, wide = (

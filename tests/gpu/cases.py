@@ -22,18 +22,17 @@ from torch import Tensor
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
 from pipeline.config import TreeSection
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.init import random_init
+from pipeline.heads.init import random_init, shape_for
 from pipeline.heads.mtp.drafter import ChainedDrafter
-from pipeline.heads.mtp.init import chained_shape_for
-from pipeline.heads.mtp.shape import ChainedHead
-from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
+from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
+from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilities
 from tests.gpu.training import attention_agrees, losses_agree
 
 VOCABULARY, LENGTH = 512, 1024
@@ -169,10 +168,10 @@ def requests(temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0) -> li
     ]
 
 
-def decode(engine: Engine, wanted: list[Request]) -> dict[str, tuple[int, ...]]:
+def decode(engine: Engine, submitted: list[Request]) -> dict[str, tuple[int, ...]]:
     """Every request's tokens. Raises AssertionError when one of them ends as an error."""
     replies = {}
-    for done in engine.generate(wanted):
+    for done in engine.generate(submitted):
         assert done.error is None, f"request {done.request_id}: {done.error}"
         replies[done.request_id] = done.token_ids
     return replies
@@ -204,7 +203,8 @@ def chained_is_lossless(device: torch.device) -> dict[str, Any]:
     """fp32: likewise with chained heads, of which each has a plane of its own."""
     model = model_of(LLAMA, device, torch.float32)
     vocabulary = torch.arange(0, model.vocabulary, 2)
-    shape = chained_shape_for(
+    shape = shape_for(
+        ChainedShape,
         model.config,
         heads=3,
         chain_input="aux",
@@ -225,9 +225,9 @@ def chained_is_lossless(device: torch.device) -> dict[str, Any]:
 
 def sampling_is_lossless(device: torch.device, top_p: float, top_k: int) -> dict[str, Any]:
     """fp32: with a drafter, every token is the one that its seed draws from the plain model."""
-    model, wanted = model_of(LLAMA, device, torch.float32), requests(0.8, top_p, top_k)
-    done = decode(drafting(model, TREES["tree"], 4), wanted)
-    return {**_draws(model, wanted, done), "tokens": sum(map(len, done.values()))}
+    model, submitted = model_of(LLAMA, device, torch.float32), requests(0.8, top_p, top_k)
+    done = decode(drafting(model, TREES["tree"], 4), submitted)
+    return {**_draws(model, submitted, done), "tokens": sum(map(len, done.values()))}
 
 
 def near_ties(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -249,15 +249,15 @@ def length_limit(length: int, device: torch.device) -> dict[str, Any]:
     """fp32: prompt and reply fill `length` to the last entry, in a full pool of pages."""
     model = model_of(LLAMA, device, torch.float32, length=length)
     splits = length - 1, length - 2, length - 40, length - 7, 3
-    wanted = [
+    submitted = [
         Request(str(prompt), prompt_of(prompt), min(length - prompt, 60) if prompt > 3 else 1, ())
         for prompt in splits
     ]
-    plain = decode(Engine(model, slots=len(wanted)), wanted)
-    for request in wanted:
+    plain = decode(Engine(model, slots=len(submitted)), submitted)
+    for request in submitted:
         assert len(plain[request.request_id]) == request.max_new_tokens, request.request_id
     for tree in TREES.values():
-        assert decode(drafting(model, tree, len(wanted)), wanted) == plain, f"{tree} differs"
+        assert decode(drafting(model, tree, len(submitted)), submitted) == plain, f"{tree} differs"
     return {"tokens": (1 + len(TREES)) * sum(map(len, plain.values()))}
 
 
@@ -265,10 +265,10 @@ def ragged_batch(device: torch.device) -> dict[str, Any]:
     """fp32: a long row among short ones decodes as every row alone."""
     length = max(RAGGED) + 64
     model = model_of(LLAMA, device, torch.float32, length=length)
-    wanted = [Request(str(tokens), prompt_of(tokens), 24, ()) for tokens in RAGGED]
-    plain = decode(Engine(model), wanted)
+    submitted = [Request(str(tokens), prompt_of(tokens), 24, ()) for tokens in RAGGED]
+    plain = decode(Engine(model), submitted)
     for name, tree in TREES.items():
-        assert decode(drafting(model, tree, len(wanted)), wanted) == plain, f"{name} differs"
+        assert decode(drafting(model, tree, len(submitted)), submitted) == plain, f"{name} differs"
     return {"tokens": (1 + len(TREES)) * sum(map(len, plain.values()))}
 
 
@@ -280,8 +280,8 @@ def wide_vocabulary(device: torch.device) -> dict[str, Any]:
     engine = Engine(model, drafter=drafter, slots=4)
     plain = decode(Engine(model, slots=4), requests())
     assert decode(engine, requests()) == plain, "greedy replies differ"
-    wanted = requests(0.8, top_p=0.95, top_k=50)
-    return {**_draws(model, wanted, decode(engine, wanted)), "vocabulary": vocabulary}
+    submitted = requests(0.8, top_p=0.95, top_k=50)
+    return {**_draws(model, submitted, decode(engine, submitted)), "vocabulary": vocabulary}
 
 
 def _behind(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -322,8 +322,8 @@ def against_hf(name: str, device: torch.device) -> dict[str, Any]:
             )
             prompt, reply = prompt_of(200), prompt_of(100, 8)
             if dtype == torch.bfloat16:
-                wanted = Request("0", prompt, 64, ())
-                reply = decode(drafting(model, TREES["tree"], 1), [wanted])["0"]
+                submitted = Request("0", prompt, 64, ())
+                reply = decode(drafting(model, TREES["tree"], 1), [submitted])["0"]
             tokens = torch.tensor([[*prompt, *reply[:-1]]], device=device)
             with torch.inference_mode():
                 rounded = hf(tokens).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
@@ -386,8 +386,8 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
 
 
 def _draws(
-    model: DecoderModel, wanted: list[Request], done: dict[str, tuple[int, ...]]
+    model: DecoderModel, submitted: list[Request], done: dict[str, tuple[int, ...]]
 ) -> dict[str, float]:
-    worst = max(draw_gap(model, request, done[request.request_id]) for request in wanted)
+    worst = max(draw_gap(model, request, done[request.request_id]) for request in submitted)
     assert worst <= DRAW_GAP, f"a draw is {worst} away from the plain model's"
     return {"worst_gap": worst}

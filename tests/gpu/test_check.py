@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from bench.report import ROOT
-from pipeline.decoder.ops import pick_ops
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.tree import Tree, VerifyOutput
+from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from tests.gpu import cases, check
 
 CPU = torch.device("cpu")

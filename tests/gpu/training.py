@@ -65,7 +65,8 @@ def losses_agree(proposed: int, vocabulary: int, device: torch.device) -> dict[s
             strict=True,
         )
         differences[loss] = max(
-            float((got.cpu() - wanted).abs().max() / wanted.abs().max()) for got, wanted in pairs
+            float((got.cpu() - expected).abs().max() / expected.abs().max())
+            for got, expected in pairs
         )
         assert differences[loss] < DIFFERENCE, f"{loss} differs by {differences[loss]}"
     return {"largest_differences": differences}
@@ -83,8 +84,8 @@ def attention_agrees(device: torch.device) -> dict[str, Any]:
                 strict=True,
             )
             differences[case] = max(
-                float((got.double().cpu() - wanted).abs().max() / wanted.abs().max())
-                for got, wanted in pairs
+                float((got.double().cpu() - expected).abs().max() / expected.abs().max())
+                for got, expected in pairs
             )
             assert differences[case] < allowed, f"{case}: differs by {differences[case]}"
     return {"largest_differences": differences, "flex": flex.has_kernel(device, SIZE)}
@@ -112,8 +113,8 @@ def _attended(
     for k in range(STEPS):
         count = tokens if k == 0 else len(rows)
         step = draw(len(rows), QUERY_HEADS), draw(count, KEY_HEADS), draw(count, KEY_HEADS)
-        output, own = attention.attend(k, *step, list(past))
-        past.append(own)
+        output, written = attention.attend(k, *step, list(past))
+        past.append(written)
         outputs.append(output)
         leaves += step
     upper = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]

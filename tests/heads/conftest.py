@@ -16,10 +16,11 @@ from torch import Tensor
 from pipeline.config import TargetSection
 from pipeline.exchange.export import Format, export_head
 from pipeline.exchange.imports import import_head
+from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import load_head, save_head
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init, shape_for
+from pipeline.heads.registry import load_head, save_head
 from pipeline.records import TargetContract
 from pipeline.target.open import open_target
 from pipeline.target.rotary import RotaryTable, rotate
@@ -58,6 +59,7 @@ def shape(tiny_target: Path) -> HeadShape:
     from transformers import AutoConfig
 
     plain = shape_for(
+        HeadShape,
         AutoConfig.from_pretrained(tiny_target),
         draft_vocab_size=VD,
         intermediate_size=40,
@@ -166,10 +168,12 @@ def exported(own: Path, tmp_path: Path) -> Callable[[Format], Path]:
 
 
 @pytest.fixture
-def import_back(tiny_target: Path, tmp_path: Path) -> Callable[[Path], tuple[Eagle3Head, HeadCard]]:
+def import_back(
+    tiny_target: Path, tmp_path: Path
+) -> Callable[[Path], tuple[DraftingHead, HeadCard]]:
     """Import a directory for the tiny target."""
 
-    def import_back(directory: Path) -> tuple[Eagle3Head, HeadCard]:
+    def import_back(directory: Path) -> tuple[DraftingHead, HeadCard]:
         import_head(str(directory), target=str(tiny_target), out=str(tmp_path / "back"))
         return load_head(tmp_path / "back")
 

@@ -13,9 +13,8 @@ import torch
 from bench import drafters
 from bench.drafters import Row, of_length
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import save_head
 from pipeline.heads.eagle3.shape import HeadShape
-from pipeline.heads.registry import save_any_head
+from pipeline.heads.registry import save_head
 from pipeline.records import TargetContract
 from tests.heads.conftest import make_head
 from tests.heads.test_dflash_import import drafter
@@ -54,7 +53,7 @@ def test_tau_by_context_in_one_table(
 ) -> None:
     torch.set_num_threads(1)
     save_head(tmp_path / "eagle3", make_head(shape), HeadCard(contract))
-    save_any_head(tmp_path / "dflash", drafter(tiny_target), HeadCard(contract))
+    save_head(tmp_path / "dflash", drafter(tiny_target), HeadCard(contract))
     common = ["--target", str(tiny_target), "--prompts", "1", "--new-tokens", "8"]
     common += ["--threads", "1", "--out", str(tmp_path), "--sets", "40,80,999999"]
     rows = f"ngram,eagle3:head={tmp_path}/eagle3,eagle3,dflash:head={tmp_path}/dflash,self_spec"

@@ -20,13 +20,12 @@ from pipeline.exchange.export import Format, export_head
 from pipeline.exchange.imports import import_head
 from pipeline.exchange.inspect import inspect_head
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import load_head, save_head
 from pipeline.heads.eagle3.shape import HeadShape
-from pipeline.heads.init import behind_norm, random_init
-from pipeline.heads.mtp.init import chained_shape_for, start_chained_layers
-from pipeline.heads.mtp.shape import ChainedHead
+from pipeline.heads.init import fold_norm, random_init, shape_for
+from pipeline.heads.mtp.init import copy_layers
+from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.heads.mtp.ttt import unroll_chain
-from pipeline.heads.registry import load_any_head, save_any_head
+from pipeline.heads.registry import load_head, save_head
 from pipeline.learning.batches import TrainBatch
 from pipeline.records import TargetContract
 from pipeline.target.open import Target, open_target
@@ -56,7 +55,8 @@ def chain_for(target: Target, **changes: Any) -> ChainedHead:
     target's own lm_head and last norm."""
     from transformers import AutoConfig
 
-    shape = chained_shape_for(
+    shape = shape_for(
+        ChainedShape,
         AutoConfig.from_pretrained(target.directory),
         heads=HEADS,
         chain_input="final",
@@ -89,7 +89,7 @@ def chain(target: Target) -> ChainedHead:
 def test_layers_start_as_the_targets_last_one(target: Target, chain: ChainedHead) -> None:
     """Norms of queries and keys go into their projections; what the layer writes begins small."""
     source = dict(target.weights.layer(7))
-    assert start_chained_layers(chain, source)[:2] == [
+    assert copy_layers(chain, source)[:2] == [
         "input_layernorm",
         "post_attention_layernorm",
     ]
@@ -103,15 +103,15 @@ def test_layers_start_as_the_targets_last_one(target: Target, chain: ChainedHead
         written = 0.1 * source["self_attn.o_proj.weight"].float()
         torch.testing.assert_close(layer.self_attn.o_proj.weight.detach(), written)
     norm = torch.rand(8, generator=generator) + 0.5
-    start_chained_layers(chain, {**source, "self_attn.k_norm.weight": norm})
+    copy_layers(chain, {**source, "self_attn.k_norm.weight": norm})
     _, key, _ = chain.layers[1].self_attn.project_qkv(x, None)
-    folded = behind_norm(source["self_attn.k_proj.weight"], norm, read, 8)
+    folded = fold_norm(source["self_attn.k_proj.weight"], norm, read, 8)
     torch.testing.assert_close(key.detach(), (x @ folded.T).view(16, 2, 8))
     assert not torch.allclose(key.detach(), theirs)
 
 
 def saved(head: ChainedHead, contract: TargetContract, directory: Path) -> Path:
-    save_any_head(directory, head, HeadCard(contract, PROVENANCE, METRICS))
+    save_head(directory, head, HeadCard(contract, PROVENANCE, METRICS))
     return directory
 
 
@@ -126,7 +126,7 @@ def test_a_directory_of_ours_comes_back_and_is_inspected(
 ) -> None:
     head = chain_for(target, **changes)
     own = saved(head, target.contract, tmp_path / "own")
-    back, card = load_any_head(own, expected=target.contract)
+    back, card = load_head(own, expected=target.contract)
     assert isinstance(back, ChainedHead) and back.shape == head.shape and same(back, head)
     assert card.metrics == METRICS
     body = json.loads((own / CONFIG).read_text())
@@ -134,14 +134,12 @@ def test_a_directory_of_ours_comes_back_and_is_inspected(
     assert body["target_layer_ids"] == list(LAYERS)
     seen = inspect_head(str(own))
     assert seen.parameters == head.count_parameters() and seen.shape["heads"] == HEADS
-    with pytest.raises(HeadError, match="is of chained heads"):
-        load_head(own)
     edit(own, heads=2)
     with pytest.raises(HeadError, match=r"no place for: mtp_layers\.2"):
-        load_any_head(own)
+        load_head(own)
     edit(own, heads=0)
     with pytest.raises(HeadError, match="heads is 0"):
-        load_any_head(own)
+        load_head(own)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -153,7 +151,7 @@ def test_mtp_layers_come_back_as_they_went(
     own = saved(head, target.contract, tmp_path / "own")
     export_head(str(own), format="mtp", out=str(tmp_path / "mtp"))
     import_head(str(tmp_path / "mtp"), target=str(tiny_target), out=str(tmp_path / "back"))
-    back, card = load_any_head(tmp_path / "back")
+    back, card = load_head(tmp_path / "back")
     assert isinstance(back, ChainedHead) and back.shape == head.shape and same(back, head)
     assert (tmp_path / "back" / WEIGHTS).read_bytes() == (own / WEIGHTS).read_bytes()
     assert card.contract == target.contract and card.metrics == METRICS
@@ -264,7 +262,7 @@ def test_servers_compute_what_was_trained(target: Target, tmp_path: Path, bias: 
     [
         ({"chain_input": "aux"}, "mtp", "head 0 reads aux states"),
         ({}, "sglang", "SGLang's EAGLE-3 class has one head"),
-        ({}, "speculators", "is of chained heads"),
+        ({}, "speculators", "speculators has no place for a head of algorithm mtp"),
     ],
     ids=str,
 )
@@ -319,7 +317,7 @@ def test_foreign_mtp_layers_are_imported(
     target: Target, chain: ChainedHead, exported: Path, tiny_target: Path, tmp_path: Path
 ) -> None:
     import_head(str(exported), target=str(tiny_target), out=str(tmp_path / "back"))
-    back, card = load_any_head(tmp_path / "back", expected=target.contract)
+    back, card = load_head(tmp_path / "back", expected=target.contract)
     assert isinstance(back, ChainedHead)
     assert back.shape == chain.shape.model_copy(
         update={"draft_vocab_size": target.contract.vocab_size}

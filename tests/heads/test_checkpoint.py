@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import ContractMismatch, HeadError
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import load_head, save_head
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import choose_vocabulary, random_init
+from pipeline.heads.registry import load_head, save_head
 from pipeline.records import TargetContract
 
 H, V, VD, INTER = 16, 50, 20, 24

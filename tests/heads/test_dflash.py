@@ -14,11 +14,10 @@ from pipeline.errors import ContractMismatch, HeadError
 from pipeline.exchange.export import export_head
 from pipeline.exchange.inspect import inspect_head
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.dflash.init import dflash_shape_for, start_block_layers
+from pipeline.heads.dflash.init import copy_layers, dflash_shape_for
 from pipeline.heads.dflash.shape import DflashHead, DflashShape
-from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.init import random_init
-from pipeline.heads.registry import load_any_head, save_any_head
+from pipeline.heads.registry import load_head, save_head
 from tests.heads.test_checkpoint import CONTRACT
 
 H, V, VD = 16, CONTRACT.vocab_size, 10
@@ -53,7 +52,7 @@ def head() -> DflashHead:
 
 @pytest.fixture
 def directory(tmp_path: Path, head: DflashHead) -> Path:
-    save_any_head(tmp_path / "head", head, HeadCard(CONTRACT, {}, {"coverage": 0.9}))
+    save_head(tmp_path / "head", head, HeadCard(CONTRACT, {}, {"coverage": 0.9}))
     return tmp_path / "head"
 
 
@@ -101,7 +100,7 @@ def test_transformers_reads_the_config_as_qwen3(directory: Path) -> None:
 
 
 def test_round_trip(head: DflashHead, directory: Path) -> None:
-    loaded, card = load_any_head(directory, expected=CONTRACT)
+    loaded, card = load_head(directory, expected=CONTRACT)
     assert isinstance(loaded, DflashHead) and loaded.shape == head.shape
     assert card.metrics == {"coverage": 0.9}
     for name, tensor in head.state_dict().items():
@@ -137,19 +136,17 @@ def edited(directory: Path, **changes: Any) -> Path:
 )
 def test_refusals_name_the_field(directory: Path, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(HeadError, match=what):
-        load_any_head(edited(directory, **changes))
+        load_head(edited(directory, **changes))
 
 
 def test_refusals_name_the_file(directory: Path) -> None:
     with pytest.raises(ContractMismatch, match="capture_layers"):
-        load_any_head(directory, expected=CONTRACT.model_copy(update={"capture_layers": (2, 3, 4)}))
-    with pytest.raises(HeadError, match=r"is of a block drafter \(DFlashDraftModel\)"):
-        load_head(directory)
+        load_head(directory, expected=CONTRACT.model_copy(update={"capture_layers": (2, 3, 4)}))
     tensors = load_file(directory / "model.safetensors")
     del tensors["hidden_norm.weight"]
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(HeadError, match=r"has no tensor hidden_norm\.weight"):
-        load_any_head(directory)
+        load_head(directory)
 
 
 def test_it_is_inspected_and_exported(directory: Path, tmp_path: Path) -> None:
@@ -157,9 +154,9 @@ def test_it_is_inspected_and_exported(directory: Path, tmp_path: Path) -> None:
     assert shown.parameters == DflashHead(shape_of()).count_parameters()
     assert shown.shape["block_size"] == 6
     export_head(str(directory), format="sglang", out=str(tmp_path / "out"))
-    again, _ = load_any_head(tmp_path / "out")
+    again, _ = load_head(tmp_path / "out")
     assert again.shape == shape_of()
-    with pytest.raises(HeadError, match="is of a block drafter"):
+    with pytest.raises(HeadError, match="for EAGLE-3 heads alone"):
         export_head(str(directory), format="speculators", out=str(tmp_path / "other"))
 
 
@@ -198,7 +195,7 @@ def test_layers_begin_as_the_target_s(family: str) -> None:
     )
     head = DflashHead(shape)
     random_init(head, 0)
-    copied = start_block_layers(head, layers[1:])
+    copied = copy_layers(head, layers[1:])
     assert {f"layers.{i}.self_attn.{name}_proj" for i in range(2) for name in "qkvo"} <= set(copied)
     assert torch.equal(head.hidden_norm.weight, layers[1]["input_layernorm.weight"])
     own: Any = head.layers[1]

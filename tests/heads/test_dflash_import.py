@@ -20,7 +20,7 @@ from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.dflash.init import dflash_shape_for
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.init import random_init
-from pipeline.heads.registry import load_any_head, save_any_head
+from pipeline.heads.registry import load_head, save_head
 from pipeline.records import TargetContract
 from pipeline.target.weights import TargetWeights
 from tests.heads.conftest import CARD, CONFIG, METRICS, PROVENANCE, VD, WEIGHTS, edit, rewrite
@@ -56,7 +56,7 @@ def drafter(tiny_target: Path, **changes: Any) -> DflashHead:
 def directory(tiny_target: Path, contract: TargetContract, tmp_path: Path) -> Path:
     """As export writes it."""
     card = HeadCard(contract, PROVENANCE, METRICS)
-    save_any_head(tmp_path / "own", drafter(tiny_target), card)
+    save_head(tmp_path / "own", drafter(tiny_target), card)
     export_head(str(tmp_path / "own"), format="sglang", out=str(tmp_path / "exported"))
     return tmp_path / "exported"
 
@@ -94,7 +94,7 @@ def test_what_is_exported_comes_back_bit_for_bit(
     back = bring(directory)
     same_tensors(directory, back)
     assert (back / CONFIG).read_text() == (directory / CONFIG).read_text()
-    head, card = load_any_head(back, expected=contract)
+    head, card = load_head(back, expected=contract)
     assert isinstance(head, DflashHead) and card.metrics == METRICS
     assert card.provenance["format"] == "dflash"
 
@@ -129,7 +129,7 @@ def test_the_authors_layout_keeps_no_rows(
 ) -> None:
     """And is the same again after export and import, and is inspected."""
     back = bring(foreign)
-    head, card = load_any_head(back, expected=contract)
+    head, card = load_head(back, expected=contract)
     assert isinstance(head, DflashHead) and head.shape.target_lm_head
     assert head.shape.draft_vocab_size == contract.vocab_size and bool(head.t2d.all())
     assert set(card.provenance) == {"imported from", "format"}
@@ -141,7 +141,7 @@ def test_the_authors_layout_keeps_no_rows(
     assert not any(entry.name == "lm_head.weight" for entry in shown.tensors)
     export_head(str(back), format="sglang", out=str(tmp_path / "again"))
     same_tensors(back, tmp_path / "again")
-    assert load_any_head(tmp_path / "again")[0].shape == head.shape
+    assert load_head(tmp_path / "again")[0].shape == head.shape
 
 
 def test_an_embedding_has_to_be_the_target_s(
@@ -202,7 +202,7 @@ def test_borrowed_rows_are_of_the_whole_vocabulary(
     head = drafter(tiny_target, target_lm_head=True)
     assert head.shape.draft_vocab_size == head.shape.vocab_size
     assert "lm_head.weight" not in head.state_dict()
-    save_any_head(tmp_path / "own", head, HeadCard(contract))
+    save_head(tmp_path / "own", head, HeadCard(contract))
     edit(tmp_path / "own", draft_vocab_size=VD)
     with pytest.raises(HeadError, match=f"draft_vocab_size is {VD}"):
-        load_any_head(tmp_path / "own")
+        load_head(tmp_path / "own")

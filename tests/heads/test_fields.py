@@ -17,7 +17,7 @@ from pipeline.exchange.export import export_head
 from pipeline.exchange.imports import import_head
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.registry import open_head, save_any_head
+from pipeline.heads.registry import open_head, save_head
 from pipeline.records import TargetContract
 from pipeline.target.open import Target, open_target
 from pipeline.target.rotary import RotaryTable
@@ -48,11 +48,11 @@ def head_of(own: Path, target: Target, tiny_target: Path, tmp_path: Path) -> Hea
         if kind in ("chained", "mtp"):
             layers = target.contract.capture_layers[:2]
             contract = target.contract.model_copy(update={"capture_layers": (*layers, 7)})
-            save_any_head(tmp_path / "chained", chain_for(target), HeadCard(contract, {}, {}))
+            save_head(tmp_path / "chained", chain_for(target), HeadCard(contract, {}, {}))
             if kind == "mtp":
                 export_head(str(tmp_path / "chained"), format="mtp", out=str(tmp_path / "mtp"))
         elif kind.startswith("dflash"):
-            save_any_head(tmp_path / kind, drafter(tiny_target), card)
+            save_head(tmp_path / kind, drafter(tiny_target), card)
         elif kind in ("sglang", "speculators"):
             format: Any = kind
             export_head(str(own), format=format, out=str(tmp_path / kind))

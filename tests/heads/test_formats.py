@@ -16,9 +16,10 @@ from transformers import LlamaConfig
 from pipeline.errors import HeadError
 from pipeline.exchange.export import Format, export_head
 from pipeline.exchange.imports import import_head
+from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import load_head, save_head
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.registry import load_head, save_head
 from pipeline.heads.rope import rope_fields, rope_parameters
 from pipeline.records import TargetContract
 from tests.heads.conftest import (
@@ -36,7 +37,7 @@ from tests.heads.conftest import (
 )
 
 
-def same_tensors(back: Eagle3Head, head: Eagle3Head) -> bool:
+def same_tensors(back: DraftingHead, head: DraftingHead) -> bool:
     stored = back.state_dict()
     return all(torch.equal(stored[name], tensor) for name, tensor in head.state_dict().items())
 

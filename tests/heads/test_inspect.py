@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline import cli
 from pipeline.console import console
-from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.registry import load_head
 from pipeline.records import TargetContract
 from tests.heads.conftest import METRICS, PROVENANCE, VD
 

@@ -16,8 +16,8 @@ from pipeline.cli import main
 from pipeline.errors import DataError
 from pipeline.exchange.model_card import model_card
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import save_head
 from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.registry import save_head
 from pipeline.reports import Estimate, EvalReport, GoldenFigure
 from tests.heads.test_checkpoint import CONTRACT, SHAPE
 from tests.serve_eval.test_pages import whole_report

@@ -14,8 +14,8 @@ from torch import Tensor
 from pipeline.errors import ContractMismatch, HeadError, StoreError
 from pipeline.exchange.export import Format, export_head
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.registry import load_head
 from tests.heads.conftest import CARD, CONFIG, VD, WEIGHTS, edit, rewrite
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"

@@ -23,8 +23,8 @@ from pipeline.errors import HeadError
 from pipeline.exchange.export import export_head
 from pipeline.exchange.imports import import_head
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import load_head, save_head
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.registry import load_head, save_head
 from pipeline.records import TargetContract
 from tests.heads.conftest import logits_of, make_head, sequence
 

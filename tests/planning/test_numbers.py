@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.config import TrainSection, parse
 from pipeline.errors import ConfigError, TargetError
-from pipeline.heads.eagle3.init import start_by_least_squares
+from pipeline.heads.eagle3.init import solve_least_squares
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.eagle3.ttt import TttModel
 from pipeline.heads.unrolled import Objective
@@ -284,7 +284,7 @@ def test_a_start_takes_what_is_planned(wide: int) -> None:
     head, embedding = Eagle3Head(shape(intermediate_size=wide)), torch.randn(50, 64).bfloat16()
     batches = [supervised_batch(32, torch.float32) for _ in range(9)]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        start_by_least_squares(head, embedding, batches)
+        solve_least_squares(head, embedding, batches)
     target = replace(KNOWN["smollm2-135m-instruct"], vocabulary=50)
     planned = start_bytes(SECTION, HeadSize(64, wide, 64, 32, 40), target)
     given = embedding.numel() * embedding.itemsize

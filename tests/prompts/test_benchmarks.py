@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import SourceSpec, parse
 from pipeline.errors import DataError
 from pipeline.prompts import load_prompts
-from pipeline.serve_eval.questions import read_prompts
+from pipeline.serve_eval.questions import load_evaluation_prompts
 
 NOTE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 SPEED_BENCH: list[dict[str, Any]] = [
@@ -67,7 +67,7 @@ def test_what_speed_bench_may_not_publish_is_no_prompt(
     file = _write(tmp_path / name, [SPEED_BENCH[1], {**SPEED_BENCH[0], "turns": turns}])
     config = parse({"target": {"source": "x"}, "eval": {"prompts": str(file)}})
     with pytest.raises(DataError, match=f"user turn {turn + 1} is a placeholder") as caught:
-        read_prompts(config)
+        load_evaluation_prompts(config)
     assert caught.value.where.startswith(str(file)) and "prepare_data.py" in caught.value.fix
 
 

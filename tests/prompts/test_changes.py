@@ -11,7 +11,7 @@ import pytest
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.prompts.changes import fingerprints, notice_changes
 from pipeline.store.location import Location
-from pipeline.store.prompts import SELECTION
+from pipeline.store.samples import SELECTION
 from pipeline.synth import run
 from pipeline.synth.select import find_selection, select
 

@@ -14,7 +14,7 @@ from pipeline.config import RunConfig, SourceSpec
 from pipeline.prompts import load_prompts
 from pipeline.prompts.sources import source_names
 from pipeline.records import Prompt
-from pipeline.serve_eval.questions import read_prompts
+from pipeline.serve_eval.questions import load_evaluation_prompts
 from pipeline.synth.select import PromptStream
 
 
@@ -119,5 +119,5 @@ def test_an_evaluation_keeps_every_prompt_of_an_id(
     source = write(tmp_path / "p.jsonl", *({"id": "1", "turns": [text]} for text in "ABCD"))
     config = make_config()
     section = config.eval.model_copy(update={"prompts": source["source"], "max_prompts": 3})
-    measured, others = read_prompts(config.model_copy(update={"eval": section}))
+    measured, others = load_evaluation_prompts(config.model_copy(update={"eval": section}))
     assert (len(measured), len(others)) == (3, 1)

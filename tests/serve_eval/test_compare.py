@@ -13,7 +13,7 @@ from pipeline.cli import main
 from pipeline.errors import DataError
 from pipeline.reports import EvalReport, RoundCounters
 from pipeline.serve_eval.compare import Pair, compare, compare_reports
-from pipeline.store.reports import read_report
+from pipeline.store.manifest import read_report
 from tests.serve_eval.test_acceptance import counted
 from tests.serve_eval.test_report import made_up_report
 

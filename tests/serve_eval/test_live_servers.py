@@ -15,7 +15,7 @@ from pipeline.reports import EvalReport, ServerResult
 from pipeline.serve_eval.live.check import check
 from pipeline.serve_eval.live.servers import parse_metrics, rounds_told
 from pipeline.serve_eval.live.stage import evaluate_server
-from pipeline.serve_eval.questions import first_question, read_prompts
+from pipeline.serve_eval.questions import first_question, load_evaluation_prompts
 from pipeline.target.open import open_template
 from tests.serve_eval.conftest import listening_app
 from tests.serve_eval.recorded import Faults, RecordedServer, RecordedSglang, RecordedVllm
@@ -35,7 +35,7 @@ class Recorded:
         template = open_template(self.config.target)
         self.tokens = {
             each.turns[0]: len(first_question(each, template).context)
-            for each in read_prompts(self.config)[0]
+            for each in load_evaluation_prompts(self.config)[0]
         }
 
     def start(

@@ -16,16 +16,16 @@ from transformers import AutoTokenizer
 from pipeline.cli import main
 from pipeline.config import RunConfig, load
 from pipeline.decoder.engine import Engine
+from pipeline.decoder.ops.tree import Tree
 from pipeline.decoder.request import Completion, Request
-from pipeline.decoder.tree import Tree
 from pipeline.errors import ConfigError
-from pipeline.heads.registry import load_any_head
+from pipeline.heads.registry import load_head
 from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison
-from pipeline.serve_eval.questions import read_prompts
+from pipeline.serve_eval.questions import load_evaluation_prompts
 from pipeline.serve_eval.simulated import SimulatedLoad
 from pipeline.target.open import open_target
-from pipeline.tuning.simulate import ImposedAcceptance, pattern_of
+from pipeline.tuning.verification import ImposedAcceptance, pattern_of
 from tests.conftest import CHATML
 
 NEW_TOKENS = 12
@@ -33,7 +33,7 @@ NEW_TOKENS = 12
 
 def _open(config: RunConfig) -> Comparison:
     target = open_target(config.target)
-    head, _ = load_any_head(Path(config.run.uri) / "train/head")
+    head, _ = load_head(Path(config.run.uri) / "train/head")
     template = target.template()
     return Comparison(config, target, head, template, dtype=torch.float32, max_length=128)
 
@@ -71,7 +71,7 @@ def test_every_mode_and_context_has_curves_of_its_own(
         return generate(engine, each)
 
     monkeypatch.setattr(Engine, "generate", recorded)
-    curves = measure_load(own, read_prompts(config)[0], template, config.eval)
+    curves = measure_load(own, load_evaluation_prompts(config)[0], template, config.eval)
     settings_of = [(c.name, c.settings["mode"], c.settings["context"]) for c in curves]
     assert settings_of == [
         (way, mode, length)
@@ -112,7 +112,7 @@ def test_imposed_acceptance_walks_to_the_deepest_node() -> None:
     tree = Tree(
         tokens=torch.tensor([[7, 8, 9, 10]]),
         parents=torch.tensor([[0, 0, 0, 2]]),
-        ancestors=torch.tensor([[0b0001, 0b0011, 0b0101, 0b1101]]),
+        tree_mask=torch.tensor([[0b0001, 0b0011, 0b0101, 0b1101]]),
         depth=torch.tensor([[0, 1, 1, 2]]),
     )
     imposed = ImposedAcceptance((2, 1, 0, 5), torch.device("cpu"))

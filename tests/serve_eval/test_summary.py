@@ -16,8 +16,8 @@ from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.page.report import write_html
 from pipeline.serve_eval.questions import LeftOut, Question
 from pipeline.serve_eval.summary import Measurements, summarise
-from pipeline.tuning.score import Gaps
 from pipeline.tuning.tune import Choice
+from pipeline.tuning.verification import Gaps
 from tests.heads.test_checkpoint import CONTRACT, SHAPE
 
 TREE = TreeSection(top_k=2, steps=3, nodes=6)

@@ -15,9 +15,7 @@ from pipeline.config import RunConfig, parse
 from pipeline.records import Prompt
 from pipeline.serve_eval import run
 from pipeline.serve_eval.measure import Comparison, Measured
-from pipeline.store.begin import read_begin
-from pipeline.store.manifest import stage_location
-from pipeline.store.reports import read_report
+from pipeline.store.manifest import read_begin, read_report, stage_location
 from pipeline.store.stage_run import open_stage
 from pipeline.target.open import open_target
 from tests.conftest import CHATML, QUESTIONS, save_tiny_llama

@@ -103,7 +103,7 @@ class Running:
         while self.app.worker.open_jobs or self.engine.busy:
             assert time.monotonic() < until, "requests are still here"
             time.sleep(0.01)
-        for pool in (self.engine.pools.shared, self.engine.pools.own):
+        for pool in (self.engine.pools.shared, self.engine.pools.drafter_pages):
             assert pool.free_pages == pool.capacity
 
     def stop(self) -> None:

@@ -18,8 +18,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.errors import ConfigError
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import save_head
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from pipeline.heads.registry import save_head
 from pipeline.server.start import check_address, make_app
 from pipeline.synth.generate.servers import CompletionsApi
 from pipeline.target.architecture import read_config

@@ -15,11 +15,10 @@ import pytest
 
 from pipeline.config import RunConfig
 from pipeline.records import TargetContract
-from pipeline.store import claims as claims_module
-from pipeline.store.claims import Claims, make_shards
+from pipeline.store import stage_run as claims_module
 from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
-from pipeline.store.stage_run import StageRun, open_stage
+from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
 
 Configs = Callable[..., RunConfig]
 NAMES = [f"{index:05d}.bin" for index in range(12)]
@@ -85,7 +84,7 @@ def test_a_claim_of_a_process_that_is_gone_from_this_machine_is_free_at_once(
     tmp_path: Path,
 ) -> None:
     code = (
-        "import sys, time; from pipeline.store.claims import Claims; "
+        "import sys, time; from pipeline.store.stage_run import Claims; "
         "from pipeline.store.location import Location; "
         "assert Claims(Location(sys.argv[1]), 1000).take('a'); print('taken', flush=True); "
         "time.sleep(60)"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DataError
+from pipeline.store.encodings import Codec, Encoding, calibrate
 from pipeline.store.states import StatesSample, encode_states, teacher_positions
-from pipeline.store.states.encodings import Codec, Encoding, calibrate
 
 H = 48
 

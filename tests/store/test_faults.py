@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, StoreError, StoreUnavailable
 from pipeline.records import Manifest, TargetContract
-from pipeline.store.backends.retry import is_transient
+from pipeline.store.backend import is_transient
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.store.shards import verify_shard

@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile  # type: ignore[import-untyped]
 
 from pipeline.errors import CorruptShard, MissingPackage, StoreError
-from pipeline.store.backends import remote
+from pipeline.store import remote
 from pipeline.store.location import Location
 
 KINDS = ("path", "file", "memory", "gs")

@@ -12,10 +12,10 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.records import Shard
-from pipeline.store.backends.disk import create_file, replace_file
-from pipeline.store.cache import ShardCache
+from pipeline.store.disk import create_file, replace_file
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
+from pipeline.store.shards import ShardCache
 from tests.end_to_end.conftest import write_config
 
 __all__ = ["write_config"]

@@ -15,8 +15,7 @@ from pipeline.records import Message, Sample, SamplingParams, Span
 from pipeline.synth import run
 from pipeline.synth.audit import Audit, Tallies, add, audit_record, tally
 from pipeline.synth.datasheet import write_datasheet
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
+from pipeline.target.open import read_contract, resolve
 
 Configure = Callable[..., RunConfig]
 

@@ -15,8 +15,7 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import StageIncomplete
 from pipeline.records import Sample
-from pipeline.store.begin import read_begin
-from pipeline.store.manifest import find_manifest, stage_location
+from pipeline.store.manifest import find_manifest, read_begin, stage_location
 from pipeline.store.samples import read_samples
 from pipeline.synth import run, stage
 from tests.conftest import CHATML

@@ -19,7 +19,7 @@ from pipeline.prompts import load_prompts
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 from pipeline.store.location import Location
-from pipeline.store.prompts import shard_name
+from pipeline.store.samples import shard_name
 from pipeline.synth.filters import (
     SeenDigests,
     apply_steps,

@@ -18,8 +18,7 @@ from pipeline.store.shards import SHARDS
 from pipeline.synth import audit as module
 from pipeline.synth import run
 from pipeline.synth.audit import forecast
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
+from pipeline.target.open import read_contract, resolve
 
 Configure = Callable[..., RunConfig]
 

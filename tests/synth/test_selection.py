@@ -19,7 +19,7 @@ import yaml
 from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard, DataError, StageConflict, StoreError
 from pipeline.records import Prompt, SamplingOverride
-from pipeline.store.backends.base import FileInfo
+from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
 from pipeline.synth.select import (
     PROMPTS,
@@ -27,7 +27,7 @@ from pipeline.synth.select import (
     PromptStream,
     Selection,
     find_selection,
-    read_prompts,
+    load_prompt_shard,
     select,
 )
 from tests.synth.conftest import tree
@@ -44,7 +44,7 @@ def files_of(location: Location) -> list[str]:
 
 
 def all_prompts(location: Location, selection: Selection) -> list[Prompt]:
-    return [prompt for shard in selection.shards for prompt in read_prompts(location, shard)]
+    return [prompt for shard in selection.shards for prompt in load_prompt_shard(location, shard)]
 
 
 class Overtaken(Location):
@@ -266,7 +266,7 @@ def test_damaged_prompts_are_refused(make_config: Configs) -> None:
     folder.delete(third.file)
     for shard, problem in ((first, "SHA-256"), (second, "has 0 bytes"), (third, "is missing")):
         with pytest.raises(CorruptShard, match=rf"{shard.file}: .*{problem}.*selected again"):
-            read_prompts(location, shard)
+            load_prompt_shard(location, shard)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def all_fail(group: Group) -> None:
 
 
 def one_cannot_load(group: Group) -> None:
-    with group.together():
+    with group.all_or_raise():
         if group.rank == 1:
             raise DataError("no weights on this machine", where="rank 1", fix="copy them")
 

@@ -22,10 +22,13 @@ from pipeline.errors import TargetError, UnsupportedModel
 from pipeline.features.capture import differences
 from pipeline.target import forward
 from pipeline.target.architecture import FAMILIES, Architecture, decoder_of, read_architecture
-from pipeline.target.forward import capture_alone, capture_states, register_packed_attention
-from pipeline.target.load import LoadedTarget
-from pipeline.target.open import Target, open_target
-from pipeline.target.resolve import resolve
+from pipeline.target.forward import (
+    LoadedTarget,
+    capture_alone,
+    capture_states,
+    register_packed_attention,
+)
+from pipeline.target.open import Target, open_target, resolve
 from pipeline.target.weights import TargetWeights
 from tests.target.families import save_family
 
@@ -128,11 +131,7 @@ def test_a_refused_target_is_refused_before_its_weights_are_fetched(
     ],
 )
 def test_synth_answers_nothing_for_a_target_that_cannot_be_trained_for(
-    name: str,
-    problem: str,
-    tmp_path: Path,
-    tiny_target: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, problem: str, tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = shutil.copytree(tiny_target, tmp_path / "target")
     CONFIG_MAPPING[name]().save_pretrained(target)

@@ -12,8 +12,7 @@ import pytest
 
 from pipeline.config import TargetSection
 from pipeline.errors import ContractMismatch, TargetError
-from pipeline.target.contract import recheck_weights
-from pipeline.target.open import open_target
+from pipeline.target.open import open_target, recheck_weights
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from pipeline.config import TargetSection
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import TargetError
-from pipeline.target.resolve import resolve
+from pipeline.target.open import resolve
 from tests.decoder.conftest import states_of
 
 gguf = pytest.importorskip("gguf")
@@ -262,19 +262,13 @@ _REFUSED: dict[str, tuple[Callable[[Writer], None], str]] = {
         lambda w: w.add_float32("qwen2.rope.scaling.factor", 4.0),
         r"the key qwen2\.rope\.scaling\.factor is not of its architecture",
     ),
-    "yarn with a strength": (
-        _strong_yarn,
-        r"rope\.scaling\.attn_factor=0\.5.* cannot be applied",
-    ),
+    "yarn with a strength": (_strong_yarn, r"rope\.scaling\.attn_factor=0\.5.* cannot be applied"),
     "yarn without a length": (
         lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
         r"rope\.scaling\.type=yarn cannot be applied",
     ),
     "longrope": (_longrope, r"rope_factors_long\.weight is not read"),
-    "both scalings": (
-        _two_scalings,
-        r"rope_freqs\.weight .* beside rope\.scaling\.type=linear",
-    ),
+    "both scalings": (_two_scalings, r"rope_freqs\.weight .* beside rope\.scaling\.type=linear"),
     "too few factors": (
         lambda w: w.add_tensor("rope_freqs.weight", np.ones(2, dtype=np.float32)),
         r"rope_freqs\.weight holds 2 factors for heads of 8",

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.errors import TargetError
-from pipeline.target.resolve import resolve
+from pipeline.target.open import resolve
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
@@ -143,11 +143,7 @@ _CONVERTED: dict[str, tuple[str, Callable[[Any], Any], Callable[[Writer], None]]
         ),
         _both(_experts(64), lambda w: w.add_expert_shared_feed_forward_length(80)),
     ),
-    "fused matrices": (
-        "phi3",
-        lambda t: _model("Phi3", t),
-        lambda w: w.add_pad_token_id(0),
-    ),
+    "fused matrices": ("phi3", lambda t: _model("Phi3", t), lambda w: w.add_pad_token_id(0)),
     "heads of another size": (
         "qwen3",
         lambda t: _model("Qwen3", t, head_dim=16),

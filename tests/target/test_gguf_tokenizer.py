@@ -11,8 +11,7 @@ import pytest
 
 from pipeline.config import TargetSection
 from pipeline.errors import TargetError
-from pipeline.target.open import open_template
-from pipeline.target.resolve import resolve
+from pipeline.target.open import open_template, resolve
 
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")

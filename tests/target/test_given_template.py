@@ -15,9 +15,9 @@ from pipeline.api import open_engine
 from pipeline.config import RunConfig, TargetSection, parse
 from pipeline.errors import ConfigError, ContractMismatch, TemplateError
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.checkpoint import save_head
-from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init, shape_for
+from pipeline.heads.registry import save_head
 from pipeline.records import match_contracts
 from pipeline.target.open import Target, open_contracted_target, open_target, open_template
 from tests.conftest import CHATML
@@ -146,6 +146,7 @@ def test_a_head_carries_it(base: Path, file: Path, tmp_path: Path) -> None:
 
     target = opened(base, str(file))
     shape = shape_for(
+        HeadShape,
         AutoConfig.from_pretrained(base),
         draft_vocab_size=64,
         intermediate_size=40,

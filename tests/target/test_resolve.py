@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.config import TargetSection
 from pipeline.errors import ContractMismatch, TargetError
 from pipeline.records import TargetContract, match_contracts
-from pipeline.target.open import open_target
-from pipeline.target.resolve import resolve
+from pipeline.target.open import open_target, resolve
 
 
 def _contract(directory: Path) -> TargetContract:
@@ -111,7 +110,7 @@ def test_a_gguf_file_is_dequantised_to_one_type_on_every_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converted: list[Path] = []
-    monkeypatch.setattr("pipeline.target.resolve._convert", lambda gguf, _: converted.append(gguf))
+    monkeypatch.setattr("pipeline.target.gguf._convert", lambda gguf, _: converted.append(gguf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")

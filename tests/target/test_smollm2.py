@@ -11,10 +11,8 @@ from pipeline.config import TargetSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
-from pipeline.target.forward import capture_states, register_packed_attention
-from pipeline.target.load import LoadedTarget
-from pipeline.target.open import open_target
-from pipeline.target.resolve import resolve
+from pipeline.target.forward import LoadedTarget, capture_states, register_packed_attention
+from pipeline.target.open import open_target, resolve
 from pipeline.target.template import ChatTemplate, load_template
 from tests.decoder.conftest import states_of
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.config import TargetSection
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops import pick_ops
 from pipeline.errors import TargetError, UnsupportedModel
-from pipeline.target.load import load_model
+from pipeline.target.forward import load_model
 from pipeline.target.open import open_target
 from tests.decoder.conftest import states_of
 
@@ -177,11 +177,7 @@ _ROPES: dict[str, dict[str, Any]] = {
         "beta_slow": 2.0,
         "attention_factor": 0.7,
     },
-    "proportional": {
-        "rope_type": "proportional",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-    },
+    "proportional": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "partial": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 #: family → what its class reads that changes the maths, and an older spelling of the same.
@@ -206,7 +202,7 @@ _OWN: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mistral": {"no window": {"sliding_window": None}},
     "qwen2": {
-        "used window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+        "used window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
     },
     "qwen3": {
         "biases": {"attention_bias": True},

@@ -22,10 +22,7 @@ def byte_level() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(LINES, trainer)
     return wrapped(tokenizer)

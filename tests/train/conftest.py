@@ -15,8 +15,7 @@ from pipeline.heads.init import random_init
 from pipeline.records import Manifest, TargetContract
 from pipeline.store.stage_run import open_stage
 from pipeline.store.states import StatesSample, encode_states, teacher_positions
-from pipeline.target.contract import read_contract
-from pipeline.target.resolve import resolve
+from pipeline.target.open import read_contract, resolve
 
 VOCAB, HIDDEN, LAYERS = 96, 32, 8
 HEAD = {"draft_vocab_size": 48, "intermediate_size": 32, "max_share_of_target": 2.0}

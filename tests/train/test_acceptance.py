@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from pipeline.config import RunConfig, TrainSection
 from pipeline.decoder.request import Acceptance, Statistics, pool_acceptance
 from pipeline.errors import ConfigError, UnsupportedModel
-from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.registry import load_head
 from pipeline.learning.corpus import HeldOut, hold_out, survey
 from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location

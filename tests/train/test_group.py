@@ -45,15 +45,15 @@ def error_of(action):
     except Eagle3Error as error:
         return [type(error).__name__, error.problem, error.where, error.fix]
 
-seen["decided"] = first_decides(lambda: rank())
-seen["refused"] = error_of(lambda: first_decides(lambda: fails_on(0)))
-seen["together"] = together(lambda: fails_on(None))
-seen["failed"] = error_of(lambda: together(lambda: fails_on(1)))
-seen["not first"] = error_of(lambda: first_before_others(lambda: fails_on(0)))
+seen["decided"] = broadcast_from_rank0(lambda: rank())
+seen["refused"] = error_of(lambda: broadcast_from_rank0(lambda: fails_on(0)))
+seen["together"] = all_gather_or_raise(lambda: fails_on(None))
+seen["failed"] = error_of(lambda: all_gather_or_raise(lambda: fails_on(1)))
+seen["not first"] = error_of(lambda: rank0_first(lambda: fails_on(0)))
 mark = Path(sys.argv[1], "mark")
-seen["before"] = first_before_others(lambda: (mark.exists(), mark.touch())[0])
+seen["before"] = rank0_first(lambda: (mark.exists(), mark.touch())[0])
 tensor = torch.full((3,), float(rank() + 1))
-take_from_first(tensor, device)
+broadcast_tensor(tensor, device)
 seen["tensor"] = tensor.tolist()
 """
 

@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from pipeline.config import TrainSection
-from pipeline.heads.eagle3.init import start_by_least_squares
+from pipeline.heads.eagle3.init import solve_least_squares
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.eagle3.ttt import TttModel
-from pipeline.heads.init import fc_scale, random_init, start_lm_head
+from pipeline.heads.init import fc_scale, init_lm_head, random_init
 from pipeline.heads.unrolled import Objective
 from pipeline.learning.batches import TrainBatch
 from pipeline.learning.corpus import survey
-from pipeline.learning.least_squares import STRENGTHS, FirstBatches, Ridge, rows_wanted, solve_ridge
+from pipeline.learning.least_squares import (
+    STRENGTHS,
+    FirstBatches,
+    Ridge,
+    labels_needed,
+    solve_ridge,
+)
 from pipeline.learning.schedule import Schedule
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
@@ -47,7 +53,7 @@ def fresh(small: Eagle3Head, weights: TargetWeights, **shape: int) -> Eagle3Head
     head = Eagle3Head(small.shape.model_copy(update=sizes | shape))
     random_init(head, 0)
     head.set_vocabulary(torch.arange(vocabulary))
-    start_lm_head(head, weights.lm_head(), weights.final_norm())
+    init_lm_head(head, weights.lm_head(), weights.final_norm())
     return head
 
 
@@ -90,7 +96,7 @@ def test_fc_and_the_product_of_values_are_the_ridge_solution(
     batches = whole(states)
     norm = head.norm.weight.detach().double().numpy()
     inverse = norm / (norm**2 + (0.05 * np.sqrt((norm**2).mean())) ** 2)
-    fit = start_by_least_squares(head, weights.embedding(), batches)
+    fit = solve_least_squares(head, weights.embedding(), batches)
 
     def ridge(some: list[TrainBatch], strength: float) -> np.ndarray[Any, np.dtype[np.float64]]:
         """As ordinary least squares with rows √λ · 1 under the data."""
@@ -158,7 +164,7 @@ def test_a_solved_head_proposes_better_than_an_unsolved_one(
     head = fresh(small_head, weights)
     solved = copy.deepcopy(head)
     batches = whole(states)
-    start_by_least_squares(solved, weights.embedding(), batches)
+    solve_least_squares(solved, weights.embedding(), batches)
 
     def accuracy(one: Eagle3Head) -> float:
         model = model_of(one, weights, steps=1)
@@ -175,7 +181,7 @@ def test_the_start_is_the_same_where_the_output_is_normed(
     """EAGLE-3.1's norm changes what step 1 reads; step 0, which is solved, proposes the same."""
     heads = [fresh(small_head, weights, norm_output=switch) for switch in (False, True)]
     for head in heads:
-        start_by_least_squares(head, weights.embedding(), whole(states))
+        solve_least_squares(head, weights.embedding(), whole(states))
     for name, tensor in heads[0].state_dict().items():
         assert torch.equal(tensor, heads[1].state_dict()[name]), name
 
@@ -189,10 +195,10 @@ def test_a_start_reads_labels_enough_for_its_regressors(states: list[StatesSampl
     def labels(**limits: int) -> int:
         return sum(len(batch.labels) for batch in FirstBatches(corpus, schedule, **limits))
 
-    every = labels(labels=rows_wanted(32))
+    every = labels(labels=labels_needed(32))
     assert every == sum(int(sample.supervised_mask[2:].sum()) for sample in states)
     assert 20 <= labels(labels=20) < 60 < every
-    assert rows_wanted(4096) == 30 * 4 * 4096
+    assert labels_needed(4096) == 30 * 4 * 4096
 
 
 def test_solving_is_repeatable(
@@ -200,7 +206,7 @@ def test_solving_is_repeatable(
 ) -> None:
     heads = [fresh(small_head, weights) for _ in range(2)]
     for head in heads:
-        start_by_least_squares(head, weights.embedding(), whole(states))
+        solve_least_squares(head, weights.embedding(), whole(states))
     for name, tensor in heads[0].state_dict().items():
         assert torch.equal(tensor, heads[1].state_dict()[name]), name
 

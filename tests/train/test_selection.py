@@ -14,9 +14,10 @@ from pipeline.config import RunConfig
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, RunningRequest, Statistics, pool_acceptance
-from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.base import DraftingHead
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.heads.registry import load_head
 from pipeline.learning.corpus import HeldOut, hold_out
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
@@ -42,7 +43,9 @@ def drawn(config: RunConfig, parent: Manifest, number: int) -> tuple[HeldOut, ..
 
 
 @pytest.fixture
-def trained(tiny_config: Configure, store_states: Store) -> tuple[RunConfig, Manifest, Eagle3Head]:
+def trained(
+    tiny_config: Configure, store_states: Store
+) -> tuple[RunConfig, Manifest, DraftingHead]:
     """A head that is right now and then, and what it was trained from."""
     config = tiny_config(**EVALUATION | {"evaluate_every": None}, epochs=20, learning_rate=3e-2)
     parent = store_states(config)
@@ -52,7 +55,7 @@ def trained(tiny_config: Configure, store_states: Store) -> tuple[RunConfig, Man
 
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_the_last_round_counts_whole(
-    trained: tuple[RunConfig, Manifest, Eagle3Head], end: str
+    trained: tuple[RunConfig, Manifest, DraftingHead], end: str
 ) -> None:
     """Replies that end in the middle of a round, beside the same ones that go on."""
     config, parent, head = trained
@@ -61,6 +64,7 @@ def test_the_last_round_counts_whole(
     model = DecoderModel.load(
         target.directory, layers, device=CPU, dtype=target.dtype, max_length=60
     )
+    assert isinstance(head, Eagle3Head)
     engine = Engine(model, drafter=Eagle3Drafter(head, model, config.train.evaluate_tree), slots=1)
     cut = 0
     for item in held_out:
@@ -82,7 +86,7 @@ def test_the_last_round_counts_whole(
 
 
 def test_what_is_reported_is_the_head_as_it_is_stored(
-    trained: tuple[RunConfig, Manifest, Eagle3Head],
+    trained: tuple[RunConfig, Manifest, DraftingHead],
 ) -> None:
     """An output layer that bfloat16 rounds to ones all over, in a target that is read in fp32."""
     config, parent, head = trained

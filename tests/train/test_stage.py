@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import ContractMismatch, DataError, MissingStage, StageConflict, StoreError
-from pipeline.heads.eagle3.checkpoint import load_head
+from pipeline.heads.registry import load_head
 from pipeline.store.location import Location
 from pipeline.store.states import StatesSample
 from pipeline.train import run

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.config import HeadSection, TargetSection
+from pipeline.config import HeadSection, TargetSection, TrainSection
 from pipeline.errors import ConfigError, ContractMismatch, HeadError
-from pipeline.heads.eagle3.checkpoint import load_head
 from pipeline.heads.eagle3.init import head_shape, new_head
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.init import DraftVocabulary, random_init
+from pipeline.heads.registry import load_head
 from pipeline.store.states import StatesSample
 from pipeline.target.architecture import decoder_of
 from pipeline.target.open import Target, open_target
@@ -30,7 +30,7 @@ from tests.train.runs import Configure, Store, head_of
 
 
 def test_share_is_measured_and_refused(target_directory: Path) -> None:
-    shape = head_shape(HeadSection(draft_vocab_size=48), target_directory, 96)
+    shape = head_shape(HeadSection(draft_vocab_size=48), target_directory)
     parameters, share = check_share(shape, 100_000, 1.0)
     assert parameters == Eagle3Head(shape).count_parameters()
     assert share == parameters / 100_000
@@ -56,7 +56,7 @@ def test_stage_refuses_a_large_head(tiny_config: Configure, store_states: Store)
 )
 def test_impossible_shapes(target_directory: Path, section: HeadSection, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        head_shape(section, target_directory, 96)
+        head_shape(section, target_directory)
     assert caught.value.where == f"train.head_config.{field}"
 
 
@@ -65,18 +65,21 @@ def test_norms_of_the_configuration_reach_the_head(
     target_directory: Path, flags: dict[str, bool]
 ) -> None:
     section = HeadSection.model_validate({"draft_vocab_size": 48, **flags})
-    shape = head_shape(section, target_directory, 96)
+    shape = head_shape(section, target_directory)
     assert shape.fc_norm == flags.get("fc_norm", False)
     assert shape.norm_output == flags.get("norm_output", False)
 
 
 def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
     section = HeadSection(draft_vocab_size=10, intermediate_size=16)
-    shape = head_shape(section, target_directory, 96)
+    shape = head_shape(section, target_directory)
     vocabulary = DraftVocabulary(torch.arange(5, 95, 9), 1.0)
     weights = TargetWeights(target_directory)
     head, again = (
-        new_head(section, shape, vocabulary, weights, last_layer=7, seed=4) for _ in range(2)
+        new_head(
+            TrainSection(head_config=section), shape, vocabulary, weights, num_layers=8, seed=4
+        )
+        for _ in range(2)
     )
     assert torch.equal(head.lm_head.weight, weights.lm_head()[vocabulary.target_ids].float())
     query = weights.layer(7)["self_attn.q_proj.weight"].float()
@@ -84,10 +87,14 @@ def test_starting_weights_come_from_the_target(target_directory: Path) -> None:
     pairs = zip(head.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     unlike = section.model_copy(update={"init_lm_head": "random", "init_layer": "random"})
-    random = new_head(unlike, shape, vocabulary, weights, last_layer=7, seed=4)
+    random = new_head(
+        TrainSection(head_config=unlike), shape, vocabulary, weights, num_layers=8, seed=4
+    )
     assert not torch.equal(random.lm_head.weight, head.lm_head.weight)
     # A layer of which nothing can be copied.
-    bare = new_head(section, shape, vocabulary, weights, last_layer=8, seed=4)
+    bare = new_head(
+        TrainSection(head_config=section), shape, vocabulary, weights, num_layers=9, seed=4
+    )
     assert torch.equal(
         bare.midlayer.self_attn.q_proj.weight, random.midlayer.self_attn.q_proj.weight
     )
@@ -117,9 +124,11 @@ def started(
     directory = save_family(request.param, tmp_path_factory.mktemp("family"), tiny_target)
     target = open_target(TargetSection(source=str(directory), device="cpu", dtype="float32"))
     section = HeadSection(draft_vocab_size=48, intermediate_size=16, max_share_of_target=1)
-    shape = head_shape(section, directory, 96)
+    shape = head_shape(section, directory)
     vocabulary = DraftVocabulary(torch.arange(1, 96, 2), 1.0)
-    head = new_head(section, shape, vocabulary, target.weights, last_layer=7, seed=4)
+    head = new_head(
+        TrainSection(head_config=section), shape, vocabulary, target.weights, num_layers=8, seed=4
+    )
     return request.param, target, head
 
 
@@ -166,7 +175,7 @@ def test_a_head_turns_whole_heads_by_the_rotation_of_full_attention(
 ) -> None:
     """Gemma 3 has two rotations, GLM turns half a head, Qwen3-VL has sections for images."""
     tiny_config(family).save_pretrained(tmp_path)
-    shape = head_shape(HeadSection(draft_vocab_size=48), tmp_path, 96)
+    shape = head_shape(HeadSection(draft_vocab_size=48), tmp_path)
     assert shape.rope_parameters == {"rope_type": "default", "rope_theta": theta}
     cpu, exact = torch.device("cpu"), torch.float32
     assert RotaryTable(shape.rope_config(), 5, device=cpu, dtype=exact).cos.shape == (5, 8)
@@ -175,7 +184,7 @@ def test_a_head_turns_whole_heads_by_the_rotation_of_full_attention(
 def test_the_number_of_query_heads_need_not_divide_the_hidden_size(target_directory: Path) -> None:
     """GLM-4.5-Air has 96 on a hidden size of 4,096; a rotation is of one head."""
     section = HeadSection(draft_vocab_size=48, num_attention_heads=6)
-    rope, cpu = head_shape(section, target_directory, 96).rope_config(), torch.device("cpu")
+    rope, cpu = head_shape(section, target_directory).rope_config(), torch.device("cpu")
     assert RotaryTable(rope, 5, device=cpu, dtype=torch.float32).cos.shape == (5, 8)
 
 
@@ -280,7 +289,7 @@ def test_fine_tuning_refuses_another_shape_or_target(
     for field, asked, own in fixed:
         config = tiny_config("again", start_from=head, head={field: asked})
         store_states(config)
-        problem = f"{asked} is asked for, but the head that training starts from has {own}"
+        problem = f"{asked} is configured, but the head that training starts from has {own}"
         with pytest.raises(ConfigError, match=problem) as caught:
             run(config)
         assert caught.value.where == f"train.head_config.{field}"

@@ -18,9 +18,8 @@ from pipeline.learning.batches import ReadAhead, TrainBatch, read_batch
 from pipeline.learning.corpus import Piece, survey
 from pipeline.learning.schedule import Schedule
 from pipeline.records import Shard
-from pipeline.store.cache import ShardCache
 from pipeline.store.location import Location
-from pipeline.store.shards import SHARDS, write_shard
+from pipeline.store.shards import SHARDS, ShardCache, write_shard
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
 from pipeline.train.stored import StoredCorpus
 

@@ -145,6 +145,6 @@ def test_a_meter_adds_up_its_turns(drafting: tuple[DecoderModel, Eagle3Drafter])
     meter._seconds = lambda _: float(next(clock))  # 1, 2, 3 …
     meter.turn()
     meter.turn()
-    # In their order: verify 1, verify 4, other 4, extend 2, propose 1, unroll 1; twice. The drafter
+    # In their order: verify 1, verify 4, other 4, extend 2, propose 1, draft 1; twice. The drafter
     # goes three steps beyond its first.
     assert meter.costs() == Costs({1: 4.0, 4: 5.0}, {1: 1 / 3}, {2: 7.0}, {4: 6.0})

@@ -10,21 +10,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.random_target import random_head
 from pipeline.config import TreeSection
+from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
-from pipeline.drafters.registry import DrafterFactory
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.planning.decode import Crossing, DecodePlan, PlannedDecoding
 from pipeline.serve_eval.page.decode_page import write_page
 from pipeline.tuning.cost import Costs
-from pipeline.tuning.decode_plan import (
+from pipeline.tuning.trace import acceptance, replay
+from pipeline.tuning.tune import (
     Measurement,
     PlannedCell,
     plan_cell,
     run_rounds,
+    shapes_for,
     trace_drafter,
+    widest_for,
 )
-from pipeline.tuning.trace import acceptance, replay
-from pipeline.tuning.tune import shapes_for, widest_for
 
 SHAPE = TreeSection(top_k=3, steps=3, nodes=8)
 PROMPTS = [[(3 * row + step * step) % 8 for step in range(9 + 3 * row)] for row in range(3)]

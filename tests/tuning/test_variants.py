@@ -11,11 +11,13 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import DrafterSection, EvalSection, SynthSection, TreeSection
+from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
-from pipeline.drafters.registry import DrafterFactory, load_drafter
+from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.drafter import DflashDrafter
-from pipeline.tuning import decode_plan, tune
+from pipeline.tuning import tune
+from pipeline.tuning import tune as decode_plan
 from pipeline.tuning.cost import Costs
 from pipeline.tuning.trace import acceptance
 from tests.decoder.conftest import random_tokens

@@ -6,19 +6,29 @@ Shapes: T tokens in B ragged rows (requests), N nodes a tree, H hidden size, V v
 heads, G key/value heads, d head size, C candidates, k beams, D deepest draft, P pages a row.
 
 A cache plane is [pages, G, PAGE, d]; entry e of row b lies in page block_table[b, e // PAGE] at
-e % PAGE, and its *slot* is page · PAGE + e % PAGE. Entries behind the ones an operation names may
+e % PAGE, and its *slot* is page · PAGE + e % PAGE. Entries after the ones an operation names may
 hold anything, NaN included, and never matter.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoder.ops import draft
+from pipeline.decoder.ops.draft import (
+    BeamStep,
+    Candidates,
+    DraftedRows,
+    DraftHead,
+    ProposalHead,
+    beam_depths,
+    beam_metadata,
+    candidate_parents,
+)
 from pipeline.decoder.ops.draws import by_node, perturb
 from pipeline.decoder.ops.layer import (
     PAGE,
@@ -28,7 +38,7 @@ from pipeline.decoder.ops.layer import (
     Packed,
     entry_slots,
 )
-from pipeline.decoder.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput
+from pipeline.decoder.ops.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput
 
 
 class TorchOps:
@@ -63,10 +73,10 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def slots_behind(
+    def compute_slot_mapping(
         self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Cache entries and slots [T] of tokens `within` [T] places behind what their rows have.
+        """Cache entries and slots [T] of tokens `within` [T] entries after their rows' last.
 
         block_table [B, P], seq_lens [B]; token t belongs to row[t].
         """
@@ -159,7 +169,7 @@ class TorchOps:
             query = F.rms_norm(query, (size,), norms[0], eps)
             key = F.rms_norm(key, (size,), norms[1], eps)
         cos, sin = (table[metadata.positions][:, None] for table in metadata.rotary)  # [T, 1, d]
-        page, offset = metadata.slots // PAGE, metadata.slots % PAGE
+        page, offset = metadata.slot_mapping // PAGE, metadata.slot_mapping % PAGE
         keys[page, :, offset] = _rotate(key, cos, sin)
         values[page, :, offset] = value
         return _rotate(query, cos, sin)
@@ -174,7 +184,7 @@ class TorchOps:
         entries seq_lens[b] … seq_lens[b] + n. A query that sees nothing gets zeros.
         """
         mixed = torch.zeros_like(query)
-        starts, seq_lens = metadata.query_starts.tolist(), metadata.seq_lens.tolist()
+        starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
         for row, (first, last) in enumerate(pairwise(starts)):
             count, prefix = last - first, seq_lens[row]
             if count == 0:
@@ -184,13 +194,13 @@ class TorchOps:
             pages = metadata.block_table[row, : -(-(prefix + window) // PAGE)]
             # Entry by entry: [S, G, d].
             key, value = (plane[pages].transpose(1, 2).flatten(0, 1) for plane in (keys, values))
-            behind = torch.arange(len(key), device=query.device) - prefix  # [S]; negative: prefix
+            offsets = torch.arange(len(key), device=query.device) - prefix  # [S]; negative: prefix
             if mask is None:
                 each = torch.arange(count, device=query.device)[:, None]
-                seen = behind <= each  # [n, S]
+                seen = offsets <= each  # [n, S]
             else:
-                bit = mask[first:last, None] >> behind.clamp(0, WINDOW - 1) & 1
-                seen = (behind < 0) | ((behind < WINDOW) & bit.bool())  # [n, S]
+                bit = mask[first:last, None] >> offsets.clamp(0, WINDOW - 1) & 1
+                seen = (offsets < 0) | ((offsets < WINDOW) & bit.bool())  # [n, S]
             mixed[first:last] = _attend(query[first:last], key, value, seen)
         return mixed
 
@@ -209,14 +219,14 @@ class TorchOps:
         score: Tensor,
         gained: Tensor,
         proposed: Tensor,
-        lineage: Tensor,
+        beam_mask: Tensor,
         hidden: Tensor,
         bits: Tensor,
     ) -> Beams:
         """The k best of the k · k continuations of k beams a row.
 
         score [B, k] are the beams' log-probabilities (float32), `gained` [B, k, k] those of what
-        each proposes, `proposed` [B, k, k] its tokens, lineage [B, k] its bits, hidden [B · k, H]
+        each proposes, `proposed` [B, k, k] its tokens, beam_mask [B, k] its bits, hidden [B · k, H]
         its output. `bits` [B, k] belong to the entries that the kept beams will have, best first.
         Of equal scores the earlier continuation is the better; where a row's scores hold NaN, any
         k different ones are kept.
@@ -231,11 +241,102 @@ class TorchOps:
             best=best,
             score=total.gather(1, best),
             token=proposed.flatten(1).gather(1, best),
-            lineage=lineage.gather(1, above) | bits,
+            beam_mask=beam_mask.gather(1, above) | bits,
             hidden=by_row.gather(1, above[:, :, None].expand_as(by_row)).flatten(0, 1),
         )
 
-    unroll = draft.unroll
+    def draft_step(
+        self,
+        head: DraftHead,
+        tokens: Tensor,
+        hidden: Tensor,
+        metadata: AttentionMetadata,
+        plane: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """A pass of the head's layer over tokens [T], hidden [T, H]: what `lm_head` reads [T, H],
+        and the next step's hidden [T, H]."""
+        norms = head.embed_norm, head.hidden_norm, head.stack.eps
+        joined = self.embed_concat(tokens, head.embedding, hidden, *norms)  # [T, 2H]
+        normed, output, _ = self.layers(head.stack, metadata, hidden, joined, plane)
+        return normed, normed if head.norm_output else output
+
+    def draft_beams(
+        self,
+        head: DraftHead,
+        state: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        plane: Tensor,
+        steps: int,
+        k: int,
+        trace: list[Tensor] | None = None,
+    ) -> Candidates:
+        """What an EAGLE-3 head drafts in `steps` steps of k beams a row.
+
+        state [B, H] is the head's output at the last committed entry; positions [B] are those of
+        the first drafted tokens, seq_lens where no entries are hidden. Drafted keys and values go
+        after the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. Every step's logits
+        [B, beams, Vd] are appended to `trace`, the root's first.
+        """
+
+        def step(
+            tokens: Tensor, hidden: Tensor, metadata: AttentionMetadata
+        ) -> tuple[Tensor, Tensor]:
+            return self.draft_step(head, tokens, hidden, metadata, plane)
+
+        normed = state
+        if not head.norm_output:
+            normed, _ = self.add_rms_norm(state, None, head.stack.norms[0], head.stack.eps)
+        rows = DraftedRows(head.rotary, block_table, seq_lens, positions)
+        proposals = ProposalHead(head.lm_head, head.target_ids)
+        return self.search_beams(step, proposals, normed, state, rows, steps, k, trace)
+
+    def search_beams(
+        self,
+        step: BeamStep,
+        head: ProposalHead,
+        normed: Tensor,
+        hidden: Tensor,
+        drafted_rows: DraftedRows,
+        steps: int,
+        k: int,
+        trace: list[Tensor] | None = None,
+    ) -> Candidates:
+        """Draft `steps` deep with k beams a row (EAGLE-2, arXiv:2406.16858, §4.1).
+
+        `normed` [B, H] is what lm_head reads at the root, `hidden` [B, H] the first step's input.
+        """
+        rows = len(normed)
+
+        def propose(normed: Tensor) -> tuple[Tensor, Tensor]:
+            """Normed outputs [B · n, H] → log-probabilities, target ids of the best k [B, n, k]."""
+            logits = self.linear(normed, head.lm_head)  # [B · n, Vd]
+            if trace is not None:
+                trace.append(logits.view(rows, -1, logits.shape[-1]))
+            scores, ids = self.propose(logits, k)
+            if head.target_ids is not None:
+                ids = head.target_ids[ids]
+            return scores.view(rows, -1, k), ids.view(rows, -1, k)
+
+        score, token = (each[:, 0] for each in propose(normed))  # [B, k] of each beam
+        tokens, cumulative, chosen = [token], [score], []
+        step_metadata, bits = beam_metadata(drafted_rows, steps - 1, k)
+        hidden, mask = hidden.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
+        for depth, metadata in enumerate(step_metadata, 1):
+            metadata = replace(metadata, mask=mask.flatten())
+            normed, hidden = step(token.flatten(), hidden, metadata)
+            gained, proposed = propose(normed)  # each [B, k, k]
+            tokens.append(proposed.flatten(1))
+            if depth == len(step_metadata):
+                cumulative.append((score[:, :, None] + gained).flatten(1))
+                break
+            beams = self.select_beams(score, gained, proposed, mask, hidden, bits[depth])
+            cumulative.append(beams.total)
+            chosen.append(beams.best)
+            score, token, mask, hidden = beams.score, beams.token, beams.beam_mask, beams.hidden
+        parents, depths = candidate_parents(chosen, tokens, k), beam_depths(steps, k, normed.device)
+        return Candidates(torch.cat(tokens, 1), parents, torch.cat(cumulative, 1), depths)
 
     def grow_tree(
         self, roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
@@ -249,28 +350,28 @@ class TorchOps:
         their order.
         """
         rows, count = tokens.shape
-        kept = min(nodes - 1, count)
-        order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :kept]
-        chosen = order.sort(dim=-1).values  # [B, kept], parents before children again
+        below = min(nodes - 1, count)  # nodes that are not the root
+        order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :below]
+        chosen = order.sort(dim=-1).values  # [B, below], parents before children again
         # Candidate index → node index; candidates that were not kept are never looked up.
         node_of = torch.zeros(rows, count + 1, dtype=torch.int64, device=tokens.device)
-        nodes_kept = torch.arange(1, kept + 1, device=tokens.device)
-        node_of.scatter_(1, chosen, nodes_kept.expand(rows, -1))
+        node_ids = torch.arange(1, below + 1, device=tokens.device)
+        node_of.scatter_(1, chosen, node_ids.expand(rows, -1))
         node_of[:, count] = 0  # index -1: the root
         above = parents.gather(1, chosen)
-        above = node_of.gather(1, torch.where(above < 0, count, above))  # [B, kept]
+        above = node_of.gather(1, torch.where(above < 0, count, above))  # [B, below]
         root = torch.zeros(rows, 1, dtype=torch.int64, device=tokens.device)
         # A column a node, each [B].
-        ancestors, depth = [torch.ones_like(roots)], [torch.zeros_like(roots)]
-        for node in range(1, kept + 1):
+        tree_mask, depth = [torch.ones_like(roots)], [torch.zeros_like(roots)]
+        for node in range(1, below + 1):
             parent = above[:, node - 1 : node]
             bit = 1 << node if node < 63 else -(1 << 63)
-            ancestors.append(torch.stack(ancestors, 1).gather(1, parent)[:, 0] | bit)
+            tree_mask.append(torch.stack(tree_mask, 1).gather(1, parent)[:, 0] | bit)
             depth.append(torch.stack(depth, 1).gather(1, parent)[:, 0] + 1)
         return Tree(
             torch.cat((roots[:, None], tokens.gather(1, chosen)), dim=1),
             torch.cat((root, above), dim=1),
-            torch.stack(ancestors, dim=1),
+            torch.stack(tree_mask, dim=1),
             torch.stack(depth, dim=1),
         )
 
@@ -286,8 +387,8 @@ class TorchOps:
         path, counts = [node], torch.ones_like(node)
         index = torch.arange(count, device=predicted.device)
         for _ in range(depth):
-            wanted = predicted.gather(1, node[:, None])  # [B, 1]
-            child = (tree.parents == node[:, None]) & (tree.tokens == wanted)  # [B, N]
+            choice = predicted.gather(1, node[:, None])  # [B, 1]
+            child = (tree.parents == node[:, None]) & (tree.tokens == choice)  # [B, N]
             child &= index > 0
             agrees = child.any(1)
             # Once no child agrees the node stays, and none agrees again.

@@ -1,4 +1,4 @@
-"""Drafts, step by step: the beams of any model, and `ops.unroll`, those of an EAGLE-3 head.
+"""What a draft is made of: heads that propose, the rows that beams continue, and candidates.
 
 Draft step s = 1…steps-1 reads k tokens of depth s; each sees all L committed entries, then its own
 ancestors among the drafted ones:
@@ -10,17 +10,14 @@ ancestors among the drafted ones:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed, entry_slots
-
-if TYPE_CHECKING:
-    from pipeline.decoder.ops.base import TorchOps
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +48,7 @@ class Candidates(NamedTuple):
 
 
 class DraftedRows(NamedTuple):
-    """Where the beams of B rows stand: behind `seq_lens` entries of `block_table`."""
+    """Where the beams of B rows stand: after `seq_lens` entries of `block_table`."""
 
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
     block_table: Tensor  # [B, P]
@@ -70,108 +67,6 @@ class ProposalHead(NamedTuple):
 BeamStep = Callable[[Tensor, Tensor, AttentionMetadata], tuple[Tensor, Tensor]]
 
 
-def draft_step(
-    ops: TorchOps,
-    head: DraftHead,
-    tokens: Tensor,
-    hidden: Tensor,
-    metadata: AttentionMetadata,
-    plane: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """A pass of the head's layer over tokens [T], hidden [T, H]: what `lm_head` reads [T, H], and
-    the next step's hidden [T, H]."""
-    norms = head.embed_norm, head.hidden_norm, head.stack.eps
-    joined = ops.embed_concat(tokens, head.embedding, hidden, *norms)  # [T, 2H]
-    normed, output, _ = ops.layers(head.stack, metadata, hidden, joined, plane)
-    return normed, normed if head.norm_output else output
-
-
-def unroll(
-    ops: TorchOps,
-    head: DraftHead,
-    state: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    positions: Tensor,
-    plane: Tensor,
-    steps: int,
-    k: int,
-    trace: list[Tensor] | None = None,
-) -> Candidates:
-    """What a draft of `steps` steps of k beams a row proposes: an operation of every backend.
-
-    state [B, H] is the head's output at the last committed entry; positions [B] are those of the
-    first drafted tokens, seq_lens where no entries are hidden. Drafted keys and values go behind
-    the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. `trace` is given every step's
-    logits [B, beams, Vd], the root's first.
-    """
-    normed = state
-    if not head.norm_output:
-        normed, _ = ops.add_rms_norm(state, None, head.stack.norms[0], head.stack.eps)
-    place = DraftedRows(head.rotary, block_table, seq_lens, positions)
-    vocabulary = ProposalHead(head.lm_head, head.target_ids)
-    step = partial(_head_step, ops, head, plane)
-    return search_beams(ops, step, vocabulary, normed, state, place, steps, k, trace)
-
-
-def _head_step(
-    ops: TorchOps,
-    head: DraftHead,
-    plane: Tensor,
-    tokens: Tensor,
-    hidden: Tensor,
-    metadata: AttentionMetadata,
-) -> tuple[Tensor, Tensor]:
-    return draft_step(ops, head, tokens, hidden, metadata, plane)
-
-
-def search_beams(
-    ops: TorchOps,
-    step: BeamStep,
-    vocabulary: ProposalHead,
-    normed: Tensor,
-    hidden: Tensor,
-    place: DraftedRows,
-    steps: int,
-    k: int,
-    trace: list[Tensor] | None = None,
-) -> Candidates:
-    """Draft `steps` deep with k beams a row (EAGLE-2, arXiv:2406.16858, §4.1).
-
-    `normed` [B, H] is what lm_head reads at the root, `hidden` [B, H] what the first step is given.
-    """
-    rows = len(normed)
-
-    def propose(normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed outputs [B · n, H] → log-probabilities, target ids of the best k [B, n, k]."""
-        logits = ops.linear(normed, vocabulary.lm_head)  # [B · n, Vd]
-        if trace is not None:
-            trace.append(logits.view(rows, -1, logits.shape[-1]))
-        scores, ids = ops.propose(logits, k)
-        if vocabulary.target_ids is not None:
-            ids = vocabulary.target_ids[ids]
-        return scores.view(rows, -1, k), ids.view(rows, -1, k)
-
-    score, token = (each[:, 0] for each in propose(normed))  # [B, k] of each beam
-    tokens, cumulative, kept = [token], [score], []
-    places, bits = _places(place, steps - 1, k)
-    hidden, lineage = hidden.repeat_interleave(k, dim=0), bits[0]  # [B · k, H], [B, k]
-    for depth, metadata in enumerate(places, 1):
-        metadata = replace(metadata, mask=lineage.flatten())
-        normed, hidden = step(token.flatten(), hidden, metadata)
-        gained, proposed = propose(normed)  # each [B, k, k]
-        tokens.append(proposed.flatten(1))
-        if depth == len(places):
-            cumulative.append((score[:, :, None] + gained).flatten(1))
-            break
-        beams = ops.select_beams(score, gained, proposed, lineage, hidden, bits[depth])
-        cumulative.append(beams.total)
-        kept.append(beams.best)
-        score, token, lineage, hidden = beams.score, beams.token, beams.lineage, beams.hidden
-    parents, depths = _parents(kept, tokens, k), beam_depths(steps, k, normed.device)
-    return Candidates(torch.cat(tokens, 1), parents, torch.cat(cumulative, 1), depths)
-
-
 def join_marginals(scores: Tensor, tokens: Tensor) -> Candidates:
     """What the marginals of D depths propose: a branch is as likely as the product of its tokens.
 
@@ -185,16 +80,16 @@ def join_marginals(scores: Tensor, tokens: Tensor) -> Candidates:
     them from a heap, as long as no depth has more than k tokens, or continued branches, among them.
     """
     steps, k = scores.shape[1:]
-    score, kept = scores[:, 0], list[Tensor]()  # of the beams [B, k]
+    score, chosen = scores[:, 0], list[Tensor]()  # of the beams [B, k]
     cumulative, every = [score], [tokens[:, 0]]
     for depth in range(1, steps):
         if depth > 1:
             best = torch.sort(cumulative[-1], dim=-1, descending=True, stable=True).indices[:, :k]
-            kept.append(best)
+            chosen.append(best)
             score = cumulative[-1].gather(1, best)
         cumulative.append((score[:, :, None] + scores[:, depth, None]).flatten(1))  # [B, k · k]
         every.append(tokens[:, depth, None].expand(-1, k, -1).flatten(1))
-    parents, depths = _parents(kept, every, k), beam_depths(steps, k, scores.device)
+    parents, depths = candidate_parents(chosen, every, k), beam_depths(steps, k, scores.device)
     return Candidates(torch.cat(every, 1), parents, torch.cat(cumulative, 1), depths)
 
 
@@ -205,30 +100,33 @@ def beam_depths(steps: int, k: int, device: torch.device) -> Tensor:
     return torch.cat((torch.ones(k, dtype=torch.int64, device=device), deeper))
 
 
-def _places(place: DraftedRows, steps: int, k: int) -> tuple[list[AttentionMetadata], Tensor]:
+def beam_metadata(
+    drafted_rows: DraftedRows, steps: int, k: int
+) -> tuple[list[AttentionMetadata], Tensor]:
     """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
-    rotary, block_table, seq_lens, first = place
+    rotary, block_table, seq_lens, first = drafted_rows
     rows = len(seq_lens)
     drafted, depths, bits, starts = _beam_constants(rows, steps, k, seq_lens.device)
     if steps == 0:
         return [], bits
-    slots = entry_slots(block_table, seq_lens[:, None] + drafted)  # [B, W]
-    slots = slots.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
-    positions = (first[:, None] + depths).expand(-1, -1, k).flatten(1)
-    places = [
+    slot_mapping = entry_slots(block_table, seq_lens[:, None] + drafted)  # [B, W]
+    slot_mapping = slot_mapping.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
+    # Contiguous: of one row the expanded view would have stride 0, and kernels read by address.
+    positions = (first[:, None] + depths).expand(-1, -1, k).flatten(1).contiguous()
+    metadata = [
         AttentionMetadata(
             rotary=rotary,
             positions=positions[step],
-            slots=slots[step],
+            slot_mapping=slot_mapping[step],
             block_table=block_table,
             seq_lens=seq_lens,
-            query_starts=starts,
-            longest=k,
+            cu_seqlens_q=starts,
+            max_query_len=k,
             mask=None,
         )
         for step in range(steps)
     ]
-    return places, bits
+    return metadata, bits
 
 
 @cache
@@ -245,26 +143,26 @@ def _beam_constants(
     return drafted, depths, bits, torch.arange(0, rows * k + 1, k, device=device)
 
 
-def _parents(kept: list[Tensor], tokens: list[Tensor], k: int) -> Tensor:
+def candidate_parents(best: list[Tensor], tokens: list[Tensor], k: int) -> Tensor:
     """The candidate [B, C] that each of `tokens` continues, -1 for the root.
 
-    The first k continue the root, the next k · k those k, and then k · k each the kept [B, k] of
+    The first k continue the root, the next k · k those k, and then k · k each the best [B, k] of
     the k · k before them.
     """
-    root, first, starts = _parent_constants(len(tokens[0]), len(kept), k, tokens[0].device)
+    root, first, starts = _parent_constants(len(tokens[0]), len(best), k, tokens[0].device)
     if len(tokens) == 1:
         return root
-    above = torch.stack([first, *kept], 1) + starts  # [B, steps, k]
+    above = torch.stack([first, *best], 1) + starts  # [B, steps, k]
     return torch.cat((root, above[..., None].expand(-1, -1, -1, k).flatten(1)), 1)
 
 
 @cache
 def _parent_constants(
-    rows: int, kept: int, k: int, device: torch.device
+    rows: int, selections: int, k: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Parents of the first k candidates [B, k]; the first beams [B, k]; and where the list of all
     candidates has those that each step's beams were chosen from [steps, 1]."""
     root = torch.full((rows, k), -1, device=device)
     first = torch.arange(k, device=device).expand(rows, -1)
-    starts = torch.arange(k - k * k, k + k * k * kept, k * k, device=device)
+    starts = torch.arange(k - k * k, k + k * k * selections, k * k, device=device)
     return root, first, starts.clamp(min=0)[:, None]

@@ -11,7 +11,7 @@ owns it, for all rows in one call, and a row's pages are merged by the log of th
 What depends on the metadata alone is worked out once a forward, not once a layer.
 
 Shapes as in base.py; n pages in the list, R queries that read a page of one key/value head: N
-queries of a row, N = `longest`, times the Q/G query heads that share it.
+queries of a row, N = `max_query_len`, times the Q/G query heads that share it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, Packed
-from pipeline.decoder.tree import WINDOW, SamplingTensors
+from pipeline.decoder.ops.tree import WINDOW, SamplingTensors
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -102,10 +102,10 @@ class EagerOps(TorchOps):
         if query.device.type != "cpu":
             return super().tree_attention(query, keys, values, metadata)
         forward = self._prepared(metadata)
-        if metadata.mask is None and forward.longest > _SHORT:
-            return _read_prompts(query, keys, values, forward)
+        if metadata.mask is None and forward.max_query_len > _SHORT:
+            return _attend_prompts(query, keys, values, forward)
         pages = forward.pages(query.shape[1] // keys.shape[1], query.dtype)
-        mixed = None if pages is None else _read_pages(query, keys, values, forward, pages)
+        mixed = None if pages is None else _attend_pages(query, keys, values, forward, pages)
         # Weights of zero are none where an unseen entry holds NaN or infinity: the definition does
         # not read those at all.
         if mixed is None or not isfinite(mixed.sum().item()):
@@ -132,7 +132,7 @@ class _Pages:
     bias: Tensor  # [n, 1, R, PAGE] 0 where the owner's query sees the entry, else -inf
     unseen: Tensor | None  # [n, 1, R] where a query sees nothing of the page; None: nowhere
     table: Tensor | None  # [B, most] places among the n; None: one row, which owns all of them
-    padding: Tensor | None  # [B, most, 1, 1] true behind a row's last page
+    padding: Tensor | None  # [B, most, 1, 1] true after a row's last page
 
 
 class _Forward:
@@ -140,12 +140,12 @@ class _Forward:
 
     def __init__(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
-        self.counts = metadata.query_starts.diff()  # [B]
+        self.counts = metadata.cu_seqlens_q.diff()  # [B]
         self._entries: dict[int, Tensor] = {}
         self._pages: dict[tuple[int, torch.dtype], _Pages | None] = {}
 
     @cached_property
-    def longest(self) -> int:
+    def max_query_len(self) -> int:
         """N."""
         return int(self.counts.max())
 
@@ -159,7 +159,7 @@ class _Forward:
     def entries(self, groups: int) -> Tensor:
         """[T · G] places of the written entries in a plane seen as [pages · G · PAGE, d]."""
         if groups not in self._entries:
-            page, offset = self.metadata.slots // PAGE, self.metadata.slots % PAGE
+            page, offset = self.metadata.slot_mapping // PAGE, self.metadata.slot_mapping % PAGE
             group = torch.arange(groups, device=page.device)
             self._entries[groups] = (
                 (page[:, None] * groups + group) * PAGE + offset[:, None]
@@ -169,16 +169,16 @@ class _Forward:
     @cached_property
     def tokens(self) -> Tensor | None:
         """[B, N] tokens of each row, its last one's place taken by any; None: rows are even."""
-        if len(self.metadata.positions) == self.metadata.rows * self.longest:
+        if len(self.metadata.positions) == self.metadata.rows * self.max_query_len:
             return None
-        within = torch.arange(self.longest, device=self.counts.device)
-        tokens = self.metadata.query_starts[:-1, None] + within
+        within = torch.arange(self.max_query_len, device=self.counts.device)
+        tokens = self.metadata.cu_seqlens_q[:-1, None] + within
         return tokens.clamp(max=len(self.metadata.positions) - 1)
 
     @cached_property
-    def places(self) -> Tensor:
+    def padded_index(self) -> Tensor:
         """[T] places of the tokens in [B · N]."""
-        within = torch.arange(self.longest, device=self.counts.device)
+        within = torch.arange(self.max_query_len, device=self.counts.device)
         return (within < self.counts[:, None]).flatten().nonzero()[:, 0]
 
     def pages(self, shared: int, dtype: torch.dtype) -> _Pages | None:
@@ -186,10 +186,10 @@ class _Forward:
 
         None where two rows share a page, or a query sees nothing: the definition's business.
         """
-        wanted = shared, dtype
-        if wanted not in self._pages:
-            self._pages[wanted] = self._make_pages(shared, dtype)
-        return self._pages[wanted]
+        key = shared, dtype
+        if key not in self._pages:
+            self._pages[key] = self._make_pages(shared, dtype)
+        return self._pages[key]
 
     def _make_pages(self, shared: int, dtype: torch.dtype) -> _Pages | None:
         metadata = self.metadata
@@ -221,7 +221,7 @@ class _Forward:
         table = place.new_zeros(len(padding), len(ordinal))
         table[row, of_row] = place
         blind = (unseen[table] | padding[:, :, None]).all(1)  # [B, N]
-        if bool(blind.flatten()[self.places].any()):
+        if bool(blind.flatten()[self.padded_index].any()):
             return None
         bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
         alone = len(table) == 1 and len(owner) == len(ids)
@@ -237,21 +237,21 @@ class _Forward:
     def _seen(self, owner: Tensor, first_entry: Tensor) -> Tensor:
         """[n, N, PAGE]: which entries of a page the owner's queries see."""
         entry = first_entry[:, None] + torch.arange(PAGE)  # [n, PAGE]
-        behind = (entry - self.metadata.seq_lens[owner][:, None])[:, None]  # [n, 1, PAGE]
+        offset = (entry - self.metadata.seq_lens[owner][:, None])[:, None]  # [n, 1, PAGE]
         if self.metadata.mask is None:
-            return behind <= torch.arange(self.longest)[:, None]
-        bit = self._mask[owner][:, :, None] >> behind.clamp(0, WINDOW - 1) & 1
-        return (behind < 0) | ((behind < WINDOW) & bit.bool())
+            return offset <= torch.arange(self.max_query_len)[:, None]
+        bit = self._mask[owner][:, :, None] >> offset.clamp(0, WINDOW - 1) & 1
+        return (offset < 0) | ((offset < WINDOW) & bit.bool())
 
     @cached_property
     def _mask(self) -> Tensor:
         """[B, N]"""
         mask = self.metadata.mask
         assert mask is not None
-        return mask.view(-1, self.longest) if self.tokens is None else mask[self.tokens]
+        return mask.view(-1, self.max_query_len) if self.tokens is None else mask[self.tokens]
 
     def _reach(self) -> Tensor:
-        """[B] entries behind each prefix up to the last one that a query sees, or one more."""
+        """[B] entries after each prefix up to the last one that a query sees, or one more."""
         highest = torch.frexp(self._mask.amax(1).double()).exponent
         return torch.where(self._mask.amin(1) < 0, WINDOW, highest)
 
@@ -261,19 +261,19 @@ def _scalar(value: float, device: torch.device) -> Tensor:
     return torch.tensor(value, device=device)
 
 
-def _read_pages(
+def _attend_pages(
     query: Tensor, keys: Tensor, values: Tensor, forward: _Forward, pages: _Pages
 ) -> Tensor:
     """query [T, Q, d] → [T, Q, d], each page where it is."""
     heads, size = query.shape[1:]
-    rows, longest, groups = forward.metadata.rows, forward.longest, keys.shape[1]
+    rows, max_query_len, groups = forward.metadata.rows, forward.max_query_len, keys.shape[1]
     shared = heads // groups
     by_row = query if forward.tokens is None else query[forward.tokens]
-    if longest == 1:
+    if max_query_len == 1:
         folded = by_row.view(rows, groups, shared, size)
     else:
-        folded = by_row.view(rows, longest, groups, shared, size).permute(0, 2, 3, 1, 4)
-        folded = folded.reshape(rows, groups, shared * longest, size)
+        folded = by_row.view(rows, max_query_len, groups, shared, size).permute(0, 2, 3, 1, 4)
+        folded = folded.reshape(rows, groups, shared * max_query_len, size)
     read = folded.expand(len(pages.owner), -1, -1, -1) if rows == 1 else folded[pages.owner]
     parts, place = [], 0
     for first, last in pages.runs:
@@ -294,16 +294,16 @@ def _read_pages(
         weights = sums[pages.table].masked_fill_(pages.padding, float("-inf")).softmax(1)
         merged = (mixed[pages.table] * weights[..., None]).sum(1)
     # [B, G, R, d] → [T, Q, d]
-    if longest > 1:
-        merged = merged.reshape(rows, groups, shared, longest, size).permute(0, 3, 1, 2, 4)
-    merged = merged.reshape(rows * longest, heads, size).to(query.dtype)
-    return merged if forward.tokens is None else merged[forward.places]
+    if max_query_len > 1:
+        merged = merged.reshape(rows, groups, shared, max_query_len, size).permute(0, 3, 1, 2, 4)
+    merged = merged.reshape(rows * max_query_len, heads, size).to(query.dtype)
+    return merged if forward.tokens is None else merged[forward.padded_index]
 
 
-def _read_prompts(query: Tensor, keys: Tensor, values: Tensor, forward: _Forward) -> Tensor:
+def _attend_prompts(query: Tensor, keys: Tensor, values: Tensor, forward: _Forward) -> Tensor:
     """Chains of many tokens: each row's keys and values are copied together, once a prompt."""
     metadata, mixed = forward.metadata, torch.empty_like(query)
-    starts, seq_lens = metadata.query_starts.tolist(), metadata.seq_lens.tolist()
+    starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
     for row, (first, last) in enumerate(pairwise(starts)):
         prefix, count = seq_lens[row], last - first
         if count == 0:

@@ -34,7 +34,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class LayerStack:
-    """Decoder layers one behind the other."""
+    """Decoder layers one after the other."""
 
     layers: tuple[LayerWeights, ...]
     norms: tuple[Tensor, ...]  # of each layer's output [H]: the next one's input, or the last norm
@@ -46,25 +46,25 @@ class LayerStack:
 class AttentionMetadata:
     """Where the T tokens of one forward stand, and which entries each of them sees.
 
-    Made once a forward and passed to every layer. Tokens stand in B ragged rows, one behind the
+    Made once a forward and passed to every layer. Tokens stand in B ragged rows, one after the
     other:
 
-        query_starts   0         3   4           7      row 0 has three tokens, row 1 one, row 2
+        cu_seqlens_q   0         3   4           7      row 0 has three tokens, row 1 one, row 2
         tokens         a0 a1 a2  b0  c0  c1  c2         three; a row may have none
 
     A token has a position, which rotates its query and key, and a slot of the paged cache, which
     its key and value go to. It attends over the pages of its row: to the entries below the row's
-    `seq_lens`, and behind them as its mask says.
+    `seq_lens`, and after them as its mask says.
     """
 
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
     positions: Tensor  # [T], below S
-    slots: Tensor  # [T] page · PAGE + offset
+    slot_mapping: Tensor  # [T] page · PAGE + offset
     block_table: Tensor  # [B, P] page ids
     seq_lens: Tensor  # [B] committed entries
-    query_starts: Tensor  # [B + 1] row b has tokens query_starts[b] … query_starts[b + 1] - 1
-    longest: int  # most tokens of a row, or more: what the host knows of query_starts
-    mask: Tensor | None  # [T] bits over the entries behind seq_lens; None: each row is a chain
+    cu_seqlens_q: Tensor  # [B + 1] row b has tokens cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1
+    max_query_len: int  # most tokens of a row, or more: what the host knows of cu_seqlens_q
+    mask: Tensor | None  # [T] bits over the entries after seq_lens; None: each row is a chain
 
     @property
     def rows(self) -> int:

@@ -47,6 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.config import TrainSection
 from pipeline.config.train import Loss
 from pipeline.heads.dflash.shape import BlockQkv, ContextKeys, DflashHead
 from pipeline.heads.trained import StepResult, TrainedModel, count_coarse_rows
@@ -231,3 +232,19 @@ def _attend(
     mixed = of_past + weights[..., length:] @ value
     mixed = mixed.view(groups, count, size, -1, width).permute(1, 2, 0, 3, 4)
     return mixed.reshape(count * size, heads, width)
+
+
+def trained_model(
+    section: TrainSection,
+    head: DflashHead,
+    embedding: Tensor,
+    lm_head: Tensor,
+    *,
+    max_length: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> DflashModel:
+    """The head with its objective; embedding and lm_head [V, H] are the target's."""
+    settings, teacher = section.dflash, (section.loss, section.teacher_temperature)
+    objective = BlockObjective(settings.anchors, settings.position_decay, seed, *teacher)
+    return DflashModel(head, embedding, lm_head, objective, max_length=max_length, dtype=dtype)

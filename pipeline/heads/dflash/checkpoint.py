@@ -20,13 +20,16 @@ the logits, of all of its tokens. Of a part of them, rows that are missing are t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.errors import HeadError
-from pipeline.heads.checkpoint import BLOCK_DRAFTER, CONFIG, ForeignHead
+from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard
+from pipeline.heads.dflash import ALGORITHM
 from pipeline.heads.dflash.shape import MOST_BLOCK, DflashHead, DflashShape
 from pipeline.heads.fields import LAYER_FIELDS, Layers, layer_config, layer_ids, validated
 from pipeline.heads.known import (
@@ -40,6 +43,7 @@ from pipeline.heads.known import (
 from pipeline.heads.rope import rope_parameters
 from pipeline.heads.tensors import fill_head, read_json, read_tensors
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
+from pipeline.target.open import Target
 
 _SETTINGS, _LAYERS, _BORROWED = "dflash_config", "target_layer_ids", "target_lm_head"
 
@@ -79,14 +83,14 @@ _RULES = {
 }
 
 
-def dflash_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
+def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
     """config.json with all fields that SGLang, vLLM and the authors' code read.
 
     `target_layer_ids` are output indices: state i is the one behind decoder layer i.
     """
     layers = shape.num_hidden_layers
     return {
-        "architectures": [BLOCK_DRAFTER],
+        "architectures": [ALGORITHM.architecture],
         **layer_config(shape),
         "model_type": "qwen3",
         "num_hidden_layers": layers,
@@ -102,6 +106,13 @@ def dflash_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any
             **({_BORROWED: True} if shape.target_lm_head else {}),
         },
     }
+
+
+def read_config(
+    body: dict[str, Any], where: str, tensors: Callable[[], Mapping[str, Tensor]]
+) -> tuple[DflashShape, Layers | None]:
+    """Shape and aux layers of a config.json. Raises HeadError."""
+    return read_dflash_config(body, where, has_rows=_LM_HEAD in tensors())
 
 
 def read_dflash_config(
@@ -162,18 +173,14 @@ def _check_numbers(shape: DflashShape, where: str) -> None:
 _EMBEDDING, _LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def is_block_drafter(directory: Path) -> bool:
-    """Whether a directory's config.json is of a block drafter. Raises HeadError."""
-    path = directory / CONFIG
-    return BLOCK_DRAFTER in architectures_of(read_json(path), str(path))
-
-
-def read_foreign_blocks(directory: Path) -> ForeignHead:
-    """Read a block drafter's directory. Raises HeadError with file, field and fix.
+def read_foreign(directory: Path) -> ForeignHead | None:
+    """A block drafter's directory; None for other ones. Raises HeadError with file, field and fix.
 
     The rows of an lm_head that it lacks are for the caller to fill (`lacks_rows`).
     """
     body, where = read_json(directory / CONFIG), f"{directory}/{CONFIG}"
+    if ALGORITHM.architecture not in architectures_of(body, where):
+        return None
     tensors = {name.removeprefix("model."): each for name, each in read_tensors(directory).items()}
     embedding = tensors.pop(_EMBEDDING, None)
     shape, layers = read_dflash_config(body, where, has_rows=_LM_HEAD in tensors)
@@ -185,3 +192,8 @@ def read_foreign_blocks(directory: Path) -> ForeignHead:
         tensors[_LM_HEAD] = torch.zeros(shape.draft_vocab_size, shape.hidden_size)
     head = fill_head(DflashHead, shape, tensors, where=str(directory))
     return ForeignHead("dflash", layers, head, embedding, lacks_rows)
+
+
+def export(folder: Path, head: DflashHead, card: HeadCard, format: str, target: Target) -> None:
+    """Our own directory is what SGLang reads; there is no other format."""
+    raise AssertionError(format)

@@ -19,18 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import TreeSection
+from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, join_marginals
 from pipeline.decoder.ops.layer import LayerStack, Packed
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.fits import check_fits
 from pipeline.target.rotary import RotaryTable
+
+#: The smallest block that is tried, root included.
+_LEAST_BLOCK = 3
 
 
 class DflashDrafter(TreeDrafter):
@@ -108,10 +111,14 @@ class DflashDrafter(TreeDrafter):
 
         names = [f"layers.{index}." for index in range(shape.num_hidden_layers)]
         inside = [
-            {name.removeprefix(own): weights[name] for name in weights if name.startswith(own)}
-            for own in names
+            {
+                name.removeprefix(prefix): weights[name]
+                for name in weights
+                if name.startswith(prefix)
+            }
+            for prefix in names
         ]
-        inputs = [norm(f"{own}input_layernorm") for own in names]
+        inputs = [norm(f"{prefix}input_layernorm") for prefix in names]
         layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
         norms = (*inputs[1:], norm("norm"))
         self._input_norm = inputs[0]
@@ -151,3 +158,36 @@ def check_depth(depth: int, block_size: int) -> None:
         problem = f"{depth} is more than the {block_size - 1} tokens that a block predicts"
         fix = f"choose at most {block_size - 1}, or train with a larger train.dflash.block_size"
         raise ConfigError(problem, where="tree.steps", fix=fix)
+
+
+def make_drafter(head: DflashHead, model: DecoderModel, trees: Trees) -> Drafter:
+    """With the trained block."""
+    return DflashDrafter(head, model, trees)
+
+
+def drafter_factory(
+    section: DrafterSection, head: DflashHead, model: DecoderModel
+) -> DrafterFactory:
+    """With the block of `section`, or with all that are worth a try, the trained one first."""
+    block_size = section.dflash.block_size
+    trained = head.shape.block_size
+
+    def of(size: int, choices: tuple[DrafterFactory, ...] = ()) -> DrafterFactory:
+        def make(trees: Trees) -> Drafter:
+            return DflashDrafter(head, model, trees, block_size=size)
+
+        depths, settings = tuple(range(1, size)), {"block_size": size}
+        return DrafterFactory(make, depths, settings=settings, choices=choices)
+
+    if block_size is not None:
+        check_block(block_size, trained)
+        return of(block_size)
+    return of(trained, tuple(of(size) for size in _blocks(trained)))
+
+
+def _blocks(trained: int) -> list[int]:
+    """The trained block and its halves, the smallest first."""
+    sizes = [trained]
+    while sizes[0] // 2 >= _LEAST_BLOCK:
+        sizes.insert(0, sizes[0] // 2)
+    return sizes

@@ -33,48 +33,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import DflashSection
+from pipeline.config import TrainSection
 from pipeline.console import notice
 from pipeline.errors import ConfigError
-from pipeline.heads.base import DraftShape
+from pipeline.heads.algorithm import check_fixed
+from pipeline.heads.dflash import ALGORITHM, FIXED
 from pipeline.heads.dflash.blocks import BlockAttention, cut_blocks, draw_anchors
 from pipeline.heads.dflash.shape import BlockLayer, BlockQkv, ContextKeys, DflashHead, DflashShape
 from pipeline.heads.init import (
     DraftVocabulary,
     check_sizes,
     copy_plain_layer,
+    init_fc,
+    init_lm_head,
     inverse_norm,
+    measured_on,
     random_init,
     shape_for,
-    start_fc_from_high_layer,
-    start_lm_head,
 )
 from pipeline.learning.batches import TrainBatch
-from pipeline.learning.least_squares import Ridge, Rows, solve_ridge
+from pipeline.learning.least_squares import BatchesOf, Ridge, Rows, labels_needed, solve_ridge
 from pipeline.records import TargetContract
+from pipeline.target.open import Target
 from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
 
-#: Keys of `train.dflash` that decide the shape, and its field. A fine-tuned head keeps its own.
-DFLASH_FIXED = {
-    "layers": "num_hidden_layers",
-    **{
-        name: name
-        for name in (
-            "block_size",
-            "draft_vocab_size",
-            "target_lm_head",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "mask_token_id",
-        )
-    },
-}
 
-
-def dflash_shape(
-    section: DflashSection, target_directory: Path, contract: TargetContract
+def choose_shape(
+    section: TrainSection, target_directory: Path, contract: TargetContract
 ) -> DflashShape:
     """The drafter's shape for the target in `target_directory`.
 
@@ -83,11 +69,12 @@ def dflash_shape(
     from transformers import AutoConfig
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
-    shape = dflash_shape_for(target, **{name: getattr(section, name) for name in DFLASH_FIXED})
+    settings = section.dflash
+    shape = dflash_shape_for(target, **{name: getattr(settings, name) for name in FIXED})
     check_sizes(shape, "train.dflash")
     for key, value, most, what in (
         ("mask_token_id", shape.mask_token_id, contract.vocab_size - 1, "token"),
-        ("layers", section.layers, contract.num_layers, "number of layers"),
+        ("layers", settings.layers, contract.num_layers, "number of layers"),
     ):
         if value > most:
             problem = f"{value} is above the target's last {what}, {most}"
@@ -95,29 +82,54 @@ def dflash_shape(
     return shape
 
 
-def new_dflash_head(
-    section: DflashSection,
+def continue_shape(section: TrainSection, head: DflashHead, where: str) -> DflashShape:
+    """The shape of an earlier head."""
+    check_fixed(ALGORITHM.settings(section), head.shape, where)
+    return head.shape
+
+
+def new_head(
+    section: TrainSection,
     shape: DflashShape,
     vocabulary: DraftVocabulary,
     weights: TargetWeights,
     *,
-    layers: int,
+    num_layers: int,
     seed: int,
 ) -> DflashHead:
-    """A float32 drafter with the starting weights that `section` asks for; the target has so many
-    `layers`."""
+    """A float32 drafter with the first weights that `section` names."""
     head = DflashHead(shape)
     random_init(head, seed)
     head.set_vocabulary(vocabulary.target_ids)
-    start_fc_from_high_layer(head)
-    start_lm_head(head, weights.lm_head(), weights.final_norm())
+    init_fc(head)
+    init_lm_head(head, weights.lm_head(), weights.final_norm())
     output = "output rows, which it keeps, and norm" if shape.target_lm_head else "lm_head and norm"
     copied = ["fc: identity on the high layer", output]
-    if section.init_layers != "random":
-        last = range(layers - shape.num_hidden_layers, layers)
-        copied += start_block_layers(head, [weights.layer(index) for index in last])
+    if section.dflash.init_layers != "random":
+        last = range(num_layers - shape.num_hidden_layers, num_layers)
+        copied += copy_layers(head, [weights.layer(index) for index in last])
     notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")
     return head
+
+
+def init_least_squares(
+    section: TrainSection, head: DflashHead, target: Target, batches: BatchesOf, seed: int
+) -> list[str]:
+    """Solve what is linear in `head` on the first batches; → lines for the log."""
+    fit = solve_least_squares(
+        head,
+        target.weights.embedding().to(target.device),
+        batches(labels_needed(head.shape.hidden_size), None),
+        anchors=section.dflash.anchors,
+        decay=section.dflash.position_decay,
+        seed=seed,
+    )
+    first = f"{fit.explained:.0%} of the target's states explained at position 1"
+    every = f"{fit.explained_by_attention:.0%} at all by attention"
+    return [
+        f"block drafter solved by least squares on {fit.rows:,} labels",
+        f"{fit.measured_on}: {first}, {every}",
+    ]
 
 
 def dflash_shape_for(
@@ -138,15 +150,13 @@ def dflash_shape_for(
     """
     if target_lm_head:
         draft_vocab_size = int(target_config.vocab_size)
-    common = shape_for(
+    return shape_for(
+        DflashShape,
         target_config,
         draft_vocab_size=draft_vocab_size,
         intermediate_size=intermediate_size,
         num_attention_heads=num_attention_heads,
         num_key_value_heads=num_key_value_heads,
-    )
-    return DflashShape(
-        **common.model_dump(include=set(DraftShape.model_fields)),
         num_hidden_layers=layers,
         block_size=block_size,
         target_lm_head=target_lm_head,
@@ -161,7 +171,7 @@ def _unused_token(target_config: Any) -> int:
     return int(next((token for token in ids if isinstance(token, int) and token >= 0), 0))
 
 
-def start_block_layers(head: DflashHead, sources: Sequence[Mapping[str, Tensor]]) -> list[str]:
+def copy_layers(head: DflashHead, sources: Sequence[Mapping[str, Tensor]]) -> list[str]:
     """Copy what fits of target layers, named relative to them, into the head's; what did.
 
     Context reads the projections behind `hidden_norm` as the first layer's input does behind its
@@ -222,9 +232,14 @@ class BlockFit(NamedTuple):
     explained: float  # share of y's variance at position 1, by a regression on both tokens
     explained_by_attention: float  # at all positions, by what attention gives
 
+    @property
+    def measured_on(self) -> str:
+        """What the shares are of."""
+        return measured_on(self.held_out)
+
 
 @torch.no_grad()
-def start_blocks_by_least_squares(
+def solve_least_squares(
     head: DflashHead,
     embedding: Tensor,
     batches: Iterable[TrainBatch],

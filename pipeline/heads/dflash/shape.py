@@ -137,3 +137,6 @@ class DflashHead(DraftingHead):
         """Token ids [A, b] of the blocks behind `roots` [A]: the root, then masks."""
         masks = roots.new_full((len(roots), self.shape.block_size - 1), self.shape.mask_token_id)
         return torch.cat((roots[:, None], masks), dim=1)
+
+
+SHAPE, HEAD = DflashShape, DflashHead

@@ -7,16 +7,7 @@ made from (embedding of x(i+1), fc(aux i)) at position i:
     token        x1     x2    …    xL (root)           and is kept in drafter_state
     state        g0     g1    …    g(L-1)
 
-The head is loaded into the same form as a layer of the target, and drafts with `ops.unroll`.
-
-Reading fewer pages: block tables that leave the middle of a long context out.
-
-block table          p0 p1 p2 p3 p4       window 128, length 300: 64 are hidden
-seen                 p0 ·  p2 p3 p4       of 236 entries
-
-Nothing is moved: keys keep the rotation of the positions that they have in the full cache, so what
-is left is at its true distances (StreamingLLM, arXiv:2309.17453, numbers positions anew, for caches
-that outgrow the model's; here verification reads all of them).
+The head is loaded into the same form as a layer of the target, and drafts with `ops.draft_beams`.
 """
 
 from __future__ import annotations
@@ -24,17 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.config import TreeSection
+from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState
-from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
-from pipeline.decoder.ops.draft import Candidates, DraftHead, draft_step
-from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.draft import Candidates, DraftHead
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
+from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.fits import check_fits
-from pipeline.learning.window import WINDOW_STEP, hidden_positions
+from pipeline.learning.window import seen_pages
 from pipeline.target.rotary import RotaryTable
 
 
@@ -75,22 +66,22 @@ class Eagle3Drafter(TreeDrafter):
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
         metadata, plane = batch.metadata(self.ops, self._head.rotary, read.rows), planes.drafter[0]
-        hidden, tokens = self.project(read.aux), read.following.clamp(min=0)
-        last = read.rows.starts[:-1] + read.counts - 1  # [B] valid tokens of the rows
-        _, output = draft_step(self.ops, self._head, tokens, hidden, metadata, plane)  # [T, H]
+        hidden, tokens = self.project(read.aux), read.next_tokens.clamp(min=0)
+        last = read.rows.cu_seqlens_q[:-1] + read.counts - 1  # [B] valid tokens of the rows
+        _, output = self.ops.draft_step(self._head, tokens, hidden, metadata, plane)  # [T, H]
         output = output[last]
         if self.shape.draft_window:
             # Those keys and values are everyone's; what the last token sees is its window.
-            metadata = self._last_of(batch, metadata.slots[last], read.counts)
+            metadata = self._last_of(batch, metadata.slot_mapping[last], read.counts)
             inputs = tokens[last], hidden[last]
-            _, output = draft_step(self.ops, self._head, *inputs, metadata, plane)  # [B, H]
+            _, output = self.ops.draft_step(self._head, *inputs, metadata, plane)  # [B, H]
         batch.drafter_state.copy_(output)
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         entries = self._seen(batch.block_table, batch.seq_lens)
         row = batch.drafter_state, *entries, batch.seq_lens
         steps, k = shape.steps, self.shapes.beams(shape)
-        return self.ops.unroll(self._head, *row, planes.drafter[0], steps, k, self.trace)
+        return self.ops.draft_beams(self._head, *row, planes.drafter[0], steps, k, self.trace)
 
     def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """What the head's window leaves of `lengths` [B] entries: pages [B, P], and how many."""
@@ -98,18 +89,20 @@ class Eagle3Drafter(TreeDrafter):
             return block_table, lengths
         return seen_pages(block_table, lengths, self.shape.draft_window, self.lookahead)
 
-    def _last_of(self, batch: DecodeBatch, slots: Tensor, counts: Tensor) -> AttentionMetadata:
-        """Of each row's last token [B], which stands at `slots` already."""
+    def _last_of(
+        self, batch: DecodeBatch, slot_mapping: Tensor, counts: Tensor
+    ) -> AttentionMetadata:
+        """Of each row's last token [B], which is stored at `slot_mapping` already."""
         lengths = batch.seq_lens + counts
         block_table, seen = self._seen(batch.block_table, lengths)
         return AttentionMetadata(
             rotary=self._head.rotary,
             positions=lengths - 1,
-            slots=slots,
+            slot_mapping=slot_mapping,
             block_table=block_table,
             seq_lens=seen - 1,
-            query_starts=torch.arange(len(slots) + 1, device=slots.device),
-            longest=1,
+            cu_seqlens_q=torch.arange(len(slot_mapping) + 1, device=slot_mapping.device),
+            max_query_len=1,
             mask=None,
         )
 
@@ -153,16 +146,14 @@ class Eagle3Drafter(TreeDrafter):
         self._fc = ops.pack(stored(weights["fc.weight"], device))
 
 
-def seen_pages(
-    block_table: Tensor, lengths: Tensor, window: int, lookahead: int
-) -> tuple[Tensor, Tensor]:
-    """The pages [B, P] that hold what a window leaves of `lengths` [B] entries, and how many.
+def make_drafter(head: Eagle3Head, model: DecoderModel, trees: Trees) -> Drafter:
+    """With the window that the head was trained with."""
+    return Eagle3Drafter(head, model, trees)
 
-    `lookahead` entries behind them have pages as well.
-    """
-    assert PAGE == WINDOW_STEP, "a window hides whole pages"
-    hidden = hidden_positions(lengths, window)
-    most = -(-(window + 2 * PAGE + lookahead) // PAGE)
-    page = torch.arange(min(most, block_table.shape[1]), device=block_table.device)
-    behind = page + (page > 0) * (hidden // PAGE)[:, None]
-    return block_table.gather(1, behind.clamp(max=block_table.shape[1] - 1)), lengths - hidden
+
+def drafter_factory(
+    section: DrafterSection, head: Eagle3Head, model: DecoderModel
+) -> DrafterFactory:
+    """With the window of `section`, for any trees."""
+    window = section.eagle3.draft_window
+    return DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees, draft_window=window))

@@ -34,8 +34,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config import HeadSection
+from pipeline.config import HeadSection, TrainSection
 from pipeline.console import notice
+from pipeline.heads.algorithm import check_fixed
+from pipeline.heads.eagle3 import ALGORITHM
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.eagle3.ttt import Layer, unroll
 from pipeline.heads.init import (
@@ -44,18 +46,20 @@ from pipeline.heads.init import (
     DraftVocabulary,
     Fit,
     _norm_before_mlp,
-    behind_norm,
     check_sizes,
     copy_mlp,
     fit_of,
+    fold_norm,
+    init_fc,
+    init_lm_head,
     inverse_norm,
     random_init,
     shape_for,
-    start_fc_from_high_layer,
-    start_lm_head,
 )
 from pipeline.learning.batches import TrainBatch
-from pipeline.learning.least_squares import Rows, solve_ridge
+from pipeline.learning.least_squares import BatchesOf, Rows, labels_needed, solve_ridge
+from pipeline.records import TargetContract
+from pipeline.target.open import Target
 from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
 
@@ -67,45 +71,74 @@ _FIXED = (*SIZES, "fc_norm", "norm_output")
 EAGLE3_FIXED = (*_FIXED, "heads", "chain_input")
 
 
-def new_head(
-    section: HeadSection,
-    shape: HeadShape,
-    vocabulary: DraftVocabulary,
-    weights: TargetWeights,
-    *,
-    last_layer: int,
-    seed: int,
-) -> Eagle3Head:
-    """A float32 head with the starting weights that `section` asks for."""
-    head = Eagle3Head(shape)
-    random_init(head, seed)
-    head.set_vocabulary(vocabulary.target_ids)
-    start_fc_from_high_layer(head)
-    copied = ["fc: identity on the high layer"]
-    if section.init_lm_head == "target":
-        start_lm_head(head, weights.lm_head(), weights.final_norm())
-        copied.append("lm_head and norm")
-    if section.init_layer != "random":
-        copied += start_layer(head, weights.layer(last_layer))
-    notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")
-    return head
+def choose_shape(
+    section: TrainSection, target_directory: Path, contract: TargetContract
+) -> HeadShape:
+    """The head's shape for the target in `target_directory`. Raises ConfigError."""
+    del contract
+    return head_shape(section.head_config, target_directory)
 
 
-def head_shape(section: HeadSection, target_directory: Path, vocabulary_size: int) -> HeadShape:
-    """The head's shape for the target in `target_directory`.
-
-    Raises ConfigError for one that cannot be.
-    """
+def head_shape(section: HeadSection, target_directory: Path) -> HeadShape:
+    """`choose_shape` of the section that says it."""
     from transformers import AutoConfig
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
-    fixed = {name: getattr(section, name) for name in _FIXED}
-    shape = shape_for(target, **fixed, draft_window=section.draft_window or 0)
+    sizes = {name: getattr(section, name) for name in (*SIZES, "fc_norm", "norm_output")}
+    shape = shape_for(HeadShape, target, **sizes, draft_window=section.draft_window or 0)
     check_sizes(shape, "train.head_config")
     return shape
 
 
-def start_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
+def continue_shape(section: TrainSection, head: Eagle3Head, where: str) -> HeadShape:
+    """The shape of an earlier head; a draft window decides no tensor, so another one is taken."""
+    check_fixed(ALGORITHM.settings(section), head.shape, where)
+    window = section.head_config.draft_window
+    return head.shape.model_copy(update={"draft_window": window}) if window else head.shape
+
+
+def new_head(
+    section: TrainSection,
+    shape: HeadShape,
+    vocabulary: DraftVocabulary,
+    weights: TargetWeights,
+    *,
+    num_layers: int,
+    seed: int,
+) -> Eagle3Head:
+    """A float32 head with the first weights that `section` names."""
+    head, settings = Eagle3Head(shape), section.head_config
+    random_init(head, seed)
+    head.set_vocabulary(vocabulary.target_ids)
+    init_fc(head)
+    copied = ["fc: identity on the high layer"]
+    if settings.init_lm_head == "target":
+        init_lm_head(head, weights.lm_head(), weights.final_norm())
+        copied.append("lm_head and norm")
+    if settings.init_layer != "random":
+        copied += copy_layer(head, weights.layer(num_layers - 1))
+    notice("train", f"head starts from the target's {', '.join(copied)}; all else is random")
+    return head
+
+
+def init_least_squares(
+    section: TrainSection, head: Eagle3Head, target: Target, batches: BatchesOf, seed: int
+) -> list[str]:
+    """Solve what is linear in `head` on the first batches; → lines for the log."""
+    del seed
+    labels = labels_needed(head.shape.hidden_size)
+    embedding = target.weights.embedding().to(target.device)
+    fit = solve_least_squares(head, embedding, batches(labels, section.head_config.init_tokens))
+    few = "" if fit.rows >= labels else f", fewer than the {labels:,} that it should have"
+    linear = f"{fit.explained:.0%} of the target's states explained linearly"
+    rest = f"{fit.explained_by_mlp:.0%} of the rest by the MLP"
+    return [
+        f"head solved by least squares on {fit.rows:,} labels{few}",
+        f"{fit.measured_on}: {linear}, {rest}; ridge {fit.strength:g}",
+    ]
+
+
+def copy_layer(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
     """Copy what fits of a target layer, named relative to it, into the head's; returns what did.
 
     Projections that read [embedding ; hidden] take the target's matrix for the hidden half and keep
@@ -139,7 +172,7 @@ def _copy_attention(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
             continue
         norm = layer.get(f"self_attn.{name[0]}_norm.weight")
         if norm is not None:
-            source = behind_norm(source, norm, own.hidden_norm.weight, head.shape.head_dim)
+            source = fold_norm(source, norm, own.hidden_norm.weight, head.shape.head_dim)
         weight[:, size:].copy_(source)
         copied.append(name)
     output = layer.get("self_attn.o_proj.weight")
@@ -154,9 +187,7 @@ _KEPT = 0.1
 
 
 @torch.no_grad()
-def start_by_least_squares(
-    head: Eagle3Head, embedding: Tensor, batches: Iterable[TrainBatch]
-) -> Fit:
+def solve_least_squares(head: Eagle3Head, embedding: Tensor, batches: Iterable[TrainBatch]) -> Fit:
     """Solve the head's linear parts on `batches`, which are gone through four times, in place.
 
     head, in float32: its `norm` holds the target's final norm, its MLP gate and up projections of

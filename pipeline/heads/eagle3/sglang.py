@@ -99,7 +99,9 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
     if new is not None and old is not None and new != old:
         problem = f"fc_norm {new!r} contradicts use_aux_norm {old!r}, its older name"
         raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
-    return shape_fields({**body, "fc_norm": old if new is None else new}, where), inside or top
+    return shape_fields(HeadShape, {**body, "fc_norm": old if new is None else new}, where), (
+        inside or top
+    )
 
 
 def _check_kind(body: dict[str, Any], where: str) -> None:

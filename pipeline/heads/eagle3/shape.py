@@ -125,3 +125,6 @@ class Eagle3Head(DraftingHead):
     def logits(self, output: Tensor) -> Tensor:
         """Output of `step` [.., H] → logits over the draft vocabulary [.., Vd]."""
         return torch.as_tensor(self.lm_head(self.normed_output(output)))
+
+
+SHAPE, HEAD = HeadShape, Eagle3Head

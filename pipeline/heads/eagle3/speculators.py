@@ -6,13 +6,17 @@ reader that finds none fills it from the verifier when it can reach one, and oth
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from pipeline.console import notice
 from pipeline.errors import HeadError
-from pipeline.heads.eagle3.shape import HeadShape
+from pipeline.heads.checkpoint import CONFIG, HeadCard, write_files
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.fields import (
     EAGLE3_RULES,
     LAYER_FIELDS,
@@ -24,6 +28,7 @@ from pipeline.heads.fields import (
 )
 from pipeline.heads.known import Rule, check_layer_types, only, refuse_unknown, section
 from pipeline.records import TargetContract
+from pipeline.target.open import Target
 
 #: The field whose presence tells this dialect from the other.
 MODEL_TYPE = "speculators_model_type"
@@ -169,7 +174,7 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
     check_layer_types(layer, where, prefix=f"{_LAYER}.")
     layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
     top_level = {name: body.get(name) for name in ("draft_vocab_size", *SWITCHES)}
-    return shape_fields({**layer, **top_level}, where), layers
+    return shape_fields(HeadShape, {**layer, **top_level}, where), layers
 
 
 def _equal(body: Mapping[str, Any], name: str) -> Rule:
@@ -188,3 +193,34 @@ def _sized(sizes: Mapping[str, Any]) -> dict[str, Rule]:
             sizes["vocab_size"], reason=f"differs from vocab_size {sizes['vocab_size']}"
         ),
     }
+
+
+#: What vLLM drafts a round when the head does not say how far it was unrolled.
+_SPECULATIVE_TOKENS = 3
+
+
+def export_speculators(folder: Path, head: Eagle3Head, card: HeadCard, target: Target) -> None:
+    """Write `head` as speculators and vLLM read it, with its card beside it."""
+    body = json.loads((target.directory / CONFIG).read_text(encoding="utf-8"))
+    steps = card.provenance.get("config", {}).get("train", {}).get("ttt_steps")
+    config = speculators_config(
+        head.shape,
+        card.contract,
+        verifier=_public_name(target),
+        architectures=body.get("architectures") or [],
+        speculative_tokens=steps if isinstance(steps, int) and steps > 0 else _SPECULATIVE_TOKENS,
+    )
+    tensors = speculators_tensors(head.state_dict(), target.weights.embedding())
+    write_files(folder, config, tensors, card)
+
+
+def _public_name(target: Target) -> str:
+    """What transformers can load: the hub id. Of a directory only its name, to be completed."""
+    resolved = target.resolved
+    on_hub = resolved.revision != "local" and not resolved.source.startswith("package:")
+    if on_hub:
+        return resolved.source
+    name = resolved.directory.resolve().name
+    fix = "before serving HEAD alone, set verifier.name_or_path to its directory"
+    notice("export", f"config.json calls the target {name}, without a path: {fix}")
+    return name

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.config import TrainSection
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.unrolled import (
     Objective,
@@ -209,3 +210,29 @@ def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> D
 
 def _all_positions(batch: TrainBatch) -> Tensor:
     return torch.arange(batch.tokens, device=batch.token_ids.device)
+
+
+def trained_model(
+    section: TrainSection,
+    head: Eagle3Head,
+    embedding: Tensor,
+    lm_head: Tensor,
+    *,
+    max_length: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> TttModel:
+    """The head with its objective; embedding and lm_head [V, H] are the target's."""
+    return TttModel(
+        head,
+        embedding,
+        lm_head,
+        Objective.of(section),
+        max_length=max_length,
+        dtype=dtype,
+        reach=section.position_reach or 0,
+        dropout=section.dropout,
+        seed=seed,
+        checkpointing=section.activation_checkpointing,
+        compiled=section.compile,
+    )

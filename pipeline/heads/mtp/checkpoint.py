@@ -4,14 +4,18 @@
     model.safetensors  mtp_layers.0 … K-1; fc or target_norm; lm_head, d2t, t2d; no embedding
     eagle3.json        contract, provenance and metrics, as of every head
 
-No server reads this directory; `mtp.py` writes what one reads.
+No server reads this directory; `mimo.py` writes what one reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from pipeline.heads.checkpoint import CHAINED
+from torch import Tensor
+
+from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard
 from pipeline.heads.fields import (
     EAGLE3_RULES,
     LAYER_FIELDS,
@@ -21,9 +25,12 @@ from pipeline.heads.fields import (
     validated,
 )
 from pipeline.heads.known import check_layer_types, only, refuse_unknown
-from pipeline.heads.mtp.shape import ChainedShape
+from pipeline.heads.mtp import ALGORITHM, mimo
+from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.heads.rope import rope_parameters
+from pipeline.heads.tensors import read_json
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
+from pipeline.target.open import Target
 
 _LAYERS = "target_layer_ids"
 
@@ -41,10 +48,10 @@ _RULES = {
 }
 
 
-def chained_config(shape: ChainedShape, contract: TargetContract) -> dict[str, Any]:
+def head_config(shape: ChainedShape, contract: TargetContract) -> dict[str, Any]:
     """config.json of a head directory."""
     return {
-        "architectures": [CHAINED],
+        "architectures": [ALGORITHM.architecture],
         **layer_config(shape),
         "draft_vocab_size": shape.draft_vocab_size,
         "heads": shape.heads,
@@ -55,8 +62,11 @@ def chained_config(shape: ChainedShape, contract: TargetContract) -> dict[str, A
     }
 
 
-def read_chained_config(body: dict[str, Any], where: str) -> tuple[ChainedShape, Layers | None]:
+def read_config(
+    body: dict[str, Any], where: str, tensors: Callable[[], Mapping[str, Tensor]]
+) -> tuple[ChainedShape, Layers | None]:
     """Shape and aux layers of a config.json. Raises HeadError."""
+    del tensors
     refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ), rules=_RULES)
     check_layer_types(body, where)
     names = set(ChainedShape.model_fields) - {"rope_parameters"}
@@ -64,3 +74,15 @@ def read_chained_config(body: dict[str, Any], where: str) -> tuple[ChainedShape,
     fields["rope_parameters"] = rope_parameters(body, where)
     layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=0)
     return validated(ChainedShape, fields, where), layers
+
+
+def read_foreign(directory: Path) -> ForeignHead | None:
+    """Heads in MiMo's layout; None for other directories."""
+    return mimo.read_mtp(directory) if mimo.is_mtp(read_json(directory / CONFIG)) else None
+
+
+def export(folder: Path, head: ChainedHead, card: HeadCard, format: str, target: Target) -> None:
+    """Write MiMo's layout."""
+    assert format == "mtp"
+    embedding, lm_head = target.weights.embedding(), target.weights.lm_head()
+    mimo.export_mtp(folder, head, card, embedding=embedding, lm_head=lm_head)

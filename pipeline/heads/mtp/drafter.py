@@ -22,14 +22,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.config import TreeSection
+from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
-from pipeline.decoder.drafter import ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
-from pipeline.decoder.ops.draft import Candidates, DraftedRows, ProposalHead, search_beams
+from pipeline.decoder.ops.draft import Candidates, DraftedRows, ProposalHead
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed, entry_slots
-from pipeline.decoder.tree import HEADROOM
+from pipeline.decoder.ops.tree import HEADROOM
+from pipeline.errors import ConfigError
 from pipeline.heads.fits import check_fits
 from pipeline.heads.mtp.shape import ChainedHead
 from pipeline.target.rotary import RotaryTable
@@ -74,9 +75,12 @@ class ChainedDrafter(TreeDrafter):
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
-        rows, following = read.rows, read.following.clamp(min=0)
-        index = torch.arange(len(following), device=following.device)
-        starts, last = rows.starts[:-1], (rows.starts[1:] - 1)[rows.row]  # of each token's row
+        rows, next_tokens = read.rows, read.next_tokens.clamp(min=0)
+        index = torch.arange(len(next_tokens), device=next_tokens.device)
+        starts, last = (
+            rows.cu_seqlens_q[:-1],
+            (rows.cu_seqlens_q[1:] - 1)[rows.row],
+        )  # of each token's row
         hidden, kept = self._first_hidden(read.aux), list[Tensor]()
         for k, link in enumerate(self.links):
             if k:
@@ -84,7 +88,7 @@ class ChainedDrafter(TreeDrafter):
             behind = replace(batch, seq_lens=(batch.seq_lens - k).clamp(min=0))
             metadata = behind.metadata(self.ops, self.rotary, rows)
             missing = (k - batch.seq_lens).clamp(min=0)  # [B] tokens in front of head k's first
-            tokens = following[torch.minimum(index + missing[rows.row], last)]
+            tokens = next_tokens[torch.minimum(index + missing[rows.row], last)]
             if k == self._kept:  # the last head's output is nobody's
                 self._write_keys(link, tokens, hidden, metadata, planes.drafter[k])
                 break
@@ -98,7 +102,7 @@ class ChainedDrafter(TreeDrafter):
         steps, k = shape.steps, self.shapes.beams(shape)
         draft = _ChainedDraft(self, batch, planes, states, k)
         root = states[:, 0]
-        return search_beams(self.ops, draft, vocabulary, root, root, place, steps, k, self.trace)
+        return self.ops.search_beams(draft, vocabulary, root, root, place, steps, k, self.trace)
 
     def _moved(self, k: int, hidden: Tensor, batch: DecodeBatch, rows: TokenRows) -> Tensor:
         """What head k reads [T, H], of what head k-1 has just given [T, H].
@@ -244,7 +248,7 @@ class _ChainedDraft:
 
     def _parents(self, mask: Tensor) -> Tensor:
         """The node, of all that were drafted, that each new beam [B, k] continues: of the depth
-        before, the one whose bit its lineage has."""
+        before, the one whose bit its beam_mask has."""
         start = (self._depth - 2) * self._k
         bits = torch.arange(start, start + self._k, device=mask.device)
         return start + (mask[:, :, None] >> bits & 1).argmax(-1)
@@ -263,13 +267,29 @@ class _ChainedDraft:
         metadata = AttentionMetadata(
             rotary=self._drafter.rotary,
             positions=positions.clamp(min=0).flatten(),
-            slots=entry_slots(batch.block_table, entries[:, None] + nodes).flatten(),
+            slot_mapping=entry_slots(batch.block_table, entries[:, None] + nodes).flatten(),
             block_table=batch.block_table,
             seq_lens=entries,
-            query_starts=torch.arange(0, rows * count + 1, count, device=device),
-            longest=count,
+            cu_seqlens_q=torch.arange(0, rows * count + 1, count, device=device),
+            max_query_len=count,
             mask=(mask >> absent * k << absent * k).flatten(),
         )
         plane = self._planes.drafter[number]
         outputs = self._drafter.step(number, tokens.flatten(), hidden, metadata, plane)
         return outputs.view(rows, count, -1)
+
+
+def make_drafter(head: ChainedHead, model: DecoderModel, trees: Trees) -> Drafter:
+    """The chain's drafter."""
+    return ChainedDrafter(head, model, trees)
+
+
+def drafter_factory(
+    section: DrafterSection, head: ChainedHead, model: DecoderModel
+) -> DrafterFactory:
+    """For any trees. Raises ConfigError for a window, which a chain was not trained with."""
+    if section.eagle3.draft_window is not None:
+        problem = "chained heads see the whole text"
+        fix = "leave it out, or draft with a head that was trained with one layer"
+        raise ConfigError(problem, where="drafter.eagle3.draft_window", fix=fix)
+    return DrafterFactory(lambda trees: ChainedDrafter(head, model, trees))

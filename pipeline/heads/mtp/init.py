@@ -18,43 +18,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.config import HeadSection
+from pipeline.config import TrainSection
 from pipeline.console import notice
 from pipeline.errors import ConfigError
-from pipeline.heads.base import DraftShape
+from pipeline.heads.algorithm import check_fixed
 from pipeline.heads.init import (
     LEAST_SURE,
-    SIZES,
     DraftVocabulary,
     Fit,
-    behind_norm,
     check_sizes,
     copy_plain_layer,
     fit_of,
+    fold_norm,
     inverse_norm,
     random_init,
     shape_for,
 )
+from pipeline.heads.mtp import ALGORITHM, FIXED
 from pipeline.heads.mtp.shape import ChainedHead, ChainedLayer, ChainedShape
 from pipeline.heads.mtp.ttt import run_heads, tokens_of
 from pipeline.learning.attention import UnrolledAttention
 from pipeline.learning.batches import TrainBatch
-from pipeline.learning.least_squares import Rows, solve_ridge
+from pipeline.learning.least_squares import BatchesOf, Rows, labels_needed, solve_ridge
 from pipeline.records import TargetContract
+from pipeline.target.open import Target
 from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
 
-#: Keys of `train.head_config` that decide a chain, beside the sizes of any head.
-CHAINED_FIXED = ("heads", "chain_input")
 
-
-def chained_shape(
-    section: HeadSection, target_directory: Path, contract: TargetContract
+def choose_shape(
+    section: TrainSection, target_directory: Path, contract: TargetContract
 ) -> ChainedShape:
     """The heads' shape for the target in `target_directory`.
 
@@ -63,8 +61,8 @@ def chained_shape(
     from transformers import AutoConfig
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
-    asked = {name: getattr(section, name) for name in (*SIZES, *CHAINED_FIXED)}
-    shape = chained_shape_for(target, **asked)
+    sizes = {name: getattr(section.head_config, name) for name in FIXED}
+    shape = shape_for(ChainedShape, target, **sizes)
     check_sizes(shape, "train.head_config")
     last = contract.num_layers - 1
     if shape.chain_input == "final" and contract.capture_layers[-1] != last:
@@ -74,30 +72,62 @@ def chained_shape(
     return shape
 
 
-def new_chain(
-    section: HeadSection,
+def continue_shape(section: TrainSection, head: ChainedHead, where: str) -> ChainedShape:
+    """The shape of an earlier chain. Raises ConfigError where training cannot go on with it."""
+    if section.ttt_steps < (heads := head.shape.heads):
+        problem = f"{section.ttt_steps} steps are too few for the {heads} heads of {where}"
+        fix = f"set at least {heads}, one a head"
+        raise ConfigError(problem, where="train.ttt_steps", fix=fix)
+    for name in ("dropout", "activation_checkpointing", "compile"):
+        if getattr(section, name):
+            problem = f"the head that training starts from has several heads ({where})"
+            raise ConfigError(problem, where=f"train.{name}", fix="leave it out")
+    check_fixed(ALGORITHM.settings(section), head.shape, where)
+    return head.shape
+
+
+def new_head(
+    section: TrainSection,
     shape: ChainedShape,
     vocabulary: DraftVocabulary,
     weights: TargetWeights,
     *,
-    last_layer: int,
+    num_layers: int,
     seed: int,
 ) -> ChainedHead:
-    """Float32 heads with the starting weights that `section` asks for."""
-    head = ChainedHead(shape)
+    """Float32 heads with the first weights that `section` names."""
+    head, settings = ChainedHead(shape), section.head_config
     random_init(head, seed)
     head.set_vocabulary(vocabulary.target_ids)
-    rows = weights.lm_head() if section.init_lm_head == "target" else None
-    copied = start_chain(head, rows, weights.final_norm())
-    if section.init_layer != "random":
-        copied += start_chained_layers(head, weights.layer(last_layer))
+    rows = weights.lm_head() if settings.init_lm_head == "target" else None
+    copied = init_chain(head, rows, weights.final_norm())
+    if settings.init_layer != "random":
+        copied += copy_layers(head, weights.layer(num_layers - 1))
     which = f"{shape.heads} heads start alike, from the target's"
     notice("train", f"{which} {', '.join(copied)}; all else is random")
     return head
 
 
+def init_least_squares(
+    section: TrainSection, head: ChainedHead, target: Target, batches: BatchesOf, seed: int
+) -> list[str]:
+    """Solve what is linear in the heads on the first batches; → lines for the log."""
+    del seed
+    labels, tokens = labels_needed(head.shape.hidden_size), section.head_config.init_tokens
+    weights, device = target.weights, target.device
+    embedding, norm = weights.embedding().to(device), weights.final_norm().to(device)
+    # input_proj has half of fc's regressors
+    many, few = batches(labels, tokens), batches(labels // 2, tokens)
+    fits = solve_least_squares(head, embedding, norm, many, few)
+    explained = ", ".join(f"{fit.explained:.0%}" for fit in fits)
+    return [
+        f"heads solved by least squares on {fits[0].rows:,} labels",
+        f"of the target's states they explain {explained}, head by head",
+    ]
+
+
 @torch.no_grad()
-def solve_chain(
+def solve_least_squares(
     head: ChainedHead,
     embedding: Tensor,
     final_norm: Tensor,
@@ -107,7 +137,7 @@ def solve_chain(
     """Solve the heads' linear parts in place, one fit a head.
 
     embedding [V, H] and final_norm [H] are the target's; on `many` batches fc is solved, all else
-    on `few`. Deterministic, as `start_by_least_squares`.
+    on `few`. Deterministic, as `solve_least_squares`.
     """
     embedding, inverse, fits = embedding.float(), inverse_norm(final_norm), list[Fit]()
     if head.aux_projection is not None:
@@ -215,29 +245,7 @@ def _rotary(head: ChainedHead, batch: TrainBatch) -> RotaryTable:
 _KEPT = 0.1
 
 
-def chained_shape_for(
-    target_config: Any,  # transformers configuration
-    *,
-    heads: int,
-    chain_input: Literal["aux", "final"],
-    draft_vocab_size: int,
-    intermediate_size: int | None,
-    num_attention_heads: int | None,
-    num_key_value_heads: int | None,
-) -> ChainedShape:
-    """Heads for a transformers target configuration; None takes the target's own value."""
-    common = shape_for(
-        target_config,
-        draft_vocab_size=draft_vocab_size,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-    )
-    fields = common.model_dump(include=set(DraftShape.model_fields))
-    return ChainedShape(**fields, heads=heads, chain_input=chain_input)
-
-
-def start_chain(
+def init_chain(
     head: ChainedHead, target_lm_head: Tensor | None, target_final_norm: Tensor
 ) -> list[str]:
     """Every head passes on what it reads: input_proj is near the identity on the hidden half.
@@ -266,7 +274,7 @@ def start_chain(
     return begun
 
 
-def start_chained_layers(head: ChainedHead, source: Mapping[str, Tensor]) -> list[str]:
+def copy_layers(head: ChainedHead, source: Mapping[str, Tensor]) -> list[str]:
     """Copy what fits of a target layer, named relative to it, into every head; what did.
 
     What its attention and its MLP write begins small: the residual stream is a guess already.
@@ -288,5 +296,5 @@ def _without_head_norms(own: ChainedLayer, source: Mapping[str, Tensor]) -> dict
         projection = f"self_attn.{name}_proj.weight"
         norm = source.get(f"self_attn.{name}_norm.weight")
         if norm is not None and projection in source and source[projection].shape[1] == len(read):
-            folded[projection] = behind_norm(source[projection], norm, read, own.self_attn.head_dim)
+            folded[projection] = fold_norm(source[projection], norm, read, own.self_attn.head_dim)
     return folded

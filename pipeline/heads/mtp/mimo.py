@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.console import notice
 from pipeline.errors import HeadError
 from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard, write_files
 from pipeline.heads.fields import (
@@ -35,6 +36,7 @@ from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.heads.rope import rope_parameters
 from pipeline.heads.tensors import check_tensors, draft_ids, read_json, read_tensors, shapes_of
 from pipeline.records import TargetContract
+from pipeline.target.weights import TargetWeights
 
 ARCHITECTURES = ("MiMoForCausalLM", "MiMoMTP", "MiMoMTPModel")
 
@@ -78,6 +80,9 @@ def export_mtp(
         raise HeadError(problem, where=where, fix="train with train.train_lm_head=false")
     tensors = _tensors(head, embedding, lm_head)
     write_files(directory, _config(head.shape, card.contract), tensors, card)
+    if (heads := head.shape.heads) > 1:
+        vllm = "vLLM's MiMoMTPModel drafts with the first head alone"
+        notice("export", f"{heads} heads: {vllm}, SGLang's MiMoMTP keeps the last it reads")
 
 
 def _config(shape: ChainedShape, contract: TargetContract) -> dict[str, Any]:
@@ -132,22 +137,30 @@ def read_mtp(directory: Path) -> ForeignHead:
         tensors = {name: each for name, each in tensors.items() if not name.endswith(_BIASES)}
     head = _head(_shape(body, where, bias=not plain), tensors, str(directory))
     layers = layer_ids(body.get("target_layer_ids"), where, "target_layer_ids", offset=0)
-    return ForeignHead("mtp", layers, head, embedding, lm_head=lm_head)
+    return ForeignHead(
+        "mtp",
+        layers,
+        head,
+        embedding,
+        lm_head=lm_head,
+        reads_final_state=True,
+        complete=complete_mtp,
+    )
 
 
 @torch.no_grad()
-def complete_mtp(foreign: ForeignHead, lm_head: Tensor, final_norm: Tensor, *, where: str) -> None:
-    """Give heads that `read_mtp` read the target's rows and its last norm: [V, H] and [H].
+def complete_mtp(foreign: ForeignHead, weights: TargetWeights, where: str) -> None:
+    """Give heads that `read_mtp` read the target's rows and its last norm.
 
     Raises HeadError for heads that came with another lm_head.
     """
-    head, stored = foreign.head, foreign.lm_head
+    head, stored, lm_head = foreign.head, foreign.lm_head, weights.lm_head()
     assert isinstance(head, ChainedHead)
     if stored is not None and not torch.equal(stored.bfloat16(), lm_head.bfloat16()):
         fix = "pass the target that the head was trained for with --target"
         raise HeadError("lm_head.weight is not the target's", where=where, fix=fix)
     head.lm_head.weight.copy_(lm_head[head.target_ids()])
-    head.target_norm.copy_(final_norm)
+    head.target_norm.copy_(weights.final_norm())
 
 
 def _refuse_unsupported(body: dict[str, Any], where: str) -> None:

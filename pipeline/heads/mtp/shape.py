@@ -119,3 +119,6 @@ class ChainedHead(DraftingHead):
     def logits(self, output: Tensor) -> Tensor:
         """Output of a head [.., H] → logits over the draft vocabulary [.., Vd]."""
         return torch.as_tensor(self.lm_head(output))
+
+
+SHAPE, HEAD = ChainedShape, ChainedHead

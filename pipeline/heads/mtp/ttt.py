@@ -19,8 +19,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pipeline.config import TrainSection
 from pipeline.heads.mtp.shape import ChainedHead
-from pipeline.heads.unrolled import Unroll, UnrolledModel, embed_tokens, rows_by_position
+from pipeline.heads.unrolled import Objective, Unroll, UnrolledModel, embed_tokens, rows_by_position
 from pipeline.learning.attention import UnrolledAttention
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.rotary import RotaryTable
@@ -99,3 +100,21 @@ def tokens_of(embedding: Tensor, batch: TrainBatch, k: int) -> Tensor:
     every = torch.arange(batch.tokens, device=batch.token_ids.device)
     starts = torch.tensor([0, *accumulate(batch.lengths)][:-1], device=every.device)
     return embed_tokens(embedding, batch, every + k + 1).index_fill(0, starts, 0)
+
+
+def trained_model(
+    section: TrainSection,
+    head: ChainedHead,
+    embedding: Tensor,
+    lm_head: Tensor,
+    *,
+    max_length: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> ChainedModel:
+    """The heads with their objective; embedding and lm_head [V, H] are the target's."""
+    del seed
+    reach, objective = section.position_reach or 0, Objective.of(section)
+    return ChainedModel(
+        head, embedding, lm_head, objective, max_length=max_length, dtype=dtype, reach=reach
+    )

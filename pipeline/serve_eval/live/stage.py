@@ -38,12 +38,11 @@ from pipeline.serve_eval.questions import (
     Question,
     clock_of,
     first_question,
-    read_prompts,
+    load_evaluation_prompts,
     readable,
 )
 from pipeline.store.location import Location
-from pipeline.store.manifest import stage_location
-from pipeline.store.reports import read_report
+from pipeline.store.manifest import read_report, stage_location
 from pipeline.target.open import open_template
 from pipeline.target.template import ChatTemplate
 
@@ -60,7 +59,7 @@ def evaluate_server(config: RunConfig) -> ServerResult:
         template = open_template(config.target, system_prompt=section.system_prompt)
     if section.chat_template_kwargs:
         template = template.varied(kwargs=section.chat_template_kwargs, where="eval")
-    prompts, _ = readable(read_prompts(config)[0], [template])
+    prompts, _ = readable(load_evaluation_prompts(config)[0], [template])
     template.set_clock(clock_of(config, "eval", "synth"))  # as in the report
     questions = [first_question(prompt, template) for prompt in prompts]
     template.set_clock(None)  # the server's own template, with which it is compared, knows today's

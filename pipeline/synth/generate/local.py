@@ -16,7 +16,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.request import Completion, Request
-from pipeline.drafters.registry import load_drafter, name_of
+from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import OutOfMemory, brief, is_out_of_memory
 from pipeline.heads.registry import open_head
 from pipeline.records import Arithmetic
@@ -112,7 +112,7 @@ def _drafter(section: SynthSection, model: DecoderModel, target: Target) -> Draf
     head = None
     if section.head is not None:
         head, _ = open_head(section.head, expected=target.contract)
-    named = section.drafter or DrafterSection(name=name_of(head))
+    named = section.drafter or DrafterSection(name=drafter_name(head))
     factory = load_drafter(named, model, target, head)
     return factory(section.tree) if factory else None
 

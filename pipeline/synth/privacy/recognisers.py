@@ -14,6 +14,9 @@ beside them ("12/27 4929 5260 1815 9081 123") they are looked for among the grou
 and national numbers (FR_NIR, BR_CPF, NL_BSN, CN_ID) count for runs that list them in
 `synth.pii.entities`; presidio's recognisers of other countries are in analyzer.py.
 
+No check digit is required of what is announced: 27 of 160 labelled IBANs, 75 of 394 cards and 8 of
+72 social-security numbers fail theirs (python-stdnum 2.2), and `eagle3 pii-score` counts them.
+
 Names that spaCy's small English model misses, by what stands around them:
 
     announced     Dear Sébastien Blanc · my name is Lily Nolan · ask for Vitor Hugo Gomes

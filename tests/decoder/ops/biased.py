@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.philox import random_words
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.decoder.ops.draws import random_words
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 
 
 def lucky(seeds: Tensor, positions: Tensor, rate: float) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
-from pipeline.decoder.ops.triton.language import INTERPRETED
+from pipeline.decoder.ops.triton.launch import INTERPRETED
 
 _ROOT = Path(__file__).resolve().parents[3]
 _OUTCOMES = pytest.StashKey[dict[str, str | None]]()
@@ -49,7 +49,7 @@ def slot_metadata(
     none = torch.zeros(1, dtype=torch.int64, device=slots.device)
     starts = torch.tensor([0, len(slots)], device=slots.device)
     return AttentionMetadata(
-        rotary, positions, slots, none[None], none, starts, longest=len(slots), mask=None
+        rotary, positions, slots, none[None], none, starts, max_query_len=len(slots), mask=None
     )
 
 
@@ -68,11 +68,11 @@ def _metadata(
     return AttentionMetadata(
         rotary=(table, table),
         positions=torch.zeros_like(entries),
-        slots=block_table[row, page] * PAGE + entries % PAGE,
+        slot_mapping=block_table[row, page] * PAGE + entries % PAGE,
         block_table=block_table,
         seq_lens=seq_lens,
-        query_starts=torch.cat((ends.new_zeros(1), ends)),
-        longest=max(counts),
+        cu_seqlens_q=torch.cat((ends.new_zeros(1), ends)),
+        max_query_len=max(counts),
         mask=mask,
     )
 

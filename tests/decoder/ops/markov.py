@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 
 VOCABULARY = 6
 STATES = VOCABULARY**2
@@ -144,7 +144,7 @@ def speculative(
         tree = Tree(
             *(
                 part[states[left]]
-                for part in (grown.tokens, grown.parents, grown.ancestors, grown.depth)
+                for part in (grown.tokens, grown.parents, grown.tree_mask, grown.depth)
             )
         )
         own = rows_of(sampling, left)

@@ -16,7 +16,7 @@ from triton.backends.compiler import BaseBackend  # type: ignore[import-untyped]
 
 from bench.aot import SHARED_LIMIT, Recorder, variants
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
-from pipeline.decoder.tree import SamplingTensors
+from pipeline.decoder.ops.tree import SamplingTensors
 
 ROOT = Path(__file__).resolve().parents[3]
 KERNELS = [

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.ops.layer import PAGE
-from pipeline.decoder.tree import Tree
+from pipeline.decoder.ops.tree import Tree
 from tests.decoder.ops.conftest import slot_metadata
 from tests.decoder.ops.kernels import KERNELS, assert_rounded, load_kernels, name_of, numbers
 
@@ -35,20 +37,46 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 12, 13, 16, 25, 40, 300])
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(64, 64), (576, 960), (33, 17), (1, 1), (2, 31), (127, 65), (1536, 48)]
-)
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_linear(ops: CpuOps, rows: int, inputs: int, outputs: int, stored: torch.dtype) -> None:
+#: Shapes [rows, inputs, outputs] at which the product takes another way.
+CORNERS = {
+    "one number": (1, 1, 1),
+    "a half panel, one row": (1, 33, 17),
+    "whole panels, one row": (1, 64, 64),
+    "both halves of a panel": (2, 2, 31),
+    "most rows of a pass in AVX2, and one more": (7, 127, 65),
+    "most rows of a pass in AVX-512": (12, 64, 96),
+    "two passes": (13, 576, 96),
+    "a tile and a rest": (40, 33, 48),
+    "rows in chunks": (300, 1536, 48),
+}
+
+
+def check_linear(ops: CpuOps, rows: int, inputs: int, outputs: int, stored: torch.dtype) -> None:
     x, weight = numbers(ops, rows, inputs), torch.randn(outputs, inputs).to(stored)
-    bias = numbers(ops, outputs) if rows % 2 else None
+    bias = numbers(ops, outputs) if (rows + outputs) % 2 else None
     if ops.dtype is torch.bfloat16:  # rounds weights that are stored in more
         weight = weight.bfloat16()
-    wanted = REFERENCE.linear(
-        x.double(), weight.double(), bias.double() if bias is not None else None
-    )
+    wanted = REFERENCE.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_rounded(ops.linear(x, ops.pack(weight), bias), wanted, slack=1e-5 * math.sqrt(inputs))
+
+
+@pytest.mark.parametrize("shape", CORNERS.values(), ids=CORNERS)
+def test_linear(ops: CpuOps, shape: tuple[int, int, int]) -> None:
+    for stored in (torch.bfloat16, torch.float32):
+        check_linear(ops, *shape, stored)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 90),
+    inputs=st.integers(1, 400),
+    outputs=st.integers(1, 140),
+    stored=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_linear_of_any_shape(
+    ops: CpuOps, rows: int, inputs: int, outputs: int, stored: torch.dtype
+) -> None:
+    check_linear(ops, rows, inputs, outputs, stored)
 
 
 def test_a_weight_in_float32_gives_the_bits_of_one_in_bfloat16(ops: CpuOps) -> None:
@@ -89,12 +117,9 @@ def test_a_row_of_linear_does_not_depend_on_the_others(ops: CpuOps) -> None:
         )
         together = ops.linear(x, weight, bias)
         for rows in (1, 2, 5, 16, 31):
-            pieces = [
-                ops.linear(x[first : first + rows], weight, bias)
-                for first in range(0, len(x), rows)
-            ]
+            pieces = [ops.linear(part, weight, bias) for part in torch.split(x, rows)]
             assert torch.equal(torch.cat(pieces), together)
-        with threads(1):
+        with threads(3):
             assert torch.equal(ops.linear(x, weight, bias), together)
 
 
@@ -131,9 +156,9 @@ def test_silu_mul(ops: CpuOps, rows: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "size"), [(9, 3, 64), (4, 4, 80), (8, 1, 96), (8, 2, 128), (3, 1, 6)]
+    ("heads", "groups", "size", "tokens"),
+    [(9, 3, 64, 21), (4, 4, 80, 1), (8, 1, 96, 21), (8, 2, 128, 150), (3, 1, 6, 21)],
 )
-@pytest.mark.parametrize("tokens", [1, 21, 150])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_write(
     ops: CpuOps, heads: int, groups: int, size: int, tokens: int, normed: bool
@@ -190,11 +215,11 @@ def test_embed_concat_refuses_a_token_without_an_embedding(ops: CpuOps, token: i
 @pytest.mark.parametrize(("rows", "k"), [(1, 1), (1, 4), (5, 8)])
 def test_select_beams(ops: CpuOps, rows: int, k: int) -> None:
     score, gained = -torch.rand(rows, k), -torch.randint(1, 9, (rows, k, k)) / 4
-    proposed, lineage = torch.randint(999, (rows, k, k)), torch.randint(1 << 40, (rows, k))
+    proposed, beam_mask = torch.randint(999, (rows, k, k)), torch.randint(1 << 40, (rows, k))
     hidden, bits = numbers(ops, rows * k, 24), torch.randint(1 << 40, (rows, k))
-    arguments = score, gained, proposed, lineage, hidden, bits
+    arguments = score, gained, proposed, beam_mask, hidden, bits
     kept, wanted = (backend.select_beams(*arguments) for backend in (ops, REFERENCE))
-    for name in ("total", "best", "score", "token", "lineage", "hidden"):
+    for name in ("total", "best", "score", "token", "beam_mask", "hidden"):
         assert torch.equal(getattr(kept, name), getattr(wanted, name)), name
 
 
@@ -271,7 +296,7 @@ def test_grow_tree_and_verify(ops: CpuOps, rows: int, count: int, nodes: int) ->
         tree, wanted = (
             backend.grow_tree(roots, tokens, parents, scores, nodes) for backend in (ops, REFERENCE)
         )
-        for name in ("tokens", "parents", "ancestors", "depth"):
+        for name in ("tokens", "parents", "tree_mask", "depth"):
             assert torch.equal(getattr(tree, name), getattr(wanted, name)), name
         depth = int(tree.depth.max())
         predicted = torch.randint(-1, 6, tree.tokens.shape)

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.decoder.ops.cpu import library as cpu_library
 from pipeline.decoder.ops.cpu import ops as cpu_ops
-from pipeline.decoder.ops.cpu.memory import WeightMemory
+from pipeline.decoder.ops.cpu.ops import WeightMemory
 from pipeline.errors import ConfigError
 
 BF16 = torch.bfloat16
@@ -110,7 +110,9 @@ def test_kernels_and_torch_share_one_openmp_runtime() -> None:
     if cpu_ops.load(BF16) is None:
         pytest.skip(cpu_ops.why_not(BF16))
     runtimes = cpu_library._openmp_runtimes()
-    assert len(runtimes) == 1 and Path(runtimes[0]).is_relative_to(Path(torch.__file__).parents[1])
+    assert len(runtimes) == 1 and Path(runtimes[0]).is_relative_to(
+        Path(torch.__file__).resolve().parents[1]
+    )
 
 
 def test_a_compiler_that_fails_says_why(

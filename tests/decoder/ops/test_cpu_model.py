@@ -16,13 +16,12 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
-from pipeline.decoder.ops.draft import unroll
 from pipeline.decoder.request import Request
-from pipeline.decoder.round import read_prompt
+from pipeline.decoder.round import prefill_prompt
 from pipeline.errors import HeadError
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.tuning.score import draw_gap, greedy_gaps, log_probabilities
+from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilities
 from tests.decoder.conftest import (
     CAPTURE,
     FAMILIES,
@@ -104,16 +103,18 @@ def test_a_draft_in_one_call_is_the_draft_step_by_step(
     batch = open_rows(model, 3, pages=3, drafter=drafter)
     planes = poisoned_planes(model, 10, drafter)
     for row, length in enumerate((5, 61, 90)):  # the second's beams reach over a page's end
-        read_prompt(model, planes, drafter, batch.rows(row, row + 1), random_tokens(length, seed=k))
+        prefill_prompt(
+            model, planes, drafter, batch.rows(row, row + 1), random_tokens(length, seed=k)
+        )
     state = batch.drafter_state, batch.block_table, batch.seq_lens, batch.seq_lens + 7
     traces: tuple[list[Tensor], list[Tensor]] = [], []
     copies = planes.drafter[0].clone(), planes.drafter[0].clone()
-    ours = ops.unroll(drafter._head, *state, copies[0], steps, k, traces[0])
-    wanted = unroll(ops, drafter._head, *state, copies[1], steps, k, traces[1])
+    ours = ops.draft_beams(drafter._head, *state, copies[0], steps, k, traces[0])
+    wanted = TorchOps.draft_beams(ops, drafter._head, *state, copies[1], steps, k, traces[1])
     assert all(torch.equal(each, other) for each, other in zip(ours, wanted, strict=True))
     assert all(torch.equal(each, other) for each, other in zip(*traces, strict=True))
     assert torch.equal(copies[0].nan_to_num(), copies[1].nan_to_num())
-    untraced = ops.unroll(drafter._head, *state, copies[0], steps, k)
+    untraced = ops.draft_beams(drafter._head, *state, copies[0], steps, k)
     assert all(torch.equal(each, other) for each, other in zip(untraced, wanted, strict=True))
 
 
@@ -128,13 +129,13 @@ def test_a_draft_outside_the_vocabulary_reads_no_embedding(
     drafter = Eagle3Drafter(head, model, TreeSection(top_k=4, steps=3, nodes=2))
     batch = open_rows(model, 1, pages=3, drafter=drafter)
     planes = poisoned_planes(model, 4, drafter)
-    read_prompt(model, planes, drafter, batch.rows(0, 1), random_tokens(9, seed=4))
+    prefill_prompt(model, planes, drafter, batch.rows(0, 1), random_tokens(9, seed=4))
     state = batch.drafter_state, batch.block_table, batch.seq_lens, batch.seq_lens
-    ops.unroll(drafter._head, *state, planes.drafter[0].clone(), 3, 4)
+    ops.draft_beams(drafter._head, *state, planes.drafter[0].clone(), 3, 4)
     wrong = replace(drafter._head, target_ids=torch.full((60,), token))
     for steps in (1, 3):
         with pytest.raises(IndexError, match=f"token {token} is outside the embedding of"):
-            ops.unroll(wrong, *state, planes.drafter[0].clone(), steps, 4)
+            ops.draft_beams(wrong, *state, planes.drafter[0].clone(), steps, 4)
 
 
 def test_a_drafter_takes_no_head_that_leads_outside_the_vocabulary(

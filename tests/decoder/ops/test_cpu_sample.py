@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.cpu.ops import CpuOps
 from pipeline.decoder.ops.draws import perturb
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 from tests.decoder.ops.kernels import KERNELS, load_kernels, name_of
 
 SETTINGS = [

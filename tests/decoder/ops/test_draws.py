@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.decoder.ops import philox
+from pipeline.decoder.ops import draws as philox
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.ops.draws import keep_top
-from pipeline.decoder.ops.philox import random_words
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.decoder.ops.draws import keep_top, random_words
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 from tests.decoder.ops import markov
 from tests.decoder.ops.markov import VOCABULARY, Settings
 

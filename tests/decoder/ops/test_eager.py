@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops import pick_ops
+from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
-from pipeline.decoder.tree import SamplingTensors
+from pipeline.decoder.ops.tree import SamplingTensors
 from tests.decoder.ops.conftest import chain_metadata, slot_metadata, tree_metadata
 
 REFERENCE, OPS = TorchOps(), EagerOps()
@@ -128,11 +128,11 @@ def test_ragged_trees_and_an_upper_bound_of_longest() -> None:
     kept = torch.tensor([0, 1, 2, 16, 17, 18, 19, 20])  # three tokens, none, and five
     ragged = replace(
         even,
-        slots=even.slots[kept],
+        slot_mapping=even.slot_mapping[kept],
         positions=even.positions[kept],
         mask=even.mask[kept],
-        query_starts=torch.tensor([0, 3, 3, 8]),
-        longest=8,
+        cu_seqlens_q=torch.tensor([0, 3, 3, 8]),
+        max_query_len=8,
     )
     query = torch.randn(8, 8, 32)
     pool.compare(query, ragged)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draws import by_node
-from pipeline.decoder.tree import SamplingTensors, Tree
+from pipeline.decoder.ops.tree import SamplingTensors, Tree
 from tests.decoder.ops import markov
 from tests.decoder.ops.biased import lucky, towards_drafts
 from tests.decoder.ops.markov import Settings, Shape

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.tree import Tree, VerifyOutput
+from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from tests.decoder.ops import markov
 from tests.decoder.ops.markov import Settings
 
@@ -89,7 +89,7 @@ def test_grow_tree_keeps_the_best_candidates_as_a_connected_tree(
             branch[-2] if len(branch) > 1 else 0 for branch in branches
         ]
         assert tree.depth[index].tolist() == [len(branch) - 1 for branch in branches]
-        assert [bits % 2**64 for bits in tree.ancestors[index].tolist()] == [
+        assert [bits % 2**64 for bits in tree.tree_mask[index].tolist()] == [
             sum(1 << node for node in branch) for branch in branches
         ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.decoder.ops.layer import PAGE
-from pipeline.decoder.ops.triton.language import INTERPRETED
+from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
 from tests.decoder.ops.compare import OPS, REFERENCE, TOLERANCE, TYPES, error, seeded
 from tests.decoder.ops.conftest import slot_metadata

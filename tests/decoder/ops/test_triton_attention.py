@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
+from pipeline.decoder.ops.tree import WINDOW
 from pipeline.decoder.ops.triton.ops import MOST_SPLIT, chunks_of
-from pipeline.decoder.tree import WINDOW
 from tests.decoder.ops.compare import OPS, REFERENCE, TOLERANCE, TYPES
 from tests.decoder.ops.conftest import chain_metadata, tree_metadata
 
@@ -57,7 +57,7 @@ class Problem:
     def rows_of(self, out: Tensor) -> tuple[Tensor, ...]:
         """out [T, ..] by row."""
         ends = torch.tensor(self.counts).cumsum(0).tolist()
-        return tuple(out[end - own : end] for end, own in zip(ends, self.counts, strict=True))
+        return tuple(out[end - count : end] for end, count in zip(ends, self.counts, strict=True))
 
 
 def problem(
@@ -81,8 +81,8 @@ def problem(
     chance = random.Random(seed)
     torch.manual_seed(seed)
     counts = [count] * len(seq_lens) if isinstance(count, int) else count
-    rows, longest = len(seq_lens), max(counts)
-    reach = longest if causal else window or longest
+    rows, max_query_len = len(seq_lens), max(counts)
+    reach = max_query_len if causal else window or max_query_len
     # What nobody may see is NaN later.
     shared = sum(1 << offset for offset in range(reach) if chance.random() < 0.7)
 
@@ -91,15 +91,15 @@ def problem(
 
     mask = None
     if not causal:
-        mask = torch.tensor([[bits_of(node) for node in range(longest)] for _ in seq_lens])
+        mask = torch.tensor([[bits_of(node) for node in range(max_query_len)] for _ in seq_lens])
     needed = -(-(max(seq_lens) + reach) // PAGE)
     pages = rows * needed
     block_table = torch.full((rows, needed + spare), 10**9)  # no such page
     block_table[:, :needed] = torch.randperm(pages).view(rows, needed)
     planes = torch.full((2, pages, heads[1], PAGE, size), float("nan"), dtype=dtype)
-    for row, (seq_len, own) in enumerate(zip(seq_lens, counts, strict=True)):
-        bits = (1 << own) - 1 if mask is None else _union(mask[row])
-        behind = [seq_len + m for m in range(own if causal else WINDOW) if bits >> m & 1]
+    for row, (seq_len, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        bits = (1 << count) - 1 if mask is None else _union(mask[row])
+        behind = [seq_len + m for m in range(count if causal else WINDOW) if bits >> m & 1]
         seen = torch.tensor([*range(seq_len), *behind], dtype=torch.int64)
         content = torch.randn(len(seen), 2, heads[1], size).to(dtype)
         planes[:, block_table[row, seen // PAGE], :, seen % PAGE] = content
@@ -193,7 +193,7 @@ def test_ragged_chains(device: torch.device, dtype: torch.dtype) -> None:
     posed = problem(4, seq_lens, counts, device, dtype=dtype, heads=(2, 1), causal=True)
     assert posed.error() < TOLERANCE[dtype]
     # The host may not know how many tokens the longest row has.
-    metadata = replace(posed.metadata(posed.block_table), longest=80)
+    metadata = replace(posed.metadata(posed.block_table), max_query_len=80)
     again = OPS.tree_attention(posed.query, posed.keys, posed.values, metadata)
     assert torch.equal(again, posed.run())
 

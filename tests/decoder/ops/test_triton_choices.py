@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.tree import Tree
+from pipeline.decoder.ops.tree import Tree
 from tests.decoder.ops.compare import OPS, REFERENCE, TYPES, error, seeded
 
 # Logits ------------------------------------------------------------------------------------------
@@ -70,12 +70,12 @@ def test_select_beams(
     score = -torch.rand(rows, k, device=device).mul(8).round() / 4
     gained = -torch.rand(rows, k, 2 * k, device=device).mul(8).round()[..., :k] / 4
     gained[0, 0, 0] = float("-inf")
-    proposed, lineage = (torch.randint(0, 2**40, (rows, n), device=device) for n in (k * k, k))
+    proposed, beam_mask = (torch.randint(0, 2**40, (rows, n), device=device) for n in (k * k, k))
     hidden = torch.randn(rows * k, size, device=device).to(dtype)
     bits = (1 << torch.arange(k, device=device)).expand(rows, k)
-    given = score, gained, proposed.view(rows, k, k), lineage, hidden, bits
+    given = score, gained, proposed.view(rows, k, k), beam_mask, hidden, bits
     got, wanted = OPS.select_beams(*given), REFERENCE.select_beams(*given)
-    for name in ("total", "best", "score", "token", "lineage", "hidden"):
+    for name in ("total", "best", "score", "token", "beam_mask", "hidden"):
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
     gained[0] = float("nan")
     assert len(set(OPS.select_beams(*given).best[0].tolist())) == k
@@ -117,7 +117,7 @@ def test_grow_tree(device: torch.device, seed: int, count: int, nodes: int) -> N
     roots = torch.randint(0, 20, (3,), device=device)
     drafted = candidates(chance, 3, count, device)
     got, wanted = OPS.grow_tree(roots, *drafted, nodes), REFERENCE.grow_tree(roots, *drafted, nodes)
-    for name in ("tokens", "parents", "ancestors", "depth"):
+    for name in ("tokens", "parents", "tree_mask", "depth"):
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
 
@@ -131,7 +131,7 @@ def test_grow_tree_of_a_chain(device: torch.device) -> None:
     )
     got = OPS.grow_tree(torch.tensor([7], device=device), *drafted, 64)
     assert got.depth[0].tolist() == list(range(64))
-    assert got.ancestors[0].tolist() == [(1 << (n + 1)) - 1 if n < 63 else -1 for n in range(64)]
+    assert got.tree_mask[0].tolist() == [(1 << (n + 1)) - 1 if n < 63 else -1 for n in range(64)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -173,5 +173,5 @@ def test_grow_tree_reads_slices_of_candidates(device: torch.device) -> None:
     drafted = tokens, (parents - 3).clamp(min=-1), scores
     roots = torch.arange(6, device=device)[::2]
     got, wanted = OPS.grow_tree(roots, *drafted, 9), REFERENCE.grow_tree(roots, *drafted, 9)
-    for name in ("tokens", "parents", "ancestors", "depth"):
+    for name in ("tokens", "parents", "tree_mask", "depth"):
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name

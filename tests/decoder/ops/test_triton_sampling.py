@@ -12,12 +12,12 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-import pipeline.decoder.ops.triton.choices as choices
-from pipeline.decoder.ops import philox
+import pipeline.decoder.ops.triton.ops as choices
+from pipeline.decoder.ops import draws as philox
 from pipeline.decoder.ops.draws import keep_top, perturb
-from pipeline.decoder.ops.triton.language import Pointer, Table, jit
-from pipeline.decoder.ops.triton.sampling import gumbel, threshold_kernel
-from pipeline.decoder.tree import SamplingTensors, root_only
+from pipeline.decoder.ops.tree import SamplingTensors, root_only
+from pipeline.decoder.ops.triton.launch import Pointer, Table, jit
+from pipeline.decoder.ops.triton.logits import gumbel, threshold_kernel
 from tests.decoder.ops.compare import OPS, REFERENCE, TYPES, seeded
 
 CASES = [

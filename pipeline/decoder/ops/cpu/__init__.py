@@ -1,7 +1,6 @@
 """The operations in C++ for CPUs, compiled on first use; ops/eager.py serves where they cannot run.
 
 ops.py      CpuOps: what `TorchOps` promises, through ctypes
-structs.py  what calls read through one pointer
-library.py  finds a compiler, compiles src/, keeps the library in the cache
+library.py  finds a compiler, compiles src/, caches the library; structures that kernels read
 src/        the kernels
 """

@@ -24,22 +24,22 @@ from torch import Tensor
 from pipeline.config import cpu_kernels
 from pipeline.config.isa import LEVELS, isa_level
 from pipeline.decoder.ops.base import TorchOps
-from pipeline.decoder.ops.cpu.library import Unavailable, load_library
-from pipeline.decoder.ops.cpu.memory import WeightMemory
-from pipeline.decoder.ops.cpu.structs import (
+from pipeline.decoder.ops.cpu.library import (
     DraftHeadStruct,
     LayerStruct,
     MatrixStruct,
     MetadataStruct,
+    Unavailable,
     Weight,
     addresses,
     layer_structs,
+    load_library,
     metadata_struct,
     refuse_outside,
 )
 from pipeline.decoder.ops.draft import Candidates, DraftHead, beam_depths
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
-from pipeline.decoder.tree import Beams, SamplingTensors, Tree, VerifyOutput
+from pipeline.decoder.ops.tree import Beams, SamplingTensors, Tree, VerifyOutput
 
 _threads = torch.get_num_threads
 
@@ -140,13 +140,13 @@ class CpuOps(TorchOps):
         self._library.eagle3_silu_mul(*addresses(gate_up, y), rows, both // 2, _threads())
         return y
 
-    def slots_behind(
+    def compute_slot_mapping(
         self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
     ) -> tuple[Tensor, Tensor]:
         inputs = [tensor.contiguous() for tensor in (block_table, seq_lens, row, within)]
-        entries, slots = torch.empty(2, len(row), dtype=torch.int64).unbind()
-        outputs = entries, slots
-        self._library.eagle3_slots_behind(
+        entries, slot_mapping = torch.empty(2, len(row), dtype=torch.int64).unbind()
+        outputs = entries, slot_mapping
+        self._library.eagle3_compute_slot_mapping(
             *addresses(*inputs, *outputs), len(row), block_table.shape[1]
         )
         return outputs
@@ -272,23 +272,23 @@ class CpuOps(TorchOps):
         score: Tensor,
         gained: Tensor,
         proposed: Tensor,
-        lineage: Tensor,
+        beam_mask: Tensor,
         hidden: Tensor,
         bits: Tensor,
     ) -> Beams:
         assert score.dtype is gained.dtype is torch.float32
-        tensors = score, gained, proposed, lineage, hidden, bits
+        tensors = score, gained, proposed, beam_mask, hidden, bits
         inputs = [tensor.contiguous() for tensor in tensors]
         rows, k = score.shape
-        best, token, kept_lineage = torch.empty(3, rows, k, dtype=torch.int64).unbind()
+        best, token, kept_mask = torch.empty(3, rows, k, dtype=torch.int64).unbind()
         total, kept_score = torch.empty(rows, k * k), torch.empty(rows, k)
         kept_hidden = torch.empty_like(inputs[4])
-        kept = total, best, kept_score, token, kept_lineage, kept_hidden
+        outputs = total, best, kept_score, token, kept_mask, kept_hidden
         bytes_each = hidden.shape[1] * hidden.element_size()
-        self._library.eagle3_select_beams(*addresses(*inputs, *kept), rows, k, bytes_each)
-        return Beams(*kept)
+        self._library.eagle3_select_beams(*addresses(*inputs, *outputs), rows, k, bytes_each)
+        return Beams(*outputs)
 
-    def unroll(
+    def draft_beams(
         self,
         head: DraftHead,
         state: Tensor,
@@ -302,8 +302,8 @@ class CpuOps(TorchOps):
     ) -> Candidates:
         vocabulary = len(head.target_ids)
         if k > min(vocabulary, self._most_proposed):
-            places = block_table, seq_lens, positions
-            return super().unroll(head, state, *places, plane, steps, k, trace)
+            cache_rows = block_table, seq_lens, positions
+            return super().draft_beams(head, state, *cache_rows, plane, steps, k, trace)
         tensors = head.embedding, head.embed_norm, head.hidden_norm, *head.rotary, state, plane
         assert all(each.dtype is self.dtype and each.is_contiguous() for each in tensors)
         block_table, seq_lens = block_table.contiguous(), seq_lens.contiguous()
@@ -322,7 +322,7 @@ class CpuOps(TorchOps):
         scores = torch.empty(rows, count)
         beams = 1 + (steps - 1) * k if trace is not None else k
         logits = state.new_empty(rows * beams, vocabulary)
-        outside = self._library.eagle3_unroll(
+        outside = self._library.eagle3_draft_beams(
             ctypes.addressof(struct),
             ctypes.addressof(metadata),
             *addresses(state, plane),
@@ -346,9 +346,9 @@ class CpuOps(TorchOps):
         assert scores.dtype is torch.float32
         inputs = [part.contiguous() for part in (roots, tokens, parents, scores)]
         rows, count = tokens.shape
-        kept = min(nodes - 1, count)
-        grown = torch.empty(4, rows, kept + 1, dtype=torch.int64).unbind()
-        self._library.eagle3_grow_tree(*addresses(*inputs, *grown), rows, count, kept)
+        below = min(nodes - 1, count)
+        grown = torch.empty(4, rows, below + 1, dtype=torch.int64).unbind()
+        self._library.eagle3_grow_tree(*addresses(*inputs, *grown), rows, count, below)
         return Tree(*grown)
 
     def verify(self, tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
@@ -398,3 +398,44 @@ class CpuOps(TorchOps):
         if self._metadata.source is not metadata:
             self._metadata = metadata_struct(metadata)
         return ctypes.addressof(self._metadata)
+
+
+_PAGE = 2 << 20
+_LINE = 64  # bytes of a cache line
+#: What is asked for at one time, for many weights; larger ones have memory of their own.
+_CHUNK = 64 << 20
+_MADV_HUGEPAGE = 14  # <sys/mman.h>
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class WeightMemory:
+    """Memory for weights, side by side in huge pages where the kernel gives them.
+
+    A forward reads every weight once and nothing twice. With pages of 4 KiB that is a walk of the
+    page table for every 64 cache lines, with pages of 2 MiB one for every 32,768. Weights are
+    pieces of chunks; a chunk is freed with the last piece of it.
+    """
+
+    def __init__(self) -> None:
+        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def empty(self, size: int) -> Tensor:
+        """`size` bytes, aligned to cache lines."""
+        if size > _CHUNK // 4:
+            return _huge_pages(size)[:size]
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _huge_pages(_CHUNK), 0
+        piece = self._chunk[self._used : self._used + size]
+        self._used += -(-size // _LINE) * _LINE
+        return piece
+
+
+def _huge_pages(size: int) -> Tensor:
+    """At least `size` bytes that begin and end with a huge page."""
+    size = -(-size // _PAGE) * _PAGE
+    memory = torch.empty(size + _PAGE, dtype=torch.uint8)
+    first = -memory.data_ptr() % _PAGE
+    # Where the kernel has no huge pages, small ones do.
+    _madvise(memory.data_ptr() + first, size, _MADV_HUGEPAGE)
+    return memory[first : first + size]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Block, Pointer, Scalar, Stride, Table, jit
+from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Stride, Table, jit
 
 
 @jit
@@ -34,7 +34,7 @@ def tree_attention_kernel(
     values: Pointer,
     block_table: Table,
     seq_lens: Table,
-    query_starts: Table,
+    cu_seqlens_q: Table,
     mask: Table,
     out: Pointer,
     partial: Pointer,
@@ -63,8 +63,8 @@ def tree_attention_kernel(
     """
     problem = tl.program_id(1).to(tl.int64)  # row · G + group
     row, group = problem // GROUPS, problem % GROUPS
-    start = tl.load(query_starts + row)
-    count = (tl.load(query_starts + row + 1) - start).to(tl.int32)
+    start = tl.load(cu_seqlens_q + row)
+    count = (tl.load(cu_seqlens_q + row + 1) - start).to(tl.int32)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     # The last tile sees the most, and so begins first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS_BLOCK
@@ -74,7 +74,7 @@ def tree_attention_kernel(
     m = tile + tl.arange(0, ROWS_BLOCK)  # [m]
     node, real = m // GROUP_SIZE, m < count * GROUP_SIZE
     if CAUSAL:
-        row_mask = tl.where(real, node, -1)  # the last entry behind the prefix that is seen
+        row_mask = tl.where(real, node, -1)  # the last entry after the prefix that is seen
         reach = tl.max(row_mask, axis=0) + 1
         whole = (seq_len + tile // GROUP_SIZE + 1) // PAGE  # pages that all rows see
     else:
@@ -83,7 +83,7 @@ def tree_attention_kernel(
         spilled = tl.max(((row_mask >> tl.minimum(in_page, PAGE - 1)) != 0).to(tl.int32), axis=0)
         reach = tl.where(spilled > 0, PAGE, in_page)
         whole = seq_len // PAGE
-    # Nothing behind the last row of the tile is read.
+    # Nothing after the last row of the tile is read.
     used = tl.minimum(tl.cdiv(seq_len + reach, PAGE), pages)
     first = tl.program_id(2) * chunk
     last = tl.where(chunks > 1, tl.minimum(first + chunk, used), used)
@@ -210,7 +210,7 @@ def merge_chunks_kernel(
     lse_log2: Pointer,
     out: Pointer,
     seq_lens: Table,
-    query_starts: Table,
+    cu_seqlens_q: Table,
     pages: Scalar,
     chunk: Scalar,
     most: Scalar,
@@ -227,8 +227,8 @@ def merge_chunks_kernel(
     """Weigh the chunks of one folded query by their mass; grid [most · GROUP_SIZE, B·G]."""
     m, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, group = problem // GROUPS, problem % GROUPS
-    start = tl.load(query_starts + row)
-    count = (tl.load(query_starts + row + 1) - start).to(tl.int32)
+    start = tl.load(cu_seqlens_q + row)
+    count = (tl.load(cu_seqlens_q + row + 1) - start).to(tl.int32)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     chunks = _chunks_of(seq_len, count, pages, chunk, room, PAGE, MOST_SPLIT, CAUSAL)
     if (m >= count * GROUP_SIZE) | (chunks == 1):
@@ -238,7 +238,7 @@ def merge_chunks_kernel(
     logs = tl.load(lse_log2 + at, mask=index < chunks, other=float("-inf"))
     peak = tl.max(logs, axis=0)
     weight = tl.exp2(logs - tl.where(peak == float("-inf"), 0.0, peak))
-    # What a chunk that was not seen left behind is not read.
+    # What a chunk that was not seen left after is not read.
     seen = (logs != float("-inf"))[:, None] & (column < DIM)[None, :]
     source = partial + at[:, None] * DIM + column[None, :]  # [i, c]
     part = tl.load(source, mask=seen, other=0.0)

@@ -1,14 +1,54 @@
-"""Where every kernel starts."""
+"""Where every kernel starts, and the dialect that kernels are written in.
+
+Scalars of a grid (`tl.program_id`) are widened to 64 bits before they multiply a stride: a cache or
+a block of logits passes 2^31 elements on large machines.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.layer import Packed
+
+# To Triton all of these are tensors, and it accepts no annotation from outside its own language.
+# `jit` reads them: they decide which launches share a compiled kernel.
+#: A tensor's first element, as the kernel sees it. Whether its address is a multiple of 16 bytes is
+#: compiled in, and lets threads load several elements at once.
+Pointer: TypeAlias = tl.tensor
+#: The same of metadata, read by the element: a row of a table begins anywhere.
+Table: TypeAlias = tl.tensor
+#: A number that may differ from launch to launch without a new compilation.
+Scalar: TypeAlias = tl.tensor
+#: A distance between elements, which no launch of an engine changes: whether it is a multiple of 16
+#: is compiled in.
+Stride: TypeAlias = tl.tensor
+#: A value inside a kernel: a block of numbers, or a single one.
+Block: TypeAlias = tl.tensor
+#: Whether kernels run in Triton's interpreter, on the CPU; decided by TRITON_INTERPRET at import.
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, specialised on the annotated types only.
+
+    A server meets every prompt length and every slot. Triton would compile a kernel anew, which
+    takes seconds, where a count becomes 1 or a multiple of 16, or a table's row stands elsewhere.
+    """
+    kinds = function.__annotations__
+    free = [name for name, kind in kinds.items() if kind in ("Scalar", "Table")]
+    return triton.jit(function, do_not_specialize=free, do_not_specialize_on_alignment=free)
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The block that holds `size` elements: the next power of two, at least `least`."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def start_kernel(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.language import Pointer, Scalar, Table, jit
-from pipeline.decoder.ops.triton.top_k import index_of, key_of, value_of
+from pipeline.decoder.ops.triton.launch import Pointer, Scalar, Table, jit
+from pipeline.decoder.ops.triton.logits import index_of, key_of, value_of
 
 
 @jit
@@ -13,21 +13,21 @@ def select_beams_kernel(
     score: Table,
     gained: Table,
     proposed: Table,
-    lineage: Table,
+    beam_mask: Table,
     hidden: Pointer,
     bits: Table,
     total: Table,
     best: Table,
     kept_score: Table,
     kept_token: Table,
-    kept_lineage: Table,
+    kept_mask: Table,
     kept_hidden: Pointer,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr,
 ) -> None:
-    """One kept beam of one row; grid [B, K].
+    """One selected beam of one row; grid [B, K].
 
     Each finds its own continuation: ranking K² numbers again is cheaper than telling the others.
     """
@@ -47,7 +47,7 @@ def select_beams_kernel(
     tl.store(best + out, chosen)
     tl.store(kept_score + out, value_of(bar))
     tl.store(kept_token + out, tl.load(proposed + row * (K * K) + chosen))
-    tl.store(kept_lineage + out, tl.load(lineage + beam) | tl.load(bits + out))
+    tl.store(kept_mask + out, tl.load(beam_mask + beam) | tl.load(bits + out))
     column = tl.arange(0, SIZE_BLOCK)
     state = tl.load(hidden + beam * SIZE + column, mask=column < SIZE)
     tl.store(kept_hidden + out * SIZE + column, state, mask=column < SIZE)
@@ -61,16 +61,16 @@ def grow_tree_kernel(
     scores: Table,
     node_tokens: Table,
     node_parents: Table,
-    ancestors: Table,
+    tree_mask: Table,
     depth: Table,
     count: Scalar,
-    KEPT: tl.constexpr,
+    SELECTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """One tree a program. Each candidate has its own node, then its ancestors by doubling its hops:
 
-    candidate   0  1  2  3  4      hop      parent where that is kept, else itself: below the root
-    kept        x     x     x      round 1  bits |= bits[hop], hop = hop[hop]: two generations
+    candidate   0  1  2  3  4      hop      parent if selected, else itself: below the root
+    selected    x     x     x      round 1  bits |= bits[hop], hop = hop[hop]: two generations
     node        1  0  2  0  3      round 2  four generations, and so on: six rounds see 64
     """
     row = tl.program_id(0).to(tl.int64)
@@ -79,28 +79,30 @@ def grow_tree_kernel(
     score = tl.load(scores + row * count + candidate, mask=inside, other=float("-inf"))
     key = tl.where(inside, key_of(score.to(tl.float32), candidate), -(2**63))
     bar = tl.max(key, axis=0)
-    for _ in range(KEPT - 1):
+    for _ in range(SELECTED - 1):
         bar = tl.max(tl.where(key < bar, key, -(2**63)), axis=0)
-    kept = inside & (key >= bar)
-    node = tl.where(kept, tl.cumsum(kept.to(tl.int32), axis=0), 0)  # [c], 1 … KEPT
+    selected = inside & (key >= bar)
+    node = tl.where(selected, tl.cumsum(selected.to(tl.int32), axis=0), 0)  # [c], 1 … SELECTED
     parent = tl.load(parents + row * count + candidate, mask=inside, other=-1).to(tl.int32)
     above = tl.where(parent < 0, 0, tl.gather(node, tl.maximum(parent, 0), 0))
     hop = tl.where(above > 0, parent, candidate)
     length = (above > 0).to(tl.int64)  # nodes between this one and the root
-    bits = tl.where(kept, tl.full([BLOCK], 1, tl.int64) << node.to(tl.int64), 0) | 1
+    bits = tl.where(selected, tl.full([BLOCK], 1, tl.int64) << node.to(tl.int64), 0) | 1
     for _ in tl.static_range(6):
         bits |= tl.gather(bits, hop, 0)
         length += tl.gather(length, hop, 0)
         hop = tl.gather(hop, hop, 0)
-    out = row * (KEPT + 1) + node
-    tl.store(node_tokens + out, tl.load(tokens + row * count + candidate, mask=kept), mask=kept)
-    tl.store(node_parents + out, above.to(tl.int64), mask=kept)
-    tl.store(ancestors + out, bits, mask=kept)
-    tl.store(depth + out, length + 1, mask=kept)
-    root = row * (KEPT + 1)
+    out = row * (SELECTED + 1) + node
+    tl.store(
+        node_tokens + out, tl.load(tokens + row * count + candidate, mask=selected), mask=selected
+    )
+    tl.store(node_parents + out, above.to(tl.int64), mask=selected)
+    tl.store(tree_mask + out, bits, mask=selected)
+    tl.store(depth + out, length + 1, mask=selected)
+    root = row * (SELECTED + 1)
     tl.store(node_tokens + root, tl.load(roots + row))
     tl.store(node_parents + root, 0)
-    tl.store(ancestors + root, 1)
+    tl.store(tree_mask + root, 1)
     tl.store(depth + root, 0)
 
 
@@ -121,8 +123,8 @@ def verify_kernel(
     node = tl.arange(0, NODES_BLOCK)
     inside = (node > 0) & (node < nodes)
     parent = tl.load(parents + row * nodes + node, mask=inside, other=0)
-    wanted = tl.load(predicted + row * nodes + parent, mask=inside, other=0)
-    agrees = inside & (wanted == tl.load(tokens + row * nodes + node, mask=inside, other=0))
+    choice = tl.load(predicted + row * nodes + parent, mask=inside, other=0)
+    agrees = inside & (choice == tl.load(tokens + row * nodes + node, mask=inside, other=0))
     at, accepted = tl.full((), 0, tl.int32), tl.full((), 1, tl.int64)
     for step in range(steps):
         out = row * steps + step

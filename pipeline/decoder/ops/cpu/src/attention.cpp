@@ -5,7 +5,7 @@
 // sees and on nothing else. A node of a tree gets the bits of plain decoding of the same branch:
 //
 //     decoding     … e14 e15 | e16 e17 e18                  e17, e18: two drafted tokens, accepted
-//     in a tree    … e14 e15 | e16  ·  e18  ·   ·  e21      the same two behind rejected siblings
+//     in a tree    … e14 e15 | e16  ·  e18  ·   ·  e21      the same two after rejected siblings
 //                      block | block: three entries, whatever lies between them
 //
 // Whole blocks that every query of a tile sees are packed once for all of them; the rest, up to two
@@ -35,7 +35,7 @@ struct Problem {
     int64_t shared_heads() const { return heads / groups; }
     int64_t padded() const { return (size + 31) / 32 * 32; }
     int64_t steps() const { return kDots ? size / 2 : size; }
-    int64_t count(int64_t row) const { return m.query_starts[row + 1] - m.query_starts[row]; }
+    int64_t count(int64_t row) const { return m.cu_seqlens_q[row + 1] - m.cu_seqlens_q[row]; }
     // Start of an entry's vector in a plane of keys or values.
     int64_t at(int64_t row, int64_t group, int64_t entry) const {
         const int64_t page = m.block_table[row * m.pages + entry / kPage];
@@ -228,7 +228,7 @@ int64_t seen_from(const Problem& p, int64_t row, int64_t query, int64_t from, in
     const int64_t end = p.m.mask ? seq_len : seq_len + query + 1;
     for (int64_t entry = from; entry < end; ++entry) seen[count++] = entry;
     if (p.m.mask)
-        for (uint64_t bits = p.m.mask[p.m.query_starts[row] + query]; bits; bits &= bits - 1)
+        for (uint64_t bits = p.m.mask[p.m.cu_seqlens_q[row] + query]; bits; bits &= bits - 1)
             seen[count++] = seq_len + __builtin_ctzll(bits);
     return count;
 }
@@ -252,7 +252,7 @@ void attend(const Problem& p, int64_t row, int64_t group, int64_t from, int64_t 
     // Finite, so that the first rescaling is by 2^-huge = 0 and not NaN.
     std::fill_n(heads.largest, total, -1e30f);
     const auto origin = [&](int64_t i) {  // of head i of the tile, in query and mixed
-        const int64_t token = p.m.query_starts[row] + from + i / sharing;
+        const int64_t token = p.m.cu_seqlens_q[row] + from + i / sharing;
         return (token * p.heads + group * sharing + i % sharing) * p.size;
     };
     constexpr bool kWiden = sizeof(Act) == 2 && !kDots;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kMostProposed = 64;
 
-// Sixteen logits; what lies behind the end is less than all.
+// Sixteen logits; what lies after the end is less than all.
 F16 logits_at(const Act* from, int64_t live) {
     if (live >= kLanes) return load(from);
     float padded[kLanes];
@@ -93,12 +93,12 @@ void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, 
     }
 }
 
-// Candidates [rows, count] below roots [rows] → the best `kept` of each row behind its root: four
-// arrays [rows, kept + 1]; see grow_tree of base.py.
+// Candidates [rows, count] below roots [rows] → the best `below` of each row after its root: four
+// arrays [rows, below + 1]; see grow_tree of base.py.
 void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t* parents,
                       const float* scores, int64_t* tree_tokens, int64_t* tree_parents,
-                      int64_t* ancestors, int64_t* depth, int64_t rows, int64_t count,
-                      int64_t kept) {
+                      int64_t* tree_mask, int64_t* depth, int64_t rows, int64_t count,
+                      int64_t below) {
     std::vector<int64_t> order(count), node_of(count);
     for (int64_t row = 0; row < rows; ++row) {
         const float* score = scores + row * count;
@@ -106,19 +106,19 @@ void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t
         const auto better = [&](int64_t a, int64_t b) {
             return rank(score[a]) != rank(score[b]) ? rank(score[a]) > rank(score[b]) : a < b;
         };
-        if (kept < count)
-            std::nth_element(order.begin(), order.begin() + kept, order.end(), better);
-        std::sort(order.begin(), order.begin() + kept);
-        const int64_t at = row * (kept + 1);
-        tree_tokens[at] = roots[row], tree_parents[at] = 0, ancestors[at] = 1, depth[at] = 0;
-        for (int64_t node = 1; node <= kept; ++node) {
+        if (below < count)
+            std::nth_element(order.begin(), order.begin() + below, order.end(), better);
+        std::sort(order.begin(), order.begin() + below);
+        const int64_t at = row * (below + 1);
+        tree_tokens[at] = roots[row], tree_parents[at] = 0, tree_mask[at] = 1, depth[at] = 0;
+        for (int64_t node = 1; node <= below; ++node) {
             const int64_t candidate = order[node - 1], above = parents[row * count + candidate];
             const int64_t parent = above < 0 ? 0 : node_of[above];
             node_of[candidate] = node;
             tree_tokens[at + node] = tokens[row * count + candidate];
             tree_parents[at + node] = parent;
             const uint64_t bit = uint64_t{1} << node;
-            ancestors[at + node] = ancestors[at + parent] | static_cast<int64_t>(bit);
+            tree_mask[at + node] = tree_mask[at + parent] | static_cast<int64_t>(bit);
             depth[at + node] = depth[at + parent] + 1;
         }
     }
@@ -127,9 +127,9 @@ void eagle3_grow_tree(const int64_t* roots, const int64_t* tokens, const int64_t
 // The k best of the k · k continuations of k beams a row; see select_beams of base.py. `bytes` is
 // the size of one hidden state.
 void eagle3_select_beams(const float* score, const float* gained, const int64_t* proposed,
-                         const int64_t* lineage, const char* hidden, const int64_t* bits,
+                         const int64_t* beam_mask, const char* hidden, const int64_t* bits,
                          float* total, int64_t* best, float* kept_score, int64_t* token,
-                         int64_t* kept_lineage, char* kept_hidden, int64_t rows, int64_t k,
+                         int64_t* kept_mask, char* kept_hidden, int64_t rows, int64_t k,
                          int64_t bytes) {
     for (int64_t row = 0; row < rows; ++row) {
         const int64_t beams = row * k, all = beams * k;
@@ -146,7 +146,7 @@ void eagle3_select_beams(const float* score, const float* gained, const int64_t*
             best[beams + i] = at;
             kept_score[beams + i] = total[all + at];
             token[beams + i] = proposed[all + at];
-            kept_lineage[beams + i] = lineage[above] | bits[beams + i];
+            kept_mask[beams + i] = beam_mask[above] | bits[beams + i];
             std::memcpy(kept_hidden + (beams + i) * bytes, hidden + above * bytes, bytes);
         }
     }

@@ -1,5 +1,5 @@
-// All steps of an EAGLE-3 head's draft in one call: `unroll` of draft.py, which draws the entries.
-// A step reads little beside a forward of the target: a dozen calls from Python would show.
+// All steps of an EAGLE-3 head's draft in one call: `draft_beams` of draft.py, which draws the
+// entries. A step reads little beside a forward of the target: a dozen calls from Python would show.
 #include "kernels.h"
 
 #include <vector>
@@ -21,7 +21,7 @@ namespace {
 // k beams of each of `rows` rows, and what they propose.
 struct Beams {
     int64_t rows, k, all = rows * k;
-    std::vector<int64_t> token = numbers(all), lineage = numbers(all), above = numbers(all);
+    std::vector<int64_t> token = numbers(all), beam_mask = numbers(all), above = numbers(all);
     std::vector<float> score = std::vector<float>(all);
     // k of each beam: ids of the draft vocabulary, then of the target's.
     std::vector<int64_t> proposed = numbers(all * k);
@@ -55,12 +55,13 @@ extern "C" {
 // its tokens are none. `logits` has room for a step's,
 // or with `keep` for all of them, one after the other. Returns `kInside`, or the first proposed
 // token that the embedding has no row for: then nothing that was written is a draft.
-int64_t eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act* state, Act* plane,
-                      int64_t side, int64_t* tokens, int64_t* parents, float* scores, Act* logits,
-                      int64_t keep, int64_t steps, int64_t k, float eps, int64_t threads) {
+int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, const Act* state,
+                           Act* plane, int64_t side, int64_t* tokens, int64_t* parents,
+                           float* scores, Act* logits, int64_t keep, int64_t steps, int64_t k,
+                           float eps, int64_t threads) {
     const int64_t size = head->layer->output->out, rows = metadata->rows, all = rows * k;
     const int64_t candidates = k + (steps - 1) * k * k;
-    Beams beams{rows, k}, kept{rows, k};
+    Beams beams{rows, k}, next{rows, k};
     std::vector<Act> normed(all * size), hidden(all * size), other(all * size),
         joined(all * 2 * size);
 
@@ -77,11 +78,11 @@ int64_t eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act
         const int64_t row = beam / k, i = beam % k, at = row * candidates + i;
         tokens[at] = beams.token[beam] = beams.proposed[beam];
         scores[at] = beams.score[beam] = beams.gained[beam];
-        parents[at] = -1, beams.above[beam] = i, beams.lineage[beam] = int64_t{1} << i;
+        parents[at] = -1, beams.above[beam] = i, beams.beam_mask[beam] = int64_t{1} << i;
         std::memcpy(&hidden[beam * size], state + row * size, size * sizeof(Act));
     }
 
-    std::vector<int64_t> positions(all), slots(all), starts(rows + 1), bits(all), best(all);
+    std::vector<int64_t> positions(all), slot_mapping(all), starts(rows + 1), bits(all), best(all);
     std::vector<float> total(all * k);
     for (int64_t row = 0; row <= rows; ++row) starts[row] = row * k;
     for (int64_t step = 1; step < steps; ++step) {
@@ -91,13 +92,13 @@ int64_t eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act
             const int64_t entry = length + (step - 1) * k + beam % k;
             const int64_t page = metadata->block_table[row * metadata->pages + entry / kPage];
             positions[beam] = metadata->positions[row] + step - 1;
-            slots[beam] = page * kPage + entry % kPage;
+            slot_mapping[beam] = page * kPage + entry % kPage;
             // Entries of the last step are never written.
             bits[beam] = step + 1 < steps ? int64_t{1} << (step * k + beam % k) : 0;
         }
         Metadata here = *metadata;
-        here.positions = positions.data(), here.slots = slots.data();
-        here.query_starts = starts.data(), here.mask = beams.lineage.data(), here.tokens = all;
+        here.positions = positions.data(), here.slot_mapping = slot_mapping.data();
+        here.cu_seqlens_q = starts.data(), here.mask = beams.beam_mask.data(), here.tokens = all;
         eagle3_embed_concat(beams.token.data(), head->embedding, hidden.data(), head->embed_norm,
                             head->hidden_norm, joined.data(), eps, all, size, head->vocabulary);
         eagle3_layers(head->layer, 1, &here, joined.data(), hidden.data(), normed.data(), plane,
@@ -107,9 +108,9 @@ int64_t eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act
         if (keep) logits += all * head->lm_head->out;
         const Act* output = head->norm_output ? normed.data() : hidden.data();
         eagle3_select_beams(beams.score.data(), beams.gained.data(), beams.proposed.data(),
-                            beams.lineage.data(), reinterpret_cast<const char*>(output),
-                            bits.data(), total.data(), best.data(), kept.score.data(),
-                            kept.token.data(), kept.lineage.data(),
+                            beams.beam_mask.data(), reinterpret_cast<const char*>(output),
+                            bits.data(), total.data(), best.data(), next.score.data(),
+                            next.token.data(), next.beam_mask.data(),
                             reinterpret_cast<char*>(other.data()), rows, k, size * sizeof(Act));
         for (int64_t beam = 0; beam < all; ++beam) {
             const int64_t at = beam / k * candidates + first;
@@ -118,9 +119,9 @@ int64_t eagle3_unroll(const DraftHead* head, const Metadata* metadata, const Act
                 tokens[to] = beams.proposed[from], scores[to] = total[from];
                 parents[to] = beams.above[beam];
             }
-            kept.above[beam] = first + best[beam];
+            next.above[beam] = first + best[beam];
         }
-        std::swap(beams, kept);
+        std::swap(beams, next);
         std::swap(hidden, other);
     }
     return kInside;

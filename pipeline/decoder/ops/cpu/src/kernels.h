@@ -27,7 +27,7 @@ struct Matrix {  // a packed weight, see linear.cpp
 
 struct Metadata {  // AttentionMetadata of layer.py
     const Act *cos, *sin;
-    const int64_t *positions, *slots, *block_table, *seq_lens, *query_starts;
+    const int64_t *positions, *slot_mapping, *block_table, *seq_lens, *cu_seqlens_q;
     const int64_t* mask;  // or null
     int64_t rows, tokens, pages;
 };
@@ -60,8 +60,8 @@ int64_t eagle3_embed_concat(const int64_t* tokens, const Act* embedding, const A
 void eagle3_propose(const Act* logits, float* score, int64_t* index, int64_t k, int64_t rows,
                     int64_t size, int64_t threads);
 void eagle3_select_beams(const float* score, const float* gained, const int64_t* proposed,
-                         const int64_t* lineage, const char* hidden, const int64_t* bits,
+                         const int64_t* beam_mask, const char* hidden, const int64_t* bits,
                          float* total, int64_t* best, float* kept_score, int64_t* token,
-                         int64_t* kept_lineage, char* kept_hidden, int64_t rows, int64_t k,
+                         int64_t* kept_mask, char* kept_hidden, int64_t rows, int64_t k,
                          int64_t bytes);
 }

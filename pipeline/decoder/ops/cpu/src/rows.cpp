@@ -87,14 +87,15 @@ void eagle3_silu_mul(const Act* gate_up, Act* y, int64_t rows, int64_t size, int
     }
 }
 
-// Entries and slots [tokens] of tokens `within` [tokens] places behind the seq_lens of their rows,
-// which have `pages` pages each.
-void eagle3_slots_behind(const int64_t* block_table, const int64_t* seq_lens, const int64_t* row,
-                         const int64_t* within, int64_t* entries, int64_t* slots, int64_t tokens,
-                         int64_t pages) {
+// Cache entries and slots [tokens] of tokens that are `within` [tokens] entries after the seq_lens
+// of their rows, which have `pages` pages each.
+void eagle3_compute_slot_mapping(const int64_t* block_table, const int64_t* seq_lens,
+                                 const int64_t* row, const int64_t* within, int64_t* entries,
+                                 int64_t* slot_mapping, int64_t tokens, int64_t pages) {
     for (int64_t token = 0; token < tokens; ++token) {
         const int64_t entry = entries[token] = seq_lens[row[token]] + within[token];
-        slots[token] = block_table[row[token] * pages + entry / kPage] * kPage + entry % kPage;
+        const int64_t page = block_table[row[token] * pages + entry / kPage];
+        slot_mapping[token] = page * kPage + entry % kPage;
     }
 }
 
@@ -111,7 +112,7 @@ void eagle3_rope_write(const Act* qkv, const Act* query_norm, const Act* key_nor
         const Act *cos = m.cos + m.positions[token] * size, *sin = m.sin + m.positions[token] * size;
         for (int64_t head = 0; head < heads; ++head, from += size)
             rotate(from, query_norm, eps, cos, sin, query + (token * heads + head) * size, size);
-        const int64_t slot = m.slots[token];
+        const int64_t slot = m.slot_mapping[token];
         const int64_t entry = (slot / kPage * groups * kPage + slot % kPage) * size;
         for (int64_t group = 0; group < groups; ++group, from += size) {
             const int64_t to = entry + group * kPage * size;

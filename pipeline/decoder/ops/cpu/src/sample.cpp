@@ -96,16 +96,17 @@ double mass_of(const float* first, const float* last, float peak) {
     return mass;
 }
 
-// The lowest of the values above which all of them weigh less than `wanted`; at least the largest.
+// The lowest of the values above which all of them weigh less than `target_mass`; at least the
+// largest.
 // Quickselect: the part that cannot hold it is dropped, and nothing is sorted. Changes their order.
-float nucleus(std::vector<float>& values, float peak, double wanted) {
+float nucleus(std::vector<float>& values, float peak, double target_mass) {
     float *first = values.data(), *last = first + values.size(), least = peak;
     double above = 0;  // the mass of what is known to be kept
     while (first != last) {
         const float pivot = first[(last - first) / 2];
         float* equal = std::partition(first, last, [=](float x) { return x > pivot; });
         const double heavier = above + mass_of(first, equal, peak);
-        if (heavier >= wanted) {
+        if (heavier >= target_mass) {
             last = equal;
             continue;
         }
@@ -117,26 +118,26 @@ float nucleus(std::vector<float>& values, float peak, double wanted) {
 
 // The least of the scaled logits that top-k, then top-p keep.
 float threshold(const std::vector<float>& scaled, const Settings& settings, float peak) {
-    static thread_local std::vector<float> kept;
+    static thread_local std::vector<float> near;
     const int64_t size = scaled.size(), limit = std::min(settings.top_k, size);  // 0: no limit
-    double wanted = settings.top_p * mass_of(scaled.data(), scaled.data() + size, peak);
-    for (const float near : kNear) {
-        kept.resize(size + 1);
+    double target_mass = settings.top_p * mass_of(scaled.data(), scaled.data() + size, peak);
+    for (const float distance : kNear) {
+        near.resize(size + 1);
         int64_t count = 0;
-        const float floor = peak - near;
-        for (const float x : scaled) kept[count] = x, count += x >= floor;
-        kept.resize(count);
-        if (limit ? count >= limit : mass_of(&kept[0], &kept[count], peak) >= wanted) break;
+        const float floor = peak - distance;
+        for (const float x : scaled) near[count] = x, count += x >= floor;
+        near.resize(count);
+        if (limit ? count >= limit : mass_of(&near[0], &near[count], peak) >= target_mass) break;
     }
     float least = -kInfinity;
     if (limit) {
-        std::nth_element(kept.begin(), kept.begin() + limit - 1, kept.end(), std::greater<>());
-        least = kept[limit - 1];
-        kept.erase(std::partition(kept.begin(), kept.end(), [=](float x) { return x >= least; }),
-                   kept.end());
-        wanted = settings.top_p * mass_of(kept.data(), kept.data() + kept.size(), peak);
+        std::nth_element(near.begin(), near.begin() + limit - 1, near.end(), std::greater<>());
+        least = near[limit - 1];
+        near.erase(std::partition(near.begin(), near.end(), [=](float x) { return x >= least; }),
+                   near.end());
+        target_mass = settings.top_p * mass_of(near.data(), near.data() + near.size(), peak);
     }
-    return settings.top_p < 1 ? nucleus(kept, peak, wanted) : least;
+    return settings.top_p < 1 ? nucleus(near, peak, target_mass) : least;
 }
 
 // One token from `size` logits; -1 where one is NaN.

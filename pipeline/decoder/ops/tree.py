@@ -7,11 +7,11 @@ Node 0 is the root: the last token of the request, already certain but not yet s
           └─ b ─── e          parents      0    0 0 1 1 2
                               depth        0    1 1 2 2 2
 
-    ancestors     r a b c d e          parents stand before children; a node sees itself,
+    tree_mask     r a b c d e          parents stand before children; a node sees itself,
             r     1                    its ancestors and the whole prefix
             a     1 1
             b     1   1                kept as bits, column m of node n being
-            c     1 1   1              (ancestors[n] >> m) & 1, so a tree has at most 64 nodes
+            c     1 1   1              (tree_mask[n] >> m) & 1, so a tree has at most 64 nodes
             d     1 1     1
             e     1   1     1
 """
@@ -23,11 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Bits of a mask: nodes of a tree, and entries behind the prefix that a draft step can see.
+#: Bits of a mask: nodes of a tree, and entries after the prefix that a draft step can see.
 WINDOW = 64
-
 #: Positions beyond the longest prompt + reply that rotary tables have, the target's and a drafter's
-#: alike: a round may start that far behind it when it was launched before the request's end was
+#: alike: a round may start that far after it when it was launched before the request's end was
 #: known, and draft and verify a tree on top.
 HEADROOM = 4 * WINDOW
 
@@ -38,7 +37,7 @@ class Tree:
 
     tokens: Tensor  # [B, N] target token ids
     parents: Tensor  # [B, N] node indices; the root is its own parent
-    ancestors: Tensor  # [B, N] bits; each node sees itself
+    tree_mask: Tensor  # [B, N] bits; each node sees itself
     depth: Tensor  # [B, N]; 0 for the root
 
 
@@ -50,7 +49,7 @@ class Beams:
     best: Tensor  # [B, k] the kept ones, as indices into `total`
     score: Tensor  # [B, k] their log-probabilities
     token: Tensor  # [B, k] their tokens
-    lineage: Tensor  # [B, k] bits of the drafted entries that each will see, its own included
+    beam_mask: Tensor  # [B, k] bits of the drafted entries that each will see, its own included
     hidden: Tensor  # [B · k, H] the output of the beam that each continues
 
 

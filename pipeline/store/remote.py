@@ -18,22 +18,23 @@ from typing import Any, TypeVar
 
 from pipeline.config import store_timeout_seconds
 from pipeline.errors import Eagle3Error, MissingPackage, StoreError, StoreUnavailable
-from pipeline.store.backends.base import BLOCK, Checksum, FileInfo
-from pipeline.store.backends.retry import (
+from pipeline.store.backend import (
+    BLOCK,
     RETRY_LATER,
     AlteredUpload,
+    Checksum,
+    FileInfo,
     is_transient,
     retry,
     status_of,
 )
 
 T = TypeVar("T")
-
 #: A request may take this many timeouts in all: an upload that the store does not read has no
 #: silence that a client could see.
 _REQUEST_TIMEOUTS = 10
-#: Protocols whose filesystem writes a file on the condition that there is none, decided by the
-#: store: Google Cloud Storage by its generation, S3 by If-None-Match (s3fs from 2025.7 on).
+#: Protocols whose store can create a file only if none exists: Google Cloud Storage by its
+#: generation, S3 by If-None-Match (s3fs from 2025.7 on).
 _EXCLUSIVE = frozenset({"gs", "gcs", "s3", "memory"})
 #: fsspec's store in memory looks whether there is a file, and creates it later.
 _MEMORY_LOCK = threading.RLock()
@@ -49,7 +50,7 @@ class Remote:
         self._fs, self._root = open_filesystem(uri)
 
     def attempt(self, call: Callable[[], T], where: str) -> T:
-        """Until it succeeds, fails for good, or has been tried for long enough (see retry.py)."""
+        """Until it succeeds, fails for good, or has been tried for long enough (see `retry`)."""
         with _MEMORY_LOCK if self._uri.startswith("memory://") else nullcontext():
             return retry(call, where)
 
@@ -131,9 +132,9 @@ class Remote:
         return []
 
     def _upload(self, call: Callable[[], object]) -> None:
-        """A store that has forgotten an upload in parts calls it not found, or gone.
+        """Run `call`; raises AlteredUpload where the store has lost an upload in parts.
 
-        With its bucket there, the upload is begun anew.
+        Such a store answers "not found" or "gone"; if its bucket exists, the upload is retried.
         """
         try:
             call()
@@ -150,11 +151,11 @@ class Remote:
         if info.size != size:
             raise AlteredUpload(f"arrived with {info.size} bytes, {size} were sent")
         if info.checksum:
-            own = Checksum(info.checksum.partition(":")[0])
+            checksum = Checksum(info.checksum.partition(":")[0])
             for block in sent():
-                own.update(block)
-            if info.checksum != str(own):
-                raise AlteredUpload(f"arrived with {info.checksum}, {own} was sent")
+                checksum.update(block)
+            if info.checksum != str(checksum):
+                raise AlteredUpload(f"arrived with {info.checksum}, {checksum} was sent")
         return info
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from pipeline.store.backends.base import BLOCK, FileInfo
+from pipeline.store.backend import BLOCK, FileInfo
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Disk:
     """A directory that need not exist before the first write.
 
-    What is made in `private` and below it is for this user alone (see `make_directory`).
+    What is created in `private` and below it is readable by this user alone (see `make_directory`).
     """
 
     def __init__(self, directory: Path, private: Path | None = None) -> None:
@@ -67,7 +67,7 @@ class Disk:
     def write(self, name: str, data: bytes) -> FileInfo:
         path = self._directory / name
         replace_file(path, lambda file: file.write(data), private=self._private)
-        return _info(self._directory / name)
+        return _info(path)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._directory / name
@@ -98,10 +98,9 @@ def is_temporary(name: str) -> bool:
 
 
 def make_directory(directory: Path, private: Path | None = None) -> None:
-    """Make it, with its parents, as the process's umask has it, but from `private` down.
+    """Create it, with its parents, by the process's umask; from `private` down with mode 700.
 
-    Only the user may enter those (700), or the group as well where the directory above has the
-    setgid bit (770): so teams say that they share one.
+    Where the directory above has the setgid bit, which is how teams share one, with mode 770.
     """
     if directory.is_dir():
         return
@@ -111,8 +110,8 @@ def make_directory(directory: Path, private: Path | None = None) -> None:
     directory.mkdir(mode, exist_ok=True)
 
 
-def _mode(directory: Path, own: int, of_the_group: int) -> int:
-    return of_the_group if directory.stat().st_mode & stat.S_ISGID else own
+def _mode(directory: Path, user_mode: int, group_mode: int) -> int:
+    return group_mode if directory.stat().st_mode & stat.S_ISGID else user_mode
 
 
 def replace_file(
@@ -124,7 +123,7 @@ def replace_file(
 ) -> None:
     """Write a temporary file beside `path`, flush it to the disk if `durable`, and rename it.
 
-    With `private` for this user alone, as its directories are from there down.
+    With `private` it is readable by this user alone, like its directories from there down.
     """
     with _temporary(path, fill, private, durable=durable) as temporary:
         os.replace(temporary, path)
@@ -137,8 +136,8 @@ def create_file(
 ) -> bool:
     """Write a temporary file beside `path` and link it to that name, unless something is there.
 
-    Of several that do so at once, on one machine or on several, one succeeds. Returns whether this
-    one did. Raises an OSError EOPNOTSUPP where the file system has no hard links.
+    Of several concurrent calls, on one machine or on several, one succeeds. Returns whether this
+    one did. Raises OSError (EOPNOTSUPP) where the file system has no hard links.
     """
     with _temporary(path, fill, private, durable=True) as temporary:
         try:

@@ -35,17 +35,14 @@ import torch
 from torch import Tensor
 
 Encoding = Literal["bf16", "fp8", "int8"]
-
 #: Layers of an aux row, and of aux and final rows together.
 AUX_LAYERS, LAYERS = 3, 4
-
 #: Storage type of a row's bytes.
 ROW_TYPES: dict[Encoding, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp8": torch.uint8,
     "int8": torch.int8,
 }
-
 _LARGEST: dict[Encoding, float] = {"fp8": 448.0, "int8": 127.0}
 _STEPS_PER_OCTAVE = 4
 _CODES = (-128, 127)
@@ -98,14 +95,14 @@ class Codec:
         if self.encoding == "bf16":
             return rows.copy_(states)
         channels = self._channels(layers, states.device)
-        for own in _blocks(len(states)):
-            values = states[own].float().view(-1, layers, hidden)  # [n, L, H]
+        for block in _blocks(len(states)):
+            values = states[block].float().view(-1, layers, hidden)  # [n, L, H]
             if channels is not None:
                 values /= channels
-            codes = self._codes(values, own.start)  # [n, L]
+            codes = self._codes(values, block.start)  # [n, L]
             values *= torch.exp2(codes.float() / -_STEPS_PER_OCTAVE)[:, :, None]
-            rows[own, : states.shape[1]] = self._round(values).flatten(1)
-            rows[own, states.shape[1] :] = codes.view(rows.dtype)
+            rows[block, : states.shape[1]] = self._round(values).flatten(1)
+            rows[block, states.shape[1] :] = codes.view(rows.dtype)
         return rows
 
     def _decode(self, rows: Tensor, layers: int) -> Tensor:
@@ -115,25 +112,26 @@ class Codec:
         states = torch.empty(len(rows), width, dtype=torch.bfloat16, device=rows.device)
         channels = self._channels(layers, rows.device)
         # On the CPU block by block for the cache's sake; a GPU takes all rows at once.
-        for own in _blocks(len(rows), _BLOCK if rows.device.type == "cpu" else max(1, len(rows))):
-            values, codes = rows[own, :width], rows[own, width:].contiguous().view(torch.int8)
+        for block in _blocks(len(rows), _BLOCK if rows.device.type == "cpu" else max(1, len(rows))):
+            values, codes = rows[block, :width], rows[block, width:].contiguous().view(torch.int8)
             values = values.view(torch.float8_e4m3fn) if self.encoding == "fp8" else values
             scales = torch.exp2(codes.float() / _STEPS_PER_OCTAVE)[:, :, None]  # [n, L, 1]
             decoded = values.float().view(-1, layers, width // layers) * scales  # [n, L, H]
-            states[own] = (decoded if channels is None else decoded.mul_(channels)).flatten(1)
+            states[block] = (decoded if channels is None else decoded.mul_(channels)).flatten(1)
         return states
 
     def _channels(self, layers: int, device: torch.device) -> Tensor | None:
         """float32 [L, H]."""
         if self.channels is None:
             return None
-        own = self.channels[:AUX_LAYERS] if layers == AUX_LAYERS else self.channels[AUX_LAYERS:]
-        return own.to(device).float()
+        is_aux = layers == AUX_LAYERS
+        channels = self.channels[:AUX_LAYERS] if is_aux else self.channels[AUX_LAYERS:]
+        return channels.to(device).float()
 
     def _codes(self, values: Tensor, first: int) -> Tensor:
         """The smallest scale of each row and layer that clips nothing; [n, L, H] → int8 [n, L]."""
-        largest = values.abs().amax(2) / _LARGEST[self.encoding]
-        codes = largest.log2().mul_(_STEPS_PER_OCTAVE).ceil()
+        scales = values.abs().amax(2) / _LARGEST[self.encoding]
+        codes = scales.log2().mul_(_STEPS_PER_OCTAVE).ceil()
         beyond = (codes > _CODES[1]).any(1)
         if bool(beyond.any()):
             raise OutOfRange(first + int(beyond.nonzero()[0]))
