@@ -15,9 +15,8 @@ from pathlib import Path
 
 from bench.report import ROOT, peak_gigabytes
 from pipeline.config import parse
-from pipeline.synth.screen import Screen
-from pipeline.synth.selection.select import synth_section
-from pipeline.synth.selection.stream import PromptStream
+from pipeline.synth.screening import Screen
+from pipeline.synth.select import PromptStream, synth_section
 
 #: Prompts that are screened together, as the prompts of a shard are.
 SHARD = 500

@@ -208,7 +208,7 @@ def _resume(config, stage: str) -> None:  # type: ignore[no-untyped-def]
     from pipeline.features.packing import parts_of
     from pipeline.store.manifest import read_manifest, stage_location
     from pipeline.store.stage_run import make_shards, open_stage
-    from pipeline.synth.selection.select import find_selection
+    from pipeline.synth.select import find_selection
 
     if stage == "synth":
         stage_run = open_stage(config, "synth", None)
@@ -238,7 +238,7 @@ def _resume(config, stage: str) -> None:  # type: ignore[no-untyped-def]
 def _collect(config) -> None:  # type: ignore[no-untyped-def]
     from pipeline.store.manifest import stage_location
     from pipeline.store.shards import committed, read_committed
-    from pipeline.synth.tallies import Tallies, add
+    from pipeline.synth.audit import Tallies, add
 
     location = stage_location(config.run.uri, "synth")
     names = sorted(committed(location.child("shards").names()))

@@ -32,9 +32,8 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.registry import load_head
 from pipeline.prompts import load_prompts
 from pipeline.records import Prompt
-from pipeline.synth.generate.conversations import ConversationRunner
+from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
-from pipeline.synth.generate.scheduler import ConversationScheduler
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import open_target

@@ -52,10 +52,9 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "ops/triton": {"ops"},
     },
     "synth": {
-        ".": {"privacy", "generate", "selection"},
+        ".": {"privacy", "generate"},
         "privacy": set(),
         "generate": set(),
-        "selection": set(),
     },
     "serve_eval": {".": {"page", "live"}, "page": set(), "live": {"."}},
 }
@@ -186,7 +185,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
         ("decoder/round.py", "from pipeline.cli import run_stages"),
         ("decoder/engine.py", "from pipeline.tuning.verification import ImposedAcceptance"),
         ("decoder/ops/base.py", "from pipeline.decoder.kv import Pools"),
-        ("synth/privacy/filter.py", "from pipeline.synth.selection.select import select"),
+        ("synth/privacy/filter.py", "from pipeline.synth.select import select"),
         ("synth/generate/local.py", "from pipeline.synth.privacy.filter import PiiFilter"),
         ("server/app.py", "from pipeline.serve_eval.page.report import write_html"),
         ("decoder/engine.py", "from pipeline.server.metrics import ServerMetrics"),

@@ -1,14 +1,12 @@
 """Where prompts come from: files and hub data sets.
 
-    sources.py   load_prompts, stream_prompts: every configured source, in order
-    ids.py       what tells a prompt from all others
-    draw.py      balanced draws, also of more prompts than memory holds
-    extent.py    how much a source holds, without reading all of it
-    files.py     JSONL and Parquet
-    hub.py       Hugging Face data sets
-    changes.py   whether files are still those that a run has read
-    records.py   one raw record → Prompt
-    bad_records.py  those that cannot be used: an error, or counted
+sources.py      load_prompts, stream_prompts: every configured source, in order, with unique ids
+files.py        JSONL and Parquet
+hub.py          Hugging Face data sets
+records.py      one raw record → Prompt
+bad_records.py  records that cannot be used: an error, or counted
+draw.py         balanced draws, also of more prompts than memory holds
+changes.py      whether files are still those that a run has read
 
 Only user turns are taken; a reply in a source is never used.
 """

@@ -1,4 +1,9 @@
-"""Prompts from JSONL and Parquet files, local or behind any fsspec URI."""
+"""Prompts from JSONL and Parquet files, local or at any fsspec URI.
+
+A table gives each struct the fields of all records, null where a record had none; `plain` leaves
+nulls out of objects, at any depth. A null that a record really had cannot be told from those. JSON
+holds only what was written, so records of JSONL files are left as they are.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +18,12 @@ from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
 from pipeline.prompts.records import to_prompt
-from pipeline.prompts.tables import plain
 from pipeline.records import Prompt
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 PARQUET = (".parquet", ".parquet.gz")
 #: Of a Parquet file, decoded at one time.
 _ROWS = 4096
-
-
 #: Of files that Windows and its programs save as UTF-8 and as UTF-16.
 _MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -155,3 +157,21 @@ def open_file(source: str, *, unpack: bool = True) -> BinaryIO:
     except (OSError, ValueError, ImportError) as error:
         problem = f"cannot be opened: {error}"
         raise DataError(problem, where=source, fix="pass a readable file") from None
+
+
+def plain(value: Any) -> Any:
+    """Without nulls in objects; maps, arrays and numbers of other libraries as Python's own."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(each, tuple) and len(each) == 2 for each in value):
+            keys = [key for key, _ in value]  # a map, whose keys may be any
+            if len({str(key) for key in keys}) == len(keys):
+                return plain({str(key): each for key, each in value})
+        return [plain(each) for each in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else value

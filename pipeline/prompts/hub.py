@@ -9,8 +9,8 @@ from typing import Any
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError, MissingPackage
 from pipeline.prompts.bad_records import BadRecords, usable
+from pipeline.prompts.files import plain
 from pipeline.prompts.records import to_prompt
-from pipeline.prompts.tables import plain
 from pipeline.records import Prompt
 
 

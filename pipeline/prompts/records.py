@@ -1,41 +1,48 @@
 """One raw record of a file or hub data set → Prompt.
 
 The user's turns are taken from the first of `_FIELDS` that the record has filled, or from the one
-that the source's `field` names. A field's value, whatever its name, decides how it is read
-(`instruction` has `input` or `context` put after it):
+that the source's `field` names. The field's value, whatever its name, decides how it is read
+(`instruction` has `input` or `context` appended):
 
     "…"                                   one turn; in `messages` and its like: JSON or a literal
     ["…", "…"]                            turns, but not in `messages` and its like
-    [{role, content}] or [{from, value}]  messages: those of the user, and a system prompt in front
+    [{role, content}] or [{from, value}]  messages: those of the user, and a leading system prompt
 
-A text that spells messages is read as those (`serialised`), and so are the shapes of `messages`.
-`content` may also be a list of parts, as OpenAI's API has it, when all of them are text. A system
-prompt is also taken from the fields `system` and `system_prompt`. Replies are never looked at, and
-a text that holds some is never a turn.
+Some columns hold a conversation as text. Its shape tells it from a prompt that is JSON: a list of
+objects that all have `role` or `from` and `content`, `value` or `text`, or one such object with a
+role that chat data sets use.
 
-Where the record lists `tools`, as OpenAI's API or as its JSON text, the tools' answers among the
-messages are turns, too; several in a row are one. Otherwise they are left out.
+    '[{"role": "user", …}, …]'       JSON, also JSON text of JSON text
+    "[{'role': 'user', …}, …]"       what Python prints for a list
+    '{"messages": […]}'              an object with a conversation inside
+    '[1, 2, 3]', '{"a": 1}'          a prompt
+    'Fix this: [{"role": …}]'        a prompt
+
+`content` may also be a list of parts, as in OpenAI's API, when all of them are text. A system
+prompt is also taken from the fields `system` and `system_prompt`. Replies are never read, and a
+text that contains some is never a turn. An order of messages that the target could not have met is
+refused with a reason of its own: joining messages or dropping one would invent a conversation.
+
+Where the record lists `tools`, as OpenAI's API does or as its JSON text, the tools' answers among
+the messages are turns, too; several in a row are one. Otherwise they are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from pipeline.prompts.bad_records import BadRecord, Reason
-from pipeline.prompts.messages import MEDIA, ToolTurn, from_messages, is_empty, listed
-from pipeline.prompts.serialised import (
-    CONTAINERS,
-    MOST_LAYERS,
-    hides_conversation,
-    is_conversation,
-    spelled,
-)
 from pipeline.records import Prompt, canonical_json
 
 #: In place of the licence of a text whose generator's terms forbid training other models with it.
 FORBIDS_COMPETING_MODELS = "LicenseRef-forbids-competing-models"
-
+#: Fields that hold conversations, of records and of objects inside them.
+CONTAINERS = ("messages", "conversations", "conversation")
 #: Whose bare texts would be the user's and the assistant's by turns.
 _CONVERSATIONS = frozenset({*CONTAINERS, "dialog", "dialogue", "chat", "history"})
 _FIELDS = ("turns", *CONTAINERS, "prompt", "instruction", "question", "query")
@@ -270,3 +277,308 @@ def _text_field(record: Mapping[str, Any], field: str, default: str, where: str)
         fix = f"write `{field}` as a non-empty text, or leave it out"
         raise BadRecord(f"is {problem}", where=f"{where}: {field}", fix=fix, reason=reason)
     return str(text)
+
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+#: Kinds of content that is no text, and the fields that hold it.
+MEDIA = ("image", "images", "image_url", "audio", "video", "file", "document", "pdf")
+
+
+class ToolTurn(str):
+    """What a tool answered."""
+
+
+def listed(value: Any) -> list[Any] | None:
+    """The messages of one of the shapes below as a list; None for another shape.
+
+    [message, …]   [[message, …]]   message   {"role": […], "content": […]}
+    {"human": "…", "assistant": "…"}, one or a list   a message as a list of pairs
+
+    Empty objects are left out: tables fill lists up with them.
+    """
+    if isinstance(value, Mapping):
+        if any(isinstance(value.get(key), str) for key in ROLE_KEYS):
+            return [value]
+        return messages_of(value) if is_exchange(value) else _rows(value)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return None
+    if len(value) == 1 and _is_list(value[0]) and any(isinstance(e, Mapping) for e in value[0]):
+        value = value[0]
+    messages: list[Any] = []
+    for item in value:
+        message = _from_pairs(item)
+        if is_exchange(message):
+            messages += messages_of(message)
+        elif isinstance(message, str) or not is_empty(message):
+            messages.append(message)
+    return messages
+
+
+def is_empty(value: Any) -> bool:
+    """Whether it holds nothing: null, or an object or list of such, or a blank text."""
+    if isinstance(value, Mapping):
+        return all(each is None for each in value.values())
+    if isinstance(value, str):
+        return not value.strip()
+    if _is_list(value):
+        return all(each is None or (isinstance(each, Mapping) and is_empty(each)) for each in value)
+    return value is None
+
+
+def from_messages(
+    messages: Sequence[Any], where: str, *, with_tools: bool
+) -> tuple[list[str], str | None]:
+    """(turns, system prompt or None). Raises BadRecord naming the message."""
+    turns: list[str] = []
+    system: str | None = None
+    last: Kind | None = None
+    for number, message in enumerate(messages, start=1):
+        at = f"{where}: message {number}"
+        kind = _kind(message, where, at)
+        if kind == "system":
+            text = _system_text(message, at)
+            if text is None:
+                continue
+            if last is not None or system is not None:
+                problem = "is a system message after the first message"
+                fix = "let one system message begin the conversation"
+                raise BadRecord(problem, where=at, fix=fix, reason="system_later")
+            system = text
+            continue
+        if kind == "assistant":
+            if last is None:
+                problem = "is the assistant's, and the user has said nothing yet"
+                fix = "remove the greeting or the record; the target never wrote it"
+                raise BadRecord(problem, where=at, fix=fix, reason="assistant_first")
+        elif kind == "user":
+            if last == "user":
+                problem = "is the user's, and so is the one before it"
+                fix = "join the two, or remove the record"
+                raise BadRecord(problem, where=at, fix=fix, reason="user_twice")
+            turns.append(_content(message, at))
+        elif not with_tools:
+            last = kind if turns else last  # left out, and still between two messages of the user
+            continue
+        elif not turns:
+            fix = "begin with what the user asked"
+            raise BadRecord("begins with a tool's answer", where=where, fix=fix)
+        else:
+            answer = _content(message, at)
+            turns.append(ToolTurn(f"{turns.pop()}\n{answer}" if last == "tool" else answer))
+        last = kind
+    return turns, system
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _rows(columns: Mapping[str, Any]) -> list[Any] | None:
+    """A list of structs as some tables store it: one list a field."""
+    filled = {key: value for key, value in columns.items() if _is_list(value)}
+    lengths = {len(value) for value in filled.values()}
+    has_role = any(key in filled for key in ROLE_KEYS)
+    if not has_role or len(lengths) != 1 or not any(key in filled for key in CONTENT_KEYS):
+        return None
+    return [dict(zip(filled, row, strict=True)) for row in zip(*filled.values(), strict=True)]
+
+
+def _from_pairs(item: Any) -> Any:
+    """[["role", "user"], ["content", "…"]], as tables give their maps, as an object."""
+    if not _is_list(item) or not all(_is_list(pair) and len(pair) == 2 for pair in item):
+        return item
+    keys = [pair[0] for pair in item]
+    wanted = {*ROLE_KEYS, *CONTENT_KEYS}
+    if not all(isinstance(key, str) for key in keys) or len(wanted & set(keys)) < 2:
+        return item
+    return {key: value for key, value in item} if len(set(keys)) == len(keys) else item
+
+
+def _kind(message: Any, where: str, at: str) -> Kind:
+    role = _first(message, ROLE_KEYS) if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+        fix = "write messages as {role, content}"
+        raise BadRecord("has a message without a role", where=where, fix=fix, reason="role")
+    kind = kind_of(role)
+    if kind is None:
+        problem = "has a role of no known name"
+        fix = "write user, assistant, system or tool, or remove the record"
+        raise BadRecord(problem, where=at, fix=fix, reason="role")
+    return kind
+
+
+def _first(message: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """The first of these that is filled: tables give each message the fields of all."""
+    values = [message[key] for key in keys if message.get(key) is not None]
+    return next((value for value in values if not is_empty(value)), next(iter(values), None))
+
+
+def _system_text(message: Mapping[str, Any], at: str) -> str | None:
+    if is_empty(_first(message, CONTENT_KEYS)):
+        return None
+    text = _content(message, at)
+    return text if text.strip() else None
+
+
+def _content(message: Mapping[str, Any], at: str) -> str:
+    content = _first(message, CONTENT_KEYS)
+    parts = spelled(content) if isinstance(content, str) else content
+    parts = [parts] if isinstance(parts, Mapping) else parts
+    if _is_list(parts) and parts and all(_is_part(part) or _has_media(part) for part in parts):
+        if any(map(_has_media, parts)):
+            fix = "remove the record: the target reads text"
+            raise BadRecord("has more than text", where=at, fix=fix, reason="media")
+        content = "\n".join(part["text"] for part in parts)
+    if not isinstance(content, str):
+        fix = "write messages as {role, content} with a text as content"
+        raise BadRecord("has no text", where=at, fix=fix)
+    return content
+
+
+def _is_part(part: Any) -> bool:
+    is_text = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _has_media(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    named = isinstance(kind, str) and kind.removeprefix("input_") in MEDIA
+    return named or ("type" in part and any(not is_empty(part.get(key)) for key in MEDIA))
+
+
+Kind = Literal["user", "assistant", "system", "tool"]
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "model", "bot", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("chatgpt", "bing", "bard", "claude", "gemini"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call", "tool_calls"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response"), "tool"),
+}
+
+
+def kind_of(role: str) -> Kind | None:
+    """None for a role that has no known name."""
+    name = role.strip().lower().replace("-", "_").replace(" ", "_")
+    return "assistant" if name.startswith("gpt") else _KINDS.get(name)
+
+
+def is_exchange(value: Any) -> bool:
+    """Whether it is {"human": "…", "assistant": "…"}: roles as keys, the user's among them."""
+    if not isinstance(value, Mapping):
+        return False
+    texts = {key: text for key, text in value.items() if text is not None}
+    kinds = [kind_of(key) if isinstance(key, str) else None for key in texts]
+    distinct = len(set(kinds)) == len(kinds)
+    all_text = all(isinstance(text, str) for text in texts.values())
+    return {"user", "assistant"} <= set(kinds) and None not in kinds and distinct and all_text
+
+
+def messages_of(exchange: Mapping[str, Any]) -> list[dict[str, str]]:
+    """An exchange's messages, in the order in which they are said."""
+    said: dict[Kind | None, str] = {kind_of(key): key for key, text in exchange.items() if text}
+    order: tuple[Kind, ...] = ("system", "user", "tool", "assistant")
+    return [{"role": kind, "content": exchange[said[kind]]} for kind in order if kind in said]
+
+
+ROLE_KEYS = ("role", "from")
+CONTENT_KEYS = ("content", "value", "text")
+#: Of Python's own notation, in characters: its parser takes about a hundred bytes for each.
+_LONGEST_LITERAL = 1 << 20
+#: Texts within texts.
+MOST_LAYERS = 3
+_ASSISTANT = r"assistant|gpt\w*|chatgpt|model|bot|ai"
+_ROLE = r"(?:role|from)[\"'\\]*\s*[:=]\s*[\"'\\]*(?:%s)\b"
+_ANY_ROLE = re.compile(_ROLE % rf"user|human|system|{_ASSISTANT}", re.IGNORECASE)
+_REPLY_ROLE = re.compile(_ROLE % _ASSISTANT, re.IGNORECASE)
+_CONTENT = re.compile(r"(?:content|value|text)[\"'\\]*\s*[:=]")
+#: What chat templates write in front of a conversation, and the notation of Anthropic's hh-rlhf.
+_RENDERED = re.compile(
+    r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(?:<\|im_start\|>\s*\w|<\|start_header_id\|>\s*\w"
+    r"|\[INST\]|<start_of_turn>\s*\w|<\|(?:user|system|assistant|human)\|>"
+    r"|Human:(?=[\s\S]*\n\nAssistant:))"
+)
+
+
+def spelled(text: str) -> list[Any] | Mapping[str, Any] | None:
+    """The list or object that a text spells as JSON or as a Python literal, None without one."""
+    value: Any = text
+    for _ in range(MOST_LAYERS):
+        value = _parsed(value.strip())
+        if not isinstance(value, str):
+            break
+    if isinstance(value, tuple):
+        return list(value)
+    return value if isinstance(value, list | Mapping) else None
+
+
+def is_conversation(value: Any, *, layers: int = MOST_LAYERS) -> bool:
+    """Whether a parsed text has the shape of one, in at most so many objects or lists of one."""
+    if isinstance(value, Mapping):
+        if _is_message(value, known=True) or is_exchange(value):
+            return True
+        inner = [value[name] for name in CONTAINERS if value.get(name)]
+        inner = [spelled(each) if isinstance(each, str) else each for each in inner]
+        return layers > 0 and any(is_conversation(each, layers=layers - 1) for each in inner)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    if len(value) == 1 and isinstance(value[0], list):
+        return layers > 0 and is_conversation(value[0], layers=layers - 1)
+    return all(map(_is_message, value)) or all(map(is_exchange, value))
+
+
+def hides_conversation(text: str) -> bool:
+    """Whether a text that should be one turn is a conversation, as far as can be seen."""
+    begin = text.lstrip()
+    if _RENDERED.match(begin):
+        return True
+    if not begin.removeprefix("array").lstrip("\"'( \n").startswith(("[", "{")):
+        return False
+    value = spelled(text)
+    if value is not None:
+        return is_conversation(value) or _looks(text, _REPLY_ROLE)
+    return _looks(text, _ANY_ROLE) and not _quotes(text)
+
+
+def _looks(text: str, role: re.Pattern[str]) -> bool:
+    return role.search(text) is not None and _CONTENT.search(text) is not None
+
+
+def _quotes(text: str) -> bool:
+    """Whether JSON stands in front of words: `[{"role": …}] Is this valid?`"""
+    begin = text.lstrip()
+    try:
+        _, end = json.JSONDecoder().raw_decode(begin)
+    except (ValueError, RecursionError):
+        return False
+    return begin[end:].lstrip()[:1].isalpha()
+
+
+def _is_message(item: Any, *, known: bool = False) -> bool:
+    if not isinstance(item, Mapping):
+        return False
+    role = next((item[key] for key in ROLE_KEYS if item.get(key)), None)
+    said = [item[key] for key in (*CONTENT_KEYS, "tool_calls") if key in item]
+    can_be = any(isinstance(each, str | list | Mapping) or each is None for each in said)
+    return isinstance(role, str) and can_be and (not known or kind_of(role) is not None)
+
+
+def _parsed(text: str) -> Any:
+    """JSON, else a Python literal, else None."""
+    if text[:1] not in tuple("[{(\"'"):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    if len(text) > _LONGEST_LITERAL:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a backslash in somebody's text
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return None

@@ -1,18 +1,35 @@
-"""All configured sources, one after another."""
+"""All configured sources: their prompts, unique ids, and how many records they hold.
+
+A prompt is identified by its source and its id. A record's own `source` and `id` are kept. Without
+them a file contributes its name and the record's number, preceded by as many folders as distinguish
+it from the other sources:
+
+    a/train.jsonl  b/train.jsonl  b/test.jsonl.gz    →  a/train   b/train   test
+    train.jsonl    train.parquet                     →  train.jsonl   train.parquet
+    hub:org/name   hub:org/name with split: test     →  org/name/train   org/name/test
+
+Names depend on which sources there are, not on their order. Where two records have the same pair,
+the later one's id gets a digest of its text: 17, then 17~5f0c21aa. Nothing is dropped for its id.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import PurePosixPath
 
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecords
 from pipeline.prompts.draw import EVEN, Balance, draw
-from pipeline.prompts.files import read_file
-from pipeline.prompts.hub import read_hub
-from pipeline.prompts.ids import IsNew, remembered, source_names, with_unique_ids
+from pipeline.prompts.files import PARQUET, count_rows, open_file, read_file
+from pipeline.prompts.hub import count_hub, read_hub
 from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
-from pipeline.records import Prompt
+from pipeline.records import Prompt, canonical_json
 
 
 def load_prompts(specs: Sequence[SourceSpec], *, seed: int) -> list[Prompt]:
@@ -73,3 +90,151 @@ def _with_configured_fields(prompt: Prompt, spec: SourceSpec) -> Prompt:
     }
     update = {field: value for field, value in configured.items() if value}
     return prompt.model_copy(update=update) if update else prompt
+
+
+#: Takes 16 bytes, and says whether they are new.
+IsNew = Callable[[bytes], bool]
+
+
+def source_names(specs: Sequence[SourceSpec]) -> list[str]:
+    """What the prompts of each source without one of their own have as `source`."""
+    ladders = {_place(spec): _ladder(spec, specs) for spec in specs}
+    rungs = dict.fromkeys(ladders, 0)
+    while True:
+        names = {place: ladders[place][rung] for place, rung in rungs.items()}
+        counts = Counter(names.values())
+        alike = [place for place, name in names.items() if counts[name] > 1]
+        higher = [place for place in alike if rungs[place] + 1 < len(ladders[place])]
+        if not higher:
+            return [names[_place(spec)] for spec in specs]
+        for place in higher:
+            rungs[place] += 1
+
+
+def with_unique_ids(prompts: Iterable[Prompt], is_new: IsNew) -> Iterator[Prompt]:
+    """The same prompts; an id that its source has given before is changed."""
+    repeated: Counter[bytes] = Counter()
+    for prompt in prompts:
+        if not is_new(_key(prompt.source, prompt.sample_id)):
+            prompt = _renamed(prompt, is_new, repeated)
+        yield prompt
+
+
+def _renamed(prompt: Prompt, is_new: IsNew, repeated: Counter[bytes]) -> Prompt:
+    text = _digest([prompt.system, *prompt.turns]).hex()
+    name = first = f"{prompt.sample_id}~{text[:8]}"
+    while not is_new(_key(prompt.source, name)):  # the very same record, once more
+        key = _key(prompt.source, first)
+        repeated[key] += 1
+        name = f"{first}-{repeated[key] + 1}"
+    return prompt.model_copy(update={"sample_id": name})
+
+
+def remembered() -> IsNew:
+    """In memory, for as many as an evaluation has."""
+    seen: set[bytes] = set()
+
+    def is_new(digest: bytes) -> bool:
+        before = len(seen)
+        seen.add(digest)
+        return len(seen) > before
+
+    return is_new
+
+
+def _place(spec: SourceSpec) -> tuple[str | None, ...]:
+    """What two sources share that give the same records."""
+    if spec.source.startswith("hub:"):
+        return spec.source, spec.subset, spec.split, spec.revision
+    return (spec.source,)
+
+
+def _ladder(spec: SourceSpec, specs: Sequence[SourceSpec]) -> list[str]:
+    """Its names, from the shortest to one that no other source has."""
+    kind, separator, name = spec.source.partition(":")
+    last = _digest(list(_place(spec))).hex()[:8]
+    if separator and kind == "hub":
+        parts = [spec.split, spec.subset, spec.revision]
+        given = [part for part in parts if part]
+        longer = ["/".join([name, *given[:count]]) for count in range(len(given) + 1)]
+        return [*longer, f"{name}~{last}"]
+    path = _path(spec.source)
+    own = _stem(path)
+    others = {each for each in map(_path, (other.source for other in specs)) if each != path}
+    if any(each.parent == path.parent and _stem(each) == own for each in others):
+        own = path.name
+    folders = [part for part in path.parent.parts if part not in ("/", "..")]
+    counts = range(len(folders) + 1)
+    longer = ["/".join([*folders[len(folders) - count :], own]) for count in counts]
+    return [*longer, f"{own}~{last}"]
+
+
+def _path(source: str) -> PurePosixPath:
+    """Without the bucket of a remote one: whose it is, is nobody's business."""
+    protocol, separator, rest = source.partition("://")
+    if separator and protocol not in ("file", "local"):
+        rest = rest.partition("/")[2]
+    return PurePosixPath(rest if separator else source)
+
+
+def _stem(path: PurePosixPath) -> str:
+    return path.name.split(".")[0] or path.name
+
+
+def _key(source: str, sample_id: str) -> bytes:
+    pair = f"{len(source)} {source}{sample_id}"
+    return hashlib.blake2b(pair.encode(), digest_size=16).digest()
+
+
+def _digest(values: list[str | None]) -> bytes:
+    return hashlib.blake2b(canonical_json(values).encode(), digest_size=16).digest()
+
+
+#: The beginning of a file, whose lines stand for the rest.
+_HEAD = 4 << 20
+_GZIP = 31  # zlib's window bits for gzip
+_LONGEST_TEXT = 64 << 20  # that a compressed beginning is unpacked to
+_PACKED = 4  # bytes of records for one byte of a compressed file, about
+
+
+def record_bytes(spec: SourceSpec) -> int | None:
+    """About how many bytes of records the source has; None for a hub data set, which does not say.
+
+    Raises DataError for a file that cannot be opened.
+    """
+    if spec.source.startswith("hub:"):
+        return None
+    is_packed = spec.source.endswith((".gz", *PARQUET))
+    return _size(spec.source) * (_PACKED if is_packed else 1)
+
+
+def estimate_records(spec: SourceSpec) -> int | None:
+    """About how many records a file or a hub data set has, None where nobody says.
+
+    Of Parquet files exactly; of others from their size and the length of their first lines.
+    """
+    kind, _, name = spec.source.partition(":")
+    if name and kind == "hub":
+        return count_hub(name, spec)
+    if spec.source.endswith(PARQUET):
+        return count_rows(spec.source)
+    with open_file(spec.source, unpack=False) as file:
+        head = file.read(_HEAD)
+    text, read = _unpack(head) if spec.source.endswith(".gz") else (head, len(head))
+    return round(text.count(b"\n") * _size(spec.source) / max(1, read))
+
+
+def _size(source: str) -> int:
+    with open_file(source, unpack=False) as file:
+        return file.seek(0, os.SEEK_END)
+
+
+def _unpack(head: bytes) -> tuple[bytes, int]:
+    """The text of a compressed file's beginning, and of how many of these bytes it is."""
+    text, rest = b"", head
+    with suppress(zlib.error):  # whoever reads the records says what is wrong
+        while rest and len(text) < _LONGEST_TEXT:  # a file may be several compressed ones in a row
+            packed = zlib.decompressobj(_GZIP)
+            text += packed.decompress(rest, _LONGEST_TEXT)
+            rest = packed.unused_data or packed.unconsumed_tail
+    return text, len(head) - len(rest)

@@ -1,17 +1,13 @@
 """Prompts to samples.
 
-stage.py     all of it, shard by shard; plan.py says what it would do
-finish.py    audit, datasheet and manifest, from the shards' entries
-selection/   prompts after all filters that need no model, cut into shards
-screen.py    the policy: drop or change prompts, drop samples for their replies
-metadata.py  the same for what stands beside the text
-screening.py the policy in processes beside generation
-privacy/     what finds personal data and secrets, and what replaces them
-generate/    the target replies, turn by turn, through the bundled decoder or servers
-audit.py     each shard's mask checked; audit.json, counted from the shards
-tallies.py   what a shard adds to it
-forecast.py  what training may expect
-datasheet.py datasheet.md of it, through datasheet.md.j2
+stage.py      all of it, shard by shard; plan.py says what it would do
+select.py     prompts after all filters that need no model, cut into shards
+filters.py    the filters: licences, lengths, duplicates, evaluation sets, quality
+screening.py  the policy: prompts and samples dropped or changed, in processes beside generation
+privacy/      detects personal data and secrets, and replaces them
+generate/     the target replies, turn by turn, through the bundled decoder or servers
+audit.py      each shard's mask checked; audit.json, counted from the shards' tallies
+datasheet.py  datasheet.md, rendered from audit.json through datasheet.md.j2
 """
 
 from __future__ import annotations

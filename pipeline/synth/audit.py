@@ -1,25 +1,38 @@
 """The audit of a run: each shard's mask as it is made, and the content of audit.json.
 
-audit.json is a function of the shards, the configuration and the target, so that a run that was
-interrupted and one that was not have the same, byte for byte. No prompt, no reply and no finding is
-quoted; texts of system prompts are not either, except the run's own.
+A shard's entry carries its tallies as JSON. Those of a stage are the sums over its shards, number
+by number, so that no shard is read again when the stage is finished:
+
+    {"samples": 64, "licenses": {"MIT": 64}, "lengths": {"reply": {"12": 3, …}, …}, …}
+
+audit.json is a function of the shards, the configuration and the target: an interrupted run and one
+that was not have the same, byte for byte. No prompt, reply or finding is quoted; of system prompts
+only the run's own is.
+
+Its forecast says what training will meet: tokens, bytes of states, and how much a draft vocabulary
+covers, measured on replies that had no part in choosing it:
+
+    samples of up to 16 shards    0  1  2  3  4  5 …
+    choose the V most frequent    ·     ·     ·        of the generated tokens
+    cover                            ·     ·     ·     share of theirs that is among them
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from pipeline.console import show_supervised
-from pipeline.records import Record, Sample, TargetContract
-from pipeline.store.samples import check_supervised
-from pipeline.synth.tallies import Tallies
+from pipeline.records import Record, Sample, Shard, TargetContract, canonical_json
+from pipeline.store.encodings import Encoding, row_width
+from pipeline.store.location import Location
+from pipeline.store.samples import check_supervised, read_samples
 
 SCHEMA_VERSION = 2
-
 #: Lower bounds of a histogram's bins.
 _BOUNDS = (0, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PII = "pii:"
@@ -209,3 +222,124 @@ def _of_types(counts: Mapping[str, int]) -> dict[str, int]:
 
 def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(counts.items()))
+
+
+_SIZES = (4096, 8192, 16384, 32768, 65536)
+_ENCODINGS: tuple[Encoding, ...] = ("int8", "bf16")
+#: Shards that are read, evenly spaced: the datasheet of 100,000 may not take hours.
+_SHARDS = 16
+
+
+def forecast(
+    contract: TargetContract, location: Location, shards: Sequence[Shard], *, supervised: int
+) -> dict[str, Any]:
+    """From the stage at `location` with these committed `shards` of `supervised` tokens in all."""
+    filled = [shard for shard in shards if shard.rows]
+    read = filled[:: -(-len(filled) // _SHARDS)]
+    samples = chain.from_iterable(read_samples(location, shard) for shard in read)
+    chosen_from, covered = _halves(samples)
+    tokens = sum(shard.tokens for shard in filled)
+    return {
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "states_bytes": {
+            encoding: _states_bytes(contract, encoding, tokens, supervised)
+            for encoding in _ENCODINGS
+        },
+        "shards_read": len(read),
+        "distinct_tokens": len({*chosen_from, *covered}),
+        "coverage": _coverage(chosen_from, covered, contract.vocab_size),
+    }
+
+
+def _halves(samples: Iterable[Sample]) -> tuple[Counter[int], Counter[int]]:
+    """How often each generated token occurs, in every other sample and in the others."""
+    halves: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    for number, sample in enumerate(samples):
+        for span in sample.supervised:
+            halves[number % 2].update(sample.token_ids[span.start : span.end])
+    return halves
+
+
+def _coverage(
+    chosen_from: Counter[int], covered: Mapping[int, int], vocabulary: int
+) -> dict[str, float]:
+    """Draft vocabulary size → share of tokens; nothing where there is one sample alone.
+
+    The last size is the first that holds every token of the half that chooses.
+    """
+    ranked = [
+        token for token, _ in sorted(chosen_from.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    total = sum(covered.values())
+    if not total:
+        return {}
+    sizes = [size for size in _SIZES if size < vocabulary]
+    enough = sum(size < len(ranked) for size in sizes) + 1
+    return {
+        str(size): round(sum(covered.get(token, 0) for token in ranked[:size]) / total, 6)
+        for size in sizes[:enough]
+    }
+
+
+def _states_bytes(
+    contract: TargetContract, encoding: Encoding, tokens: int, supervised: int
+) -> int:
+    """Of the aux states of each token and the final state of each supervised one."""
+    layers = len(contract.capture_layers)
+    aux, final = (row_width(encoding, contract.hidden_size, count) for count in (layers, 1))
+    return (tokens * aux + supervised * final) * (2 if encoding == "bf16" else 1)
+
+
+Tallies = dict[str, Any]  # names → counts, or names → …
+#: Notes of a shard that are counts by reason.
+_COUNTS = ("ended", "dropped_prompts", "dropped_replies")
+
+
+def tally(samples: Sequence[Sample], notes: Mapping[str, Mapping[str, Any]]) -> Tallies:
+    """Of one shard with its notes."""
+    by_sample: dict[str, Counter[str]] = defaultdict(Counter)
+    sources: dict[str, Counter[str]] = defaultdict(Counter)
+    source_licenses: dict[str, Counter[str]] = defaultdict(Counter)
+    lengths: dict[str, Counter[str]] = defaultdict(Counter)
+    for sample in samples:
+        replies = [span.end - span.start for span in sample.supervised]
+        tokens, supervised = len(sample.token_ids), sum(replies)
+        sources[sample.source].update(samples=1, tokens=tokens, supervised_tokens=supervised)
+        source_licenses[sample.source][sample.license] += 1
+        by_sample["licenses"][sample.license] += 1
+        by_sample["categories"][sample.category] += 1
+        if sample.variant is not None:
+            by_sample["variants"][sample.variant] += 1
+        by_sample["finish_reasons"][sample.finish_reason] += 1
+        by_sample["generators"][sample.generator] += 1
+        by_sample["samplings"][canonical_json(sample.sampling.model_dump(mode="json"))] += 1
+        lengths["prompt"][str(sample.supervised[0].start)] += 1
+        lengths["conversation"][str(tokens)] += 1
+        lengths["turns"][str(len(replies))] += 1
+        lengths["reply"].update(map(str, replies))
+    findings = {
+        where: {entity: counts["values"] for entity, counts in entities.items()}
+        for where, entities in notes.get("findings", {}).items()
+    }
+    return {
+        "samples": len(samples),
+        "tokens": sum(counts["tokens"] for counts in sources.values()),
+        "supervised": sum(counts["supervised_tokens"] for counts in sources.values()),
+        "system_prompts": sum(sample.messages[0].role == "system" for sample in samples),
+        "sources": sources,
+        "source_licenses": source_licenses,
+        "lengths": lengths,
+        "findings": findings,
+        **by_sample,
+        **{name: notes.get(name, {}) for name in _COUNTS},
+    }
+
+
+def add(total: Tallies, tallies: Mapping[str, Any]) -> None:
+    """Add the numbers of `tallies` to those of `total` under the same names."""
+    for name, value in tallies.items():
+        if isinstance(value, Mapping):
+            add(total.setdefault(name, {}), value)
+        else:
+            total[name] = total.get(name, 0) + value

@@ -13,7 +13,7 @@ from pipeline.planning.targets import shape_of
 from pipeline.records import Plan
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.shards import ENTRY, SHARDS
-from pipeline.synth.selection.select import find_selection, prompt_counts, synth_section
+from pipeline.synth.select import find_selection, prompt_counts, synth_section
 from pipeline.target.arithmetic import decoder_weight_bytes
 
 _CHARACTERS_PER_TOKEN = 4.0  # of English text, in today's vocabularies

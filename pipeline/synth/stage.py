@@ -15,8 +15,10 @@ prompts alone, so a killed run ends with the same ones.
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -24,7 +26,7 @@ from typing import Any
 from pipeline import __version__
 from pipeline.config import RunConfig, SynthSection, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.errors import CorruptShard, StageConflict
+from pipeline.errors import CorruptShard, DataError, EndpointError, StageConflict
 from pipeline.prompts.changes import notice_changes
 from pipeline.records import Arithmetic, Manifest, Prompt, Sample, TargetContract
 from pipeline.store.location import Location
@@ -38,18 +40,27 @@ from pipeline.store.samples import (
     encode_samples,
     load_prompt_shard,
 )
-from pipeline.store.shards import SHARDS
+from pipeline.store.shards import SHARDS, read_entries
 from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
-from pipeline.synth.audit import audit_mask, count_tokens, show_sample
-from pipeline.synth.finish import finish
+from pipeline.synth.audit import (
+    Tallies,
+    add,
+    audit_mask,
+    audit_record,
+    count_tokens,
+    forecast,
+    show_sample,
+    tally,
+)
+from pipeline.synth.datasheet import write_datasheet
 from pipeline.synth.generate.backend import GeneratorBackend
-from pipeline.synth.generate.conversations import ConversationRunner
-from pipeline.synth.generate.rejections import RejectionLimit
-from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
-from pipeline.synth.screen import Screen, screened_with
-from pipeline.synth.screening import ScreenedPrompts, Screening
-from pipeline.synth.selection.select import CleanReasons, find_selection, select, synth_section
-from pipeline.synth.tallies import tally
+from pipeline.synth.generate.conversations import (
+    ConversationRunner,
+    ConversationScheduler,
+    PromptBatch,
+)
+from pipeline.synth.screening import Screen, ScreenedPrompts, Screening, pii_policy, screened_with
+from pipeline.synth.select import CleanReasons, find_selection, select, synth_section
 from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
@@ -63,7 +74,6 @@ _OF_THE_TARGET = {
     "target.tokenizer_hash": "tokenizer_hash",
     "target.chat_template_hash": "chat_template_hash",
 }
-
 _OTHER_STOP = (
     "; name the token that it writes after a reply as eos_token_id in generation_config.json"
 )
@@ -317,3 +327,134 @@ def _refuse_foreign(stage_run: StageRun, selection: Selection) -> None:
 def _remove_prompts(location: Location) -> None:
     """They are as their sources gave them, with personal data; a finished stage needs none."""
     delete_prompts(location, location.child(PROMPTS).names())
+
+
+#: Fewer rejections say nothing about the servers.
+_LEAST = 20
+#: Shards committed earlier of which the counts are looked up, evenly spread.
+_LOOKED_AT = 1000
+
+
+class RejectionLimit:
+    """The section's share of the prompts so far, over all threads of this process."""
+
+    def __init__(self, section: SynthSection) -> None:
+        self._most, self._is_local = section.max_rejected, section.generator.backend == "local"
+        self._lock = threading.Lock()
+        self._rejected: Counter[str] = Counter()
+        self._prompts = 0
+
+    def add_committed(self, stage_run: StageRun) -> None:
+        """Count the shards that are committed. Raises EndpointError beyond the limit."""
+        names = [] if self._is_local else sorted(stage_run.committed)
+        names = names[:: -(-len(names) // _LOOKED_AT) or 1]
+        for entry in read_entries(stage_run.location.child(SHARDS), names):
+            shard = entry.shard
+            self.add(shard.rejected, prompts=shard.rows + sum(shard.rejected.values()))
+
+    def add(self, rejected: Mapping[str, int], *, prompts: int) -> None:
+        """Count further prompts. Raises EndpointError beyond the limit."""
+        with self._lock:
+            self._prompts += prompts
+            for reason, count in rejected.items():
+                if reason.startswith("remote:"):
+                    self._rejected[reason] += count
+            lost = self._rejected.total()
+            if lost < _LEAST or lost <= self._most * self._prompts:
+                return
+            reasons = ", ".join(f"{name} {count:,}" for name, count in self._rejected.most_common())
+            counts = f"{lost:,} of {self._prompts:,} prompts ({lost / self._prompts:.1%})"
+            raise EndpointError(
+                f"the servers cost {counts}, at most {self._most:.1%} may get lost: {reasons}",
+                where="synth.max_rejected",
+                fix="docs/synth.md says what the reasons mean; mend the servers and run the same "
+                "command again, committed shards are kept; or raise synth.max_rejected",
+            )
+
+
+AUDIT, DATASHEET = "audit.json", "datasheet.md"
+#: What the manifest and the audit repeat of the section.
+_SAMPLING = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "max_turns",
+    "on_length",
+    "system_prompt",
+    "mix",
+}
+
+
+def finish(
+    config: RunConfig,
+    stage_run: StageRun,
+    selection: Selection,
+    template: ChatTemplate,
+    contract: TargetContract,
+) -> Manifest:
+    """Commit the stage. Raises StageIncomplete while shards are missing, DataError without samples,
+    EndpointError where servers cost too many prompts.
+    """
+    tallies: Tallies = {"samples": 0, "tokens": 0, "supervised": 0, "system_prompts": 0}
+    rejected = Counter(selection.rejected)
+    shards = []
+    for entry in stage_run.collect(selection.names):
+        shards.append(entry.shard)
+        add(tallies, entry.tallies)
+        rejected.update(entry.shard.rejected)
+    assert selection.loaded == tallies["samples"] + rejected.total(), "a prompt was lost"
+    RejectionLimit(synth_section(config)).add(rejected, prompts=selection.prompts)
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items()))
+    if not tallies["samples"]:
+        problem = f"none of {selection.loaded:,} prompts became a sample ({reasons})"
+        fix = "widen synth's filters or raise its limits, then run again with --force"
+        raise DataError(problem, where=stage_run.location.uri, fix=fix)
+    details = _details(config, selection, template, tallies)
+    if stage_run.clock:
+        details["template"]["clock"] = stage_run.clock.isoformat()
+    details["forecast"] = forecast(
+        contract, stage_run.location, shards, supervised=tallies["supervised"]
+    )
+    audit = audit_record(tallies, details, rejected, contract)
+    for name, text in ((AUDIT, audit.as_json()), (DATASHEET, write_datasheet(audit))):
+        stage_run.write_once(name, text.encode())
+        details[f"{name}_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    manifest = stage_run.finish(
+        contract=contract,
+        licenses=tallies["licenses"],
+        sources={name: counts["samples"] for name, counts in tallies["sources"].items()},
+        details=details,
+        rejected_extra=selection.rejected,
+    )
+    made = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
+    supervised = f"{details['supervised_share']:.0%} supervised"
+    notice("synth", f"{made}, {supervised}; rejected: {reasons or 'none'}")
+    notice("synth", f"datasheet: {stage_run.location.where(DATASHEET)}")
+    return manifest
+
+
+def _details(
+    config: RunConfig,
+    selection: Selection,
+    template: ChatTemplate,
+    tallies: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What the manifest says of this stage alone."""
+    section = synth_section(config)
+    return {
+        "prompts": {
+            "loaded": selection.loaded,
+            "selected": selection.prompts,
+            "samples": tallies["samples"],
+        },
+        "supervised_tokens": tallies["supervised"],
+        "supervised_share": round(tallies["supervised"] / tallies["tokens"], 6),
+        "sampling": section.model_dump(mode="json", include=_SAMPLING),
+        "template": {
+            "kwargs": config.target.chat_template_kwargs,
+            "stop_ids": list(template.stop_ids),
+            "end_of_turn": template.end_of_turn,
+        },
+        "pii": pii_policy(section),
+    }

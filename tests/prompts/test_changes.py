@@ -13,7 +13,7 @@ from pipeline.prompts.changes import fingerprints, notice_changes
 from pipeline.store.location import Location
 from pipeline.store.samples import SELECTION
 from pipeline.synth import run
-from pipeline.synth.selection.select import find_selection, select
+from pipeline.synth.select import find_selection, select
 
 Configure = Callable[..., RunConfig]
 Output = pytest.CaptureFixture[str]

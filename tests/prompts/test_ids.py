@@ -12,10 +12,10 @@ import pytest
 
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.prompts import load_prompts
-from pipeline.prompts.ids import source_names
+from pipeline.prompts.sources import source_names
 from pipeline.records import Prompt
 from pipeline.serve_eval.questions import load_evaluation_prompts
-from pipeline.synth.selection.stream import PromptStream
+from pipeline.synth.select import PromptStream
 
 
 def names(*sources: str | dict[str, str]) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from bench.prompt_sets import prompt_set
 from pipeline.config import SourceSpec
 from pipeline.prompts import load_prompts
-from pipeline.synth.selection.filters import decontaminate
-from pipeline.synth.selection.quality import apply_steps
+from pipeline.synth.filters import apply_steps, decontaminate
 
 
 def test_every_template_is_filled_and_no_prompt_comes_twice() -> None:

@@ -13,9 +13,8 @@ from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.records import Message, Sample, SamplingParams, Span
 from pipeline.synth import run
-from pipeline.synth.audit import Audit, audit_record
+from pipeline.synth.audit import Audit, Tallies, add, audit_record, tally
 from pipeline.synth.datasheet import write_datasheet
-from pipeline.synth.tallies import Tallies, add, tally
 from pipeline.target.open import read_contract, resolve
 
 Configure = Callable[..., RunConfig]

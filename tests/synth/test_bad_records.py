@@ -12,8 +12,7 @@ from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.store.location import Location
 from pipeline.synth import run
-from pipeline.synth.selection.select import prompt_counts, select
-from pipeline.synth.selection.stream import PromptStream
+from pipeline.synth.select import PromptStream, prompt_counts, select
 
 Configure = Callable[..., RunConfig]
 SECRET = "anna@example.com"

@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.errors import EndpointsUnavailable
 from pipeline.records import Sample
-from pipeline.synth.generate import endpoints
-from pipeline.synth.generate.client import _retry_after
+from pipeline.synth.generate import remote as endpoints
+from pipeline.synth.generate.remote import _retry_after
 from tests.synth.server import Fault, ServedTarget, TargetServer
 from tests.synth.test_remote import ask, expected, pick, served
 

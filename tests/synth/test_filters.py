@@ -20,15 +20,15 @@ from pipeline.prompts.records import FORBIDS_COMPETING_MODELS
 from pipeline.records import Prompt
 from pipeline.store.location import Location
 from pipeline.store.samples import shard_name
-from pipeline.synth.selection.filters import (
+from pipeline.synth.filters import (
+    SeenDigests,
+    apply_steps,
     decontaminate,
     first_of_its_kind,
     license_gate,
     words_of,
 )
-from pipeline.synth.selection.quality import apply_steps
-from pipeline.synth.selection.seen import SeenDigests
-from pipeline.synth.selection.select import Selection, select
+from pipeline.synth.select import Selection, select
 
 
 def selected(config: RunConfig) -> Selection:

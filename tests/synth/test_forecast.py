@@ -15,9 +15,9 @@ from pipeline.records import Message, Sample, SamplingParams, Shard, Span
 from pipeline.store.location import Location
 from pipeline.store.samples import encode_samples, read_samples
 from pipeline.store.shards import SHARDS
-from pipeline.synth import forecast as module
+from pipeline.synth import audit as module
 from pipeline.synth import run
-from pipeline.synth.forecast import forecast
+from pipeline.synth.audit import forecast
 from pipeline.target.open import read_contract, resolve
 
 Configure = Callable[..., RunConfig]

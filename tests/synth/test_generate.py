@@ -16,8 +16,11 @@ from pipeline.errors import DataError, TargetError
 from pipeline.records import Prompt, Sample, SamplingOverride
 from pipeline.synth.audit import audit_mask, count_tokens, show_sample
 from pipeline.synth.generate.backend import GeneratorBackend, NextRequest, Reply
-from pipeline.synth.generate.conversations import ConversationRunner
-from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
+from pipeline.synth.generate.conversations import (
+    ConversationRunner,
+    ConversationScheduler,
+    PromptBatch,
+)
 from pipeline.target.template import ChatTemplate, load_template
 from tests.conftest import CHATML
 

@@ -14,9 +14,8 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.graphs import RoundRunner
 from pipeline.errors import OutOfMemory
 from pipeline.records import Prompt, Sample
-from pipeline.synth.generate.conversations import ConversationRunner
+from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
-from pipeline.synth.generate.scheduler import ConversationScheduler
 from tests.conftest import QUESTIONS
 from tests.synth.server import ServedTarget
 

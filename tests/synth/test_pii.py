@@ -8,11 +8,10 @@ import pytest
 
 from pipeline.config import PiiSection, RecognizerSpec
 from pipeline.errors import ConfigError, MissingPackage
-from pipeline.synth.privacy.addresses import find_addresses
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.synth.privacy.finding import Finding, without_overlap
-from pipeline.synth.privacy.recognisers import find_names
-from pipeline.synth.privacy.replace import redacted
+from pipeline.synth.privacy.recognisers import find_addresses, find_names
+from pipeline.synth.privacy.reserved import redacted
 
 PLANTED = {
     "anna.schmidt@firm.com": (

@@ -18,12 +18,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import PiiSection
-from pipeline.synth.privacy.addresses import find_addresses
-from pipeline.synth.privacy.filter import PiiFilter
-from pipeline.synth.privacy.ids import ID_FINDERS
-from pipeline.synth.privacy.recognisers import NUMBER_FINDERS, find_names
+from pipeline.synth.privacy.filter import PiiFilter, view_of
+from pipeline.synth.privacy.recognisers import FINDERS
 from pipeline.synth.privacy.secrets import find_secrets
-from pipeline.synth.privacy.view import view_of
 
 #: Seconds for each 1,000 characters: of our own finders, and with presidio's and spaCy.
 OURS, ALL = 0.5, 1.0
@@ -34,15 +31,8 @@ def find_view(text: str) -> list[object]:
     return [view_of(text)]
 
 
-FINDERS: list[Callable[[str], Iterable[object]]] = [
-    find_secrets,
-    find_names,
-    find_addresses,
-    find_view,
-]
-FINDERS += [
-    finder for kinds in (NUMBER_FINDERS, ID_FINDERS) for of in kinds.values() for finder in of
-]
+SEARCHES: list[Callable[[str], Iterable[object]]] = [find_secrets, find_view]
+SEARCHES += [finder for of_entity in FINDERS.values() for finder in of_entity]
 
 #: unit that is repeated, and what comes last
 ADVERSARIAL = {
@@ -110,7 +100,7 @@ def warm() -> None:
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_our_finders_read_a_text_in_linear_time(name: str) -> None:
     text = repeated(*ADVERSARIAL[name])
-    for finder in FINDERS:
+    for finder in SEARCHES:
         with budget(text, OURS):
             list(finder(text))
 
@@ -125,7 +115,7 @@ WORDS = st.sampled_from(
 @given(WORDS, SIGNS, SIGNS)
 def test_of_any_repetition(first: str, unit: str, last: str) -> None:
     text = first + repeated(unit, last, 4_000)
-    for finder in FINDERS:
+    for finder in SEARCHES:
         with budget(text, OURS):
             list(finder(text))
 

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from pipeline.config import PiiSection
-from pipeline.synth.privacy.filter import PiiFilter
-from pipeline.synth.privacy.secrets import SECRET_ENTITIES
+from pipeline.records import digest
+from pipeline.synth.privacy.filter import FINDERS_VERSION, PiiFilter
+from pipeline.synth.privacy.recognisers import FINDERS
+from pipeline.synth.privacy.secrets import SECRET_ENTITIES, find_secrets
 
 LINES = (Path(__file__).parent / "provocations.jsonl").read_text(encoding="utf-8").splitlines()
 PROVOCATIONS: list[dict[str, Any]] = [json.loads(line) for line in LINES]
@@ -95,3 +97,14 @@ def test_exactly_those_slip_through_that_are_said_to(default: PiiFilter, wide: P
 def test_lookalikes_pass(default: PiiFilter, text: str) -> None:
     findings = default.find_all([text])[0]
     assert [(finding.entity, text[finding.start : finding.end]) for finding in findings] == []
+
+
+def test_the_finders_version_stands_for_what_they_find() -> None:
+    """Where this fails on purpose, write another FINDERS_VERSION, and then the digest here."""
+    texts = [*LOOKALIKES, *(one["text"] for one in PROVOCATIONS)]
+    searches = [*(finder for of_entity in FINDERS.values() for finder in of_entity), find_secrets]
+    findings = [
+        sorted(map(list, (finding for search in searches for finding in search(text))))
+        for text in texts
+    ]
+    assert (FINDERS_VERSION, digest(findings)[:16]) == ("18e6ad9a29b863b1", "4137291bbbc02e2d")

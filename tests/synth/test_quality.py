@@ -15,15 +15,15 @@ import pytest
 from pipeline.config import QualitySection, RunConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.records import Prompt
-from pipeline.synth.selection.filters import max_length
-from pipeline.synth.selection.quality import (
+from pipeline.synth.filters import (
     _REFUSAL,
     apply_steps,
+    max_length,
     near_duplicates,
     prompt_steps,
     repeated_share,
 )
-from pipeline.synth.selection.stream import PromptStream
+from pipeline.synth.select import PromptStream
 
 WORDS = [f"word{number}" for number in range(20)]
 LETTERS = [chr(97 + number) * (number + 1) for number in range(26)]

@@ -14,7 +14,7 @@ from pipeline.errors import EndpointError
 from pipeline.records import Manifest
 from pipeline.store.manifest import find_manifest
 from pipeline.synth import run
-from pipeline.synth.generate.rejections import RejectionLimit
+from pipeline.synth.stage import RejectionLimit
 from tests.synth.server import ServedTarget, TargetServer
 from tests.synth.test_remote import QUICK, pick, served
 

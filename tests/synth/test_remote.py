@@ -21,10 +21,9 @@ from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
 from pipeline.synth import run
 from pipeline.synth.generate.backend import GeneratorBackend
-from pipeline.synth.generate.conversations import ConversationRunner
+from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
 from pipeline.synth.generate.remote import RemoteBackend
-from pipeline.synth.generate.scheduler import ConversationScheduler
 from pipeline.telemetry import metrics_of
 from tests.conftest import QUESTIONS
 from tests.synth.server import ServedTarget, TargetServer

@@ -15,10 +15,8 @@ from pipeline.errors import ConfigError
 from pipeline.records import Message, Prompt, Sample, SamplingParams, Span
 from pipeline.synth import run
 from pipeline.synth.privacy.finding import Finding
-from pipeline.synth.privacy.ledger import Ledger, read_salt
-from pipeline.synth.privacy.replace import Pseudonyms
-from pipeline.synth.privacy.reserved import is_reserved
-from pipeline.synth.screen import Screen
+from pipeline.synth.privacy.reserved import Pseudonyms, is_reserved
+from pipeline.synth.screening import Ledger, Screen, read_salt
 
 GITHUB = "ghp_" + "a1B2c3D4" * 5
 

@@ -21,8 +21,7 @@ from pipeline.config import PiiSection, RunConfig, SourceSpec, SynthSection
 from pipeline.errors import ConfigError, WorkersDied
 from pipeline.records import Manifest
 from pipeline.synth import run
-from pipeline.synth.screen import Screen
-from pipeline.synth.screening import Screening, count_processes
+from pipeline.synth.screening import Screen, Screening, count_processes
 from tests.synth.server import ServedTarget, TargetServer
 from tests.synth.test_remote import QUICK, served
 from tests.synth.test_screen import GIVEN, prompt

@@ -7,7 +7,7 @@ import pytest
 from pipeline.config import PiiSection
 from pipeline.synth.privacy.filter import PiiFilter
 from pipeline.synth.privacy.finding import without_overlap
-from pipeline.synth.privacy.replace import redacted
+from pipeline.synth.privacy.reserved import redacted
 from pipeline.synth.privacy.secrets import find_secrets
 
 AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYZZMPLEKEY"

@@ -21,15 +21,15 @@ from pipeline.errors import CorruptShard, DataError, StageConflict, StoreError
 from pipeline.records import Prompt, SamplingOverride
 from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
-from pipeline.synth.selection.select import (
+from pipeline.synth.select import (
     PROMPTS,
     SELECTION,
+    PromptStream,
     Selection,
     find_selection,
     load_prompt_shard,
     select,
 )
-from pipeline.synth.selection.stream import PromptStream
 from tests.synth.conftest import tree
 
 Configs = Callable[..., RunConfig]
@@ -231,7 +231,7 @@ def test_killed_half_way_it_selects_again(
         yaml.safe_dump(tree(tiny_target, prompts_file, tmp_path / "run", shard_prompts=1))
     )
     program = (
-        "from pipeline.config import load; from pipeline.synth.selection.select import select\n"
+        "from pipeline.config import load; from pipeline.synth.select import select\n"
         "from pipeline.store.location import Location; import sys\n"
         "select(load(sys.argv[1]), Location(sys.argv[2]))"
     )

@@ -16,9 +16,9 @@ import pytest
 from bench.prompt_sets import prompt_set
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import DataError
-from pipeline.prompts.extent import estimate_records, record_bytes
+from pipeline.prompts.sources import estimate_records, record_bytes
 from pipeline.store.location import Location
-from pipeline.synth.selection.select import prompt_counts, select
+from pipeline.synth.select import prompt_counts, select
 
 Configs = Callable[..., RunConfig]
 
@@ -39,8 +39,8 @@ def lines(count: int, **fields: Any) -> str:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file counts as a large one, and a sample is small."""
-    monkeypatch.setattr("pipeline.synth.selection.estimate.SMALL_BYTES", 1000)
-    monkeypatch.setattr("pipeline.synth.selection.estimate._SAMPLE", 200)
+    monkeypatch.setattr("pipeline.synth.select.SMALL_BYTES", 1000)
+    monkeypatch.setattr("pipeline.synth.select._SAMPLE", 200)
 
 
 def test_small_sources_are_counted(make_config: Configs, prompts_file: Path) -> None:

@@ -15,7 +15,7 @@ from pipeline.records import TargetContract
 from pipeline.store.location import Location
 from pipeline.store.samples import encode_samples
 from pipeline.store.stage_run import StageRun, open_stage
-from pipeline.synth.selection.select import PROMPTS, SELECTION, Selection, find_selection, select
+from pipeline.synth.select import PROMPTS, SELECTION, Selection, find_selection, select
 
 Configs = Callable[..., RunConfig]
 

@@ -30,7 +30,7 @@ from pipeline.errors import (
 from pipeline.records import Manifest, Sample
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.synth import run, screen, stage
+from pipeline.synth import run, screening, stage
 from pipeline.synth.plan import plan
 from tests.conftest import CHATML
 from tests.synth.conftest import tree
@@ -276,7 +276,7 @@ def test_what_shapes_a_begun_run_may_not_change_unnoticed(
     elif what == "salt":
         monkeypatch.setenv("EAGLE3_PII_SALT", "another")
     else:
-        monkeypatch.setattr(screen, "patterns_digest", lambda: "newer")
+        monkeypatch.setattr(screening, "FINDERS_VERSION", "newer")
     names = {"weights": r"target\.fingerprint", "salt": r"pii\.salt", "patterns": r"pii\.patterns"}
     with pytest.raises(StageConflict, match=rf"begun work for another .*{names[what]} \S+ → \S+"):
         run(part_of(config, "1/3"))

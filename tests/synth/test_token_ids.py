@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.decoder.request import Request
-from pipeline.synth.generate.servers import ServerReply
-from pipeline.synth.generate.token_ids import TokenIdReader
+from pipeline.synth.generate.servers import ServerReply, TokenIdReader
 from pipeline.target.template import ChatTemplate
 from tests.target.tokenizers import KINDS
 

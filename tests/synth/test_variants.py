@@ -16,8 +16,11 @@ from pipeline.config import SynthSection
 from pipeline.errors import TemplateError
 from pipeline.prompts.records import to_prompt
 from pipeline.records import Message, Prompt, Sample, SamplingOverride
-from pipeline.synth.generate.conversations import ConversationRunner
-from pipeline.synth.generate.scheduler import ConversationScheduler, PromptBatch
+from pipeline.synth.generate.conversations import (
+    ConversationRunner,
+    ConversationScheduler,
+    PromptBatch,
+)
 from pipeline.target.template import ChatTemplate, load_template
 from tests.conftest import CHATML
 from tests.synth.test_generate import Script, supervised_texts

@@ -1,36 +1,47 @@
-"""Conversations, grown turn by turn: the target replies to each user turn in its own context.
+"""Conversations, turn by turn, and the scheduler that keeps many of them in flight.
 
     token_ids   <sys>… <user> 2+2? <assistant> 4 <end> <user> Why? <assistant> Because… <end>
                 └─────── first prompt ───────┘ └reply┘ └───── next turn ─────┘ └── reply ───┘
 
-A request's prompt is everything in front of the reply. A reply's token ids enter the sample as they
-were generated. A conversation ends where its turns end, where a reply hit the length limit (what is
-cut off is no context for another turn), where the next turn would make the prompt too long, where
-the template would not continue it (see `ChatTemplate.follow`), or where a tool's answer comes next
-and no tool was called:
+A request's prompt is everything before the reply. A reply's token ids enter the sample as they
+were generated. A conversation ends where its turns end, where a reply hit the length limit (a
+truncated reply is no context for another turn), where the next turn would make the prompt too long,
+where the template would not continue it (see `ChatTemplate.follow`), or where a tool's answer comes
+next and no tool was called:
 
     turns       Weather in Oslo?                       {"celsius": 4}          And in Rome?
     replies                       <tool_call>…<end>                  4 °C.<end>
     supervised                    └───────────────┘                  └───────┘
 
-A reply depends on its own context and seed, not on what is generated beside it or before it.
+A reply depends on its own context and seed, not on what is generated beside it or before it. With
+`synth.mix` each prompt falls into a variant, by a number drawn from its source and id:
+
+    shares   2 concise │ 1 thinking │ 1 warm
+             0 ─────────────── 0.5 ─────── 0.75 ─── 1
+
+The scheduler works batch by batch of prompts:
+
+    batches     shard 0              shard 1               …      opened when no turn is waiting
+    requests    0.0 0.1 0.2 … 0.0'   0.3 1.0 …                    ' is a second turn: it goes first
+    replies     in any order
+    finished    a batch is yielded once its last conversation has ended
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 from pipeline.config import SynthSection
 from pipeline.decoder.request import Request
 from pipeline.errors import TargetError, TemplateError
-from pipeline.records import Message, Prompt, Sample, SamplingParams, Span, digest
-from pipeline.synth.generate.backend import Reply
-from pipeline.synth.generate.variants import Variant, pick, variants_of
+from pipeline.records import Message, Prompt, Sample, SamplingOverride, SamplingParams, Span, digest
+from pipeline.synth.generate.backend import GeneratorBackend, Reply
 from pipeline.target.template import ChatTemplate
 
 _SEED_BITS = 31
@@ -207,3 +218,159 @@ class ConversationRunner:
         for override in (variant.sampling, prompt.sampling):
             settings |= override.model_dump(exclude_none=True) if override else {}
         return SamplingParams.model_validate(settings)
+
+
+_DRAWS = 2**32
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a part of the prompts is asked. Its name is None where there is no mix."""
+
+    name: str | None
+    share: float
+    system_prompt: str | None
+    template: ChatTemplate
+    sampling: SamplingOverride | None
+
+
+def variants_of(section: SynthSection, template: ChatTemplate) -> tuple[Variant, ...]:
+    """Of a run whose own template is `template`. Raises TemplateError for unknown variables."""
+    if not section.mix:
+        return (Variant(None, 1.0, section.system_prompt, template, None),)
+    return tuple(
+        Variant(
+            spec.name,
+            spec.share,
+            spec.system_prompt or section.system_prompt,
+            template.varied(
+                system_prompt=spec.system_prompt,
+                kwargs=spec.chat_template_kwargs,
+                where=f"synth.mix.{spec.name}",
+            ),
+            spec.sampling,
+        )
+        for spec in section.mix
+    )
+
+
+def pick(variants: Sequence[Variant], drawn: int) -> Variant:
+    """By shares, evenly over many numbers `drawn`."""
+    ends = list(accumulate(variant.share for variant in variants))
+    at = drawn % _DRAWS / _DRAWS * ends[-1]
+    return next(variant for variant, end in zip(variants, ends, strict=True) if at < end)
+
+
+@dataclass
+class PromptBatch:
+    """Prompts that are stored together, and what became of them."""
+
+    name: str
+    unfinished: int  # conversations that have not ended
+    by_position: dict[int, Sample] = field(default_factory=dict)  # position among the prompts
+    rejected: Counter[str] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)  # why the kept conversations are no longer
+
+    @property
+    def samples(self) -> list[Sample]:
+        """In the order of the prompts."""
+        return [sample for _, sample in sorted(self.by_position.items())]
+
+
+class _Turn(NamedTuple):
+    """A conversation whose next reply is wanted."""
+
+    batch: PromptBatch
+    position: int  # of its prompt in the batch
+    conversation: Conversation
+
+
+class ConversationScheduler:
+    """Runs the conversations of all batches. Every prompt becomes a sample or is counted.
+
+    `across_shards`: open a batch while replies to others are still being generated. Otherwise a
+    batch is generated alone, and its replies can be repeated even where the backend is not
+    batch-invariant. `advance` is given how many conversations have ended since it was last called.
+    """
+
+    def __init__(
+        self,
+        runner: ConversationRunner,
+        batches: Iterable[tuple[str, Sequence[Prompt]]],
+        *,
+        across_shards: bool = True,
+        advance: Callable[[int], None] = lambda ended: None,
+    ) -> None:
+        self._runner, self._batches, self._across_shards = runner, iter(batches), across_shards
+        self._advance = advance
+        self._waiting: deque[_Turn] = deque()
+        self._running: dict[str, _Turn] = {}  # by request id
+        self._open_batches = 0
+        self._finished: deque[PromptBatch] = deque()
+
+    def run(self, backend: GeneratorBackend) -> Iterator[PromptBatch]:
+        """Batches as they are finished, from the first request to the last reply."""
+        for reply in backend.generate(self._next_request):
+            turn = self._running.pop(reply.request_id)
+            reason = self._runner.add_reply(turn.conversation, reply)
+            if reason is None:
+                self._waiting.appendleft(turn)  # older batches finish first
+            else:
+                self._close(turn, reason)
+            yield from self._take_finished()
+        yield from self._take_finished()
+        assert not (self._running or self._waiting or self._open_batches), "a request got no reply"
+
+    def _next_request(self) -> Request | None:
+        while not self._waiting:
+            if not self._open_batch():
+                return None
+        turn = self._waiting.popleft()
+        request_id = f"{turn.batch.name}/{turn.position}/{len(turn.conversation.replies)}"
+        self._running[request_id] = turn
+        return self._runner.request(request_id, turn.conversation)
+
+    def _open_batch(self) -> bool:
+        """Queue the conversations of the next batch, if there is one and it may be opened now."""
+        if self._open_batches and not self._across_shards:
+            return False
+        name, prompts = next(self._batches, (None, ()))
+        if name is None:
+            return False
+        batch = PromptBatch(name, unfinished=len(prompts))
+        self._open_batches += 1
+        for position, prompt in enumerate(prompts):
+            opened = self._runner.open(prompt)
+            if isinstance(opened, str):
+                self._end(batch, rejected=opened)
+            else:
+                self._waiting.append(_Turn(batch, position, opened))
+        if not prompts:
+            self._finish(batch)
+        return True
+
+    def _close(self, turn: _Turn, reason: str) -> None:
+        batch, outcome = turn.batch, self._runner.close(turn.conversation, reason)
+        if isinstance(outcome, str):
+            self._end(batch, rejected=outcome)
+        else:
+            batch.by_position[turn.position] = outcome
+            batch.ended[reason] += 1
+            self._end(batch)
+
+    def _end(self, batch: PromptBatch, *, rejected: str | None = None) -> None:
+        """One conversation less is under way, or was not begun."""
+        if rejected:
+            batch.rejected[rejected] += 1
+        batch.unfinished -= 1
+        self._advance(1)
+        if not batch.unfinished:
+            self._finish(batch)
+
+    def _finish(self, batch: PromptBatch) -> None:
+        self._open_batches -= 1
+        self._finished.append(batch)
+
+    def _take_finished(self) -> Iterator[PromptBatch]:
+        while self._finished:
+            yield self._finished.popleft()
