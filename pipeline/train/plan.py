@@ -57,7 +57,7 @@ class _Training(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        return train_dtype(self.config.train, self.config.target)
+        return planned_dtype(self.config.train.dtype, self.config.target.device)
 
     @property
     def step_tokens(self) -> int:
