@@ -105,7 +105,7 @@ $(READY): pyproject.toml constraints.txt requirements-demo.txt Makefile
 	@$(PIP) --no-deps -r requirements-demo.txt
 	@echo 'set-up 3/3: dependencies'
 	@$(PIP) -c constraints.txt -e '.[synth,dlp,gguf,gcs,ray,train,metrics,serve,dev]'
-	@$(BIN)/python -m bench.prompt_sets
+	@$(BIN)/python -m pipeline.prompts.demo_sets
 	@touch $@
 
 # Two workers with one thread each; a file's tests stay on one of them, and so do its fixtures.

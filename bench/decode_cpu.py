@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from bench.prompt_sets import prompt_set
 from bench.random_target import random_head
 from bench.report import contested
 from bench.rivals import hf_generate, hf_rate, llama_cpp
@@ -30,6 +29,7 @@ from pipeline.decoder.request import Completion, Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.registry import load_head
+from pipeline.prompts.demo_sets import prompt_set
 from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.forward import LoadedTarget

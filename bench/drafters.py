@@ -32,7 +32,6 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from bench.prompt_sets import prompt_set
 from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.drafter import DrafterFactory
@@ -42,6 +41,7 @@ from pipeline.errors import Eagle3Error
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import load_head
 from pipeline.prompts import balanced, load_prompts
+from pipeline.prompts.demo_sets import prompt_set
 from pipeline.serve_eval.questions import fill_context, first_question
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.trace import acceptance

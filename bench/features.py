@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 
-from bench.prompt_sets import prompt_set
 from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
 from bench.tau_cost import tau_cost
 from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
@@ -49,6 +48,7 @@ from pipeline.learning.batches import ReadAhead
 from pipeline.learning.corpus import survey
 from pipeline.learning.schedule import Schedule
 from pipeline.prompts import load_prompts
+from pipeline.prompts.demo_sets import prompt_set
 from pipeline.records import Message, Sample, SamplingParams, Shard, Span
 from pipeline.store.manifest import stage_location
 from pipeline.store.shards import SHARDS, ShardCache

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from bench.prompt_file import prompt_file
-from bench.prompt_sets import prompt_set
 from bench.report import interleaved, publish, rounded
 from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection
 from pipeline.decoder.engine import Engine
@@ -31,6 +30,7 @@ from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.registry import load_head
 from pipeline.prompts import load_prompts
+from pipeline.prompts.demo_sets import prompt_set
 from pipeline.records import Prompt
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend

@@ -88,7 +88,7 @@ def _run_on_ray(config: RunConfig, stage: Stage) -> Manifest:
     if config.run.shard:
         problem, fix = "with run.runtime=ray workers claim their shards", "leave run.shard out"
         raise ConfigError(problem, where="config: run.shard", fix=fix)
-    _connect(ray, config)
+    _connect(ray)
     try:
         return _Driver(ray, config, stage).run()
     finally:
@@ -175,9 +175,9 @@ class _Driver:
             self._ray.kill(actor)
 
 
-def _connect(ray: Any, config: RunConfig) -> None:
-    """To `run.ray.address` or $RAY_ADDRESS, else to a cluster of this machine alone."""
-    address = config.run.ray.address or os.environ.get("RAY_ADDRESS")
+def _connect(ray: Any) -> None:
+    """To $RAY_ADDRESS, else to a cluster of this machine alone."""
+    address = os.environ.get("RAY_ADDRESS")
     try:
         if address and re.fullmatch(r"[^/]+:\d+", address):  # Ray itself tries for six minutes
             host, port = address.rsplit(":", 1)
@@ -185,7 +185,7 @@ def _connect(ray: Any, config: RunConfig) -> None:
         ray.init(address=address, log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:
         problem = f"no Ray cluster answers: {' '.join(str(error).split())[:200]}"
-        fix = "start one with `ray start --head`, or correct run.ray.address or RAY_ADDRESS"
+        fix = "start one with `ray start --head`, or correct RAY_ADDRESS"
         raise WorkersDied(problem, where=f"Ray at {address or 'local'}", fix=fix) from None
 
 

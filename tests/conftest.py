@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunSection, process
+from pipeline.prompts.demo_sets import prompt_set
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -181,3 +182,11 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     for point in mounted:
         subprocess.run(["umount", str(point)], check=True)
+
+
+def demo_prompts(name: str) -> str:
+    """The file of one of the demo's prompt sets; skips where set-up has not written it."""
+    file = prompt_set(name)
+    if not Path(file).exists():
+        pytest.skip(f"needs configs/prompts/{name}.jsonl: make setup")
+    return file

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from pipeline.cli import parse_arguments
-from pipeline.config import RunConfig, overridden, parse
-from pipeline.config.reading import _fields_at
+from pipeline.config import RunConfig, _fields_at, overridden, parse
 from pipeline.jobs import render
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,6 +10,18 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pipeline.config.credentials import refuse_credentials
 from pipeline.config.drafter import (
     DRAFTERS,
     DrafterSection,
@@ -19,7 +31,6 @@ from pipeline.config.drafter import (
 )
 from pipeline.config.evaluation import EvalSection, LoadSection, RivalSection
 from pipeline.config.jobs import JobsSection, StageJobSection
-from pipeline.config.plan import PlanSection
 from pipeline.config.process import (
     cache_directory,
     cpu_kernels,
@@ -33,11 +44,9 @@ from pipeline.config.process import (
     take_settings,
     world_size,
 )
-from pipeline.config.reading import load, overridden, parse
-from pipeline.config.run import FeaturesSection, RunConfig, RunSection, TargetSection
+from pipeline.config.run import FeaturesSection, PlanSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import BatchTrees, Section, TreeSection, tree_labels
-from pipeline.config.serve import ServeSection
-from pipeline.config.server import LiveServerSection
+from pipeline.config.server import LiveServerSection, ServeSection
 from pipeline.config.synth import (
     DlpSection,
     GeneratorSection,
@@ -48,6 +57,7 @@ from pipeline.config.synth import (
     SynthSection,
 )
 from pipeline.config.train import DflashSection, HeadSection, TrainSection
+from pipeline.errors import ConfigError
 
 __all__ = [
     "DRAFTERS",
@@ -96,3 +106,172 @@ __all__ = [
     "tree_labels",
     "world_size",
 ]
+
+#: What pydantic appends to a key that may be of one type or another.
+_ALTERNATIVE = re.compile(r"^(constrained-|literal\[|tuple\[|list\[|dict\[|(int|float|str|bool)$)")
+
+
+def load(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    force: bool = False,
+    shard: str | None = None,
+) -> RunConfig:
+    """Read, override, check and freeze. Raises ConfigError with file, key and fix."""
+    tree = _read_yaml(Path(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    if force:
+        tree.setdefault("run", {})["force"] = True
+    if shard is not None:
+        tree.setdefault("run", {})["shard"] = shard
+    return parse(tree, where=str(path))
+
+
+def overridden(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """A nested mapping with `section.key=value` laid over it. Raises ConfigError."""
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse(tree, where="command line")
+
+
+def parse(tree: dict[str, Any], *, where: str = "config") -> RunConfig:
+    """Validate a nested mapping."""
+    refuse_credentials(tree, where)
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error, where) from None
+    threads = config.run.threads or len(os.sched_getaffinity(0))
+    return config.model_copy(update={"run": config.run.model_copy(update={"threads": threads})})
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            "no such file", where=str(path), fix="pass an existing YAML file with -c"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot be read: {error}",
+            where=str(path),
+            fix="pass a readable UTF-8 YAML file with -c",
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        raise ConfigError(
+            f"not valid YAML: {problem}",
+            where=f"{path}{line}",
+            fix="correct the syntax on that line",
+        ) from None
+    if not isinstance(tree, dict):
+        known = ", ".join(RunConfig.model_fields)
+        raise ConfigError(
+            "must be a mapping of sections",
+            where=str(path),
+            fix=f"start from configs/demo.yaml; sections are {known}",
+        )
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts) or re.search(r"\s|://", key.strip()):
+        beginning = "".join(re.findall(r"^[a-z_.]+", override))  # what follows may be a key
+        raise ConfigError(
+            "not of the form section.key=value",
+            where=f"override {beginning}…",
+            fix="write for example synth.max_prompts=200",
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(
+            "the value is not valid YAML", where=f"override {key}", fix="quote the value"
+        ) from None
+    node = tree
+    for part in parts[:-1]:
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"{part!r} is not a section",
+                where=f"override {key}",
+                fix="name a section and one of its keys",
+            )
+        node = child
+    node[parts[-1]] = value
+
+
+def _explain(error: ValidationError, where: str) -> ConfigError:
+    """The first problem pydantic found, as one line with a suggestion."""
+    first, whole = error.errors()[0], [str(part) for part in error.errors()[0]["loc"]]
+    depth = next((at for at, part in enumerate(whole) if _ALTERNATIVE.match(part)), len(whole))
+    location = whole[:depth]
+    dotted = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        known = list(_fields_at(location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        fix = f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+        return ConfigError(f"unknown key {location[-1]!r}", where=f"{where}: {dotted}", fix=fix)
+    if first["type"] == "missing" and location == whole:
+        return ConfigError(
+            "required but not set", where=f"{where}: {dotted}", fix=f"add {dotted}: …"
+        )
+    same = [_said(each) for each in error.errors() if each["loc"][:depth] == first["loc"][:depth]]
+    said = " or ".join(dict.fromkeys(same)) if location != whole else _said(first)
+    if isinstance(first["input"], dict) and "; " in said:  # of a section, whose text is no advice
+        problem, _, fix = said.partition("; ")
+        return ConfigError(problem, where=f"{where}: {dotted}", fix=fix)
+    shown = f", got {first['input']!r}" if _may_be_shown(location, first["input"]) else ""
+    return ConfigError(f"{said}{shown}", where=f"{where}: {dotted}", fix=_describe(location))
+
+
+def _said(error: ErrorDetails) -> str:
+    """pydantic's words, or those of our own check alone."""
+    return error["msg"].removeprefix("Value error, ")
+
+
+def _may_be_shown(location: list[str], value: Any) -> bool:
+    """Not whole sections, and nothing where people put keys by mistake."""
+    fields = (_fields_at(location[:at]).get(part) for at, part in enumerate(location))
+    return not isinstance(value, dict) and all(field.repr for field in fields if field)
+
+
+def _fields_at(location: list[str]) -> dict[str, Any]:
+    model: Any = RunConfig
+    for part in location:
+        if part.isdigit():
+            continue
+        field = model.model_fields.get(part)
+        model = _section_in(field.annotation) if field else None
+        if model is None:
+            return {}
+    return dict(model.model_fields)
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The Section inside `X`, `X | None` or `tuple[X, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    for argument in get_args(annotation):
+        section = _section_in(argument)
+        if section is not None:
+            return section
+    return None
+
+
+def _describe(location: list[str]) -> str:
+    """The field's own description: what a correct value means."""
+    for depth in range(len(location), 0, -1):
+        field = _fields_at(location[: depth - 1]).get(location[depth - 1])
+        if field is not None:
+            return " ".join(str(field.description).split())
+    return "see configs/demo.yaml"

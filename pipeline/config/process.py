@@ -1,11 +1,9 @@
 """What holds for a whole process and shapes no output: threads, caches, retries, kernels.
 
-A key that is set decides, then the environment, then the default:
-
-    run.cache_dir              XDG_CACHE_HOME (its folder eagle3)   ~/.cache/eagle3
-    run.store_retry_seconds    EAGLE3_STORE_RETRY_SECONDS           300
-    run.store_timeout_seconds  EAGLE3_STORE_TIMEOUT_SECONDS         60
-    run.cpu_kernels            EAGLE3_CPU_KERNELS (0: off)          on
+    run.cache_dir, else XDG_CACHE_HOME (its folder eagle3)   ~/.cache/eagle3
+    EAGLE3_STORE_RETRY_SECONDS                               300
+    EAGLE3_STORE_TIMEOUT_SECONDS                             60
+    EAGLE3_CPU_KERNELS (0: off)                              on
 
 Every stage begins with `prepare_process`, or with `take_settings` where torch may not be needed;
 commands without a configuration take the environment's.
@@ -62,18 +60,16 @@ def cache_directory() -> Path:
 
 def store_retry_seconds() -> float:
     """How long one operation on a remote store is tried. Raises ConfigError."""
-    return _seconds(_run.store_retry_seconds, "EAGLE3_STORE_RETRY_SECONDS", 300.0)
+    return _seconds("EAGLE3_STORE_RETRY_SECONDS", 300.0)
 
 
 def store_timeout_seconds() -> float:
     """How long a connection may be silent before it counts as dropped. Raises ConfigError."""
-    return _seconds(_run.store_timeout_seconds, "EAGLE3_STORE_TIMEOUT_SECONDS", 60.0)
+    return _seconds("EAGLE3_STORE_TIMEOUT_SECONDS", 60.0)
 
 
 def cpu_kernels() -> bool:
     """Whether the decoder may use the C++ kernels where this machine can run them."""
-    if _run.cpu_kernels is not None:
-        return _run.cpu_kernels
     return os.environ.get("EAGLE3_CPU_KERNELS") != "0"
 
 
@@ -97,9 +93,7 @@ def is_launched() -> bool:
     return "RANK" in os.environ
 
 
-def _seconds(key: float | None, variable: str, default: float) -> float:
-    if key is not None:
-        return key
+def _seconds(variable: str, default: float) -> float:
     text = os.environ.get(variable)
     try:
         value = float(text) if text else default

@@ -11,9 +11,8 @@ from pydantic_core import to_jsonable_python
 
 from pipeline.config.evaluation import EvalSection
 from pipeline.config.jobs import JobsSection
-from pipeline.config.plan import PlanSection
 from pipeline.config.section import Section
-from pipeline.config.serve import ServeSection
+from pipeline.config.server import ServeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SynthSection
 from pipeline.config.train import TrainSection
 from pipeline.records import STATES_FORMAT, Stage, digest
@@ -59,11 +58,8 @@ _ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree", "earl
 
 
 class RaySection(Section):
-    """Synth and features in the actors of a Ray cluster."""
+    """Synth and features in the actors of the Ray cluster at $RAY_ADDRESS, or of a local one."""
 
-    address: str | None = None
-    """The cluster, as `ray.init` takes it. None: $RAY_ADDRESS, or a cluster of this machine
-    alone."""
     workers: int | None = Field(None, gt=0)
     """Actors, each a process with the model. None: as many as the cluster holds."""
     cpus: float = Field(1, ge=0)
@@ -100,18 +96,9 @@ class RunSection(Section):
     often."""
     force: bool = False
     """Discard a stage's earlier output when it belongs to another config (`--force`)."""
-    store_retry_seconds: float | None = Field(None, ge=0)
-    """How long an operation on a remote store is tried. None: $EAGLE3_STORE_RETRY_SECONDS or
-    300."""
-    store_timeout_seconds: float | None = Field(None, ge=0)
-    """How long a connection to a remote store may be silent. None: $EAGLE3_STORE_TIMEOUT_SECONDS or
-    60."""
     metrics_dir: str | None = None
     """Local directory in which each process keeps a Prometheus text file of what it does, as
     node_exporter's textfile collector reads it (docs/fleet.md). None: no file."""
-    cpu_kernels: bool | None = None
-    """Decode with the C++ kernels on CPUs that can run them. None: unless $EAGLE3_CPU_KERNELS is
-    0."""
 
     @field_validator("shard")
     @classmethod
@@ -213,6 +200,19 @@ class FeaturesSection(Section):
                 "a device_map places whole layers and parallel=tensor splits each one; choose one"
             )
         return self
+
+
+class PlanSection(Section):
+    """What `--plan` assumes of what it cannot read; shapes no output, part of no hash."""
+
+    workers: int = Field(1, gt=0)
+    """Training processes, over which ZeRO splits the optimiser's state (`--workers`)."""
+    target_config: str | None = None
+    """config.json, or its directory, of a target that is not on this disk."""
+    prompts: int | None = Field(None, gt=0)
+    """Prompts assumed where sources cannot be counted here; synth.max_prompts still limits them."""
+    prompt_tokens: int = Field(200, gt=0)
+    """Length assumed of a prompt that cannot be read here; one turn."""
 
 
 class RunConfig(Section):

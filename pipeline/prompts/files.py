@@ -153,7 +153,10 @@ def open_file(source: str, *, unpack: bool = True) -> BinaryIO:
         file: BinaryIO = fsspec.open(source, "rb", compression=compression).open()
         return file
     except FileNotFoundError:
-        raise DataError("no such file", where=source, fix="correct the path in `source`") from None
+        fix = "correct the path in `source`"
+        if "configs/prompts/" in source:
+            fix += "; `make setup` writes the demo's prompts there"
+        raise DataError("no such file", where=source, fix=fix) from None
     except (OSError, ValueError, ImportError) as error:
         problem = f"cannot be opened: {error}"
         raise DataError(problem, where=source, fix="pass a readable file") from None

@@ -1,6 +1,6 @@
 """What a Location needs from disk.py or remote.py, and which failures of a store are transient.
 
-    attempt ─ transient failure ─ wait w ─ attempt ─ … ─ until run.store_retry_seconds are over
+    attempt ─ transient failure ─ wait w ─ attempt ─ … ─ until EAGLE3_STORE_RETRY_SECONDS are over
                                   w = 0.5, 1, 2, … 30 s, each with up to half a second of jitter
 
 Transient: HTTP 408, 425, 429 and 5xx, refused, dropped and silent connections, unfinished bodies,
@@ -127,7 +127,7 @@ def _problem_and_fix(error: OSError, *, writing: bool) -> tuple[str, str]:
 #: What helps against a transient failure that did not pass in time.
 RETRY_LATER = (
     "run the same command again when the storage is well, "
-    "or raise run.store_retry_seconds or EAGLE3_STORE_RETRY_SECONDS to wait longer for it"
+    "or raise EAGLE3_STORE_RETRY_SECONDS to wait longer for it"
 )
 #: Seconds; the wait doubles with each failure.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.prompt_sets import READERS, chitchat, prompt_set
-from bench.prompt_sets.data_package import DataPackage
 from pipeline.config import SourceSpec
 from pipeline.errors import DataError, MissingPackage
 from pipeline.prompts import load_prompts
+from pipeline.prompts.demo_sets import READERS, DataPackage, _opening_side
 from pipeline.records import Prompt
+from tests.conftest import demo_prompts
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def load(name: str) -> list[Prompt]:
 
 @pytest.mark.parametrize("name", sorted(READERS))
 def test_the_files_hold_what_the_packages_do(name: str) -> None:
-    assert load_prompts([SourceSpec(source=prompt_set(name))], seed=0) == load(name)
+    assert load_prompts([SourceSpec(source=demo_prompts(name))], seed=0) == load(name)
 
 
 def test_mt_bench_has_eighty_conversations_of_two_turns() -> None:
@@ -88,11 +88,11 @@ def test_chitchat_conversation_becomes_one_side() -> None:
         ("a", "ok"),
     ]
     groups = [[{"sender": sender, "text": text}] for sender, text in said]
-    assert chitchat._opening_side(groups) == [
+    assert _opening_side(groups) == [
         "Hello I am writing a story about the sea",
         "What should it be called?",
     ]
-    assert chitchat._opening_side([[], *groups[:1]]) == []
+    assert _opening_side([[], *groups[:1]]) == []
 
 
 def test_no_package_is_imported() -> None:
@@ -117,3 +117,8 @@ def test_a_package_without_its_data_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match=r"has no data/prompts\.jsonl"):
         DataPackage("hollow-package", "hollow_package", "MIT").find("data/prompts.jsonl")
+
+
+def test_a_demo_file_that_set_up_has_not_written_names_the_fix() -> None:
+    with pytest.raises(DataError, match=r"no such file \(fix: .*`make setup`"):
+        load_prompts([SourceSpec(source="configs/prompts/absent.jsonl")], seed=0)

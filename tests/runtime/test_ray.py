@@ -118,19 +118,23 @@ def test_an_error_of_a_worker_is_the_command_s(cluster: Any, write_config: Write
     [
         ("run.ray.gpus=8", "config: run.ray: no worker fits: the cluster has 2 CPUs and 0 GPUs"),
         ("run.shard=0/2", "config: run.shard: with run.runtime=ray workers claim their shards"),
-        ("run.ray.address=127.0.0.1:1", "Ray at 127.0.0.1:1: no Ray cluster answers"),
+        ("RAY_ADDRESS=127.0.0.1:1", "Ray at 127.0.0.1:1: no Ray cluster answers"),
     ],
 )
 def test_what_the_cluster_cannot_do_is_said(
     cluster: Any, write_config: Write, override: str, message: str
 ) -> None:
+    key, _, value = override.partition("=")
+    elsewhere = key == "RAY_ADDRESS"
+    overrides = [] if elsewhere else [override]
+    environment = {**os.environ, "RAY_ADDRESS": value if elsewhere else cluster.address}
     command = [sys.executable, "-W", "ignore", "-m", "pipeline.cli", "synth", "-c"]
     done = subprocess.run(
-        [*command, str(write_config("refused")), "run.runtime=ray", override],
-        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        [*command, str(write_config("refused")), "run.runtime=ray", *overrides],
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    code = 75 if "address" in override else 2
+    code = 75 if elsewhere else 2
     assert done.returncode == code and message in done.stderr, done.stderr

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.prompt_sets import prompt_set
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import ConfigError, DataError
 from pipeline.prompts import load_prompts
@@ -29,6 +28,7 @@ from pipeline.synth.filters import (
     words_of,
 )
 from pipeline.synth.select import Selection, select
+from tests.conftest import demo_prompts
 
 
 def selected(config: RunConfig) -> Selection:
@@ -179,7 +179,7 @@ def test_matches_of_evaluation_prompts_are_dropped(
 
 
 def test_every_mt_bench_prompt_is_recognised() -> None:
-    bench = load_prompts([SourceSpec(source=prompt_set("mt_bench"))], seed=0)
+    bench = load_prompts([SourceSpec(source=demo_prompts("mt_bench"))], seed=0)
     step = decontaminate(bench)
     turns = [turn for question in bench for turn in question.turns]
     assert all(step(prompt("Now this:", turn.upper())) == "contaminated" for turn in turns)
@@ -188,7 +188,7 @@ def test_every_mt_bench_prompt_is_recognised() -> None:
 def test_a_planted_mt_bench_prompt_is_dropped_and_counted(
     make_config: Callable[..., RunConfig], prompts_file: Path
 ) -> None:
-    [question] = load_prompts([SourceSpec(source=prompt_set("mt_bench"), limit=1)], seed=0)
+    [question] = load_prompts([SourceSpec(source=demo_prompts("mt_bench"), limit=1)], seed=0)
     planted = question.turns[0]
     extra = [
         {"turns": [f"Please help.\n{planted}"], "license": "MIT"},
@@ -197,7 +197,9 @@ def test_a_planted_mt_bench_prompt_is_dropped_and_counted(
     extra += [{"turns": ["A fresh question"], "license": "GPL-3.0-only"}]
     with prompts_file.open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in extra)
-    selection = selected(make_config(exclude=[{"source": prompt_set("mt_bench")}], max_prompts=20))
+    selection = selected(
+        make_config(exclude=[{"source": demo_prompts("mt_bench")}], max_prompts=20)
+    )
     assert selection.rejected == {
         "contaminated": 1,
         "duplicate": 1,

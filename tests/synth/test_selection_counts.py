@@ -13,9 +13,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from bench.prompt_sets import prompt_set
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.errors import DataError
+from pipeline.prompts.demo_sets import prompt_set
 from pipeline.prompts.sources import estimate_records, record_bytes
 from pipeline.store.location import Location
 from pipeline.synth.select import prompt_counts, select

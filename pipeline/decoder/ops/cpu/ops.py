@@ -52,7 +52,7 @@ def load(dtype: torch.dtype) -> CpuOps | None:
 def why_not(dtype: torch.dtype) -> str:
     """Why `load` gives None; empty where it does not."""
     if not cpu_kernels():
-        return "run.cpu_kernels or EAGLE3_CPU_KERNELS switches them off"
+        return "EAGLE3_CPU_KERNELS switches them off"
     return _attempt(isa_level(), dtype)[1]
 
 
