@@ -152,7 +152,7 @@ def test_named_keys_are_keys_of_the_configuration(page: str) -> None:
 
 
 def _is_file(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in ("yaml", "json", "jsonl", "html", "sbatch", "gz")
+    return name.rsplit(".", 1)[-1] in ("yaml", "json", "jsonl", "html", "md", "sbatch", "gz")
 
 
 def _is_key(name: str) -> bool:
