@@ -20,7 +20,6 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
-FLEET = PAGES["docs/fleet.md"]
 #: What a documented command writes into the tree.
 WRITTEN = {"tests/gpu_results/"}
 #: What every run needs and a command in a document leaves to the reader's configuration.
@@ -30,38 +29,21 @@ TREE: dict[str, Any] = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", FLEET, re.DOTALL)
-
-
-@pytest.fixture
-def config() -> RunConfig:
-    """A run with the page's section `jobs`."""
+def test_rendered_jobs_follow_the_table_of_exit_codes() -> None:
+    """The page's example of `jobs`, and what its table says of 0, 1, 2, 75, 130 and crashes."""
+    (example,) = re.findall(r"```yaml\n(.*?)```", PAGES["docs/fleet.md"], re.DOTALL)
     tree: dict[str, Any] = {
         "run": {"uri": "gs://bucket/heads/x"},
         "eval": {"sources": [{"source": "hub:org/questions"}]},
     }
-    return parse(TREE | tree | yaml.safe_load(blocks("yaml")[0]))
-
-
-def holds(whole: Any, part: Any) -> bool:
-    """Whether mappings have at least the keys of the part's, and all else is equal."""
-    if isinstance(part, dict):
-        return all(key in whole and holds(whole[key], value) for key, value in part.items())
-    return bool(whole == part)
-
-
-def test_shown_manifest_is_part_of_the_rendered_one(config: RunConfig) -> None:
-    shown = yaml.safe_load(blocks("yaml")[1])
-    _, rendered = yaml.safe_load_all(render(config, "kubernetes")["features.yaml"])
-    assert holds(rendered, shown)
-    shown["spec"]["completions"] += 1
-    assert not holds(rendered, shown)
-
-
-def test_shown_script_is_part_of_the_rendered_one(config: RunConfig) -> None:
-    (shown,) = blocks("bash")
-    assert shown in render(config, "slurm")["features.sbatch"]
+    config = parse(TREE | tree | yaml.safe_load(example))
+    _, job = yaml.safe_load_all(render(config, "kubernetes")["features.yaml"])
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    assert job["spec"]["backoffLimitPerIndex"] == 20
+    script = render(config, "slurm")["features.sbatch"]
+    assert "case $code in\n  0 | 1 | 2) ;;" in script
+    assert "75 | 130 | 143) again=yes ;;" in script
+    assert '*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || again=yes ;;' in script
 
 
 def anchors(text: str) -> set[str]:
