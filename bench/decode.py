@@ -37,7 +37,7 @@ def _options() -> argparse.Namespace:
     option = parser.add_argument
     option("--head", type=Path, help="directory of a trained head; else acceptance is imposed")
     option("--threads", type=int, default=cores, help="CPU threads")
-    option("--runs", type=int, default=7, help="interleaved runs behind every median")
+    option("--runs", type=int, default=7, help="interleaved runs of which the median counts")
     option("--device", default=here, choices=("cpu", "cuda"))
     option("--levels", type=_names, help=f"of {', '.join(bench_levels())}; default all (CPU)")
     option("--only", type=_names, default=GROUPS, help=f"of {', '.join(GROUPS)} (CPU)")

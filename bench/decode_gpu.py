@@ -58,7 +58,7 @@ TREE = TreeSection(top_k=4, steps=5, nodes=16)
 PATTERN = (3, 2, 4, 2, 3)
 PROMPT, NEW_TOKENS = 256, 128
 LONG, JOINING, SHORT, RAGGED_ROWS = 32768, 16384, 256, 16
-#: Rounds behind one wall-clock figure: a multiple of the pattern's length.
+#: Rounds in one wall-clock figure: a multiple of the pattern's length.
 ROUNDS = 20
 #: Kernels whose share of a round is reported.
 KERNELS = 12
@@ -161,7 +161,7 @@ def _engine_rates(gpu: Gpu, rows: int) -> tuple[dict[str, float], float]:
 
 
 def _context(rows: int, context: int, gpu: Gpu) -> dict[str, Any]:
-    """Rounds behind long contexts, and how fast such a prompt is read."""
+    """Rounds after long contexts, and how fast such a prompt is read."""
     costs, roofline = _costs(gpu, rows, context), gpu.roofline(rows, context)
     _release(gpu.model.device)
     rounds = _rounds(gpu, [context] * rows)
@@ -376,7 +376,7 @@ def _request(row: int, prompt: int, new_tokens: int | None = None) -> Request:
 
 
 def _room(gpu: Gpu) -> int:
-    """Entries behind a row's first ones that some rounds and the last tree take."""
+    """Entries after a row's first ones that some rounds and the last tree take."""
     return ROUNDS * (TREE.steps + 1) + HEADROOM
 
 

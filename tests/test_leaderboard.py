@@ -192,7 +192,7 @@ def test_all_seeds_share_data_and_a_result_of_something_else_is_refused(
     links = [tmp_path / "plain-mix" / f"1000-{seed}" / "synth" for seed in range(2)]
     assert {link.resolve() for link in links} == {tmp_path / "data/0/synth"}
     for other in (bench(9), bench(8, "train.epochs=7")):
-        with pytest.raises(StageConflict, match="another row, data or evaluation"):
+        with pytest.raises(StageConflict, match="another row, data set or evaluation"):
             other.result(plain, 1000, 0)
     # States of another kind are of the same samples; other samples have states of their own.
     asked.clear()

@@ -28,7 +28,7 @@ _RESULTS = _EXPERIMENTS / "results.jsonl"
 
 
 def main() -> int:
-    """Run what is asked for; errors of a user's making end with 2, as everywhere."""
+    """Run the rows; a user's error ends with 2, as everywhere."""
     options = _options()
     try:
         cells = _cells(options)

@@ -28,18 +28,18 @@ class Experiment(Record):
         return list(_flat(self.changes))
 
 
-def read_experiments(folder: Path, wanted: Sequence[str]) -> list[Experiment]:
-    """Those that are wanted, or all, `default` first. Raises ConfigError for one without file."""
+def read_experiments(folder: Path, rows: Sequence[str]) -> list[Experiment]:
+    """The rows with these names, or all, `default` first. ConfigError for a missing file."""
     names = sorted(path.stem for path in folder.glob("*.yaml"))
-    if missing := sorted(set(wanted) - set(names)):
-        fix = f"choose of {', '.join(names)}, or add {folder}/{missing[0]}.yaml"
+    if missing := sorted(set(rows) - set(names)):
+        fix = f"choose from {', '.join(names)}, or add {folder}/{missing[0]}.yaml"
         raise ConfigError(f"no experiment {missing[0]}", where="--rows", fix=fix)
-    chosen = [name for name in names if not wanted or name in wanted]
+    chosen = [name for name in names if not rows or name in rows]
     return [_read(folder / f"{name}.yaml") for name in sorted(chosen, key=_default_first)]
 
 
 def configured(base: Path, experiment: Experiment, overrides: Sequence[str]) -> RunConfig:
-    """The base with the row's changes; `overrides` have the last word."""
+    """The base with the row's changes; `overrides` come last."""
     return load(base, [*experiment.overrides(), *overrides])
 
 
@@ -50,19 +50,19 @@ def _default_first(name: str) -> tuple[bool, str]:
 def _read(path: Path, readers: tuple[str, ...] = ()) -> Experiment:
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     data = json.dumps({"name": path.stem, **tree}).encode()
-    fix = "it has `about`, `against` and `changes`, no more"
+    fix = "use only `about`, `against` and `changes`"
     own = Experiment.parse(data, where=str(path), fix=fix)
     if own.name == "default":
         return own
     rival, readers = path.with_name(f"{own.against}.yaml"), (*readers, path.stem)
     if not rival.exists() or own.against in readers:
-        problem, fix = f"no other experiment {own.against}", f"add {rival}, or take `against` out"
+        problem, fix = f"no other experiment {own.against}", f"add {rival}, or remove `against`"
         raise ConfigError(problem, where=str(path), fix=fix)
     return own.model_copy(update={"changes": _merged(_read(rival, readers).changes, own.changes)})
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both; `above` has the last word, an empty tree of it takes out what is below."""
+    """Both trees; `above` wins, and an empty tree in it removes what is below."""
     merged = {**below, **above}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict) and above[key]:

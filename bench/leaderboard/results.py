@@ -3,7 +3,7 @@
     runs/leaderboard/<row>/<budget>-<seed>/result.json ─┐
     experiments/results.jsonl, a line a cell ◄──────────┴── --write; the newest of a cell stays
 
-Run folders get lost, and a row is worth what it can be paired with: so counts of prompts are kept.
+Run folders get lost, and rows are compared in pairs: so the counts of every prompt are stored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CellResult(Record):
 
 
 def read_results(path: Path) -> list[CellResult]:
-    """Those that are kept, in the order of their keys; none without a file."""
+    """The stored cells, in the order of their keys; none without a file."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines()

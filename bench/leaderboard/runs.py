@@ -62,7 +62,7 @@ class Bench:
         self._model: DecoderModel | None = None
 
     def result(self, experiment: Experiment, budget: int, seed: int) -> CellResult:
-        """Of a cell, made if it is not there."""
+        """Of a cell, computed if it does not exist."""
         cell = self._folder / experiment.name / f"{budget}-{seed}"
         done, fix = cell / RESULT, f"delete {cell}, or give another --out"
         fixed = [f"run.uri={cell}", f"run.seed={seed}", f"train.data_tokens={budget}"]
@@ -70,13 +70,13 @@ class Bench:
         config = configured(self._base, experiment, [*self._common, *fixed])
         if done.is_file():
             result = CellResult.parse(done.read_bytes(), where=str(done), fix=fix)
-            asked = self._questions_digest(), TREE, self._new_tokens
-            if _changes(config, cell, "train") or asked != (
+            evaluation = self._questions_digest(), TREE, self._new_tokens
+            if _changes(config, cell, "train") or evaluation != (
                 result.questions,
                 result.tree,
                 result.new_tokens,
             ):
-                problem = "is of another row, data or evaluation"
+                problem = "belongs to another row, data set or evaluation"
                 raise StageConflict(problem, where=str(done), fix=fix)
             return result
         self._link_data(experiment, cell)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.peers.turns import DOCUMENTS, LENGTH, loss_mask
+from bench.peers.turns import DOCUMENTS, LENGTH, supervised_mask
 from bench.report import ROOT, publish, rounded
 from bench.train import CPU, operations, random_model
 from pipeline.tuning.roofline import matmul_rate
@@ -109,7 +109,7 @@ def _rate(steps: list[dict[str, float]], clock: str) -> float:
 def _floors(threads: int) -> dict[str, float]:
     """Tokens a CPU-second of the products alone, by type."""
     torch.set_num_threads(threads)
-    tokens, labels = DOCUMENTS * LENGTH, int(loss_mask().sum())
+    tokens, labels = DOCUMENTS * LENGTH, int(supervised_mask().sum())
     needed = operations(random_model(LENGTH, "float32").head, tokens, labels) / tokens
     rates = {name: matmul_rate(CPU, size=2048, dtype=getattr(torch, name)) for name in TYPES}
     return {
@@ -151,7 +151,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="peers", description=__doc__, formatter_class=raw)
     option = parser.add_argument
     option("--python", required=True, help="interpreter that has the other trainers")
-    option("--runs", type=int, default=7, help="steps behind every median")
+    option("--runs", type=int, default=7, help="steps of which the median counts")
     option("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads")
     option("--only", default=",".join(TRAINERS), help=f"of {', '.join(TRAINERS)}")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")

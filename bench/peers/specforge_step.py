@@ -28,9 +28,9 @@ from bench.peers.turns import (
     STEPS,
     VOCABULARY,
     inputs,
-    loss_mask,
     optimised,
     serve,
+    supervised_mask,
 )
 
 
@@ -38,24 +38,24 @@ def make(dtype: torch.dtype) -> Callable[[], None]:
     """The step."""
     config = LlamaConfig(**LAYER, num_hidden_layers=1, pad_token_id=0)
     config.draft_vocab_size = DRAFT
-    given = inputs(dtype)
+    tensors = inputs(dtype)
     head = LlamaForCausalLMEagle3(config, attention_backend="sdpa").to(dtype)
-    head.embed_tokens.weight.data.copy_(given["rows"])
+    head.embed_tokens.weight.data.copy_(tensors["rows"])
     head.embed_tokens.weight.requires_grad_(False)
     head.t2d.copy_(torch.arange(VOCABULARY) < DRAFT)
     eagle3.LogSoftmaxLoss = SimpleNamespace(apply=_compute_loss)
     model = eagle3.OnlineEagle3Model(head, length=STEPS, attention_backend="sdpa")
-    mask = loss_mask()[..., None]
+    mask = supervised_mask()[..., None]
 
     def loss() -> Tensor:
         losses, *_ = model(
-            input_ids=given["token_ids"],
+            input_ids=tensors["token_ids"],
             attention_mask=torch.ones(DOCUMENTS, LENGTH, dtype=torch.bool),
             target=None,
             loss_mask=mask,
-            hidden_states=given["aux_states"],
-            target_hidden_for_compact=given["final_states"],
-            target_head_weight=given["rows"],
+            hidden_states=tensors["aux_states"],
+            target_hidden_for_compact=tensors["final_states"],
+            target_head_weight=tensors["rows"],
         )
         total = sum(DECAY**step * each for step, each in enumerate(losses))
         return torch.as_tensor(total)

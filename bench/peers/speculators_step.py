@@ -26,9 +26,9 @@ from bench.peers.turns import (
     STEPS,
     VOCABULARY,
     inputs,
-    loss_mask,
     optimised,
     serve,
+    supervised_mask,
 )
 
 
@@ -47,12 +47,12 @@ def make(dtype: torch.dtype) -> Callable[[], None]:
             verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
         ),
     )
-    given, model = inputs(dtype), Eagle3DraftModel(config)
+    tensors, model = inputs(dtype), Eagle3DraftModel(config)
     model.load_vocab_mappings(torch.arange(VOCABULARY) < DRAFT, torch.zeros(DRAFT).long())
     model = model.to(dtype)
     with torch.no_grad():
-        model.embed_tokens.weight.copy_(given["rows"])
-        model.verifier_lm_head.weight.copy_(given["rows"][:DRAFT])
+        model.embed_tokens.weight.copy_(tensors["rows"])
+        model.verifier_lm_head.weight.copy_(tensors["rows"][:DRAFT])
     model.verifier_lm_head.weight.requires_grad_(False)
     losses = resolve_loss_config("kl_div", "eager")
     documents = torch.arange(DOCUMENTS).repeat_interleave(LENGTH)[None]
@@ -60,12 +60,12 @@ def make(dtype: torch.dtype) -> Callable[[], None]:
 
     def loss() -> Tensor:
         _, total, _ = model(
-            hidden_states=given["aux_states"].flatten(0, 1)[None],
-            input_ids=given["token_ids"].flatten().roll(-1)[None],
+            hidden_states=tensors["aux_states"].flatten(0, 1)[None],
+            input_ids=tensors["token_ids"].flatten().roll(-1)[None],
             document_ids=documents,
-            loss_mask=loss_mask().flatten().roll(-1)[None].bool(),
+            loss_mask=supervised_mask().flatten().roll(-1)[None].bool(),
             position_ids=positions,
-            verifier_last_hidden_states=given["final_states"].flatten(0, 1).roll(-1, 0)[None],
+            verifier_last_hidden_states=tensors["final_states"].flatten(0, 1).roll(-1, 0)[None],
             ttt_steps=STEPS,
             ttt_step_loss_decay=DECAY,
             loss_config=losses,

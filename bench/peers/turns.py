@@ -1,4 +1,4 @@
-"""What all trainers are given, and how they take turns. Runs without this package's dependencies.
+"""The inputs of all trainers, and how they take turns. Runs without this package's dependencies.
 
 parent    step\\n ──────────────► child, which has its model ready
           {"seconds": …} ◄────── one optimiser step
@@ -53,7 +53,7 @@ def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def loss_mask() -> Tensor:
+def supervised_mask() -> Tensor:
     """1 for supervised tokens [D, T]."""
     mask = torch.zeros(DOCUMENTS, LENGTH, dtype=torch.int64)
     mask[:, PROMPT:] = 1
@@ -75,7 +75,7 @@ def optimised(model: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[]
 
 
 def serve(make: Callable[[torch.dtype], Callable[[], None]]) -> None:
-    """Make a step in the type that argv names, and perform it whenever asked to."""
+    """Make a step in the type that argv names, and perform one for each line of input."""
     torch.set_num_threads(int(sys.argv[2]))
     answers = sys.stdout
     sys.stdout = sys.stderr  # what libraries print is no answer
