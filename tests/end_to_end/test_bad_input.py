@@ -97,8 +97,6 @@ def test_settings_of_training_that_contradict_each_other(
     write_config: Write, fails: Fails, tmp_path: Path
 ) -> None:
     config = write_config()
-    line = fails("train", config, "train.early_stop=2")
-    assert "train.early_stop: needs train.evaluate_every" in line
     line = fails("train", config, "train.evaluate_tree=auto")
     assert "train.evaluate_tree: cannot be auto" in line
     assert main(["run", "-c", str(config)]) == 0

@@ -159,9 +159,7 @@ def test_plan_counts_what_is_drawn_of_the_states(
     assert plan(more) == plan(whole)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"loss": "lk"}, {"normalise": "all"}, {"activation_checkpointing": True}]
-)
+@pytest.mark.parametrize("settings", [{"loss": "kl"}, {"activation_checkpointing": True}])
 def test_switches_reach_the_model(
     tiny_config: Configure, store_states: Store, settings: dict[str, object]
 ) -> None:
