@@ -20,11 +20,11 @@ from pipeline.learning.corpus import HeldOut, hold_out, survey
 from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
-from pipeline.train import run
 from pipeline.train.acceptance import Evaluator
 from pipeline.train.checkpoints import Marker
 from pipeline.train.loop import total_steps
 from pipeline.train.progress import Progress
+from pipeline.train.stage import run
 from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 

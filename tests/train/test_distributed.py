@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from pipeline.config import RunConfig
 from pipeline.store.manifest import read_manifest
 from pipeline.store.states import StatesSample
-from pipeline.train import run
+from pipeline.train.stage import run
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
 
 SETTINGS = {

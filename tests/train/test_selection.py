@@ -22,9 +22,9 @@ from pipeline.learning.corpus import HeldOut, hold_out
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
-from pipeline.train import run
 from pipeline.train.acceptance import Evaluator, advise, count
 from pipeline.train.progress import Decoded, Progress, Window
+from pipeline.train.stage import run
 from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of
 

@@ -17,8 +17,8 @@ from pipeline.errors import ContractMismatch, DataError, MissingStage, StageConf
 from pipeline.heads.registry import load_head
 from pipeline.store.location import Location
 from pipeline.store.states import StatesSample
-from pipeline.train import run
 from pipeline.train.plan import plan
+from pipeline.train.stage import run
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
 
