@@ -91,7 +91,7 @@ def test_refused_prompts_are_counted_and_dates_are_the_run_s(
     before = datetime.now(UTC)
     run(config)
     report = read_report(config.run.uri)
-    assert report.settings["left_out"] == {
+    assert report.settings.left_out == {
         "prompt_too_long": 0,
         "not_rendered": 1,
         "template_rewrites": 3,
