@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.metric_names import sglang_names, speed_bench_names, vllm_names
-from pipeline.reports import RoundCounters
+from pipeline.reports import RoundCounters, SglangNames, SpeedBenchNames, VllmNames
 
 # Turn 1 of prompt a: rounds of 1, 3, 2 tokens, the last cut to 1. Nothing was drafted in the first.
 FIRST = RoundCounters(rounds=3, tokens=5, drafted=8, accepted_lengths=(1, 1, 1), proposed=(2, 2, 1))
@@ -20,33 +19,32 @@ ALL = [FIRST, SECOND, THIRD, NOTHING]
 
 
 def test_vllm() -> None:
-    names = vllm_names(ALL)
-    assert names["num_drafts"] == 5, "a round without a draft is none"
-    assert names["num_draft_tokens"] == 20 and names["num_accepted_tokens"] == 6
-    assert names["num_accepted_tokens_per_pos"] == [3, 2, 1]
-    assert names["spec_decode_acceptance_rate"] == pytest.approx(100 * 6 / 20)
-    assert names["spec_decode_acceptance_length"] == pytest.approx(1 + 6 / 5)
-    rates = names["spec_decode_per_position_acceptance_rates"]
-    assert rates == pytest.approx([3 / 5, 2 / 5, 1 / 5])
+    assert VllmNames.of(ALL).model_dump() == {
+        "num_drafts": 5,  # a round without a draft is none
+        "num_draft_tokens": 20,
+        "num_accepted_tokens": 6,
+        "num_accepted_tokens_per_pos": (3, 2, 1),
+        "spec_decode_acceptance_rate": pytest.approx(100 * 6 / 20),
+        "spec_decode_acceptance_length": pytest.approx(1 + 6 / 5),
+        "spec_decode_per_position_acceptance_rates": pytest.approx((3 / 5, 2 / 5, 1 / 5)),
+    }
 
 
 def test_sglang() -> None:
-    names = sglang_names([FIRST])
-    assert names["spec_accept_length"] == 6 / 3, "prefill's token counts"
-    names = sglang_names(ALL)
-    assert names == {
+    assert SglangNames.of([FIRST]).spec_accept_length == 6 / 3, "prefill's token counts"
+    assert SglangNames.of(ALL).model_dump() == {
         "spec_verify_ct": 6,
         "spec_accept_length": pytest.approx((6 + 5 + 3) / 6),
         "spec_accept_rate": pytest.approx(6 / 20),
         "spec_num_proposed_drafts": 20,
         "spec_num_correct_drafts": 6,
-        "spec_correct_drafts_histogram": [3, 1, 1, 1],
+        "spec_correct_drafts_histogram": (3, 1, 1, 1),
     }
 
 
 def test_speed_bench() -> None:
-    names = speed_bench_names(ALL, ["a", "a", "b", "c"], ["chat", "chat", "math", "math"])
-    assert names == {
+    names = SpeedBenchNames.of(ALL, ["a", "a", "b", "c"], ["chat", "chat", "math", "math"])
+    assert names.model_dump() == {
         "Request_AL": {"a": 10 / 4, "b": 1.0},
         "Category_AL": {"chat": 2.5, "math": 1.0},
         "Average_AL": pytest.approx(3.5 / 2),
@@ -54,9 +52,10 @@ def test_speed_bench() -> None:
 
 
 def test_without_rounds() -> None:
-    assert vllm_names([])["spec_decode_acceptance_length"] == 1
-    assert sglang_names([NOTHING])["spec_accept_length"] == 0
-    assert speed_bench_names([], [], []) == {"Request_AL": {}, "Category_AL": {}, "Average_AL": 0}
+    assert VllmNames.of([]).spec_decode_acceptance_length == 1
+    assert SglangNames.of([NOTHING]).spec_accept_length == 0
+    nothing = {"Request_AL": {}, "Category_AL": {}, "Average_AL": 0}
+    assert SpeedBenchNames.of([], [], []).model_dump() == nothing
 
 
 def test_counters_add_up() -> None:

@@ -107,12 +107,12 @@ def _about(head: DraftingHead, card: HeadCard) -> str:
 
 
 def _measured(report: EvalReport) -> str:
-    tree, figures = report.settings.get("tree", {}), report.acceptance
+    tree, figures = report.settings.tree, report.acceptance
     interval = ""
     if figures:
         tau = figures.acceptance_length
         interval = f" (95 % of draws of prompts: {tau.low:.2f} … {tau.high:.2f})"
-    shape = ", ".join(f"{key} {value}" for key, value in tree.items() if key != "auto")
+    shape = f"top_k {tree.top_k}, steps {tree.steps}, nodes {tree.nodes}" if tree else "none"
     rows = [
         f"* acceptance length τ **{report.acceptance_length:.2f}**{interval}, bonus token included",
         *(
@@ -121,15 +121,15 @@ def _measured(report: EvalReport) -> str:
             if ratio
         ),
         f"* tree: {shape}; {len(report.prompts)} requests of at most "
-        f"{report.settings.get('max_new_tokens')} tokens, greedy, one at a time",
-        f"* {markdown_text(str(report.settings.get('device')))}, {report.settings.get('dtype')}",
-        f"* fp32 output {'is' if report.lossless['greedy_fp32'] else 'is NOT'} that of plain "
-        f"decoding on {report.lossless['prompts_checked']} requests; plain decoding "
+        f"{report.settings.max_new_tokens} tokens, greedy, one at a time",
+        f"* {markdown_text(report.settings.device)}, {report.settings.dtype}",
+        f"* fp32 output {'is' if report.lossless.greedy_fp32 else 'is NOT'} that of plain "
+        f"decoding on {report.lossless.prompts_checked} requests; plain decoding "
         f"{_REFERENCE[report.plain_is_the_target]}",
         *_golden(report),
     ]
     categories = [
-        f"| {markdown_text(name)} | {row['acceptance_length']:.2f} |"
+        f"| {markdown_text(name)} | {row.acceptance_length:.2f} |"
         for name, row in report.by_category.items()
     ]
     table = "\n".join(["| category | τ |", "|---|---:|", *categories]) if categories else ""

@@ -1,6 +1,6 @@
 """What rounds did for every request, and acceptance that is derived from it.
 
-RoundCounters      of a request: counted by the engine or told by a server, never derived
+RoundCounters      of a request: counted by the engine or reported by a server, never derived
 AcceptanceFigures  of a group of requests: derived from counters alone
 """
 
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, zip_longest
+from typing import Annotated, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from pipeline.records import Record
+
+_Value = TypeVar("_Value")
+#: None, which older reports write as {}.
+OrNone = Annotated[_Value | None, BeforeValidator(lambda value: value or None)]
 
 
 class RoundCounters(Record):
@@ -39,7 +44,7 @@ class RoundCounters(Record):
         if sum(self.accepted_lengths) != self.rounds:
             raise ValueError("accepted_lengths does not add up to rounds")
         if len(accepted) > len(self.proposed) or any(
-            kept > offered for kept, offered in zip(accepted, self.proposed, strict=False)
+            count > offered for count, offered in zip(accepted, self.proposed, strict=False)
         ):
             raise ValueError("a position is accepted more often than it was proposed")
         return self
@@ -59,15 +64,20 @@ class RoundCounters(Record):
     @property
     def accepted(self) -> tuple[int, ...]:
         """Entry k - 1: rounds that accepted position k, and so all before it."""
-        kept = list(accumulate(reversed(self.accepted_lengths[1:])))[::-1]
-        while kept and not kept[-1]:
-            kept.pop()
-        return tuple(kept)
+        reached = list(accumulate(reversed(self.accepted_lengths[1:])))[::-1]
+        while reached and not reached[-1]:
+            reached.pop()
+        return tuple(reached)
 
     @property
     def accepted_tokens(self) -> int:
         """Drafted tokens that were accepted."""
         return sum(self.accepted)
+
+    @property
+    def drafts(self) -> int:
+        """Rounds with a drafted token."""
+        return self.proposed[0] if self.proposed else 0
 
     @property
     def acceptance_length(self) -> float:
@@ -131,7 +141,7 @@ class PromptResult(Record):
     """One request: a turn of a prompt."""
 
     id: str
-    """SOURCE/ID of the prompt; #TURN behind it from the second turn on."""
+    """SOURCE/ID of the prompt, followed by #TURN from the second turn on."""
     category: str
     """Of the prompt."""
     source: str = ""
@@ -155,9 +165,9 @@ class PromptResult(Record):
     ttft_seconds: dict[str, float] = Field({})
     """Admitted or sent to first token, by way of decoding."""
     tpot_seconds: dict[str, float] = Field({})
-    """Mean time of a token behind the first, by way of decoding."""
+    """Mean time of a token after the first, by way of decoding."""
     counters: RoundCounters | None = None
-    """None in a report that is older than they are, or where a server does not tell."""
+    """None in a report from before they existed, or where a server reports none."""
     identical_fp32: bool | None
     """Whether speculative and plain decoding in fp32 gave the same tokens; None: not checked."""
 

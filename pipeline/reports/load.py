@@ -1,13 +1,13 @@
-"""Speed against concurrency, through our engine or a running server, and what was seen of that."""
+"""Speed against concurrency, through our engine or a running server, and findings about servers."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from pipeline.records import Record
-from pipeline.reports.acceptance import AcceptanceFigures, PromptResult
+from pipeline.reports.acceptance import AcceptanceFigures, Estimate, OrNone, PromptResult
 
 
 class Percentiles(Record):
@@ -43,13 +43,13 @@ class LoadPoint(Record):
     ttft_seconds: Percentiles
     """Sent to first token."""
     tpot_seconds: Percentiles
-    """Mean time of a token behind the first, by request."""
+    """Mean time of a token after the first, by request."""
     acceptance: AcceptanceFigures | None = None
-    """None: nothing was drafted, or nobody told."""
+    """None: nothing was drafted, or the server reports none."""
     peak_memory_bytes: int | None = None
-    """Of a GPU while it ran, the pool of the other way beside; None on a CPU or of a server."""
+    """Of a GPU during the run, the other way's pool included; None on a CPU or of a server."""
     cache_bytes: int | None = None
-    """Keys and values at the fullest moment, the drafter's with them; None: nobody told."""
+    """Keys and values at the fullest moment, the drafter's included; None of a server."""
     round_seconds: dict[str, float] = Field({})
     """A round by part: draft, verify, extend."""
     efficiency: float | None = None
@@ -65,6 +65,28 @@ class LoadCurve(Record):
     """What differs from the report's own."""
     points: tuple[LoadPoint, ...]
     """By concurrency, the smallest first."""
+
+
+class ServerWorkload(Record):
+    """What was sent to a server."""
+
+    prompts: int
+    """How many."""
+    prompts_digest: str
+    """SHA-256 over their token ids."""
+    max_new_tokens: int
+    """Length limit of a reply."""
+    temperature: float
+    """0: greedy."""
+
+
+class ServerExpectation(Record):
+    """The decoder on the prompts that both the report and the server have."""
+
+    prompts: int
+    """How many."""
+    acceptance_length: Estimate
+    """τ of the decoder."""
 
 
 class ServerFinding(Record):
@@ -84,28 +106,30 @@ class ServerResult(Record):
     """One run of `eagle3 eval --server`: what a running server did with the evaluation prompts."""
 
     url: str
-    """Where it was asked."""
+    """Its address."""
     kind: Literal["sglang", "vllm", "eagle3"]
-    """Whose server it is."""
+    """Which server software it is."""
     version: str
-    """As it told; empty where it does not tell."""
+    """As the server reports it; empty where it does not."""
     model: str
-    """What it calls its model."""
+    """Its name for the model."""
     created: str
     """When the run ended, UTC."""
-    asked: dict[str, Any]
-    """Prompts, max_new_tokens, temperature and prompts_digest of what was sent."""
-    told: dict[str, Any]
-    """Settings that it told, speculative ones above all."""
+    workload: ServerWorkload = Field(validation_alias=AliasChoices("workload", "asked"))
+    """What was sent."""
+    server_settings: dict[str, Any] = Field(
+        validation_alias=AliasChoices("server_settings", "told")
+    )
+    """Settings that the server reports, speculative ones above all."""
     curve: LoadCurve
-    """By concurrency. Acceptance that a server tells for all requests together has an interval of
-    width 0 (see `pooled`)."""
+    """By concurrency. Acceptance that a server reports for all requests together has an interval
+    of width 0 (see `pooled`)."""
     pooled: tuple[int, ...]
-    """Concurrencies whose acceptance was told for all requests together."""
+    """Concurrencies whose acceptance was reported for all requests together."""
     failures: dict[str, int]
-    """Attempts that failed, by reason; those that were repeated begin with retried_."""
-    expected: dict[str, Any]
-    """What it was compared with: τ of the decoder on the same prompts; {} without a report."""
+    """Attempts that failed, by reason; those that were retried begin with retried_."""
+    expected: OrNone[ServerExpectation]
+    """What it was compared with; None without a report."""
     prompts: tuple[PromptResult, ...]
     """Requests at the lowest concurrency."""
     findings: tuple[ServerFinding, ...]

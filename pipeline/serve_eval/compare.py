@@ -116,9 +116,9 @@ def compare_reports(own: EvalReport, earlier: EvalReport, *, where: str) -> Pair
     ]
     settings = {
         "report": where,
-        "drafter": earlier.drafter,
-        "tree": earlier.settings.get("tree"),
-        "head": earlier.head,
+        "drafter": earlier.drafter.model_dump(),
+        "tree": earlier.settings.model_dump(include={"tree"})["tree"],
+        "head": earlier.head and earlier.head.model_dump(),
     }
     return compare(pairs, where, settings, where=where)
 
@@ -152,7 +152,7 @@ def _conditions(own: EvalReport, earlier: EvalReport) -> list[tuple[str, Any, An
         ("the target's weights", mine.fingerprint, weights),
         ("the chat template", mine.chat_template_hash, theirs.chat_template_hash),
         *(
-            (f"settings.{key}", own.settings.get(key), earlier.settings.get(key))
+            (f"settings.{key}", getattr(own.settings, key), getattr(earlier.settings, key))
             for key in ("max_new_tokens", "chat_template_kwargs")
         ),
     ]

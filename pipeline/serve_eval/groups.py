@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pipeline.metric_names import sglang_names, speed_bench_names, vllm_names
-from pipeline.reports import AcceptanceFigures, PromptResult, RoundCounters
+from pipeline.reports import (
+    AcceptanceFigures,
+    OtherNames,
+    PromptResult,
+    RoundCounters,
+    SglangNames,
+    SpeedBenchNames,
+    VllmNames,
+)
 from pipeline.serve_eval.acceptance import acceptance_figures
 
 
@@ -17,7 +24,7 @@ class GroupedAcceptance(NamedTuple):
 
     acceptance: AcceptanceFigures | None
     groups: dict[str, dict[str, AcceptanceFigures]]
-    names: dict[str, dict[str, Any]]
+    names: OtherNames
 
 
 def grouped_acceptance(results: Sequence[PromptResult]) -> GroupedAcceptance:
@@ -33,11 +40,11 @@ def grouped_acceptance(results: Sequence[PromptResult]) -> GroupedAcceptance:
             "turn": _grouped(results, lambda each: str(each.turn)),
             "context": _grouped(by_context, lambda each: context_bucket(each.context_tokens)),
         },
-        names={
-            "vllm": vllm_names(counters),
-            "sglang": sglang_names(counters),
-            "speed_bench": speed_bench_names(counters, prompts, categories),
-        },
+        names=OtherNames(
+            vllm=VllmNames.of(counters),
+            sglang=SglangNames.of(counters),
+            speed_bench=SpeedBenchNames.of(counters, prompts, categories),
+        ),
     )
 
 

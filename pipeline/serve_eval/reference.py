@@ -14,11 +14,12 @@ logits of both, which differ long before a token does, must agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.reports import ReferenceCheck
 from pipeline.serve_eval.questions import Question
 from pipeline.target.open import Target
 
@@ -49,11 +50,8 @@ class PlainReply(NamedTuple):
 @torch.inference_mode()
 def check_with_transformers(
     target: Target, plain: Sequence[PlainReply], advance: Callable[[int], None]
-) -> dict[str, Any]:
-    """What `report.json` says of the second leg, under `lossless.transformers`.
-
-    `advance` is given 1 for each reply.
-    """
+) -> ReferenceCheck:
+    """Read plain replies with transformers in fp32; `advance` gets 1 for each."""
     model = target.load(dtype="float32").model
     rows = model.get_output_embeddings().weight  # [V, H]
     near_ties, wrong, farthest, different = 0, 0, 0.0, []
@@ -77,12 +75,12 @@ def check_with_transformers(
         if bool(is_wrong.any()) or not float(apart.max()) <= _LOGITS:
             different.append(question.request_id)
         advance(1)
-    return {
-        "same": not different,
-        "replies": len(plain),
-        "tokens": sum(len(each.token_ids) for each in plain),
-        "near_ties": near_ties,
-        "wrong_tokens": wrong,
-        "logits_difference": float(f"{farthest:.3g}"),
-        "different": sorted(different),
-    }
+    return ReferenceCheck(
+        same=not different,
+        replies=len(plain),
+        tokens=sum(len(each.token_ids) for each in plain),
+        near_ties=near_ties,
+        wrong_tokens=wrong,
+        logits_difference=float(f"{farthest:.3g}"),
+        different=tuple(sorted(different)),
+    )

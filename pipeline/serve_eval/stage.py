@@ -81,14 +81,21 @@ def run(config: RunConfig) -> Manifest:
     notice("eval", f"report: {stage_run.location.where(PAGE)}")
     return stage_run.finish(
         contract=contract,
-        licenses=parent.licenses if parent else report.provenance.get("licenses", {}),
-        sources=parent.sources if parent else report.provenance.get("sources", {}),
+        licenses=parent.licenses if parent else _counts(report, "licenses"),
+        sources=parent.sources if parent else _counts(report, "sources"),
         details={
             "acceptance_length": report.acceptance_length,
             "speedup": report.speedup,
             "report_sha256": hashlib.sha256(data).hexdigest(),
         },
     )
+
+
+def _counts(report: EvalReport, key: str) -> dict[str, int]:
+    """Counts in the provenance of a head from elsewhere; {} without."""
+    counts = report.provenance.get(key)
+    items = counts.items() if isinstance(counts, dict) else ()
+    return {name: count for name, count in items if isinstance(count, int)}
 
 
 def _evaluate(
@@ -236,19 +243,19 @@ def _not_lossless(stage_run: StageRun, report: EvalReport) -> NotLossless:
     stage_run.location.write(f"{NOT_LOSSLESS}.json", _as_json(report))
     stage_run.location.write(f"{NOT_LOSSLESS}.html", write_html(report).encode())
     print_table(report)
-    different = report.lossless["different"]
+    different = report.lossless.different
     problem = f"speculative output differs from plain output in fp32 on {len(different)} prompts"
     problem = (
         f"{problem}, first {different[0]}" if different else "draws differ in fp32 by drafting"
     )
-    reference = report.lossless.get("transformers", {})
-    if report.speculation_is_lossless and not reference:
+    reference = report.lossless.transformers
+    if report.speculation_is_lossless and reference is None:
         problem = "its report does not say whether plain decoding is the target's"
-    elif not report.plain_is_the_target:
+    elif reference and not reference.same:
         problem = (
-            f"plain decoding is not the target's: in fp32 {reference['wrong_tokens']} of "
-            f"{reference['tokens']} tokens are not transformers' choice and logits differ by up to "
-            f"{reference['logits_difference']:.1%}, first in {reference['different'][0]}"
+            f"plain decoding is not the target's: in fp32 {reference.wrong_tokens} of "
+            f"{reference.tokens} tokens are not transformers' choice and logits differ by up to "
+            f"{reference.logits_difference:.1%}, first in {reference.different[0]}"
         )
     fix = "do not ship this build of the decoder; report the prompt, the head and the target"
     where = stage_run.location.where(f"{NOT_LOSSLESS}.html")

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,19 @@ from pipeline.decoder.request import Acceptance, pool_acceptance
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.records import Arithmetic, TargetContract, digest
-from pipeline.reports import EvalReport, LoadCurve, PromptResult
+from pipeline.reports import (
+    CategoryFigures,
+    DrafterSettings,
+    EvalReport,
+    HeadFigures,
+    LoadCurve,
+    LosslessChecks,
+    PromptResult,
+    ReferenceCheck,
+    ReportSettings,
+    TreeChoice,
+    TreeFigures,
+)
 from pipeline.serve_eval.compare import compare_rivals
 from pipeline.serve_eval.groups import grouped_acceptance
 from pipeline.serve_eval.measure import Measured
@@ -38,7 +50,7 @@ class Measurements(NamedTuple):
     replayed: ReplayedShapes = ReplayedShapes((), {})
     load: tuple[LoadCurve, ...] = ()
     sampled: Mapping[float, Sequence[bool]] = {}  # by temperature, as `identical`
-    reference: Mapping[str, Any] = {}  # plain decoding against transformers, in fp32
+    reference: ReferenceCheck | None = None  # plain decoding against transformers, in fp32
     trees: Mapping[int, TreeSection | None] = {}  # of `tree: auto` by batch size; None: plain
 
     @property
@@ -56,11 +68,17 @@ def summarise(
     """All figures of `report.json`; `loaded` is the head, of a drafter that has one."""
     measured, identical, tree = measurements.measured, measurements.identical, measurements.tree
     drafts, arithmetic = measurements.drafts, measurements.arithmetic
-    drafted, apart = measured, {} if drafts else _judged_apart(measured, tree)
+    drafted, unused = measured, None
     if not drafts:
+        unused = TreeFigures(
+            tree=tree,
+            acceptance_length=_acceptance(measured).tau,
+            speedup_plain=_median(_speedups(measured, "plain")),
+        )
         measured = [_plainly(item) for item in measured]
     results = tuple(_result(item, same) for item, same in zip(measured, identical, strict=True))
     return EvalReport(
+        decoding="speculative" if drafts else "plain",
         acceptance_length=_acceptance(measured).tau,
         alpha=_acceptance(drafted).alpha,
         tokens_per_second={
@@ -68,28 +86,30 @@ def summarise(
             for mode in ("speculative", "plain", "hf")
         },
         speedup={rival: _median(_speedups(measured, rival)) for rival in ("plain", "hf")},
-        lossless={
-            "greedy_fp32": all(identical) and bool(identical),
-            "prompts_checked": len(identical),
-            "sampled_fp32": {f"{each:g}": all(same) for each, same in measurements.sampled.items()},
-            "sampled_different": sorted(
-                item.question.request_id
-                for drawn in measurements.sampled.values()
-                for item, same in zip(measured, drawn, strict=False)
-                if not same
+        lossless=LosslessChecks(
+            greedy_fp32=all(identical) and bool(identical),
+            prompts_checked=len(identical),
+            sampled_fp32={f"{each:g}": all(same) for each, same in measurements.sampled.items()},
+            sampled_different=tuple(
+                sorted(
+                    item.question.request_id
+                    for drawn in measurements.sampled.values()
+                    for item, same in zip(measured, drawn, strict=False)
+                    if not same
+                )
             ),
-            "transformers": dict(measurements.reference),
-            "different": sorted(each.id for each in results if not each.identical_fp32),
-            "identical_in_run_dtype": sum(
+            transformers=measurements.reference,
+            different=tuple(sorted(each.id for each in results if not each.identical_fp32)),
+            identical_in_run_dtype=sum(
                 item.plain.token_ids == item.speculative.token_ids for item in drafted
             ),
-            # Of the speculative replies in the run's own type, scored by the plain model.
-            "tokens_scored": sum(item.gaps.tokens for item in measured),
-            "near_ties": sum(item.gaps.near_ties for item in measured),
-            "worst_log_probability_gap": max(item.gaps.worst for item in measured),
-        },
-        drafter=_drafter(config.eval.drafter, measurements.choice) | apart,
-        head=_head(*loaded, contract) | apart if loaded else {},
+            tokens_scored=sum(item.gaps.tokens for item in measured),
+            near_ties=sum(item.gaps.near_ties for item in measured),
+            worst_log_probability_gap=max(item.gaps.worst for item in measured),
+        ),
+        drafter=_drafter(config.eval.drafter, measurements.choice),
+        head=_head(*loaded, contract) if loaded else None,
+        unused_tree=unused,
         by_category=_by_category(measured),
         **grouped_acceptance(results)._asdict(),
         shapes=measurements.replayed.shapes,
@@ -97,78 +117,67 @@ def summarise(
         comparisons=compare_rivals(measurements.measured, config.eval.compare),
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},
-        settings={
-            "tree": tree.model_dump() if drafts else {"nodes": 1},
-            "tree_auto": _predicted(measurements),
-            "dtype": arithmetic.dtype,
-            "arithmetic": arithmetic.model_dump(mode="json"),
-            "device": _device_name(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "max_new_tokens": config.eval.max_new_tokens,
-            "chat_template_kwargs": {
+        settings=ReportSettings(
+            tree=tree if drafts else None,
+            tree_auto=_predicted(measurements),
+            dtype=arithmetic.dtype,
+            arithmetic=arithmetic,
+            device=_device_name(),
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            max_new_tokens=config.eval.max_new_tokens,
+            chat_template_kwargs={
                 **config.target.chat_template_kwargs,
                 **config.eval.chat_template_kwargs,
             },
-            "prompts": len(measured),
-            "left_out": {
+            prompts=len(measured),
+            left_out={
                 "prompt_too_long": 0,
                 **Counter(each.reason for each in measurements.left_out),
             },
-            "shapes_left_out": measurements.replayed.left_out,
-        },
+            shapes_left_out=measurements.replayed.left_out,
+        ),
         prompts=results,
     )
 
 
-def _drafter(section: DrafterSection, choice: Choice | None) -> dict[str, Any]:
-    """Its name, and what was set of it, or chosen."""
+def _drafter(section: DrafterSection, choice: Choice | None) -> DrafterSettings:
+    """Its name with the settings that were configured, or chosen by `tree: auto`."""
     own = getattr(section, section.name, None)
-    set_ = own.model_dump(mode="json") if own else {}
-    return {"name": section.name, **set_, **(choice.settings if choice else {})}
+    configured = own.model_dump(mode="json") if own else {}
+    chosen = choice.settings if choice else {}
+    return DrafterSettings.model_validate({"name": section.name, **configured, **chosen})
 
 
-def _head(head: DraftingHead, card: HeadCard, contract: TargetContract) -> dict[str, Any]:
+def _head(head: DraftingHead, card: HeadCard, contract: TargetContract) -> HeadFigures:
     parameters = head.count_parameters()
-    return {
-        "parameters": parameters,
-        "share_of_target": parameters / contract.parameters,
-        "draft_vocab_size": head.shape.draft_vocab_size,
-        "coverage": card.metrics.get("coverage", 0.0),
-    }
+    return HeadFigures(
+        parameters=parameters,
+        share_of_target=parameters / contract.parameters,
+        draft_vocab_size=head.shape.draft_vocab_size,
+        coverage=card.metrics.get("coverage", 0.0),
+    )
 
 
 def _plainly(item: Measured) -> Measured:
-    """The question as if nobody drafted."""
+    """The question as plain decoding alone."""
     return replace(
         item, speculative=item.plain, rates={**item.rates, "speculative": item.rates["plain"]}
     )
 
 
-def _judged_apart(measured: Sequence[Measured], tree: TreeSection) -> dict[str, Any]:
-    """What the drafter does on a tree that is not used, because plain decoding is faster."""
-    return {
-        "tree": tree.model_dump(exclude={"auto"}),
-        "acceptance_length": _acceptance(measured).tau,
-        "speedup_plain": _median(_speedups(measured, "plain")),
-    }
-
-
-def _predicted(measurements: Measurements) -> dict[str, Any] | None:
+def _predicted(measurements: Measurements) -> TreeChoice | None:
     """What `tree: auto` rests on: the fastest tree, and what was expected of it."""
     if (choice := measurements.choice) is None:
         return None
-    return {
-        "fastest_tree": choice.shape.model_dump(exclude={"auto"}),
-        "predicted_acceptance_length": choice.acceptance_length,
-        "predicted_speedup": choice.speedup,
-        "settings": choice.settings,
-        "tried_on_other_prompts": measurements.tuned_apart,
-        "by_batch": {
-            str(rows): tree and tree.model_dump(exclude={"auto"})
-            for rows, tree in measurements.trees.items()
-        },
-    }
+    return TreeChoice(
+        fastest_tree=choice.shape,
+        predicted_acceptance_length=choice.acceptance_length,
+        predicted_speedup=choice.speedup,
+        settings=choice.settings,
+        tried_on_other_prompts=measurements.tuned_apart,
+        by_batch={str(rows): tree for rows, tree in measurements.trees.items()},
+    )
 
 
 def _result(item: Measured, identical: bool) -> PromptResult:
@@ -199,17 +208,17 @@ def _acceptance(measured: Sequence[Measured]) -> Acceptance:
     return pool_acceptance(item.speculative.statistics for item in measured)
 
 
-def _by_category(measured: Sequence[Measured]) -> dict[str, dict[str, float]]:
+def _by_category(measured: Sequence[Measured]) -> dict[str, CategoryFigures]:
     groups: defaultdict[str, list[Measured]] = defaultdict(list)
     for item in measured:
         groups[item.question.category].append(item)
     return {
-        category: {
-            "prompts": len(items),
-            "acceptance_length": _acceptance(items).tau,
-            "tokens_per_second": _median(item.rates["speculative"] for item in items),
-            "speedup_plain": _median(_speedups(items, "plain")),
-        }
+        category: CategoryFigures(
+            prompts=len(items),
+            acceptance_length=_acceptance(items).tau,
+            tokens_per_second=_median(item.rates["speculative"] for item in items),
+            speedup_plain=_median(_speedups(items, "plain")),
+        )
         for category, items in sorted(groups.items())
     }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion
 from pipeline.errors import MissingPackage
-from pipeline.metric_names import vllm_names
+from pipeline.reports import VllmNames
 
 if TYPE_CHECKING:
     from pipeline.server.worker import Job
@@ -99,11 +99,11 @@ class ServerMetrics:
         self._generated.inc(len(completion.token_ids))
         self._success.labels(self._model, completion.finish_reason).inc()
         if self._counts_drafts:
-            counted = vllm_names([completion.statistics.counters()])
-            self._drafts.inc(counted["num_drafts"])
-            self._draft_tokens.inc(counted["num_draft_tokens"])
-            self._accepted.inc(counted["num_accepted_tokens"])
-            for depth, rounds in enumerate(counted["num_accepted_tokens_per_pos"]):
+            counted = VllmNames.of([completion.statistics.counters()])
+            self._drafts.inc(counted.num_drafts)
+            self._draft_tokens.inc(counted.num_draft_tokens)
+            self._accepted.inc(counted.num_accepted_tokens)
+            for depth, rounds in enumerate(counted.num_accepted_tokens_per_pos):
                 self._by_depth.labels(self._model, str(depth)).inc(rounds)
         self._whole.observe(perf_counter() - job.submitted)
         if len(completion.token_ids) > 1 and completion.finish_reason in ("stop", "length"):

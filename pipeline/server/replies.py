@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from pipeline.decoder.request import Completion, Statistics
-from pipeline.metric_names import sglang_names
+from pipeline.reports import SglangNames
 from pipeline.server.protocol import ApiError
 from pipeline.server.worker import EngineWorker, Job, ReplyPiece
 
@@ -119,8 +119,9 @@ class ReplyStyle:
         usage = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
         statistics = [each.statistics for each in done]
         times = {"metrics": _times(statistics[0])} if len(done) == 1 else {}
-        acceptance = sglang_names([each.counters() for each in statistics]) if self.drafts else {}
-        return {"usage": usage, "meta_info": acceptance, **times}
+        acceptance = SglangNames.of([each.counters() for each in statistics])
+        meta_info = acceptance.model_dump() if self.drafts else {}
+        return {"usage": usage, "meta_info": meta_info, **times}
 
 
 DONE = b"data: [DONE]\n\n"

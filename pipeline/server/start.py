@@ -21,7 +21,6 @@ from pipeline.config import (
     BatchTrees,
     RunConfig,
     ServeSection,
-    TreeSection,
     prepare_process,
     tree_labels,
 )
@@ -133,7 +132,7 @@ def _told(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any
         golden is None
         or golden.target_fingerprint not in (contract.fingerprint, contract.sampled_fingerprint)
         or (head, config.eval.drafter.name) != (golden.head_fingerprint, golden.drafter)
-        or golden.tree != tree.model_dump(exclude={"auto"})
+        or golden.tree != tree
     ):
         return told
     kept = golden.model_dump(exclude={"prompts", "stop_ids"})
@@ -157,21 +156,18 @@ def _trees(config: RunConfig) -> tuple[BatchTrees, Mapping[str, int]]:
         problem = "tree: auto is what eval has picked, and it has not finished in this run"
         raise ConfigError(problem, where="eval.tree", fix=fix)
     report = read_report(config.run.uri)
-    choice = report.settings.get("tree_auto")
-    if choice is None or report.drafter["name"] != section.drafter.name:
-        problem = f"this report is of drafter {report.drafter['name']}, or of a tree that was named"
+    choice = report.settings.tree_auto
+    if choice is None or report.drafter.name != section.drafter.name:
+        problem = f"this report is of drafter {report.drafter.name}, or of a tree that was named"
         raise ConfigError(problem, where=where, fix=fix)
-    if report.settings["tree"]["nodes"] == 1:
+    if report.decoding == "plain":
         notice("serve", f"tree: auto, as in {where}: plain decoding")
-        return {}, choice["settings"]
-    trees: dict[int, TreeSection | None] = {
-        int(rows): tree and TreeSection.model_validate(tree)
-        for rows, tree in choice.get("by_batch", {}).items()
-    }
-    trees[1] = TreeSection.model_validate(report.settings["tree"])
+        return {}, choice.settings
+    trees = {int(rows): tree for rows, tree in choice.by_batch.items()}
+    trees[1] = report.settings.tree
     for rows, label in tree_labels(trees).items():
         notice("serve", f"tree: auto, as in {where}: from batch {rows} {label}")
-    return trees, choice["settings"]
+    return trees, choice.settings
 
 
 def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:

@@ -17,20 +17,3 @@ checkpoints.py   checkpoints that are whole or not there
 metrics.py       metrics.jsonl and Weights & Biases
 export.py        the chosen head, its card and its committed files
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pipeline.config import RunConfig
-    from pipeline.records import Manifest
-
-__all__ = ["run"]
-
-
-def run(config: RunConfig) -> Manifest:
-    """Train the head of `config` from its states, or return at once when that is done."""
-    from pipeline.train.stage import run as run_stage
-
-    return run_stage(config)

@@ -38,8 +38,8 @@ def test_a_report_of_what_nobody_trained(
         assert main([*command, "--plan"]) == 0 and state in capsys.readouterr().out
         assert main(command) == 0
     report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
-    assert report.lossless["greedy_fp32"] is True and report.drafter["name"] == name
-    assert report.head == {}
+    assert report.lossless.greedy_fp32 and report.drafter.name == name
+    assert report.head is None
     page = (tmp_path / "run/eval/report.html").read_text()
     assert f"drafter {name}" in page and "Size of the head" not in page
     if name != "ngram":
@@ -58,9 +58,9 @@ def test_a_budget_is_picked_with_the_tree_and_named(
     assert "; budget 128" in shown.out + shown.err
     assert "self_spec, budget 128" in shown.out
     report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
-    assert report.drafter["budget"] == 128
-    assert report.settings["tree_auto"]["settings"] == {"budget": 128}
-    assert report.lossless["greedy_fp32"] is True
+    assert report.drafter.model_dump()["budget"] == 128
+    assert report.settings.tree_auto and report.settings.tree_auto.settings == {"budget": 128}
+    assert report.lossless.greedy_fp32
 
 
 def test_rivals_take_turns_on_the_same_prompts(
@@ -129,7 +129,7 @@ def test_load_is_measured_with_and_without_the_drafter(
             assert min(parts.values()) > 0 and drafted.efficiency is None
     greedy = curves["speculative", 0.0][0].acceptance
     assert greedy is not None and greedy.acceptance_length.value > 2, "the draft is always right"
-    assert report.lossless["sampled_fp32"] == {"0.8": True}
+    assert report.lossless.sampled_fp32 == {"0.8": True}
     capsys.readouterr()
 
 
@@ -154,25 +154,23 @@ def test_auto_picks_a_tree_for_every_batch_size(
     path = write_config()
     assert main(["eval", "-c", str(path), *settings]) == 0
     report = EvalReport.model_validate_json((tmp_path / "run/eval/report.json").read_bytes())
-    picked = report.settings["tree_auto"]["by_batch"]
-    assert picked["1"]["nodes"] > picked["2"]["nodes"] > 1 and picked["4"] is None
+    assert report.settings.tree_auto is not None
+    one, two, four = (report.settings.tree_auto.by_batch[rows] for rows in ("1", "2", "4"))
+    assert one and two and one.nodes > two.nodes > 1 and four is None
     plain, drafted = report.load
-    names = {
-        rows: f"{tree['steps']}/{tree['top_k']}/{tree['nodes']}" if tree else "plain"
-        for rows, tree in picked.items()
-    }
+    names = {"1": one.label, "2": two.label, "4": "plain"}
     assert plain.settings["trees"] == drafted.settings["trees"] == names
     assert [row.tree for row in load_rows(report)] == ["", "", "", *names.values()]
-    one, two, four = drafted.points
-    assert one.acceptance and two.acceptance and four.acceptance is None
-    assert one.acceptance.acceptance_length.value > two.acceptance.acceptance_length.value
-    assert one.round_seconds and two.round_seconds and four.round_seconds == {}
+    at_one, at_two, at_four = drafted.points
+    assert at_one.acceptance and at_two.acceptance and at_four.acceptance is None
+    assert at_one.acceptance.acceptance_length.value > at_two.acceptance.acceptance_length.value
+    assert at_one.round_seconds and at_two.round_seconds and at_four.round_seconds == {}
     assert [point.tokens for point in drafted.points] == [point.tokens for point in plain.points]
     drafter = make_app(load(path, settings), None).engine.drafter
     assert drafter is not None
     shapes = [drafter.shape_for(rows) for rows in (1, 2, 3, 4, 8)]
     drafts = [shape and shape.nodes for shape in shapes]
-    assert drafts == [picked["1"]["nodes"], picked["2"]["nodes"], picked["2"]["nodes"], None, None]
+    assert drafts == [one.nodes, two.nodes, two.nodes, None, None]
     capsys.readouterr()
 
 
@@ -189,11 +187,13 @@ def test_the_server_drafts_what_eval_has_picked(
     reported = tmp_path / "run/eval/report.json"
     told = json.loads(reported.read_text())
     # What pays differs from machine to machine: once a tree, once plain decoding.
-    told["settings"]["tree"] = {"auto": False, "top_k": 2, "steps": 3, "nodes": 5}
+    told |= {"decoding": "speculative"}
+    told["settings"]["tree"] = {"top_k": 2, "steps": 3, "nodes": 5}
     reported.write_text(json.dumps(told))
     drafter = make_app(config, None).engine.drafter
     assert drafter is not None and (drafter.depth, drafter.nodes) == (3, 5)
-    told["settings"]["tree"] = {"nodes": 1}
+    told |= {"decoding": "plain"}
+    told["settings"]["tree"] = None
     reported.write_text(json.dumps(told))
     assert make_app(config, None).engine.drafter is None
     with pytest.raises(ConfigError, match="is of drafter self_spec"):

@@ -57,5 +57,5 @@ def test_each_stage_on_a_machine_of_another_kind(write_config: Write, tmp_path: 
         (arithmetic,) = manifest.arithmetic
         assert arithmetic.dtype == dtypes[stage] and arithmetic.threads == 1
     report = EvalReport.model_validate_json((run / "eval/report.json").read_bytes())
-    assert report.settings["dtype"] == dtypes["eval"]
-    assert report.lossless["greedy_fp32"] is True and report.acceptance_length >= 1
+    assert report.settings.dtype == dtypes["eval"]
+    assert report.lossless.greedy_fp32 is True and report.acceptance_length >= 1

@@ -35,10 +35,10 @@ def test_synth_drafts_with_an_earlier_head_and_eval_picks_its_tree(
     chosen, settings = report["settings"]["tree_auto"], report["settings"]
     assert chosen["predicted_acceptance_length"] >= 1 and not chosen["tried_on_other_prompts"]
     if chosen["predicted_speedup"] > 1:
-        assert settings["tree"] == {"auto": False, **chosen["fastest_tree"]}
+        assert report["decoding"] == "speculative" and settings["tree"] == chosen["fastest_tree"]
     else:
-        assert settings["tree"] == {"nodes": 1} and "one node, plain decoding" in shown
-        assert report["acceptance_length"] == 1 <= report["head"]["acceptance_length"]
+        assert report["decoding"] == "plain" and "one node, plain decoding" in shown
+        assert report["acceptance_length"] == 1 <= report["unused_tree"]["acceptance_length"]
 
     synth = {
         "head": str(tmp_path / "run/train/head"),
@@ -67,10 +67,11 @@ def test_auto_tries_the_head_on_prompts_that_are_not_measured(
     assert "tree: auto, trying the drafter on 2 prompts" in shown
     assert "tree: one node, plain decoding" in shown
     report = json.loads((tmp_path / "run/eval/report.json").read_text())
-    assert report["settings"]["tree"] == {"nodes": 1}
+    assert report["decoding"] == "plain" and report["settings"]["tree"] is None
     assert report["settings"]["tree_auto"]["tried_on_other_prompts"] is True
     assert report["acceptance_length"] == report["speedup"]["plain"] == 1
-    assert report["head"]["acceptance_length"] >= 1 and report["head"]["tree"]["nodes"] == 16
+    unused = report["unused_tree"]
+    assert unused["acceptance_length"] >= 1 and unused["tree"]["nodes"] == 16
     assert report["lossless"]["greedy_fp32"] is True and report["lossless"]["prompts_checked"] == 4
 
 

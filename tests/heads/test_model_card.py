@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from pipeline.cli import main
+from pipeline.config import TreeSection
 from pipeline.errors import DataError
 from pipeline.exchange.model_card import model_card
 from pipeline.heads.checkpoint import HeadCard
@@ -101,7 +102,7 @@ def test_the_golden_figure_is_what_servers_are_held_against() -> None:
         head_fingerprint="ab" * 32,
         target_fingerprint=HUB.fingerprint,
         drafter="eagle3",
-        tree={"top_k": 4, "steps": 5, "nodes": 16},
+        tree=TreeSection(top_k=4, steps=5, nodes=16),
         temperature=0.0,
         max_new_tokens=48,
         stop_ids=(2,),
@@ -127,7 +128,7 @@ def test_another_heads_report_is_refused() -> None:
     with pytest.raises(DataError, match="of another head"):
         model_card(head(), card, format="sglang", report=evaluated(provenance={}))
     with pytest.raises(DataError, match="of no trained head"):
-        model_card(head(), card, format="sglang", report=evaluated(head={}))
+        model_card(head(), card, format="sglang", report=evaluated(head=None))
     other = HUB.model_copy(update={"fingerprint": "00" * 32})
     with pytest.raises(DataError, match="of another target"):
         model_card(head(), card, format="sglang", report=evaluated(contract=other))

@@ -123,9 +123,9 @@ class RecordedSglang(RecordedServer):
         speculative = {
             "speculative_algorithm": None if self.faults.plain else "EAGLE3",
             "speculative_draft_model_path": "/heads/one",
-            "speculative_num_steps": tree["steps"],
-            "speculative_eagle_topk": tree["top_k"],
-            "speculative_num_draft_tokens": tree["nodes"],
+            "speculative_num_steps": tree.steps,
+            "speculative_eagle_topk": tree.top_k,
+            "speculative_num_draft_tokens": tree.nodes,
         }
         states = [{"last_gen_throughput": 100.0, "avg_spec_accept_length": 1.5}]
         secret = {"api_key": "sk-secret", "model_path": MODEL, "tp_size": 1, "version": "0.5.6"}
@@ -223,7 +223,7 @@ class RecordedVllm(RecordedServer):
                 f"{name}_draft_tokens_total{{{labels}}} {1500.0 + total.drafted}",
                 f"{name}_accepted_tokens_total{{{labels}}} {9.0 + total.accepted_tokens}",
             ]
-            for place in range(self.golden.tree["steps"]):
+            for place in range(self.golden.tree.steps):
                 kept = (*total.accepted, *[0] * 9)[place] + (9.0 if place == 0 else 0.0)
                 where = f'engine="0",model_name="{MODEL}",position="{place}"'
                 lines.append(f"{name}_accepted_tokens_per_pos_total{{{where}}} {kept}")

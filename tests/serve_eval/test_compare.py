@@ -108,7 +108,7 @@ def test_only_requests_of_both_reports_are_compared() -> None:
 
 
 def test_reports_of_other_conditions_are_refused() -> None:
-    longer = {**made_up_report().settings, "max_new_tokens": 7}
+    longer = made_up_report().settings.model_copy(update={"max_new_tokens": 7})
     with pytest.raises(DataError, match=r"settings.max_new_tokens is 7"):
         compare_reports(report_of(2), report_of(2, settings=longer), where="r")
 

@@ -55,8 +55,8 @@ def test_our_own_server_does_what_the_report_says(finished: Path, serving: Servi
         assert known is not None and told is not None
         assert (told.rounds, told.tokens) == (known.rounds, known.tokens)
         assert (told.drafted, told.accepted_lengths) == (known.drafted, known.accepted_lengths)
-    assert result.expected["prompts"] == 8
-    golden, said = report.golden, result.told
+    assert result.expected is not None and result.expected.prompts == 8
+    golden, said = report.golden, result.server_settings
     assert golden is not None and said["speculative_num_draft_tokens"] == 6
     assert said["golden"]["acceptance_length"] == golden.acceptance_length.model_dump()
     assert said["golden"]["prompts_digest"] == golden.prompts_digest
@@ -97,7 +97,10 @@ def test_another_system_prompt_and_another_tree_are_told(finished: Path, serving
     assert "prompt tokens" in names["template_differs"] and not result.passed
     assert "2 drafted tokens a round against 5" in names["tree_differs"]
     assert "replies_differ" not in names, "ids were sent, so the replies are the same"
-    assert result.told["speculative_num_steps"] == 2 and "golden" not in result.told
+    assert (
+        result.server_settings["speculative_num_steps"] == 2
+        and "golden" not in result.server_settings
+    )
 
 
 def _scrambled(config: RunConfig, folder: Path) -> Path:
@@ -148,7 +151,7 @@ def test_golden_check_knows_the_right_head_from_a_scrambled_one(
     )
     assert "error:" in capsys.readouterr().out
     result = read_results(config.run.uri)[-1]
-    assert "golden" not in result.told, "that τ is of another head"
+    assert "golden" not in result.server_settings, "that τ is of another head"
     shutil.rmtree(Path(config.run.uri) / "eval/servers")
 
 

@@ -70,7 +70,7 @@ def test_a_right_sglang(recorded: Recorded) -> None:
     result = recorded.evaluate(url)
     assert (result.kind, result.version, result.model) == ("sglang", "0.5.6", "org/target")
     assert result.findings == () and result.passed
-    assert result.told["speculative_algorithm"] == "EAGLE3"
+    assert result.server_settings["speculative_algorithm"] == "EAGLE3"
     assert "sk-secret" not in result.model_dump_json()
     sent = {tuple(body["input_ids"]) for body in served.asked}
     assert sent == {each.prompt_ids for each in recorded.golden.prompts}
@@ -99,14 +99,13 @@ def test_a_right_vllm(recorded: Recorded) -> None:
     assert (result.kind, result.version) == ("vllm", "0.11.0")
     assert list(_names(result)) == ["acceptance_pooled"] and result.passed
     assert result.pooled == (2,)
-    vllm = recorded.report.names["vllm"]
+    assert recorded.report.names is not None
+    vllm = recorded.report.names.vllm
     for point in result.curve.points:
         assert point.acceptance is not None
         tau = point.acceptance.acceptance_length.value
-        assert tau == pytest.approx(vllm["spec_decode_acceptance_length"])
-        assert point.acceptance.accept_rate == pytest.approx(
-            vllm["spec_decode_acceptance_rate"] / 100
-        )
+        assert tau == pytest.approx(vllm.spec_decode_acceptance_length)
+        assert point.acceptance.accept_rate == pytest.approx(vllm.spec_decode_acceptance_rate / 100)
     alone, together = (point.acceptance for point in result.curve.points)
     assert alone and alone.acceptance_length.low < alone.acceptance_length.high
     assert together and together.acceptance_length.low == together.acceptance_length.high

@@ -17,6 +17,7 @@ from pipeline.reports import (
     Percentiles,
     ServerFinding,
     ServerResult,
+    ServerWorkload,
     ShapeAcceptance,
 )
 from pipeline.serve_eval.acceptance import acceptance_figures
@@ -24,7 +25,7 @@ from pipeline.serve_eval.groups import grouped_acceptance
 from pipeline.serve_eval.page.markdown import write_markdown
 from pipeline.serve_eval.page.report import write_html
 from tests.serve_eval.test_acceptance import counted
-from tests.serve_eval.test_report import made_up_report
+from tests.serve_eval.test_report import category, made_up_report
 
 NASTY = r"<script>alert(1)</script> $\frac$ a|b & `x` *y*"
 
@@ -68,7 +69,7 @@ def whole_report() -> EvalReport:
         )
         for index, each in enumerate(report.prompts)
     )
-    categories = {NASTY: {"prompts": 4, "acceptance_length": 1.83, "speedup_plain": 1.2}}
+    categories = {NASTY: category(acceptance_length=1.83)}
     categories |= {name: row for name, row in report.by_category.items() if name != "writing"}
     grouped = grouped_acceptance(prompts)
     assert grouped.acceptance is not None
@@ -95,12 +96,14 @@ def whole_report() -> EvalReport:
         version="0.5.6",
         model=NASTY,
         created="2026-11-23T12:00:00+00:00",
-        asked={"prompts": 32},
-        told={"speculative_num_steps": 3},
+        workload=ServerWorkload(
+            prompts=32, prompts_digest="cd" * 32, max_new_tokens=64, temperature=0.0
+        ),
+        server_settings={"speculative_num_steps": 3},
         curve=curve("sglang", model=NASTY),
         pooled=(),
         failures={},
-        expected={},
+        expected=None,
         prompts=(),
         findings=(finding,),
     )
@@ -116,7 +119,7 @@ def whole_report() -> EvalReport:
         "comparisons": (rival,),
         "load": (curve("plain", temperature=0.0), curve("speculative", temperature=0.0)),
         "servers": (server,),
-        "lossless": report.lossless | {"sampled_fp32": {"1": True}},
+        "lossless": report.lossless.model_copy(update={"sampled_fp32": {"1": True}}),
     }
     return report.model_copy(update=changes)
 

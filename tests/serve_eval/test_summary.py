@@ -10,7 +10,7 @@ from pipeline.decoder.request import Completion, Statistics
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.records import Arithmetic
-from pipeline.reports import EvalReport, RoundCounters
+from pipeline.reports import EvalReport, HeadFigures, RoundCounters, TreeChoice, TreeFigures
 from pipeline.serve_eval.groups import context_bucket
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.page.report import write_html
@@ -81,7 +81,7 @@ def test_acceptance(report: EvalReport) -> None:
     assert report.acceptance_length == pytest.approx((22 + 12 + 33) / 40)
     assert report.alpha == pytest.approx((20 / 40, 6 / 20, 1 / 6))
     assert {
-        name: row["acceptance_length"] for name, row in report.by_category.items()
+        name: row.acceptance_length for name, row in report.by_category.items()
     } == pytest.approx({"chat": 34 / 20, "math": 33 / 20})
 
 
@@ -93,44 +93,41 @@ def test_speed_is_the_median_of_ratios_on_the_same_prompt(report: EvalReport) ->
 
 
 def test_one_difference_is_enough(report: EvalReport) -> None:
-    assert report.lossless["greedy_fp32"] is False and report.lossless["different"] == ["b"]
-    assert (
-        report.lossless["prompts_checked"] == 3 and report.lossless["identical_in_run_dtype"] == 3
-    )
-    assert (report.lossless["tokens_scored"], report.lossless["near_ties"]) == (9, 1 + 0 + 2)
-    assert report.lossless["worst_log_probability_gap"] == pytest.approx(0.4)
+    lossless = report.lossless
+    assert not lossless.greedy_fp32 and lossless.different == ("b",)
+    assert lossless.prompts_checked == lossless.identical_in_run_dtype == 3
+    assert (lossless.tokens_scored, lossless.near_ties) == (9, 1 + 0 + 2)
+    assert lossless.worst_log_probability_gap == pytest.approx(0.4)
     assert [prompt.identical_fp32 for prompt in report.prompts] == [True, False, True]
-    assert report.settings["left_out"] == {"prompt_too_long": 1, "not_rendered": 2}
+    assert report.settings.left_out == {"prompt_too_long": 1, "not_rendered": 2}
     asked_with = {"thinking": False, "date": "today"}
-    assert report.settings["chat_template_kwargs"] == asked_with, "eval's over the target's"
+    assert report.settings.chat_template_kwargs == asked_with, "eval's over the target's"
 
 
 def test_the_tree_is_the_one_that_was_used(report: EvalReport) -> None:
-    assert report.settings["tree"] == TREE.model_dump()
-    assert report.settings["tree_auto"] == {
-        "fastest_tree": {"top_k": 2, "steps": 3, "nodes": 6},
-        "predicted_acceptance_length": 1.6,
-        "predicted_speedup": 1.2,
-        "settings": {},
-        "tried_on_other_prompts": False,
-        "by_batch": {"1": {"top_k": 2, "steps": 3, "nodes": 6}, "8": None},
-    }
+    assert report.decoding == "speculative" and report.settings.tree == TREE
+    assert report.settings.tree_auto == TreeChoice(
+        fastest_tree=TREE,
+        predicted_acceptance_length=1.6,
+        predicted_speedup=1.2,
+        settings={},
+        tried_on_other_prompts=False,
+        by_batch={"1": TREE, "8": None},
+    )
+    assert EvalReport.model_validate_json(report.model_dump_json()) == report
 
 
 def test_one_node_is_an_answer_and_the_head_is_judged_beside_it() -> None:
     report = _report(0.97)
-    assert report.settings["tree"] == {"nodes": 1}
-    assert report.settings["tree_auto"]["fastest_tree"]["nodes"] == TREE.nodes
+    assert report.decoding == "plain" and report.settings.tree is None
+    assert report.settings.tree_auto and report.settings.tree_auto.fastest_tree == TREE
     assert report.acceptance_length == 1 and report.speedup["plain"] == 1
     assert report.tokens_per_second["speculative"] == report.tokens_per_second["plain"]
-    assert (
-        report.head["acceptance_length"]
-        == report.drafter["acceptance_length"]
-        == pytest.approx((22 + 12 + 33) / 40)
+    assert report.unused_tree == TreeFigures(
+        tree=TREE, acceptance_length=(22 + 12 + 33) / 40, speedup_plain=1.5
     )
-    assert report.drafter["speedup_plain"] == 1.5 and report.drafter["tree"]["nodes"] == TREE.nodes
     assert report.alpha == pytest.approx((20 / 40, 6 / 20, 1 / 6)), "the head's own"
-    assert {row["acceptance_length"] for row in report.by_category.values()} == {1}
+    assert {row.acceptance_length for row in report.by_category.values()} == {1}
     page = write_html(report)
     assert "one node, plain decoding: no tree was predicted to be faster" in page
     assert "τ 1.68" in page
@@ -138,10 +135,13 @@ def test_one_node_is_an_answer_and_the_head_is_judged_beside_it() -> None:
 
 def test_the_head(report: EvalReport) -> None:
     parameters = sum(parameter.numel() for parameter in Eagle3Head(SHAPE).parameters())
-    assert report.head["parameters"] == parameters and report.head[
-        "share_of_target"
-    ] == pytest.approx(parameters / 100_000)
-    assert report.head["coverage"] == 0.9 and report.settings["threads"] == torch.get_num_threads()
+    assert report.head == HeadFigures(
+        parameters=parameters,
+        share_of_target=parameters / 100_000,
+        draft_vocab_size=SHAPE.draft_vocab_size,
+        coverage=0.9,
+    )
+    assert report.settings.threads == torch.get_num_threads()
 
 
 def test_requests_are_told_with_their_counters(report: EvalReport) -> None:
@@ -157,7 +157,7 @@ def test_requests_are_told_with_their_counters(report: EvalReport) -> None:
     assert [each.value for each in report.acceptance.conditional] == pytest.approx(report.alpha)
     assert set(report.groups["category"]) == {"chat", "math"}
     chat = report.groups["category"]["chat"]
-    assert chat.acceptance_length.value == report.by_category["chat"]["acceptance_length"]
+    assert chat.acceptance_length.value == report.by_category["chat"].acceptance_length
     assert (chat.requests, chat.rounds) == (2, 20)
 
 
@@ -186,7 +186,8 @@ def test_turns_of_a_prompt_stay_together_and_contexts_are_buckets() -> None:
     }, "a request without rounds is in no group"
     assert [each.prompt for each in report.prompts] == ["a", "a", "b", "c"]
     # Both turns of `a` are one request of SPEED-Bench, and the intervals draw them together.
-    lengths = report.names["speed_bench"]["Request_AL"]
+    assert report.names is not None
+    lengths = report.names.speed_bench.Request_AL
     assert lengths == {"a": 21 / 14, "b": 3.0}
     chat = report.groups["category"]["chat"].acceptance_length
     assert chat.low == chat.value == chat.high == 1.5, "one prompt, one draw"

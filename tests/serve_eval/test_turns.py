@@ -13,8 +13,8 @@ import torch
 
 from pipeline.config import RunConfig, parse
 from pipeline.records import Prompt
-from pipeline.serve_eval import run
 from pipeline.serve_eval.measure import Comparison, Measured
+from pipeline.serve_eval.stage import run
 from pipeline.store.manifest import read_begin, read_report, stage_location
 from pipeline.store.stage_run import open_stage
 from pipeline.target.open import open_target
@@ -91,7 +91,7 @@ def test_refused_prompts_are_counted_and_dates_are_the_run_s(
     before = datetime.now(UTC)
     run(config)
     report = read_report(config.run.uri)
-    assert report.settings["left_out"] == {
+    assert report.settings.left_out == {
         "prompt_too_long": 0,
         "not_rendered": 1,
         "template_rewrites": 3,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pipeline.config import LiveServerSection
 from pipeline.reports import EvalReport, RoundCounters, ServerFinding
@@ -99,7 +98,7 @@ def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
     for count, under_load in lengths[1:]:
         if abs(under_load - tau) > _UNDER_LOAD * tau:
             text = f"τ is {tau:.2f} at concurrency {lengths[0][0]} and {under_load:.2f} at {count}"
-            if trees := seen.server.told.get("speculative_trees"):
+            if trees := seen.server.settings.get("speculative_trees"):
                 by_batch = ", ".join(f"{tree} from batch {rows}" for rows, tree in trees.items())
                 text, fix = f"{text}, as it drafts {by_batch}", "nothing"
             else:
@@ -186,14 +185,15 @@ def _replies(seen: SeenServer) -> Iterator[ServerFinding]:
 
 def _settings(seen: SeenServer) -> Iterator[ServerFinding]:
     """Its tree against the report's."""
-    server, tree = seen.server, _tree(seen.report)
-    nodes = tree.get("nodes")
-    wanted = seen.section.drafts or (nodes - 1 if nodes else None)
-    names = {"speculative_num_steps": "steps", "speculative_eagle_topk": "top_k"}
+    server, tree = seen.server, seen.report.settings.tree if seen.report else None
+    wanted = seen.section.drafts or (tree.nodes - 1 if tree else None)
+    named = (
+        {"speculative_num_steps": tree.steps, "speculative_eagle_topk": tree.top_k} if tree else {}
+    )
     unlike = [
-        f"{key} {server.told[key]} against {tree[name]}"
-        for key, name in names.items()
-        if tree.get(name) is not None and server.told.get(key) not in (None, tree[name])
+        f"{key} {server.settings[key]} against {value}"
+        for key, value in named.items()
+        if server.settings.get(key) not in (None, value)
     ]
     told = [each for run in seen.runs for each in run.told]
     rounds, drafted = sum(each.rounds for each in told), sum(each.drafted for each in told)
@@ -219,8 +219,3 @@ def _counting(seen: SeenServer) -> Iterator[ServerFinding]:
         text = f"acceptance at concurrency {', '.join(pooled)} is of all requests together"
         fix = "nothing: this server does not tell it by request, so there is no interval"
         yield ServerFinding(severity="note", name="acceptance_pooled", text=text, fix=fix)
-
-
-def _tree(report: EvalReport | None) -> dict[str, Any]:
-    tree = report.settings.get("tree") if report else None
-    return tree if isinstance(tree, dict) else {}

@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from pipeline.config import TreeSection
-from pipeline.metric_names import drafts_of
 from pipeline.records import digest
 from pipeline.reports import Estimate, GoldenFigure, GoldenPrompt, RoundCounters
 from pipeline.serve_eval.acceptance import acceptance_figures, drawn_sums, estimate
@@ -50,7 +49,7 @@ def golden_figure(
         head_fingerprint=head,
         target_fingerprint=target,
         drafter=drafter,
-        tree=tree.model_dump(exclude={"auto"}),
+        tree=tree,
         temperature=0.0,
         max_new_tokens=max_new_tokens,
         stop_ids=tuple(stop_ids),
@@ -108,7 +107,7 @@ def compare(
     rows = []
     for name in names:
         ours = expected[name]
-        drafts = drafts_of(ours)
+        drafts = ours.drafts
         decoder = (drafts, drafts + ours.accepted_tokens) if drafts_only else _taken(ours)
         rows.append((told[name].rounds, told[name].tokens, *decoder))
     sums = drawn_sums(np.array(rows, float), names)  # [1 + DRAWS, 4]

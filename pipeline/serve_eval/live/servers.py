@@ -40,7 +40,7 @@ class LiveServer:
     kind: Kind
     model: str
     version: str = ""
-    told: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # that it reports
 
     @property
     def path(self) -> str:
@@ -55,13 +55,13 @@ class LiveServer:
     @property
     def depth(self) -> int | None:
         """Positions that a round of it drafts, as it told."""
-        steps = self.told.get("speculative_num_steps")
+        steps = self.settings.get("speculative_num_steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def drafted_tokens(self) -> int | None:
         """Drafted tokens that it verifies in a round, as it told."""
-        nodes = self.told.get("speculative_num_draft_tokens")
+        nodes = self.settings.get("speculative_num_draft_tokens")
         return nodes - 1 if isinstance(nodes, int) and nodes > 1 else None
 
     def body(self, ids: Sequence[int], new: int, stop_ids: Sequence[int]) -> dict[str, Any]:

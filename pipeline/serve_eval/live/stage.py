@@ -26,7 +26,9 @@ from pipeline.reports import (
     LoadCurve,
     PromptResult,
     RoundCounters,
+    ServerExpectation,
     ServerResult,
+    ServerWorkload,
 )
 from pipeline.serve_eval.live.client import LiveClient, ServerGone, open_client
 from pipeline.serve_eval.live.findings import SeenServer, findings_of
@@ -116,7 +118,7 @@ def _expected(
     report: EvalReport | None, questions: Sequence[Question], new: int
 ) -> dict[str, RoundCounters]:
     """The decoder's counters of the same prompts, where it may say as much of each."""
-    if report is None or report.settings.get("max_new_tokens") != new:
+    if report is None or report.settings.max_new_tokens != new:
         return {}
     asked = {each.request_id: len(each.context) for each in questions}
     return {
@@ -175,19 +177,19 @@ def _result(
         version=server.version,
         model=server.model,
         created=datetime.now(UTC).isoformat(),
-        asked={
-            "prompts": len(questions),
-            "prompts_digest": prompts_digest([each.context for each in questions]),
-            "max_new_tokens": seen.new_tokens,
-            "temperature": 0.0,
-        },
-        told=server.told,
+        workload=ServerWorkload(
+            prompts=len(questions),
+            prompts_digest=prompts_digest([each.context for each in questions]),
+            max_new_tokens=seen.new_tokens,
+            temperature=0.0,
+        ),
+        server_settings=server.settings,
         curve=LoadCurve(name=server.kind, settings=settings, points=points),
         pooled=tuple(run.concurrency for run in seen.runs if run.pooled),
         failures=failures,
-        expected={"prompts": paired.prompts, "acceptance_length": paired.decoder.model_dump()}
+        expected=ServerExpectation(prompts=paired.prompts, acceptance_length=paired.decoder)
         if paired
-        else {},
+        else None,
         prompts=tuple(_prompt_result(reply, server.kind) for reply in _each_once(seen.runs[0])),
         findings=findings_of(seen),
     )

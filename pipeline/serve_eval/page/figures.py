@@ -63,7 +63,7 @@ def _groups(report: EvalReport) -> list[Chart]:
         rows = [
             _row(name, known[name])
             if name in known
-            else Interval(_short(name), *[row["acceptance_length"]] * 3)
+            else Interval(_short(name), *[row.acceptance_length] * 3)
             for name, row in report.by_category.items()
         ]
         rows.sort(key=lambda row: -row.value)
@@ -167,8 +167,7 @@ def load_rows(report: EvalReport) -> list[LoadRow]:
     same without its drafter (eval.server.plain)."""
     curves = [(("", str(curve.settings)), curve) for curve in report.load]
     for server in report.servers:
-        asked = {key: server.asked.get(key) for key in ("prompts_digest", "max_new_tokens")}
-        curves.append(((server.kind, str(asked)), server.curve))
+        curves.append(((server.kind, str(server.workload)), server.curve))
     plain = {
         (case, at.concurrency): at.throughput
         for case, curve in curves

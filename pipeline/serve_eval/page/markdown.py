@@ -28,9 +28,9 @@ def write_markdown(report: EvalReport) -> str:
             (
                 (
                     name,
-                    f"{row.get('prompts', 0):.0f}",
-                    fixed(row["acceptance_length"]),
-                    f"{fixed(row['speedup_plain'])}×" if row.get("speedup_plain") else "–",
+                    str(row.prompts),
+                    fixed(row.acceptance_length),
+                    f"{fixed(row.speedup_plain)}×" if row.speedup_plain else "–",
                 )
                 for name, row in report.by_category.items()
             ),
@@ -84,7 +84,7 @@ def write_markdown(report: EvalReport) -> str:
 
 
 def _verdict(report: EvalReport) -> str:
-    named = "Draft head" if report.head else report.drafter["name"]
+    named = "Draft head" if report.head else report.drafter.name
     lines = [f"### {markdown_text(named)} for {markdown_text(report.contract.source)}", ""]
     figures, interval = report.acceptance, ""
     if figures:
@@ -95,11 +95,11 @@ def _verdict(report: EvalReport) -> str:
         f"**{fixed(ratio)}×** over {mode(name)}" for name, ratio in timed(report.speedup).items()
     )
     lines.append(f"* speed: {', '.join(speedups) or 'not timed'}")
-    checked, exact = report.lossless["prompts_checked"], report.speculation_is_lossless
+    checked, exact = report.lossless.prompts_checked, report.speculation_is_lossless
     verdict = "token-identical to plain decoding in fp32" if exact else "**NOT lossless in fp32**"
     lines.append(f"* {verdict if checked else 'losslessness was not checked'}, {checked} requests")
-    if report.plain_is_the_target is not None:
-        lines.append(f"* {reference(report.lossless)}")
+    if report.lossless.transformers:
+        lines.append(f"* {reference(report.lossless.transformers)}")
     return "\n".join(lines)
 
 

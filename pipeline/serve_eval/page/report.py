@@ -3,17 +3,13 @@
     html = write_html(report)
     print_table(report)
 
-Both take everything from the `EvalReport`. Of its open mappings they rely on these keys:
-`by_category[name]["acceptance_length"]`, `drafter["name"]`, `lossless["greedy_fp32"]` and
-`lossless["prompts_checked"]`, and where there is a head, `head["parameters"]`,
-`head["share_of_target"]`, `head["draft_vocab_size"]` and `head["coverage"]`; any other key is shown
-as it comes.
+Both take everything from the `EvalReport`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -52,13 +48,15 @@ def write_html(report: EvalReport) -> str:
     return environment.from_string(page_source("report.html.j2")).render(
         style=page_style(),
         report=report,
-        contract=report.contract.model_dump(mode="json"),
+        tables=report.model_dump(
+            mode="json",
+            include={"contract", "drafter", "head", "names", "provenance", "settings"},
+        ),
+        servers=[server.model_dump(mode="json") for server in report.servers],
         badge=_badge(report),
         plainly=_plain_decoding(report),
         charts=charts_of(report),
         load_rows=load_rows(report),
-        columns=_columns(report),
-        cell=_cells(report),
         rates=wording.timed(report.tokens_per_second),
         speedup=wording.timed(report.speedup),
     )
@@ -105,12 +103,9 @@ def print_table(report: EvalReport) -> None:
     facts.add_row("lossless", Text(badge.text, style=colour))
     facts.add_row("drafter", _drafter(report))
     if head:
-        size = f"{wording.plain(head['parameters'])} parameters"
-        share, coverage = (
-            wording.percent(head["share_of_target"]),
-            wording.percent(head["coverage"]),
-        )
-        vocabulary = f"{wording.plain(head['draft_vocab_size'])} tokens"
+        size = f"{wording.plain(head.parameters)} parameters"
+        share, coverage = wording.percent(head.share_of_target), wording.percent(head.coverage)
+        vocabulary = f"{wording.plain(head.draft_vocab_size)} tokens"
         facts.add_row("head", f"{size}, {share} of the target")
         words = f"{vocabulary}, covering {coverage} of the supervised ones"
         facts.add_row("draft vocabulary", words)
@@ -120,8 +115,7 @@ def print_table(report: EvalReport) -> None:
 
 
 def _log_figures(report: EvalReport) -> None:
-    head, badge = report.head, _badge(report)
-    speedups = wording.timed(report.speedup)
+    badge, speedups = _badge(report), wording.timed(report.speedup)
     ratios = (
         f"{wording.fixed(ratio)}× over {wording.mode(mode)}" for mode, ratio in speedups.items()
     )
@@ -133,68 +127,34 @@ def _log_figures(report: EvalReport) -> None:
         alpha=report.alpha,
         tokens_per_second=wording.timed(report.tokens_per_second),
         speedup=speedups,
-        lossless=report.lossless,
-        drafter=report.drafter,
-        **(_logged_head(head) if head else {}),
-        by_category=report.by_category,
+        **report.model_dump(mode="json", include={"lossless", "drafter", "head", "by_category"}),
     )
-
-
-def _ratios(speedups: Mapping[str, float]) -> list[str]:
-    return [f"{wording.fixed(each)}× over {wording.mode(mode)}" for mode, each in speedups.items()]
-
-
-def _logged_head(head: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {key: head[key] for key in ("parameters", "share_of_target", "draft_vocab_size")}
-    return {"head": sizes, "coverage": head["coverage"]}
 
 
 def _category_table(report: EvalReport) -> Any:
     from rich.table import Table
 
-    columns, cell = _columns(report), _cells(report)
     table = Table()
     table.add_column("category")
-    for column in columns:
-        table.add_column(wording.words(column), justify="right")
+    for column in ("prompts", "τ", "tokens/s", "over plain"):
+        table.add_column(column, justify="right")
     for name, row in report.by_category.items():
-        table.add_row(one_line(name, LONGEST_NAME), *(cell(column, row) for column in columns))
+        figures = row.acceptance_length, row.tokens_per_second, row.speedup_plain
+        cells = [f"{row.prompts:,}", *(f"{figure:,.2f}" for figure in figures)]
+        table.add_row(one_line(name, LONGEST_NAME), *cells)
     return table
 
 
-def _columns(report: EvalReport) -> list[str]:
-    """Keys of the category rows in order of first appearance."""
-    return list(dict.fromkeys(key for row in report.by_category.values() for key in row))
-
-
-def _cells(report: EvalReport) -> Callable[[str, Mapping[str, float]], str]:
-    """How a category's value is written: counts whole, everything else with two decimals."""
-    rows = report.by_category.values()
-    counts = {
-        column
-        for column in _columns(report)
-        if all(float(row[column]).is_integer() for row in rows if column in row)
-        and column != "acceptance_length"
-    }
-
-    def cell(column: str, row: Mapping[str, float]) -> str:
-        if column not in row:
-            return "–"
-        return f"{row[column]:,.0f}" if column in counts else f"{row[column]:,.2f}"
-
-    return cell
-
-
 def _badge(report: EvalReport) -> Badge:
-    checked = report.lossless["prompts_checked"]
+    checked, reference = report.lossless.prompts_checked, report.lossless.transformers
     if not checked:
         return Badge("none", "lossless: not checked")
     rival, requests = "plain greedy decoding in fp32", f"{wording.plain(checked)} requests checked"
-    if report.plain_is_the_target is False:
-        return Badge("bad", f"✗ not lossless: {wording.reference(report.lossless)}")
-    if report.is_lossless:
+    if reference and not reference.same:
+        return Badge("bad", f"✗ not lossless: {wording.reference(reference)}")
+    if reference and report.speculation_is_lossless:
         same = f"token-identical to {rival} on all {requests}"
-        return Badge("good", f"✓ lossless: {same}; {wording.reference(report.lossless)}")
+        return Badge("good", f"✓ lossless: {same}; {wording.reference(reference)}")
     if report.speculation_is_lossless:
         same = f"token-identical to {rival} on {requests}"
         return Badge("none", f"{same}; plain decoding was not compared with transformers")
@@ -202,20 +162,20 @@ def _badge(report: EvalReport) -> Badge:
 
 
 def _plain_decoding(report: EvalReport) -> str | None:
-    """Said where `tree: auto` chose one node; its own figures then stand in `drafter`."""
-    apart = report.drafter
-    if "acceptance_length" not in apart:
+    """Where `tree: auto` chose plain decoding: the drafter's own figures beside it."""
+    if (unused := report.unused_tree) is None:
         return None
-    tau, ratio = wording.fixed(apart["acceptance_length"]), wording.fixed(apart["speedup_plain"])
-    shape = ", ".join(f"{key} {value}" for key, value in apart["tree"].items())
+    tau, ratio = wording.fixed(unused.acceptance_length), wording.fixed(unused.speedup_plain)
+    shape = f"top_k {unused.tree.top_k}, steps {unused.tree.steps}, nodes {unused.tree.nodes}"
     judged = f"with the tree of {shape} the drafter reaches τ {tau} and {ratio}× plain decoding"
     return f"one node, plain decoding: no tree was predicted to be faster here; {judged}"
 
 
 def _drafter(report: EvalReport) -> str:
     """Its name, and what `tree: auto` chose of it beside the tree."""
-    chosen = (report.settings.get("tree_auto") or {}).get("settings") or {}
-    return ", ".join([report.drafter["name"], *(f"{key} {value}" for key, value in chosen.items())])
+    choice = report.settings.tree_auto
+    chosen = choice.settings if choice else {}
+    return ", ".join([report.drafter.name, *(f"{key} {value}" for key, value in chosen.items())])
 
 
 def _is_hash(text: str) -> bool:

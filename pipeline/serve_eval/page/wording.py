@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.reports import Estimate
+from pipeline.reports import Estimate, ReferenceCheck
 from pipeline.serve_eval.page import charts
 
 
@@ -72,14 +72,13 @@ def words(key: str) -> str:
     return known.get(key, key.replace("_", " "))
 
 
-def reference(lossless: Mapping[str, Any]) -> str:
-    """What transformers says of plain decoding, in a report that has it."""
-    leg = lossless["transformers"]
-    tokens, replies = plain(leg["tokens"]), plain(leg["replies"])
-    if leg["same"]:
+def reference(check: ReferenceCheck) -> str:
+    """Plain decoding against transformers."""
+    tokens, replies = plain(check.tokens), plain(check.replies)
+    if check.same:
         return f"plain decoding is transformers' own on {replies} replies ({tokens} tokens)"
-    wrong = plain(leg["wrong_tokens"])
-    differ = f"logits differ by up to {percent(leg.get('logits_difference', 0.0))}"
+    wrong = plain(check.wrong_tokens)
+    differ = f"logits differ by up to {percent(check.logits_difference)}"
     return f"{wrong} of {tokens} tokens of plain decoding are not transformers' choice, {differ}"
 
 
