@@ -24,7 +24,7 @@ from pipeline.records import Manifest
 from pipeline.store.location import Location
 from pipeline.train import run
 from pipeline.train.checkpoints import Checkpoints
-from pipeline.train.grace import Grace
+from pipeline.train.loop import Grace
 from pipeline.train.progress import Best, Progress
 from pipeline.train.trainer import TrainingState
 from tests.train.runs import (
