@@ -45,9 +45,8 @@ from pipeline.config import FeaturesSection, RunConfig, SourceSpec, TargetSectio
 from pipeline.features.capture import capture_shard
 from pipeline.features.packing import cut, into_forwards
 from pipeline.features.writer import ShardWriter
-from pipeline.learning.batches import ReadAhead
+from pipeline.learning.batches import ReadAhead, Schedule
 from pipeline.learning.corpus import survey
-from pipeline.learning.schedule import Schedule
 from pipeline.prompts import load_prompts
 from pipeline.prompts.demo_sets import prompt_set
 from pipeline.records import Message, Sample, SamplingParams, Shard, Span

@@ -127,8 +127,8 @@ def test_settings_that_contradict_each_other_are_named_with_what_to_do() -> None
     with pytest.raises(ConfigError) as caught:
         parse({**TREE, "train": {"algorithm": "dflash", "dropout": 0.1}})
     assert caught.value.where == "config: train"
-    assert caught.value.problem == "dropout is of algorithm eagle3"
-    assert caught.value.fix == "turn it off for dflash"
+    assert caught.value.problem == "dropout is only supported with algorithm: eagle3"
+    assert caught.value.fix == "turn it off"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def missing_paths(text: str) -> list[str]:
-    """Paths (`pipeline/train/init.py`) and modules (`pipeline.jobs.launch`) that are not there."""
+    """Paths (`pipeline/heads/init.py`) and modules (`pipeline.jobs.launch`) that are not there."""
     rooms = "bench|configs|docs|experiments|pipeline|tests"
     paths = set(re.findall(rf"(?<![\w./:-])(?:{rooms})/[\w./-]*[\w/]", text)) - WRITTEN
     modules = set(re.findall(r"(?<![\w./-])(?:bench|pipeline|tests)(?:\.[a-z_]\w*)+", text))
@@ -86,7 +86,7 @@ def test_named_paths_and_modules_exist(page: str) -> None:
 
 
 def test_missing_paths_are_caught() -> None:
-    text = "`pipeline/train/init.py`, `pipeline/heads/`, `pipeline.api`, gs://bucket/docs/x, "
+    text = "`pipeline/heads/init.py`, `pipeline/heads/`, `pipeline.api`, gs://bucket/docs/x, "
     assert missing_paths(text) == []
     text += "pipeline/train/start.py, configs/none.yaml, pipeline.eagle3.ttt, bench/none"
     missing = ["bench/none", "configs/none.yaml", "pipeline.eagle3.ttt", "pipeline/train/start.py"]

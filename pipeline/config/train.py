@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.section import Section, TreeSection
 
@@ -48,12 +48,12 @@ class HeadSection(Section):
     """Refuse heads with more than this share of the target's parameters."""
 
     @model_validator(mode="after")
-    def _asks_for_one_kind(self) -> HeadSection:
+    def _is_one_kind(self) -> HeadSection:
         if self.heads == 1 and self.chain_input != "aux":
-            raise ValueError("chain_input is of several heads; set heads to 2 or more")
+            raise ValueError("chain_input requires heads >= 2; set heads, or leave it out")
         for name in ("fc_norm", "norm_output", "draft_window"):
             if self.heads > 1 and getattr(self, name):
-                raise ValueError(f"{name} is of one head; leave it out, or set heads to 1")
+                raise ValueError(f"{name} requires heads: 1; leave it out, or set heads to 1")
         return self
 
     @model_validator(mode="after")
@@ -190,6 +190,14 @@ class TrainSection(Section):
     wandb_project: str = "eagle3"
     """Weights & Biases project."""
 
+    @field_validator("evaluate_tree")
+    @classmethod
+    def _is_one_shape(cls, tree: TreeSection) -> TreeSection:
+        if tree.auto:
+            problem = "cannot be auto: checkpoints are compared by τ on one tree"
+            raise ValueError(f"{problem}; give top_k, steps and nodes")
+        return tree
+
     @model_validator(mode="before")
     @classmethod
     def _takes_the_algorithm_s_own_rate(cls, value: Any) -> Any:
@@ -213,7 +221,7 @@ class TrainSection(Section):
             )
         for name in ("dropout", "activation_checkpointing", "compile"):
             if getattr(self, name):
-                raise ValueError(f"{name} is of one head; turn it off for head_config.heads > 1")
+                raise ValueError(f"{name} requires head_config.heads: 1; turn it off")
         return self
 
     @model_validator(mode="after")
@@ -223,12 +231,12 @@ class TrainSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _asks_nothing_of_the_other_algorithm(self) -> TrainSection:
-        if self.algorithm == "eagle3":
+    def _sets_nothing_of_eagle3(self) -> TrainSection:
+        if self.algorithm != "dflash":
             return self
         for name in ("dropout", "activation_checkpointing", "compile"):
             if getattr(self, name):
-                raise ValueError(f"{name} is of algorithm eagle3; turn it off for dflash")
+                raise ValueError(f"{name} is only supported with algorithm: eagle3; turn it off")
         most = self.dflash.block_size - 1
         if self.evaluate_every and self.evaluate_tree.steps > most:
             raise ValueError(

@@ -11,9 +11,16 @@ from pipeline.config import parse
 from pipeline.console import notice
 from pipeline.errors import HeadError
 from pipeline.exchange.export import output_directory
-from pipeline.heads.checkpoint import CARD, CONFIG, ForeignHead, HeadCard, last_part, read_card
+from pipeline.heads.checkpoint import (
+    CARD,
+    CONFIG,
+    WEIGHTS,
+    ForeignHead,
+    HeadCard,
+    last_part,
+    read_card,
+)
 from pipeline.heads.registry import read_foreign, save_head
-from pipeline.heads.tensors import WEIGHTS
 from pipeline.records import TargetContract, match_contracts
 from pipeline.store.location import Location, as_directory
 from pipeline.target.open import Target, open_target

@@ -12,9 +12,8 @@ from safetensors import safe_open
 
 from pipeline.console import console, printable
 from pipeline.errors import HeadError
-from pipeline.heads.checkpoint import CONFIG, HEAD_FILES
+from pipeline.heads.checkpoint import CONFIG, HEAD_FILES, WEIGHTS
 from pipeline.heads.registry import head_directory, load_head
-from pipeline.heads.tensors import WEIGHTS
 from pipeline.store.location import Location
 
 #: The vocabulary's map, and what chained heads keep of the target.

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from pipeline.errors import HeadError
+
 #: Bounds that no model reaches; tensors of such shapes can still be described without an overflow.
 Size = Annotated[int, Field(gt=0, le=2**24)]
 
@@ -236,6 +238,21 @@ class DraftingHead(nn.Module):
         self.d2t.copy_(target_ids - torch.arange(len(target_ids)))
         self.t2d.zero_()
         self.t2d[target_ids] = True
+
+    def check_fits(self, hidden_size: int, vocab_size: int) -> None:
+        """Raise HeadError where the head contradicts the sizes of a loaded target."""
+        fix = "use the head that was trained for this target"
+        for field, own, of_target in (
+            ("hidden_size", self.shape.hidden_size, hidden_size),
+            ("vocab_size", self.shape.vocab_size, vocab_size),
+        ):
+            if own != of_target:
+                problem = f"{field} is {own}, the target's is {of_target}"
+                raise HeadError(problem, where="head", fix=fix)
+        target_ids = self.target_ids()
+        if bool(((target_ids < 0) | (target_ids >= vocab_size)).any()):
+            problem = f"d2t leads outside the target's vocabulary of {vocab_size} tokens"
+            raise HeadError(problem, where="head", fix=fix)
 
     def count_parameters(self) -> int:
         """Trained parameters; the target's embedding is not one of them."""

@@ -1,6 +1,16 @@
-"""Head directories: `config.json`, `model.safetensors` and `eagle3.json`, written atomically.
+"""Head directories: `config.json`, `model.safetensors` and `eagle3.json`, read and written.
 
 docs/head-format.md specifies them. The card (`eagle3.json`) carries contract, provenance, metrics.
+Every kind of head and every dialect is read here:
+
+    which file    as transformers chooses (target/files.py): model.safetensors, else the shards of
+                  its index; any other file beside them changes nothing
+    each tensor   of a type that we compute with, finite; all that the head has, and no other, in
+                  the shapes of config.json
+    d2t, t2d      offsets → target ids, distinct and inside the vocabulary; rows put in order
+
+Loaders skip a tensor that they do not know and keep random weights where one is missing; here both
+are errors that name the tensor. Directories are written atomically.
 """
 
 from __future__ import annotations
@@ -11,21 +21,44 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.errors import HeadError, StoreError
 from pipeline.heads.base import DraftingHead, DraftShape
 from pipeline.heads.fields import Layers
-from pipeline.heads.tensors import WEIGHTS, read_json
 from pipeline.records import TargetContract, match_contracts
+from pipeline.target.files import weight_files
 from pipeline.target.weights import TargetWeights
 
-CONFIG, CARD = "config.json", "eagle3.json"
+Head = TypeVar("Head", bound=DraftingHead)
+
+
+MAPS = ("d2t", "t2d")
+
+
+#: What trainers leave in their checkpoints and no head needs: the verifier's own weights.
+_IGNORED = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
+
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+_PASS_A_HEAD = "pass the directory of an EAGLE-3 head"
+
+
+FETCH_AGAIN = "download or export the head again"
+
+
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "eagle3.json"
 
 
 HEAD_FILES = CONFIG, WEIGHTS, CARD
@@ -120,6 +153,148 @@ def write_files(
 def _stored(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu().contiguous()
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises HeadError when it is absent or no object."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HeadError("no such file", where=str(path), fix=_PASS_A_HEAD) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise HeadError(f"cannot be read: {error}", where=str(path), fix=FETCH_AGAIN) from error
+    if not isinstance(body, dict):
+        raise HeadError("is no JSON object", where=str(path), fix=FETCH_AGAIN)
+    return body
+
+
+def read_tensors(
+    directory: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """The wanted tensors of a head directory, in the types they are stored in.
+
+    Raises HeadError for a file that cannot be read, a type that we do not compute with, and a
+    tensor that holds NaN or infinity.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(directory, error=HeadError):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in set(stored.keys()) - _IGNORED:
+                    if wanted(name):
+                        tensors[name] = _checked(name, stored.get_tensor(name), str(file))
+        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
+            problem = f"cannot be read: {error}"
+            raise HeadError(problem, where=str(file), fix=FETCH_AGAIN) from error
+    return tensors
+
+
+def _checked(name: str, tensor: Tensor, where: str) -> Tensor:
+    """The tensor as it is. Raises HeadError for a weight that cannot be computed with."""
+    if name.rpartition(".")[2] in MAPS:
+        return tensor
+    if tensor.dtype not in _FLOATS:
+        problem = f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+        fix = "save the head in bfloat16, float16 or float32"
+        raise HeadError(f"{problem}, a type that heads are not computed in", where=where, fix=fix)
+    if not bool(tensor.isfinite().all()):
+        count = int((~tensor.isfinite()).sum())
+        problem = f"{name} holds NaN or infinity in {count:,} of {tensor.numel():,} places"
+        fix = "take an earlier checkpoint of its training"
+        raise HeadError(problem, where=where, fix=fix)
+    return tensor
+
+
+def shapes_of(kind: Callable[[Any], DraftingHead], shape: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a head's tensors; none is allocated."""
+    with torch.device("meta"):
+        parts = kind(shape).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in parts.items()}
+
+
+def fill_head(
+    kind: Callable[[Any], Head], shape: Any, tensors: dict[str, Tensor], *, where: str
+) -> Head:
+    """A float32 head of `shape` with these tensors; rows in ascending order of target id.
+
+    Raises HeadError on the first tensor that is missing, surplus or of another shape, and for a
+    vocabulary map that is none.
+    """
+    if shape.draft_vocab_size == shape.vocab_size:  # the whole vocabulary needs no map
+        identity = {
+            "d2t": torch.zeros(shape.vocab_size, dtype=torch.int64),
+            "t2d": torch.ones(shape.vocab_size, dtype=torch.bool),
+        }
+        tensors = {**identity, **tensors}
+    check_tensors(shapes_of(kind, shape), tensors, where)
+    target_ids = draft_ids(tensors["d2t"], tensors["t2d"], where)
+    order = target_ids.argsort()
+    weights = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
+    if "lm_head.weight" in weights:
+        weights["lm_head.weight"] = weights["lm_head.weight"][order]
+    head = kind(shape).float()
+    head.load_state_dict({**weights, **{name: getattr(head, name) for name in MAPS}})
+    head.set_vocabulary(target_ids[order])
+    return head
+
+
+def check_tensors(
+    expected: dict[str, tuple[int, ...]], tensors: dict[str, Tensor], where: str
+) -> None:
+    """Raise HeadError for a tensor that is missing, surplus or of another shape."""
+    missing = sorted(expected.keys() - tensors.keys())
+    surplus = sorted(tensors.keys() - expected.keys())
+    if missing:
+        problem = f"has no tensor {', '.join(missing)}"
+        reason = "a reader that goes on without would draft from random ones"
+        fix = f"use a head with all weights; {reason}"
+        raise HeadError(problem, where=where, fix=fix)
+    if surplus:
+        problem = f"has a tensor that this head has no place for: {', '.join(surplus)}"
+        fix = "use a head without it; a reader that skips it would draft with other maths"
+        raise HeadError(problem, where=where, fix=fix)
+    for name, wanted in expected.items():
+        shape = tuple(tensors[name].shape)
+        if shape != wanted:
+            problem = f"{name} is {list(shape)} where config.json asks for {list(wanted)}"
+            sizes = "hidden, intermediate and vocabulary sizes, heads, head_dim"
+            fix = f"correct config.json ({sizes}), or export the head again"
+            raise HeadError(problem, where=where, fix=fix)
+
+
+def draft_ids(d2t: Tensor, t2d: Tensor, where: str) -> Tensor:
+    """Target ids [Vd] of the draft rows, from their offsets d2t [Vd].
+
+    Raises HeadError unless t2d [V] marks the same tokens, each once.
+    """
+    offsets, marked = _whole("d2t", d2t, where), _whole("t2d", t2d, where)
+    if not bool(((marked == 0) | (marked == 1)).all()):
+        problem = "t2d holds other values than 0 and 1"
+        raise HeadError(problem, where=where, fix="export the head again with its vocabulary map")
+    ids, marked = offsets + torch.arange(len(offsets)), marked.bool()
+    inside = bool(((ids >= 0) & (ids < len(marked))).all())
+    distinct = len(set(ids.tolist())) == len(ids) == int(marked.sum())
+    if inside and distinct and bool(marked[ids].all()):
+        return ids
+    if torch.equal(offsets.sort().values, marked.nonzero().flatten()):
+        problem = "d2t holds target ids where offsets belong"
+        raise HeadError(problem, where=where, fix="subtract 0, 1, 2, … from its rows")
+    problem = (
+        "d2t and t2d do not name the same distinct target tokens: "
+        "row i + d2t[i] must be marked in t2d, once each"
+    )
+    if not inside:
+        problem = f"d2t leads outside the vocabulary of {len(marked)} tokens; {problem}"
+    raise HeadError(problem, where=where, fix="export the head again with its vocabulary map")
+
+
+def _whole(name: str, values: Tensor, where: str) -> Tensor:
+    """A vocabulary map in int64. Raises HeadError for a type that cannot hold whole numbers."""
+    wide = values.dtype is torch.float32 and bool((values == values.round()).all())
+    if values.dtype in (*_INTEGERS, torch.bool) or wide:
+        return values.long()
+    problem = f"{name} is {str(values.dtype).removeprefix('torch.')}, not whole numbers"
+    raise HeadError(problem, where=where, fix=f"store {name} in an integer type")
 
 
 #: Fields whose text is a place, unless it names something public.

@@ -1,18 +1,247 @@
-"""Fields of a config.json that both dialects share."""
+"""Fields of a config.json: those of a head's layer, and which others change what a head computes.
+
+    read         honoured: becomes part of the shape
+    harmless     token ids, types, versions, dropout, settings of generation: nothing to a head
+    by value     passes where its value changes nothing, such as `partial_rotary_factor: 1.0`
+    any other    refused by name, unless it is null, which leaves a field unset
+
+A reader that skips a field which it does not know drafts with other maths, and drafts badly. The
+lists were made from what SpecForge, SafeAILab, ModelOpt, speculators, DFlash's authors and MiMo
+write, and from the attributes that every transformers configuration has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from pipeline.errors import HeadError
 from pipeline.heads.base import DraftShape
-from pipeline.heads.known import LAYER_RULES, only
 from pipeline.heads.rope import ROPE_FIELDS, check_rotary, rope_fields, rope_parameters
 
 Shape = TypeVar("Shape", bound=DraftShape)
+
+
+_HARMLESS_NAMES = """
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
+    decoder_start_token_id forced_bos_token_id forced_eos_token_id image_token_id image_token_index
+    video_token_id vision_token_id vision_start_token_id vision_end_token_id
+    torch_dtype dtype transformers_version transformers.js_config
+    initializer_range use_cache max_window_layers decoder_sparse_step
+    attention_dropout hidden_dropout hidden_dropout_prob attention_probs_dropout_prob resid_pdrop
+    embd_pdrop attn_pdrop dropout embedding_dropout
+    _name_or_path name_or_path auto_map _attn_implementation attn_implementation
+    _attn_implementation_autoset _attn_implementation_internal _commit_hash _flash_attn_2_enabled
+    _experts_implementation
+    target_model_type target_model_name_or_path modal_type
+    return_dict return_dict_in_generate output_hidden_states output_attentions output_scores
+    output_router_logits torchscript use_bfloat16 tf_legacy_loss cross_attention_hidden_size
+    is_decoder tie_encoder_decoder chunk_size_feed_forward gradient_checkpointing
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    cache_implementation
+    finetuning_task id2label label2id num_labels problem_type task_specific_params prefix
+    tokenizer_class
+    base_model_tp_plan base_model_pp_plan base_model_ep_plan keys_to_ignore_at_inference
+    has_no_defaults_at_init is_composition
+"""
+
+
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+
+
+class Rule(NamedTuple):
+    """When a field changes nothing."""
+
+    changes_nothing: Callable[[Any, Mapping[str, Any]], bool]  # of its value and of all fields
+    reason: str  # why another value is refused
+
+
+def only(*values: Any, reason: str) -> Rule:
+    """One of these values; 1 is not true, and 0 not false."""
+
+    def fits(value: Any, _: Mapping[str, Any]) -> bool:
+        return any(
+            value == each and isinstance(value, bool) is isinstance(each, bool) for each in values
+        )
+
+    return Rule(fits, reason)
+
+
+def _is_inverse_root(value: Any, body: Mapping[str, Any]) -> bool:
+    size = _head_dim(body)
+    return isinstance(value, float) and size > 0 and abs(value * size**0.5 - 1) < 1e-6
+
+
+def _head_dim(body: Mapping[str, Any]) -> float:
+    given = body.get("head_dim")
+    hidden, heads = body.get("hidden_size"), body.get("num_attention_heads")
+    if given is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        return hidden / heads
+    return given if isinstance(given, int) else 0
+
+
+def _window_hides_nothing(value: Any, body: Mapping[str, Any]) -> bool:
+    """Switched off, of no layer, or as long as the text can be."""
+    kinds, positions = body.get("layer_types"), body.get("max_position_embeddings")
+    off = body.get("use_sliding_window") is False
+    none = isinstance(kinds, list) and bool(kinds) and set(map(str, kinds)) == {"full_attention"}
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return off or none or (number and isinstance(positions, int) and value >= positions)
+
+
+def _no_window_is_used(value: Any, body: Mapping[str, Any]) -> bool:
+    """An absent window is 4,096 in Qwen's configurations, one of null is none."""
+    window = body.get("sliding_window", 4096)
+    unused = window is None or _window_hides_nothing(window, body)
+    return value is False or (value is True and unused)
+
+
+_NO_BIAS = only(False, reason="the head's projections have no bias")
+
+
+_NO_FACTOR = only(1, reason="the head has no such factor")
+
+
+_NO_HEAD_NORM = only(False, reason="the head does not norm queries and keys")
+
+
+_DENSE = only(0, reason="the head has no experts")
+
+
+_WHOLE = only(1, reason="this head turns whole heads")
+
+
+_SILU = only("silu", "swish", reason="the head's MLP is SwiGLU")
+
+
+_NEIGHBOURS = only(False, reason="the head turns the halves of a head, not neighbours")
+
+
+_PLAIN = only({}, reason="the head's weights are bf16, fp16 or fp32")
+
+
+_CAUSAL = only(False, reason="the head's attention is causal")
+
+
+#: Of any head's layer.
+LAYER_RULES: dict[str, Rule] = {
+    "hidden_act": _SILU,
+    "hidden_activation": _SILU,
+    **dict.fromkeys(
+        ("attention_bias", "qkv_bias", "use_qkv_bias", "mlp_bias", "bias", "use_bias"), _NO_BIAS
+    ),
+    **dict.fromkeys(("add_bias_linear", "attention_out_bias", "add_qkv_bias"), _NO_BIAS),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "rope_pct"), _WHOLE),
+    **dict.fromkeys(
+        ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier"), _NO_FACTOR
+    ),
+    **dict.fromkeys(("scale_emb", "lm_head_multiplier", "pretraining_tp"), _NO_FACTOR),
+    "attention_multiplier": Rule(_is_inverse_root, "attention is scaled by head_dim ** -0.5"),
+    "query_pre_attn_scalar": Rule(
+        lambda value, body: value == _head_dim(body), "attention is scaled by head_dim ** -0.5"
+    ),
+    **dict.fromkeys(
+        ("qk_norm", "use_qk_norm", "qk_layernorm", "use_qk_layernorm", "use_qk_norm_rope"),
+        _NO_HEAD_NORM,
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _DENSE),
+    "mlp_only_layers": only([], reason="the head has no experts"),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved", "rotary_interleaved"), _NEIGHBOURS),
+    "position_embedding_type": only("rope", reason="the head's positions are rotary"),
+    "pruned_heads": only({}, reason="the head has all its attention heads"),
+    **dict.fromkeys(("quantization_config", "compression_config"), _PLAIN),
+    **dict.fromkeys(
+        ("add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"), _CAUSAL
+    ),
+    "transformers_weights": only("model.safetensors", reason="that file holds a head's weights"),
+    "is_causal": only(True, reason="the head's attention is causal"),
+    "use_parallel_residual": only(False, reason="the head's MLP follows its attention"),
+    "use_sliding_window": Rule(_no_window_is_used, "the head attends to everything"),
+    "sliding_window": Rule(_window_hides_nothing, "the head attends to everything"),
+    "target_hidden_size": Rule(
+        lambda value, body: value == body.get("hidden_size"),
+        "the head borrows the target's embedding, so this and hidden_size are one",
+    ),
+    "target_vocab_size": Rule(
+        lambda value, body: value == body.get("vocab_size"),
+        "the target's vocabulary is vocab_size",
+    ),
+}
+
+
+def refuse_unknown(
+    body: Mapping[str, Any],
+    where: str,
+    *,
+    read: Collection[str],
+    rules: Mapping[str, Rule],
+    harmless: Collection[str] = _HARMLESS,
+    prefix: str = "",
+) -> None:
+    """Raise HeadError for the first field that changes, or may change, what the head computes.
+
+    read: fields that the caller honours; prefix: of the section's fields, such as `eagle_config.`.
+    """
+    for name, value in body.items():
+        if value is None or name in read or name in harmless:
+            continue
+        field, rule = f"{prefix}{name}", rules.get(name)
+        if rule is None:
+            problem = f"{field} is {_shown(value)}: not a field that is known here"
+            fix = f"take {field} out if it does not change what the head computes"
+            raise HeadError(f"{problem}, so it may change the maths", where=where, fix=fix)
+        if not rule.changes_nothing(value, body):
+            problem = f"{field} is {_shown(value)}: {rule.reason}"
+            fix = f"correct {field} if it is wrong; a head that was trained so is not supported"
+            raise HeadError(problem, where=where, fix=fix)
+
+
+def section(body: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """A nested mapping, empty where there is none. Raises HeadError for anything else."""
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        fix = f"write {name} as a JSON object, or export the head again"
+        raise HeadError(f"{name} is {_shown(value)}, not an object", where=where, fix=fix)
+    return value
+
+
+def architectures_of(body: Mapping[str, Any], where: str) -> list[str]:
+    """The list of a config.json, empty where there is none. Raises HeadError for anything else."""
+    value = body.get("architectures")
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        fix = "write architectures as a list of names, or export the head again"
+        raise HeadError(f"architectures is {_shown(value)}", where=where, fix=fix)
+    return value
+
+
+def check_layer_types(body: Mapping[str, Any], where: str, *, prefix: str = "") -> None:
+    """Raise HeadError for layers that do not see the whole text."""
+    kinds = body.get("layer_types")
+    if kinds is None:
+        return
+    if not isinstance(kinds, list):
+        fix = "write a list of full_attention, one a layer"
+        raise HeadError(f"{prefix}layer_types is {_shown(kinds)}", where=where, fix=fix)
+    others = sorted({str(kind) for kind in kinds} - {"full_attention"})
+    if others:
+        problem = f"{prefix}layer_types has {', '.join(others)}"
+        fix = "use a head whose layers attend to everything"
+        raise HeadError(f"{problem}: every layer here has full attention", where=where, fix=fix)
+
+
+def _shown(value: Any) -> str:
+    """As Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 #: Output indices of the three aux layers, low to high.

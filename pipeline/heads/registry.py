@@ -103,9 +103,15 @@ def load_head(
     directory: Path, *, expected: TargetContract | None = None
 ) -> tuple[DraftingHead, HeadCard]:
     """`open_head` of a local directory."""
-    from pipeline.heads.checkpoint import CONFIG, check_card, open_files
-    from pipeline.heads.known import architectures_of
-    from pipeline.heads.tensors import fill_head, read_json, read_tensors
+    from pipeline.heads.checkpoint import (
+        CONFIG,
+        check_card,
+        fill_head,
+        open_files,
+        read_json,
+        read_tensors,
+    )
+    from pipeline.heads.fields import architectures_of
 
     where = f"head {directory}: {CONFIG}"
     card, body = open_files(directory, expected), read_json(directory / CONFIG)

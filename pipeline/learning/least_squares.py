@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DataError
-from pipeline.learning.batches import TrainBatch, read_batch
+from pipeline.learning.batches import Schedule, TrainBatch, read_batch
 from pipeline.learning.corpus import Corpus
-from pipeline.learning.schedule import Schedule
 
 #: Labels for each regressor of the linear part: with fewer, it is too much that of the sample.
 ROWS_PER_REGRESSOR = 30

@@ -10,9 +10,8 @@ from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
 from pipeline.errors import ConfigError, NotLossless
 from pipeline.heads.base import DraftingHead
-from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.heads.registry import open_head
-from pipeline.heads.tensors import WEIGHTS
 from pipeline.records import Manifest, Prompt
 from pipeline.reports import REPORT, EvalReport, GoldenPrompt
 from pipeline.serve_eval.compare import check_prompts

@@ -30,8 +30,8 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError
 from pipeline.heads.base import DraftingHead
+from pipeline.heads.checkpoint import WEIGHTS
 from pipeline.heads.registry import open_head
-from pipeline.heads.tensors import WEIGHTS
 from pipeline.reports import REPORT
 from pipeline.server.app import ServerApp
 from pipeline.server.metrics import missing

@@ -1,19 +1,14 @@
 """States in, draft head out.
 
-stage.py         the stage as a paragraph
+stage.py         the stage as a paragraph; the head's card and its committed files
 plan.py          what it would do, without torch
 group.py         the processes that train together
-prepare.py       the states verified, surveyed and scheduled, and the start measured on them
-stored.py        the states on storage, as training reads them
-audit.py         mask, one sample and coverage, looked at before the first step
-init.py          how the head begins: from the target, by least squares, or from an earlier head
-trainer.py       DeepSpeed, the one way to train
-optimizer.py     AdamW or Muon, what they hold of each parameter, averages of weights
-loop.py          optimiser steps
-grace.py         SIGTERM: a checkpoint, then the end
-acceptance.py    the current head decoded: τ and α in the loop
+prepare.py       before the first step: states verified and surveyed, the initial head
+stored.py        states on storage, local or remote, as training reads them
+loop.py          setting up, optimiser steps, SIGTERM
+trainer.py       one optimiser step through DeepSpeed; AdamW or Muon and their state
+evaluator.py     the current head decoded: τ and α during training
 progress.py      how far training is and what it has measured
 checkpoints.py   checkpoints that are whole or not there
 metrics.py       metrics.jsonl and Weights & Biases
-export.py        the chosen head, its card and its committed files
 """

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -81,20 +81,18 @@ def rank0_first(action: Callable[[], Value]) -> Value:
 
     Its error on the first is raised on all.
     """
-    if world_size() == 1:
-        return action()
-    done = rank0_only(action)
-    return done[0] if done else action()
+    value = rank0_only(action)
+    return cast("Value", value) if rank() == 0 else action()
 
 
-def rank0_only(action: Callable[[], Value]) -> list[Value]:
-    """Do `action` on the first process: [its value] there, [] on the others.
+def rank0_only(action: Callable[[], Value]) -> Value | None:
+    """Do `action` on rank 0, and return its value there, None on the others.
 
     Its error is raised on all.
     """
     done: list[Value] = []
     broadcast_from_rank0(lambda: done.append(action()))
-    return done
+    return done[0] if done else None
 
 
 def all_gather_or_raise(action: Callable[[], Value]) -> list[Value]:

@@ -1,4 +1,4 @@
-"""Optimiser steps, from wherever the last run stopped to the end.
+"""Training of one head, from the newest checkpoint or from its first step to the last.
 
 A step of W processes with A micro-batches each takes the next W·A batches of the schedule:
 
@@ -11,26 +11,133 @@ b counts on from step to step, and from run to run: another W goes on with the b
 from __future__ import annotations
 
 import math
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
 
-from torch import Tensor
+import torch
 
-from pipeline.config import TrainSection
-from pipeline.console import notice, progress_bar
+from pipeline.config import RunConfig, TrainSection, is_launched
+from pipeline.console import long_step, notice, progress_bar
+from pipeline.heads.base import BorrowedRows, DraftingHead
+from pipeline.heads.registry import algorithm_of, solves_least_squares
 from pipeline.learning.batches import ReadAhead
-from pipeline.learning.corpus import Corpus
-from pipeline.learning.schedule import Schedule
-from pipeline.train.acceptance import Evaluator, advise
-from pipeline.train.checkpoints import Checkpoints
-from pipeline.train.grace import Grace
-from pipeline.train.group import broadcast_from_rank0
+from pipeline.learning.corpus import HeldOut
+from pipeline.records import digest
+from pipeline.store.manifest import read_begin
+from pipeline.store.stage_run import StageRun
+from pipeline.target.arithmetic import NOT_NATIVE, resolve_dtype, torch_arithmetic
+from pipeline.target.open import Target
+from pipeline.train.checkpoints import Checkpoint, Checkpoints, workspace
+from pipeline.train.evaluator import Evaluator, advise
+from pipeline.train.group import broadcast_from_rank0, rank0_only
 from pipeline.train.metrics import Clock, Metrics
-from pipeline.train.progress import Best, Decoded, Progress, StoredFile, Window
-from pipeline.train.trainer import Trainer, TrainingState
+from pipeline.train.prepare import Data, measure_scale, solve_least_squares
+from pipeline.train.progress import Decoded, Progress, StoredFile, Window
+from pipeline.train.trainer import Trainer
 
 #: The learning rate ends at this share of its peak.
 FINAL_RATE = 0.05
+#: A launcher passes a SIGTERM on that its processes may have got as well, from the scheduler or a
+#: terminal; within this time it is the same one.
+_SAME_SIGNAL = 5.0
+
+
+def set_up(
+    config: RunConfig, stage_run: StageRun, head: DraftingHead, target: Target, data: Data
+) -> TrainingLoop:
+    """The training of `head`, resumed from the newest checkpoint if there is one."""
+    location, identity = stage_run.location, _identity(stage_run, data.held_out)
+    checkpoints = Checkpoints(location, identity=identity, keep=config.train.keep_checkpoints)
+    resumed = broadcast_from_rank0(checkpoints.newest)
+    if resumed is None and solves_least_squares(config.train):
+        solve_least_squares(config, head, target, data)
+    config, why = _choose_dtype(config, resumed, target.device)
+    section = config.train
+    with long_step("train", "setting up the trainer"):
+        trainer = _trainer(config, head, target, data)
+    before = _resume(trainer, resumed)
+    arithmetic = torch_arithmetic(trainer.dtype, trainer.device)
+    stage_run.compute_with(arithmetic, why=why, earlier=before.arithmetic)
+    progress = before.computed_with(arithmetic)
+    steps = total_steps(section, len(data.schedule), trainer.world, before=progress)
+    tokens = section.batch_tokens * section.accumulate * trainer.world
+    filled = f"filled to {data.schedule.fill:.1%}, {section.dtype}"
+    notice("train", f"{steps:,} steps of {tokens:,} tokens, {filled}")
+    evaluator = None
+    if held_out := data.held_out:
+        count, every = section.evaluate_prompts, f"every {section.evaluate_every:,} steps"
+        notice("train", f"{every} {count} held-out samples are decoded, {count} others at the end")
+        shape, device = head.shape, trainer.device
+        evaluator = rank0_only(lambda: Evaluator(target, shape, section, held_out, device))
+    lines, run_id = resumed.metrics() if resumed and trainer.rank == 0 else b"", identity[:12]
+    directory = workspace(location)
+    metrics = rank0_only(lambda: Metrics(directory, location, config, before=lines, run_id=run_id))
+    return TrainingLoop(trainer, data, section, checkpoints, metrics, evaluator, steps, progress)
+
+
+def _identity(stage_run: StageRun, held_out: tuple[HeldOut, ...]) -> str:
+    """Of the work that was begun: a key that came later and has its default does not count.
+
+    Held-out samples do: other ones make other batches.
+    """
+    begun = read_begin(stage_run.location)
+    assert begun is not None, "an open stage has begun"
+    others = [[[item.shard, item.sample] for item in held_out]] if held_out else []
+    return digest([begun.config_hash, begun.parent_hash, *others])
+
+
+def _choose_dtype(
+    config: RunConfig, resumed: Checkpoint | None, device: torch.device
+) -> tuple[RunConfig, str]:
+    """`config` with the type that training computes in, and why in that.
+
+    A checkpoint's optimiser state is that of its type, so training goes on with it.
+    """
+    configured, begun = config.train.dtype, resumed and resumed.marker.progress.arithmetic
+    dtype = begun[-1].dtype if begun else str(resolve_dtype(configured, device)).split(".")[-1]
+    why = ""
+    if begun and configured not in ("auto", dtype):
+        why = f", which the checkpoint was begun in (train.dtype={configured}: begin with --force)"
+    elif configured == "auto" and dtype == "float32":
+        why = NOT_NATIVE if not begun else ""
+    section = config.train.model_copy(update={"dtype": dtype})
+    return config.model_copy(update={"train": section}), why
+
+
+def _trainer(config: RunConfig, head: DraftingHead, target: Target, data: Data) -> Trainer:
+    """The head with its loss, ready for its first step."""
+    section = config.train
+    scale = measure_scale(config, head, data)
+    if not isinstance(head.lm_head, BorrowedRows):
+        head.lm_head.weight.requires_grad_(section.train_lm_head)
+    model = algorithm_of(head).training.trained_model(
+        section,
+        head,
+        target.weights.embedding(),
+        target.weights.lm_head(),
+        max_length=max(piece.stop for piece in data.survey.pieces),
+        dtype=getattr(torch, section.dtype),
+        seed=config.run.seed,
+    )
+    return Trainer(model, section, target.device, fc_scale=scale)
+
+
+def _resume(trainer: Trainer, resumed: Checkpoint | None) -> Progress:
+    """Restore the checkpoint's state, if there is one; rank 0 alone reads its files."""
+    if resumed is None:
+        return Progress()
+    trainer.restore(resumed.state, where=resumed.name)
+    marker = resumed.marker
+    computed = "; ".join(map(str, marker.progress.arithmetic))
+    where = f"epoch {marker.epoch}, batch {marker.index}; {computed}"
+    notice("train", f"continuing from checkpoint {resumed.name} ({where})")
+    return marker.progress
 
 
 def total_steps(
@@ -65,17 +172,16 @@ class TrainingLoop:
     """Training from `progress` to optimiser step `steps`."""
 
     trainer: Trainer
-    corpus: Corpus
-    schedule: Schedule
+    data: Data
     section: TrainSection
     checkpoints: Checkpoints
-    metrics: Metrics | None  # on the first process only
-    evaluator: Evaluator | None  # on the first process only, and with train.evaluate_every
+    metrics: Metrics | None  # on rank 0 only
+    evaluator: Evaluator | None  # on rank 0 only, and with train.evaluate_every
     steps: int
     progress: Progress  # replaced as training goes on
 
-    def run(self) -> Progress:
-        """Train until the last step.
+    def run(self) -> None:
+        """Train to the last step.
 
         Raises KeyboardInterrupt, on all processes, after a SIGTERM to one of them.
         """
@@ -83,22 +189,34 @@ class TrainingLoop:
         if self._ended_unawares():
             self.progress = self.progress.model_copy(update={"unmeasured": True})
         with (
+            closing(self.metrics) if self.metrics else nullcontext(),
             Grace(section.grace_seconds) as grace,
             progress_bar("train", unit="steps", total=steps, done=self.progress.step) as bar,
-            ReadAhead(self.corpus, self.schedule, self._batch_numbers()) as reader,
+            ReadAhead(self.data.corpus, self.data.schedule, self._batch_numbers()) as reader,
         ):
-            while self._goes_on():
+            while self.progress.unmeasured or self.progress.step < steps:
                 if not self.progress.unmeasured:
-                    self._step(reader, grace)
-                self._measure(clock, reader)
+                    batches = [reader.take() for _ in range(section.accumulate)]
+                    rate = rate_at(self.progress.step, steps, section)
+                    sums = self.trainer.step(batches, rate, sigterm=grace.begun)
+                    clipped = sums.gradient_norm > section.clip_norm
+                    self.progress = self.progress.after_step(
+                        sums, batches=self._group, clipped=clipped
+                    )
+                    if sums.sigterms:
+                        self._end_early()
+                self._measure(clock, reader.waited)
                 bar.advance(1, self._status())
                 last = self.progress.step == steps
                 if last or self.progress.step % section.checkpoint_every == 0:
                     with clock.paused():
                         self._save()
-            if self.progress.best and not self.progress.reported:
-                self._report(self.progress.best)
-        return self.progress
+            self._report()
+
+    @property
+    def _group(self) -> int:
+        """Batches of one optimiser step, over all processes."""
+        return self.trainer.world * self.section.accumulate
 
     def _batch_numbers(self) -> Iterator[int]:
         """Of this process, to the end."""
@@ -110,10 +228,7 @@ class TrainingLoop:
             accumulate=self.section.accumulate,
         )
         # Fewer batches than one group only happens in runs shorter than one step; they start over.
-        return (number % len(self.schedule) for number in own)
-
-    def _goes_on(self) -> bool:
-        return self.progress.unmeasured or self.progress.step < self.steps
+        return (number % len(self.data.schedule) for number in own)
 
     def _ended_unawares(self) -> bool:
         """Whether the step before was the last, but is not measured as such: fewer batches are left
@@ -123,27 +238,13 @@ class TrainingLoop:
         unlogged = bool(progress.window.losses or unevaluated)
         return progress.step == self.steps and not progress.reported and unlogged
 
-    def _step(self, reader: ReadAhead, grace: Grace) -> None:
-        """One optimiser step, and what it adds up to over all processes.
+    def _end_early(self) -> None:
+        """When one process got a SIGTERM, all end with a checkpoint."""
+        self._save()
+        notice("train", f"SIGTERM: ended with a checkpoint after step {self.progress.step:,}")
+        raise KeyboardInterrupt
 
-        When one of them is asked to end, all do, with a checkpoint.
-        """
-        batches = [reader.take() for _ in range(self.section.accumulate)]
-        rate = self._rate(self.progress.step)
-        sums = self.trainer.step(batches, rate, asked_to_end=grace.begun)
-        group = self.trainer.world * self.section.accumulate
-        window = self.progress.window.extended(
-            sums, batches=group, clipped=sums.gradient_norm > self.section.clip_norm
-        )
-        self.progress = self.progress.after_step(
-            batches=group, tokens=sums.tokens, labels=sums.labels, window=window
-        )
-        if sums.asked_to_end:
-            self._save()
-            notice("train", f"SIGTERM: ended with a checkpoint after step {self.progress.step:,}")
-            raise KeyboardInterrupt
-
-    def _measure(self, clock: Clock, reader: ReadAhead) -> None:
+    def _measure(self, clock: Clock, waited: float) -> None:
         """Evaluate and log the step just taken, if that is due."""
         section, step = self.section, self.progress.step
         last, decoded = step == self.steps, None
@@ -151,43 +252,49 @@ class TrainingLoop:
             with clock.paused():
                 decoded = self._evaluate()
         if decoded or last or step % section.log_every == 0:
-            self._log(decoded, clock.lap(reader.waited, self.progress.tokens))
+            self._log(decoded, *clock.lap(waited, self.progress.tokens))
         self.progress = self.progress.model_copy(update={"unmeasured": False})
 
     def _evaluate(self) -> Decoded:
-        """Decode with the head as it is, on the first process while the others wait.
+        """Decode with the head as it is, on rank 0 while the others wait.
 
-        Keep it when it is the one to export so far.
+        Its weights are stored if it is the one to export so far.
         """
-        weights = self.trainer.weights()
-        decoded, file = broadcast_from_rank0(lambda: self._decode(weights))
-        self.progress = self.progress.after_evaluation(decoded, file)
+        weights, progress = self.trainer.weights(), self.progress
+
+        def decode() -> tuple[Decoded, StoredFile | None]:
+            assert self.evaluator is not None, "rank 0 has an evaluator"
+            decoded, file = self.evaluator.select(weights), None
+            if not progress.evaluations:
+                advise(decoded)
+            if progress.keeps(decoded):
+                file = self.checkpoints.keep_best(progress.step, weights)
+            return decoded, file
+
+        decoded, file = broadcast_from_rank0(decode)
+        self.progress = progress.after_evaluation(decoded, file)
         return decoded
 
-    def _decode(self, weights: dict[str, Tensor]) -> tuple[Decoded, StoredFile | None]:
-        """What a head's evaluation counted, and its file if it is kept."""
-        assert self.evaluator is not None, "the first process has an evaluator"
-        decoded, file = self.evaluator.select(weights), None
-        if not self.progress.evaluations:
-            advise(decoded)
-        if self.progress.keeps(decoded):
-            file = self.checkpoints.keep_best(self.progress.step, weights)
-        return decoded, file
-
-    def _report(self, best: Best) -> None:
+    def _report(self) -> None:
         """Decode the other half with the head to export; a checkpoint holds what that counted."""
-        reported = broadcast_from_rank0(lambda: self._decode_best(best))
+        best = self.progress.best
+        if best is None or self.progress.reported:
+            return
+
+        def decode() -> Decoded:
+            assert self.evaluator is not None, "rank 0 has an evaluator"
+            return self.evaluator.report(self.checkpoints.read_best(best))
+
+        reported = broadcast_from_rank0(decode)
         self.progress = self.progress.model_copy(update={"reported": reported})
         self._save()
 
-    def _decode_best(self, best: Best) -> Decoded:
-        assert self.evaluator is not None, "the first process has an evaluator"
-        return self.evaluator.report(self.checkpoints.read_best(best))
+    def _log(self, decoded: Decoded | None, speed: float, waiting: float) -> None:
+        """Write a line over all steps since the one before, and begin a new window.
 
-    def _log(self, decoded: Decoded | None, lap: tuple[float, float]) -> None:
-        """Write a line over all steps since the one before, and begin a new window."""
-        progress, window, (speed, waiting) = self.progress, self.progress.window, lap
-        group = self.trainer.world * self.section.accumulate
+        speed in tokens per second; waiting is the share of the time spent waiting for data.
+        """
+        progress, window = self.progress, self.progress.window
         means, acceptance = progress.means(), decoded.named() if decoded else {}
         sums: dict[str, float] = {}
         if window.losses:  # else the steps have their line, and τ comes after it
@@ -195,11 +302,11 @@ class TrainingLoop:
             sums = {**window.gradients(), "fill": window.tokens / budget}
         line = {
             "step": progress.step,
-            "epoch": self.schedule.locate(progress.batches - group)[0],
+            "epoch": self.data.schedule.locate(progress.batches - self._group)[0],
             **means,
             **acceptance,
             **sums,
-            "lr": self._rate(progress.step - 1),
+            "lr": rate_at(progress.step - 1, self.steps, self.section),
             "tokens": progress.tokens,
             "tokens_per_second": round(speed, 1),
             "data_wait_share": round(waiting, 4),
@@ -221,16 +328,65 @@ class TrainingLoop:
         measured = f"loss {last['loss']:.3f}  acc_0 {last['acc_0']:.1%}{tau}"
         return f"{measured}  {last['tokens_per_second']:,.0f} tokens/s"
 
-    def _rate(self, step: int) -> float:
-        return rate_at(step, self.steps, self.section)
-
     def _save(self) -> None:
-        """A checkpoint; every process takes part, and the first one writes it."""
+        """A checkpoint; every process takes part, and rank 0 writes it."""
         state = self.trainer.state()
-        broadcast_from_rank0(lambda: self._write(state))
 
-    def _write(self, state: TrainingState | None) -> None:
-        assert state is not None and self.metrics is not None, "the first process has both"
-        epoch, index = self.schedule.locate(self.progress.batches)
-        lines = self.metrics.publish()
-        self.checkpoints.save(state, self.progress, epoch=epoch, index=index, metrics=lines)
+        def write() -> None:
+            assert state is not None and self.metrics is not None, "rank 0 has both"
+            epoch, index = self.data.schedule.locate(self.progress.batches)
+            lines = self.metrics.publish()
+            self.checkpoints.save(state, self.progress, epoch=epoch, index=index, metrics=lines)
+
+        broadcast_from_rank0(write)
+
+
+class Grace:
+    """SIGTERM, as schedulers send before they kill: training ends with a checkpoint, not at once.
+
+    SIGTERM ──► the step ends ──► all processes agree ──► checkpoint ──► KeyboardInterrupt
+       └──────── grace seconds later, or at a second signal: KeyboardInterrupt at once
+
+    While it is open, the first SIGTERM only sets `begun`. Only a main thread gets signals.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since, self._expired = seconds, 0.0, False
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether this process got a SIGTERM."""
+        return self._since > 0
+
+    def __enter__(self) -> Grace:
+        if threading.current_thread() is threading.main_thread():
+            handlers = {signal.SIGTERM: self._end_soon, signal.SIGALRM: self._end_now}
+            self._before = {number: signal.signal(number, handlers[number]) for number in handlers}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in self._before.items():
+                signal.signal(number, handler or signal.SIG_DFL)
+        if self._expired:
+            limit = f"train.grace_seconds={self._seconds:g}"
+            notice("train", f"no checkpoint within {limit}; the one before it remains")
+
+    def _end_soon(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.begun:
+            self._since = now
+            signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        elif not is_launched() or now - self._since > _SAME_SIGNAL:
+            raise KeyboardInterrupt
+
+    def _end_now(self, number: int, frame: FrameType | None) -> None:
+        self._expired = True
+        raise KeyboardInterrupt

@@ -71,7 +71,7 @@ class StepSums(NamedTuple):
     tokens: int
     labels: int
     coarse_rows: int  # states of one token and layer, of which int8 kept less than half
-    asked_to_end: int  # processes
+    sigterms: int  # processes that got one
 
 
 class Window(Record):
@@ -150,14 +150,14 @@ class Progress(Record):
             return self
         return self.model_copy(update={"arithmetic": (*self.arithmetic, arithmetic)})
 
-    def after_step(self, *, batches: int, tokens: int, labels: int, window: Window) -> Progress:
-        """One optimiser step over so many batches, tokens and labels further."""
+    def after_step(self, sums: StepSums, *, batches: int, clipped: bool) -> Progress:
+        """One optimiser step further, which took so many batches over all processes."""
         changes = {
             "step": self.step + 1,
             "batches": self.batches + batches,
-            "tokens": self.tokens + tokens,
-            "labels": self.labels + labels,
-            "window": window,
+            "tokens": self.tokens + sums.tokens,
+            "labels": self.labels + sums.labels,
+            "window": self.window.extended(sums, batches=batches, clipped=clipped),
             "unmeasured": True,
         }
         return self.model_copy(update=changes)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from pipeline.config import RunConfig, cache_directory
 from pipeline.errors import CorruptShard, Eagle3Error, StoreError
+from pipeline.learning.batches import shards_together
 from pipeline.learning.corpus import Piece, cut_into, final_rows
-from pipeline.learning.schedule import shards_together
 from pipeline.records import Manifest, Shard
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location

@@ -56,6 +56,10 @@ def _text(name: str, text: str) -> Damage:
     return lambda directory: (directory / name).write_text(text)
 
 
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-10])
+
+
 #: name → (what is done to a directory of ours, what is said)
 DAMAGE: dict[str, tuple[Damage, str]] = {
     "nan": (_tensor("fc.weight", _poke(float("nan"))), "fc.weight holds NaN or infinity in 1 of"),
@@ -85,6 +89,22 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     ),
     "shape": (_tensor("fc.weight", lambda tensor: tensor[:, :-1].clone()), "fc.weight is [32, 95]"),
     "empty": (lambda directory: (directory / WEIGHTS).write_bytes(b""), "cannot be read"),
+    "cut": (lambda directory: _cut(directory / WEIGHTS), "model.safetensors: cannot be read"),
+    "no-header": (lambda directory: (directory / WEIGHTS).write_bytes(b"\xff" * 64), "cannot be r"),
+    "header": (
+        lambda directory: (directory / WEIGHTS).write_bytes((5).to_bytes(8, "little") + b"{...}"),
+        "cannot be read",
+    ),
+    "header-list": (
+        lambda directory: (directory / WEIGHTS).write_bytes((2).to_bytes(8, "little") + b"[]"),
+        "cannot be read",
+    ),
+    "pickle": (
+        lambda directory: (directory / WEIGHTS).rename(directory / "pytorch_model.bin"),
+        "has no model.safetensors",
+    ),
+    "no-config": (lambda directory: (directory / CONFIG).unlink(), "has no config.json"),
+    "no-card": (lambda directory: (directory / CARD).unlink(), "has no eagle3.json"),
     "no-object": (_text(CONFIG, "[]"), "config.json: is no JSON object"),
     "no-json": (_text(CONFIG, "{"), "config.json: cannot be read"),
     "no-text": (lambda directory: (directory / CONFIG).write_bytes(b"\xff\xfe"), "cannot be read"),

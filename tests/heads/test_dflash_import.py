@@ -154,55 +154,9 @@ def test_an_embedding_has_to_be_the_target_s(
     assert "embed_tokens.weight" not in load_file(bring(foreign) / WEIGHTS)
 
 
-def _settings(directory: Path, **changes: Any) -> None:
-    body = json.loads((directory / CONFIG).read_text())
-    own = {**body["dflash_config"], **changes}
-    edit(directory, dflash_config={key: value for key, value in own.items() if value is not None})
-
-
-@pytest.mark.parametrize(
-    ("fields", "settings", "what"),
-    [
-        ({}, {"target_layer_ids": [1, 2, 3, 4, 5]}, "the head reads three aux states"),
-        ({}, {"target_layer_ids": None}, r"lacks dflash_config\.target_layer_ids"),
-        ({}, {"target_layer_ids": [1, 2, 80]}, "reach output index 80, the target has"),
-        ({}, {"mask_token_id": None}, "lacks mask_token_id"),
-        ({"layer_types": ["sliding_attention"] * 2}, {}, "layer_types has sliding_attention"),
-        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'"),
-        ({"attention_bias": True}, {}, "attention_bias is True"),
-        ({"num_hidden_layers": 3}, {}, r"has no tensor layers\.2\."),
-        ({"num_hidden_layers": 1}, {}, r"no place for: layers\.1\."),
-        ({"block_size": 64}, {"block_size": 64}, "block_size is 64, it can be 2 … 16"),
-        ({"block_size": 1}, {"block_size": 1}, "block_size is 1, it can be 2 … 16"),
-        ({"hidden_size": "wide"}, {}, "hidden_size is 'wide'"),
-    ],
-    ids=str,
-)
-def test_what_it_cannot_carry_is_refused_by_name(
-    foreign: Path, bring: Import, fields: dict[str, Any], settings: dict[str, Any], what: str
-) -> None:
-    edit(foreign, **fields)
-    _settings(foreign, **settings)
-    with pytest.raises(HeadError, match=what):
-        bring(foreign)
-    assert not (foreign.parent / "back").exists()
-
-
 def test_a_card_for_another_target_is_refused(directory: Path, bring: Import) -> None:
     card = json.loads((directory / CARD).read_text())
     card["contract"]["num_layers"] += 1
     (directory / CARD).write_text(json.dumps(card))
     with pytest.raises(ContractMismatch, match="num_layers"):
         bring(directory)
-
-
-def test_borrowed_rows_are_of_the_whole_vocabulary(
-    tiny_target: Path, contract: TargetContract, tmp_path: Path
-) -> None:
-    head = drafter(tiny_target, target_lm_head=True)
-    assert head.shape.draft_vocab_size == head.shape.vocab_size
-    assert "lm_head.weight" not in head.state_dict()
-    save_head(tmp_path / "own", head, HeadCard(contract))
-    edit(tmp_path / "own", draft_vocab_size=VD)
-    with pytest.raises(HeadError, match=f"draft_vocab_size is {VD}"):
-        load_head(tmp_path / "own")

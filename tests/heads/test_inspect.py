@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pipeline import cli
 from pipeline.console import console
@@ -97,23 +96,8 @@ def test_what_is_no_head_is_said_in_one_line(
     missing = error(tmp_path / "nowhere")
     assert "has no config.json, model.safetensors, eagle3.json" in missing
     assert "has no config.json" in error("memory://inspect/nowhere")
-    cut = tmp_path / "cut"
-    shutil.copytree(own, cut)
-    weights = cut / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    assert "model.safetensors: cannot be read" in error(cut)
-    no_json, no_object = (5).to_bytes(8, "little") + b"{...}", (2).to_bytes(8, "little") + b"[]"
-    for broken in (b"", b"\xff" * 64, no_json, no_object):
-        weights.write_bytes(broken)
-        assert "model.safetensors: cannot be read" in error(cut)
-    tensors = load_file(own / "model.safetensors")
-    del tensors["norm.weight"]
-    save_file(tensors, weights)
-    assert "has no tensor norm.weight" in error(cut)
-    (cut / "eagle3.json").write_text("{}")
-    assert "eagle3.json: lacks contract" in error(cut)
-    (cut / "eagle3.json").unlink()
-    line = error(cut)
+    (own / "eagle3.json").unlink()
+    line = error(own)
     assert "has no eagle3.json" in line and "eagle3 import" in line
 
 

@@ -20,8 +20,8 @@ from pipeline.learning.corpus import HeldOut, hold_out, survey
 from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
-from pipeline.train.acceptance import Evaluator
 from pipeline.train.checkpoints import Marker
+from pipeline.train.evaluator import Evaluator
 from pipeline.train.loop import total_steps
 from pipeline.train.progress import Progress
 from pipeline.train.stage import run
@@ -277,7 +277,7 @@ def test_the_last_step_is_evaluated_when_a_larger_group_has_none_to_take(
     def of_many(section: TrainSection, batches: int, world: int, *, before: Progress) -> int:
         return total_steps(section, batches, 99 * world, before=before)
 
-    monkeypatch.setattr("pipeline.train.stage.total_steps", of_many)
+    monkeypatch.setattr("pipeline.train.loop.total_steps", of_many)
     details = run(config).details
     assert (details["steps"], details["exported_step"], details["evaluations"]) == (last, last, 1)
     assert details["tau"] > 0
@@ -291,7 +291,7 @@ def test_the_last_step_is_evaluated_when_a_larger_group_has_none_to_take(
 def test_an_evaluation_needs_one_tree(tiny_config: Configure) -> None:
     with pytest.raises(ConfigError) as caught:
         run(tiny_config(evaluate_every=2, evaluate_tree="auto"))
-    assert caught.value.where == "train.evaluate_tree"
+    assert caught.value.where == "config: train.evaluate_tree"
 
 
 def test_a_target_that_the_decoder_does_not_run(

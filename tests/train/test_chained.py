@@ -448,13 +448,17 @@ def test_fine_tuning_keeps_the_shape_and_refuses_another(
     [
         ({"heads": 9}, {}, "heads"),
         ({"heads": 0}, {}, "heads"),
-        ({"chain_input": "final"}, {}, "chain_input is of several heads"),
-        ({"heads": 2, "fc_norm": True}, {}, "fc_norm is of one head"),
-        ({"heads": 2, "norm_output": True}, {}, "norm_output is of one head"),
-        ({"heads": 2, "draft_window": 64}, {}, "draft_window is of one head"),
+        ({"chain_input": "final"}, {}, "chain_input requires heads >= 2"),
+        ({"heads": 2, "fc_norm": True}, {}, "fc_norm requires heads: 1"),
+        ({"heads": 2, "norm_output": True}, {}, "norm_output requires heads: 1"),
+        ({"heads": 2, "draft_window": 64}, {}, "draft_window requires heads: 1"),
         ({"heads": 4}, {}, "ttt_steps is 3, too few to train 4 heads"),
-        ({"heads": 2}, {"compile": True}, "compile is of one head"),
-        ({"heads": 2}, {"activation_checkpointing": True}, "activation_checkpointing is of one"),
+        ({"heads": 2}, {"compile": True}, "compile requires head_config.heads: 1"),
+        (
+            {"heads": 2},
+            {"activation_checkpointing": True},
+            "activation_checkpointing requires head_config.heads: 1",
+        ),
     ],
     ids=str,
 )

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from pipeline.errors import CorruptShard, DataError
 from pipeline.heads.init import DraftVocabulary, choose_vocabulary
-from pipeline.learning.batches import AHEAD, ReadAhead, read_batch
+from pipeline.learning.batches import AHEAD, ReadAhead, Schedule, read_batch, shards_together
 from pipeline.learning.corpus import HeldOut, Piece, Survey, draw_samples, survey
-from pipeline.learning.schedule import Schedule, shards_together
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train.audit import audit_mask, coverage_by_source, log_coverage, show_sample
 from pipeline.train.loop import own_batches
+from pipeline.train.prepare import audit_mask, coverage_by_source, log_coverage, show_sample
 from pipeline.train.stage import run
 from tests.train.memory_corpus import MemoryCorpus
 from tests.train.runs import Configure, Store

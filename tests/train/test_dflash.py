@@ -31,9 +31,8 @@ from pipeline.heads.dflash.shape import BlockLayer, DflashHead, DflashShape
 from pipeline.heads.init import random_init
 from pipeline.heads.registry import load_head
 from pipeline.heads.trained import StepResult
-from pipeline.learning.batches import ReadAhead, TrainBatch, read_batch
+from pipeline.learning.batches import ReadAhead, Schedule, TrainBatch, read_batch
 from pipeline.learning.corpus import Piece
-from pipeline.learning.schedule import Schedule
 from pipeline.store.states import StatesSample
 from pipeline.target.rotary import RotaryTable, rotate
 from pipeline.train.plan import plan
@@ -517,7 +516,7 @@ def test_impossible_shapes_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"compile": True}, "compile is of algorithm eagle3"),
+        ({"compile": True}, "compile is only supported with algorithm: eagle3"),
         ({**EVALUATION, "evaluate_tree": {"steps": 4}}, "a block of 4 predicts 3 tokens"),
         ({"dflash": {"block_size": 17}}, "block_size"),
     ],

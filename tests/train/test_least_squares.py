@@ -18,7 +18,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.eagle3.ttt import TttModel
 from pipeline.heads.init import fc_scale, init_lm_head, random_init
 from pipeline.heads.unrolled import Objective
-from pipeline.learning.batches import TrainBatch
+from pipeline.learning.batches import Schedule, TrainBatch
 from pipeline.learning.corpus import survey
 from pipeline.learning.least_squares import (
     STRENGTHS,
@@ -27,7 +27,6 @@ from pipeline.learning.least_squares import (
     labels_needed,
     solve_ridge,
 )
-from pipeline.learning.schedule import Schedule
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
 from pipeline.train.stage import run

@@ -23,7 +23,7 @@ from pipeline.errors import CorruptShard
 from pipeline.records import Manifest
 from pipeline.store.location import Location
 from pipeline.train.checkpoints import Checkpoints
-from pipeline.train.grace import Grace
+from pipeline.train.loop import Grace
 from pipeline.train.progress import Best, Progress
 from pipeline.train.stage import run
 from pipeline.train.trainer import TrainingState

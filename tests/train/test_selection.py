@@ -22,8 +22,8 @@ from pipeline.learning.corpus import HeldOut, hold_out
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
-from pipeline.train.acceptance import Evaluator, advise, count
-from pipeline.train.progress import Decoded, Progress, Window
+from pipeline.train.evaluator import Evaluator, advise, count
+from pipeline.train.progress import Decoded, Progress, StepSums
 from pipeline.train.stage import run
 from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of
@@ -175,8 +175,10 @@ def exported_steps(evaluations: list[Decoded]) -> list[int]:
     """Step of the head to export after each evaluation, as training goes on."""
     progress, steps = Progress(), list[int]()
     for decoded in evaluations:
-        window = Window(losses=(1.0,))
-        progress = progress.after_step(batches=1, tokens=1, labels=1, window=window)
+        sums = StepSums(
+            1.0, 1.0, hits=(), predicted=(), tokens=1, labels=1, coarse_rows=0, sigterms=0
+        )
+        progress = progress.after_step(sums, batches=1, clipped=False)
         file = (1, "0" * 64) if progress.keeps(decoded) else None
         progress = progress.after_evaluation(decoded, file)
         progress = Progress.model_validate_json(progress.model_dump_json())  # as when resumed

@@ -22,8 +22,8 @@ from pipeline.target.architecture import decoder_of
 from pipeline.target.open import Target, open_target
 from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
-from pipeline.train.init import check_share
 from pipeline.train.loop import rate_at, total_steps
+from pipeline.train.prepare import check_share
 from pipeline.train.stage import run
 from tests.target.families import save_family, tiny_config
 from tests.train.runs import Configure, Store, head_of

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from pipeline.errors import CorruptShard, StoreError
-from pipeline.learning.batches import ReadAhead, TrainBatch, read_batch
+from pipeline.learning.batches import ReadAhead, Schedule, TrainBatch, read_batch
 from pipeline.learning.corpus import Piece, survey
-from pipeline.learning.schedule import Schedule
 from pipeline.records import Shard
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, ShardCache, write_shard

@@ -28,20 +28,30 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import HeadError
-from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard
+from pipeline.heads.checkpoint import (
+    CONFIG,
+    ForeignHead,
+    HeadCard,
+    fill_head,
+    read_json,
+    read_tensors,
+)
 from pipeline.heads.dflash import ALGORITHM
 from pipeline.heads.dflash.shape import MOST_BLOCK, DflashHead, DflashShape
-from pipeline.heads.fields import LAYER_FIELDS, Layers, layer_config, layer_ids, validated
-from pipeline.heads.known import (
+from pipeline.heads.fields import (
+    LAYER_FIELDS,
     LAYER_RULES,
+    Layers,
     architectures_of,
     check_layer_types,
+    layer_config,
+    layer_ids,
     only,
     refuse_unknown,
     section,
+    validated,
 )
 from pipeline.heads.rope import rope_parameters
-from pipeline.heads.tensors import fill_head, read_json, read_tensors
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 from pipeline.target.open import Target
 

@@ -29,7 +29,6 @@ from pipeline.decoder.ops.layer import LayerStack, Packed
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError
 from pipeline.heads.dflash.shape import DflashHead
-from pipeline.heads.fits import check_fits
 from pipeline.target.rotary import RotaryTable
 
 #: The smallest block that is tried, root included.
@@ -52,7 +51,7 @@ class DflashDrafter(TreeDrafter):
         Raises HeadError when head and target do not fit, ConfigError for a tree that is deeper than
         a block, or a block longer than the trained one.
         """
-        check_fits(head, model)
+        head.check_fits(model.config.hidden_size, model.vocabulary)
         super().__init__(trees, head.shape.draft_vocab_size)
         self.ops, self.dtype = model.ops, model.dtype
         self.shape = head.shape

@@ -9,12 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.errors import HeadError
-from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard
+from pipeline.heads.checkpoint import (
+    CONFIG,
+    ForeignHead,
+    HeadCard,
+    fill_head,
+    read_json,
+    read_tensors,
+)
 from pipeline.heads.eagle3 import sglang, speculators
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
-from pipeline.heads.fields import Layers
-from pipeline.heads.known import architectures_of
-from pipeline.heads.tensors import fill_head, read_json, read_tensors
+from pipeline.heads.fields import Layers, architectures_of
 from pipeline.records import TargetContract
 from pipeline.target.open import Target
 

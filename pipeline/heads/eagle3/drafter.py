@@ -24,7 +24,6 @@ from pipeline.decoder.ops.draft import Candidates, DraftHead
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.fits import check_fits
 from pipeline.learning.window import seen_pages
 from pipeline.target.rotary import RotaryTable
 
@@ -44,7 +43,7 @@ class Eagle3Drafter(TreeDrafter):
         used. `draft_window` takes the place of the head's own. Raises HeadError when head and
         target do not fit.
         """
-        check_fits(head, model)
+        head.check_fits(model.config.hidden_size, model.vocabulary)
         super().__init__(trees, head.shape.draft_vocab_size)
         self.ops, self.dtype = model.ops, model.dtype
         self.shape = head.shape

@@ -14,11 +14,15 @@ from pipeline.heads.fields import (
     LAYER_FIELDS,
     SWITCHES,
     Layers,
+    architectures_of,
+    check_layer_types,
     layer_config,
     layer_ids,
+    only,
+    refuse_unknown,
+    section,
     shape_fields,
 )
-from pipeline.heads.known import architectures_of, check_layer_types, only, refuse_unknown, section
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"

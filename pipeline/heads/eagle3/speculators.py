@@ -22,11 +22,15 @@ from pipeline.heads.fields import (
     LAYER_FIELDS,
     SWITCHES,
     Layers,
+    Rule,
+    check_layer_types,
     layer_config,
     layer_ids,
+    only,
+    refuse_unknown,
+    section,
     shape_fields,
 )
-from pipeline.heads.known import Rule, check_layer_types, only, refuse_unknown, section
 from pipeline.records import TargetContract
 from pipeline.target.open import Target
 

@@ -15,20 +15,21 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard
+from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard, read_json
 from pipeline.heads.fields import (
     EAGLE3_RULES,
     LAYER_FIELDS,
     Layers,
+    check_layer_types,
     layer_config,
     layer_ids,
+    only,
+    refuse_unknown,
     validated,
 )
-from pipeline.heads.known import check_layer_types, only, refuse_unknown
 from pipeline.heads.mtp import ALGORITHM, mimo
 from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.heads.rope import rope_parameters
-from pipeline.heads.tensors import read_json
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 from pipeline.target.open import Target
 

@@ -31,7 +31,6 @@ from pipeline.decoder.ops.draft import Candidates, DraftedRows, ProposalHead
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed, entry_slots
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError
-from pipeline.heads.fits import check_fits
 from pipeline.heads.mtp.shape import ChainedHead
 from pipeline.target.rotary import RotaryTable
 
@@ -54,7 +53,7 @@ class ChainedDrafter(TreeDrafter):
         """The heads' weights are copied; the target's embedding, type, device and operations are
         used. Raises HeadError when heads and target do not fit.
         """
-        check_fits(head, model)
+        head.check_fits(model.config.hidden_size, model.vocabulary)
         super().__init__(trees, head.shape.draft_vocab_size)
         self.ops, self.dtype = model.ops, model.dtype
         self.shape = head.shape

@@ -23,18 +23,30 @@ from torch import Tensor
 
 from pipeline.console import notice
 from pipeline.errors import HeadError
-from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard, write_files
+from pipeline.heads.checkpoint import (
+    CONFIG,
+    ForeignHead,
+    HeadCard,
+    check_tensors,
+    draft_ids,
+    read_json,
+    read_tensors,
+    shapes_of,
+    write_files,
+)
 from pipeline.heads.fields import (
     LAYER_FIELDS,
+    LAYER_RULES,
+    architectures_of,
+    check_layer_types,
     default_head_dim,
     layer_config,
     layer_ids,
+    refuse_unknown,
     validated,
 )
-from pipeline.heads.known import LAYER_RULES, architectures_of, check_layer_types, refuse_unknown
 from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.heads.rope import rope_parameters
-from pipeline.heads.tensors import check_tensors, draft_ids, read_json, read_tensors, shapes_of
 from pipeline.records import TargetContract
 from pipeline.target.weights import TargetWeights
 

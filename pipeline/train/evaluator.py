@@ -1,7 +1,7 @@
-"""Acceptance in the loop: the bundled decoder decodes fixed held-out samples with the present head.
+"""Acceptance during training: the bundled decoder decodes fixed held-out samples with the head.
 
     held-out sample    <user> What is 2+2? <assistant> | 4 <end>
-                       └──────── request ────────────┘   what it said then is not needed
+                       └──────── request ────────────┘   the stored reply is not needed
 
     selecting half     decoded every train.evaluate_every steps: which head is exported
     reporting half     decoded once, with that head, when training is over: the τ on its card
@@ -14,15 +14,15 @@ The round in which a reply ends may emit more than the reply takes. It counts wi
     limit of 8 tokens    1 │ 2 3 4 │ 5 6 │ 7 8 9 10     prefill's token, then three rounds
                                                └──┘     beyond the limit: τ is 9 / 3, not 7 / 3
 
-A round is drafted and verified before anyone knows that the reply ends in it, so short replies then
-have the τ of long ones, 1 + α₁ + α₁α₂ + …; with what the reply takes every last round would be too
-short, by more the better the head. What follows a stop token is the target's own choice, too.
+A round is drafted and verified before the reply is known to end in it, so short replies then have
+the τ of long ones, 1 + α₁ + α₁α₂ + …; counting only what the reply takes would make every last
+round too short, by more the better the head. What follows a stop token is the target's own choice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from pipeline.console import notice
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
-from pipeline.errors import ConfigError, TargetError
+from pipeline.errors import TargetError
 from pipeline.heads.base import DraftShape
 from pipeline.heads.registry import algorithm_of, empty_head
 from pipeline.learning.corpus import HeldOut
@@ -46,7 +46,7 @@ PRECISE = 0.02
 
 
 class Evaluator:
-    """The target in memory, and the requests. Weights of the head come with every call."""
+    """The target in memory, and the requests; the head's weights come with every call."""
 
     def __init__(
         self,
@@ -84,7 +84,10 @@ class Evaluator:
 
     def report(self, weights: Mapping[str, Tensor]) -> Decoded:
         """Decode the reporting half with these weights as a head's directory stores them."""
-        stored = {name: _as_stored(tensor) for name, tensor in weights.items()}
+        stored = {
+            name: tensor.bfloat16() if tensor.is_floating_point() else tensor
+            for name, tensor in weights.items()
+        }
         return self._decode(self._reporting, stored)
 
     def _decode(self, requests: Sequence[Request], weights: Mapping[str, Tensor]) -> Decoded:
@@ -98,35 +101,23 @@ class Evaluator:
                 sample_id = completion.request_id.partition(" ")[2]
                 raise TargetError(error.what, where=f"held-out sample {sample_id}", fix=error.fix)
             done[completion.request_id] = completion.statistics
-        return count(done[request.request_id] for request in requests)
+        return count([done[request.request_id] for request in requests])
 
 
-def count(requests: Iterable[Statistics]) -> Decoded:
-    """What they emitted, a last round's tokens beyond the end included."""
-    done = list(requests)
+def count(statistics: Sequence[Statistics]) -> Decoded:
+    """What requests emitted, a last round's tokens beyond the end included."""
     return Decoded(
-        tokens=tuple(sum(each.reached) for each in done),
-        rounds=tuple(each.rounds for each in done),
-        alpha=pool_acceptance(done).alpha,
+        tokens=tuple(sum(each.reached) for each in statistics),
+        rounds=tuple(each.rounds for each in statistics),
+        alpha=pool_acceptance(statistics).alpha,
     )
 
 
-def _as_stored(tensor: Tensor) -> Tensor:
-    return tensor.bfloat16() if tensor.is_floating_point() else tensor
-
-
 def advise(decoded: Decoded) -> None:
-    """Say how many samples a precise τ takes, when this one is not; errors fall as 1/√samples."""
+    """Print how many samples a precise τ takes, if this one is not; errors fall as 1/√samples."""
     error, samples = decoded.tau_error, len(decoded.rounds)
     if error > PRECISE:
         needed = math.ceil(samples * (error / PRECISE) ** 2)
         tau = f"τ of {samples} held-out samples is {decoded.tau:.2f} with a standard error of"
         fix = f"train.evaluate_prompts of about {needed:,} would make it {PRECISE}"
         notice("train", f"{tau} {error:.2f}; {fix}")
-
-
-def check_settings(section: TrainSection) -> None:
-    """Raise ConfigError for settings of the evaluation that contradict each other."""
-    if section.evaluate_tree.auto:
-        problem = "cannot be auto: τ of two checkpoints is compared on one tree"
-        raise ConfigError(problem, where="train.evaluate_tree", fix="give top_k, steps and nodes")
