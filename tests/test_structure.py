@@ -56,7 +56,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "privacy": set(),
         "generate": set(),
     },
-    "serve_eval": {".": {"page", "live"}, "page": set(), "live": {"."}},
+    "serve_eval": {".": set(), "servers": {"."}},
 }
 
 #: Names that the glossary replaces: they say nothing, or something else to people of this field.
@@ -168,7 +168,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
     ("file", "source"),
     [
         ("synth/stage.py", "from pipeline.features import run"),
-        ("train/loop.py", "import pipeline.serve_eval.page.report"),
+        ("train/loop.py", "import pipeline.serve_eval.pages"),
         ("features/stage.py", "def later():\n    from pipeline import train"),
         ("heads/module.py", "from pipeline.tuning.cost import Cost"),
         ("heads/module.py", "from ..drafters import registry"),
@@ -187,7 +187,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
         ("decoder/ops/base.py", "from pipeline.decoder.kv import Pools"),
         ("synth/privacy/filter.py", "from pipeline.synth.select import select"),
         ("synth/generate/local.py", "from pipeline.synth.privacy.filter import PiiFilter"),
-        ("server/app.py", "from pipeline.serve_eval.page.report import write_html"),
+        ("server/app.py", "from pipeline.serve_eval.pages import write_html"),
         ("decoder/engine.py", "from pipeline.server.metrics import ServerMetrics"),
         ("learning/batches.py", "from pipeline.heads.eagle3.ttt import unroll"),
         ("heads/eagle3/ttt.py", "from pipeline.train.loop import run_loop"),
