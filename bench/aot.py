@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.config.train import Loss
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
 from pipeline.decoder.ops.tree import SamplingTensors, root_only
 from pipeline.decoder.ops.triton.launch import INTERPRETED
@@ -120,8 +120,7 @@ def variants() -> tuple[Variant, ...]:
         _record_rows(recorder, dtype)
         for size in (64, 128):
             _record_attention(recorder, dtype, size)
-        # In float32 one of each form; the others differ in nothing that the type touches.
-        for loss in get_args(Loss) if dtype == torch.bfloat16 else ("kl", "lk_hybrid"):
+        for loss in get_args(Loss):
             _record_loss(recorder, dtype, loss)
     recorder.label = "int64"
     _record_trees(recorder)
@@ -267,10 +266,9 @@ def _record_trees(ops: Recorder) -> None:
 def _record_loss(ops: Recorder, dtype: torch.dtype, loss: Loss) -> None:
     """A training loss at an 8B model's sizes: five steps, a draft vocabulary of 32,000."""
     ops.label = f"{_TYPES[dtype]} {loss}"
-    full = loss in ACCEPTANCE_LOSSES
-    logits = _empty(5, 8, 32000, dtype=dtype), _empty(8, 128256 if full else 32000, dtype=dtype)
-    scales, columns = _empty(5, 8, dtype=torch.float32), _empty(32000) if full else None
-    compare_in_place(*logits, columns, scales, _empty(5, 8), loss, start=ops._start)
+    logits = _empty(5, 8, 32000, dtype=dtype), _empty(8, 32000, dtype=dtype)
+    scales = _empty(5, 8, dtype=torch.float32)
+    compare_in_place(*logits, scales, _empty(5, 8), loss, start=ops._start)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

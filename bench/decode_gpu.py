@@ -32,7 +32,7 @@ from bench.report import interleaved, share_of
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.graphs import RoundRunner
+from pipeline.decoder.graphs import RoundLauncher
 from pipeline.decoder.kv import Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.tree import HEADROOM
@@ -279,7 +279,7 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
     whole, real = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
     cases: dict[str, Callable[[], float]] = {}
     batches: dict[str, DecodeBatch] = {}
-    runners: dict[str, RoundRunner] = {}
+    launchers: dict[str, RoundLauncher] = {}
     with torch.inference_mode():
         for name, drafting in (("plain_round", None), ("round", drafter)):
             batch = batches[name] = DecodeBatch.empty(
@@ -291,20 +291,21 @@ def _rounds(gpu: Gpu, lengths: Sequence[int]) -> dict[str, Any]:
             )
             batch.open(*(each.to(device) for each in (table, whole, whole, real, real + 1)))
             verify = gpu.imposed() if drafting else None
-            runners[name] = RoundRunner(
+            launchers[name] = RoundLauncher(
                 model, planes, drafting, batch, buckets=(rows,), verify=verify
             )
 
         def replay(name: str, times: int = ROUNDS) -> float:
             batches[name].seq_lens.copy_(row_lengths)
             _synchronize(device)
+            launch_round = launchers[name].launcher(rows, sampling=False)
             started = time.perf_counter()
             for _ in range(times):
-                runners[name].run(rows, sampling=False)
+                launch_round()
             _synchronize(device)
             return (time.perf_counter() - started) / times
 
-        cases = {name: partial(replay, name) for name in runners}
+        cases = {name: partial(replay, name) for name in launchers}
         seconds = interleaved(cases, runs=max(3, gpu.runs))
         replay("round")
         emitted = (batches["round"].seq_lens - row_lengths).sum().item()

@@ -60,7 +60,8 @@ def run(config: RunConfig, stage: Stage) -> Manifest:
     if config.run.runtime == "ray" and stage in SHARED:
         return _run_on_ray(config, stage)
     with metrics_of(config.run, stage), memory_explained(stage):
-        manifest: Manifest = importlib.import_module(f"pipeline.{ROOMS[stage]}").run(config)
+        module = importlib.import_module(f"pipeline.{ROOMS[stage]}.stage")
+        manifest: Manifest = module.run(config)
     return manifest
 
 

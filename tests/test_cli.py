@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -200,6 +201,20 @@ def test_run_goes_through_all_stages_in_order(rooms: _Rooms, config_file: Path) 
     ]
 
 
+def test_a_stage_is_three_frames_from_the_command(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`main`, `runtime.run`, and the stage's own `run`."""
+    from pipeline.synth import stage
+
+    frames: list[str] = []
+    monkeypatch.setattr(
+        stage, "run", lambda config: frames.extend(each.name for each in traceback.extract_stack())
+    )
+    assert cli.main(["synth", "-c", str(config_file)]) == 0
+    assert frames[frames.index("main") :] == ["main", "run", "<lambda>"]
+
+
 def test_one_stage_with_force(rooms: _Rooms, config_file: Path) -> None:
     assert cli.main(["train", "-c", str(config_file), "--force"]) == 0
     assert rooms.calls == [("run", "train", True)]
@@ -256,7 +271,7 @@ def test_plan_prints_a_table_and_runs_nothing(
 def test_every_stage_has_a_door_and_a_plan() -> None:
     assert set(runtime.ROOMS) == set(STAGES)
     for stage in STAGES:
-        assert callable(importlib.import_module(f"pipeline.{runtime.ROOMS[stage]}").run)
+        assert callable(importlib.import_module(f"pipeline.{runtime.ROOMS[stage]}.stage").run)
         assert callable(cli.plan_of(stage))
 
 

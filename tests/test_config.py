@@ -134,11 +134,6 @@ def test_settings_that_contradict_each_other_are_named_with_what_to_do() -> None
 @pytest.mark.parametrize(
     ("dotted", "value", "problem"),
     [
-        (
-            "train.step_decay",
-            2,
-            "Input should be less than or equal to 1 or Input should be 'acceptance', got 2",
-        ),
         ("target.capture_layers", [1, 2], "Field required"),
     ],
 )

@@ -20,7 +20,8 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
-FLEET = PAGES["docs/fleet.md"]
+#: What a documented command writes into the tree.
+WRITTEN = {"tests/gpu_results/"}
 #: What every run needs and a command in a document leaves to the reader's configuration.
 TREE: dict[str, Any] = {
     "target": {"source": "org/model"},
@@ -28,38 +29,21 @@ TREE: dict[str, Any] = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", FLEET, re.DOTALL)
-
-
-@pytest.fixture
-def config() -> RunConfig:
-    """A run with the page's section `jobs`."""
+def test_rendered_jobs_follow_the_table_of_exit_codes() -> None:
+    """The page's example of `jobs`, and what its table says of 0, 1, 2, 75, 130 and crashes."""
+    (example,) = re.findall(r"```yaml\n(.*?)```", PAGES["docs/fleet.md"], re.DOTALL)
     tree: dict[str, Any] = {
         "run": {"uri": "gs://bucket/heads/x"},
         "eval": {"sources": [{"source": "hub:org/questions"}]},
     }
-    return parse(TREE | tree | yaml.safe_load(blocks("yaml")[0]))
-
-
-def holds(whole: Any, part: Any) -> bool:
-    """Whether mappings have at least the keys of the part's, and all else is equal."""
-    if isinstance(part, dict):
-        return all(key in whole and holds(whole[key], value) for key, value in part.items())
-    return bool(whole == part)
-
-
-def test_shown_manifest_is_part_of_the_rendered_one(config: RunConfig) -> None:
-    shown = yaml.safe_load(blocks("yaml")[1])
-    _, rendered = yaml.safe_load_all(render(config, "kubernetes")["features.yaml"])
-    assert holds(rendered, shown)
-    shown["spec"]["completions"] += 1
-    assert not holds(rendered, shown)
-
-
-def test_shown_script_is_part_of_the_rendered_one(config: RunConfig) -> None:
-    (shown,) = blocks("bash")
-    assert shown in render(config, "slurm")["features.sbatch"]
+    config = parse(TREE | tree | yaml.safe_load(example))
+    _, job = yaml.safe_load_all(render(config, "kubernetes")["features.yaml"])
+    assert job["spec"]["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    assert job["spec"]["backoffLimitPerIndex"] == 20
+    script = render(config, "slurm")["features.sbatch"]
+    assert "case $code in\n  0 | 1 | 2) ;;" in script
+    assert "75 | 130 | 143) again=yes ;;" in script
+    assert '*) [ "${SLURM_RESTART_COUNT:-0}" -ge 20 ] || again=yes ;;' in script
 
 
 def anchors(text: str) -> set[str]:
@@ -83,18 +67,34 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not lost
 
 
+def missing_paths(text: str) -> list[str]:
+    """Paths (`pipeline/train/init.py`) and modules (`pipeline.jobs.launch`) that are not there."""
+    rooms = "bench|configs|docs|experiments|pipeline|tests"
+    paths = set(re.findall(rf"(?<![\w./:-])(?:{rooms})/[\w./-]*[\w/]", text)) - WRITTEN
+    modules = set(re.findall(r"(?<![\w./-])(?:bench|pipeline|tests)(?:\.[a-z_]\w*)+", text))
+    missing = {path for path in paths if not (ROOT / path).exists()}
+    for module in modules - paths:
+        path = ROOT.joinpath(*module.split("."))
+        if not (path.is_dir() or path.with_suffix(".py").is_file()):
+            missing.add(module)
+    return sorted(missing)
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_named_files_are_there(page: str) -> None:
-    kinds = r"(?:py|md|yaml|json|cpp|h|j2)"
-    named = re.findall(
-        rf"(?<![\w./-])(?:bench|configs|docs|experiments|pipeline|tests)/[\w./-]+\.{kinds}\b",
-        PAGES[page],
-    )
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_named_paths_and_modules_exist(page: str) -> None:
+    assert missing_paths(PAGES[page]) == []
+
+
+def test_missing_paths_are_caught() -> None:
+    text = "`pipeline/train/init.py`, `pipeline/heads/`, `pipeline.api`, gs://bucket/docs/x, "
+    assert missing_paths(text) == []
+    text += "pipeline/train/start.py, configs/none.yaml, pipeline.eagle3.ttt, bench/none"
+    missing = ["bench/none", "configs/none.yaml", "pipeline.eagle3.ttt", "pipeline/train/start.py"]
+    assert missing_paths(text) == missing
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words behind `eagle3` of every command in a block, however it is launched."""
+    """The words after `eagle3` of every command in a block, however it is launched."""
     text = re.sub(r"\\\n\s*", " ", text)
     starts = r"(?:eagle3|(?:torchrun|deepspeed)[^\n]*? pipeline\.cli)"
     for line in re.findall(rf"^    {starts} +(.*)$", text, re.M):
@@ -134,7 +134,7 @@ def test_named_keys_are_keys_of_the_configuration(page: str) -> None:
 
 
 def _is_file(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in ("yaml", "json", "jsonl", "html", "sbatch", "gz")
+    return name.rsplit(".", 1)[-1] in ("yaml", "json", "jsonl", "html", "md", "sbatch", "gz")
 
 
 def _is_key(name: str) -> bool:

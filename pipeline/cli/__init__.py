@@ -32,7 +32,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import pipeline
 from pipeline.config import DRAFTERS, DrafterSection, PiiSection, RunConfig, Section, load
@@ -68,15 +68,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _sigterm_as_ctrl_c():
             logs_json()  # an unusable EAGLE3_LOG stops here and not at the first notice
-            code: int = arguments.handler(arguments)
-            return code
+            if arguments.handler:
+                code: int = arguments.handler(arguments)
+                return code
+            config, stages = _load_stages(arguments)
+            for stage in stages:
+                arguments.stage = stage  # names the stage in errors
+                run(config, stage)
+            return 0
     except Eagle3Error as error:
         return fail(str(error), error.exit_code, stage=_stage(arguments))
     except KeyboardInterrupt:
         fix = "run the same command again; it continues after the last committed work"
         return fail(f"interrupted (fix: {fix})", INTERRUPTED, stage=_stage(arguments))
     except BrokenPipeError:
-        if arguments.handler is run_stages:  # not standard output: stages may lose what they print
+        if arguments.handler is None:  # not standard output, whose loss does not stop a stage
             raise
         discard_output()  # `eagle3 schema | head`: the reader has seen enough
         return 0
@@ -107,24 +113,26 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 _READING: tuple[Stage, ...] = ("features", "train")
 
 
-def run_stages(arguments: argparse.Namespace) -> int:
-    """`eagle3 synth|features|train|eval|run`, or their plans."""
-    if vars(arguments).get("server"):
-        return _evaluate_server(arguments)
-    workers = [] if arguments.workers is None else [f"plan.workers={arguments.workers}"]
-    overrides = [*arguments.overrides, *workers]
-    config = load(arguments.config, overrides, force=arguments.force, shard=arguments.shard)
-    stages = STAGES if arguments.command == "run" else (cast(Stage, arguments.command),)
-    if arguments.plan:
-        _print_plans(make_plans(config, stages), config)
-        return 0
-    if len(stages) > 1 and find_manifest(config.run.uri, "train") is None:
+def _load_stages(arguments: argparse.Namespace) -> tuple[RunConfig, tuple[Stage, ...]]:
+    """The configuration of `eagle3 synth|features|train|eval|run`, and the stages to run."""
+    config = load(
+        arguments.config, arguments.overrides, force=arguments.force, shard=arguments.shard
+    )
+    if arguments.command != "run":
+        return config, (arguments.command,)
+    if find_manifest(config.run.uri, "train") is None:
         from pipeline.train.plan import check_size
 
         check_size(config)
-    for stage in stages:
-        arguments.stage = stage  # for what is said of an error
-        run(config, stage)
+    return config, STAGES
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    workers = [] if arguments.workers is None else [f"plan.workers={arguments.workers}"]
+    overrides = [*arguments.overrides, *workers]
+    config = load(arguments.config, overrides, force=arguments.force, shard=arguments.shard)
+    stages = STAGES if arguments.command == "run" else (arguments.command,)
+    _print_plans(make_plans(config, stages), config)
     return 0
 
 
@@ -480,6 +488,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--workers requires --plan")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
+    if vars(arguments).get("server") and arguments.command == "eval":
+        arguments.handler = _evaluate_server
+    elif vars(arguments).get("plan"):
+        arguments.handler = _plan
     return arguments
 
 
@@ -504,9 +516,9 @@ def _build_parser() -> Parser:
 def _command(
     commands: Commands, name: str, handler: Handler | None, help: str, *parents: Parser
 ) -> Parser:
+    """A subcommand; the stages have no handler: `main` runs them itself."""
     command = commands.add_parser(name, help=help, description=help, parents=list(parents))
-    if handler:
-        command.set_defaults(handler=handler)
+    command.set_defaults(handler=handler)
     return command
 
 
@@ -551,11 +563,11 @@ def _add_stages(commands: Commands) -> None:
         "exit code 75: other parts are still missing",
     )
     for stage in STAGES:
-        command = _command(commands, stage, run_stages, _STAGES[stage], configured, staged)
+        command = _command(commands, stage, None, _STAGES[stage], configured, staged)
         if stage == "eval":
             _add_server(command, "evaluate a running server with the same prompts instead")
     in_order = "the four stages in order; finished ones are left as they are"
-    _command(commands, "run", run_stages, in_order, configured, staged)
+    _command(commands, "run", None, in_order, configured, staged)
     _command(commands, "show", _show, "print the resolved configuration as YAML", configured)
     schema = _command(
         commands, "schema", _schema, "print the JSON schema of the configuration, or a report"

@@ -54,7 +54,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
     "eval": {"server"},
 }
 #: Likewise of a training that evaluates nothing.
-_ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree", "early_stop"}
+_ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree"}
 
 
 class RaySection(Section):

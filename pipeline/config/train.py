@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from pipeline.config.section import Section, TreeSection
 
-Loss = Literal["cross_entropy", "kl", "tv", "lk", "lk_hybrid"]
-#: Of these the target's probabilities are taken over its whole vocabulary.
-ACCEPTANCE_LOSSES: frozenset[Loss] = frozenset(("tv", "lk", "lk_hybrid"))
-#: λ = exp(-HYBRID_DECAY · a) for each token: the form of `lk_hybrid` in speculators' documentation,
-#: the 3 also in the model cards of the paper's authors.
-HYBRID_DECAY = 3.0
-
-
+Loss = Literal["cross_entropy", "kl"]
 #: AdamW's peak rate where none is given. A block drafter starts as a least-squares solution, which
 #: larger steps destroy, and so do all but the first of chained heads.
 _LEARNING_RATES = {"eagle3": 1e-3, "chained": 3e-4, "dflash": 2e-4}
@@ -34,10 +27,7 @@ class HeadSection(Section):
     """Key/value heads; None takes the target's."""
     init_layer: Literal["least_squares", "target_last", "random"] = "least_squares"
     """Start from the target's last layer where shapes fit; least_squares then solves fc, values and
-    MLP output on the first batches."""
-    init_tokens: int | None = Field(None, gt=0)
-    """Tokens of the first batches that least_squares is solved on; None: until they have 30 labels
-    for each of its 4 · hidden size regressors."""
+    MLP output on the first batches, 30 labels for each of its 4 · hidden size regressors."""
     init_lm_head: Literal["target", "random"] = "target"
     """Start lm_head from the target's rows of the draft vocabulary."""
     fc_norm: bool = False
@@ -125,20 +115,14 @@ class TrainSection(Section):
     """Shape and initialisation of the head; `head` elsewhere names a head's directory."""
     ttt_steps: int = Field(5, gt=0)
     """Training-time-test steps K: the head is unrolled k = 0…K-1."""
-    step_decay: Annotated[float, Field(gt=0, le=1)] | Literal["acceptance"] = 0.8
-    """Loss weight of step k is step_decay**k, or the probability that the drafts in front of its
-    own are accepted, as the head is now: one more product with lm_head."""
+    step_decay: float = Field(0.8, gt=0, le=1)
+    """Loss weight of step k is step_decay**k."""
     start_from: str | None = None
     """Head directory to fine-tune; its draft vocabulary and shape are kept."""
     loss: Loss = "cross_entropy"
-    """Soft cross-entropy or KL divergence on the draft vocabulary; total variation or the negative
-    log of the acceptance probability, on the target's; lk_hybrid: from KL to the former as more is
-    accepted."""
+    """Soft cross-entropy or KL divergence on the draft vocabulary."""
     teacher_temperature: float = Field(1.0, gt=0)
-    """Temperature of the teacher's softmax. Below 1 it nears the target's greedy choice, and the
-    losses of acceptance count what is accepted when the target, not the head, samples so."""
-    normalise: Literal["supervised", "all"] = "supervised"
-    """The loss of an optimiser step is divided by its supervised tokens, or by all of them."""
+    """Temperature of the teacher's softmax; below 1 it nears the target's greedy choice."""
     train_lm_head: bool = True
     """False keeps lm_head as it started."""
     data_tokens: int | None = Field(None, gt=0)
@@ -152,29 +136,16 @@ class TrainSection(Section):
     long_samples: Literal["split", "drop"] = "split"
     """Samples above batch_tokens: cut into parts that keep their positions and attend to all that
     came before, or dropped and counted."""
-    position_reach: int | None = Field(None, gt=0)
-    """Let positions jump ahead once inside each document that is shorter, by up to what makes it
-    reach this position, so that the head sees distances beyond its training length."""
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
     learning_rate: float = Field(_LEARNING_RATES["eagle3"], gt=0)
     """Peak rate of AdamW. Where none is given: 1e-3, of chained heads 3e-4, under algorithm dflash
     2e-4."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
-    """Share of the steps with linear warm-up."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """After the warm-up: a cosine to 5 % of the peak, or the peak until the rate falls as far in
-    the last decay_share of the steps (warm-up, stable, decay)."""
-    decay_share: float = Field(0.2, gt=0, le=1)
-    """Share of the steps in which schedule wsd falls."""
-    ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Evaluate and export an exponential moving average of the weights, which keeps this share of
-    itself each step; None: the weights as they are."""
+    """Share of the steps with linear warm-up; a cosine to 5 % of the peak follows."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon steps the matrices of fc and layer, by updates of AdamW's size in bfloat16, and leaves
     the rest to AdamW; it needs zero_stage 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's moment decays."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled decay."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -202,8 +173,6 @@ class TrainSection(Section):
     """Length limit of a decoded reply."""
     evaluate_tree: TreeSection = TreeSection(top_k=1, steps=4, nodes=5)
     """Draft tree of the evaluation; a shape, not auto."""
-    early_stop: int | None = Field(None, gt=0)
-    """Stop after so many evaluations in a row without a τ that is surely better."""
     checkpoint_every: int = Field(100, gt=0)
     """Optimiser steps between checkpoints."""
     keep_checkpoints: int = Field(2, gt=0)
@@ -257,7 +226,7 @@ class TrainSection(Section):
     def _asks_nothing_of_the_other_algorithm(self) -> TrainSection:
         if self.algorithm == "eagle3":
             return self
-        for name in ("position_reach", "dropout", "activation_checkpointing", "compile"):
+        for name in ("dropout", "activation_checkpointing", "compile"):
             if getattr(self, name):
                 raise ValueError(f"{name} is of algorithm eagle3; turn it off for dflash")
         most = self.dflash.block_size - 1

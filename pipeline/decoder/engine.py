@@ -30,12 +30,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 import torch
 
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafter import Drafter
-from pipeline.decoder.graphs import PendingTokens, RoundRunner, copy_to_host, default_buckets
+from pipeline.decoder.graphs import PendingTokens, RoundLauncher, copy_to_host, default_buckets
 from pipeline.decoder.kv import Pools, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.tree import HEADROOM
@@ -120,7 +121,7 @@ class Engine:
         with torch.inference_mode():
             if cuda:
                 self._prefill.warm()
-            self._runner = RoundRunner(
+            self._rounds = RoundLauncher(
                 model, planes, drafter, self._batch, buckets=buckets, verify=verify
             )
         self._waiting = _WaitingQueue()
@@ -130,9 +131,7 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish; requests are taken from the iterable as slots become free."""
-        for emission in self.stream(requests):
-            if emission.completion is not None:
-                yield emission.completion
+        return filter(None, map(attrgetter("completion"), self.stream(requests)))
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Emission]:
         """Tokens as they are emitted, of all requests in turn."""
@@ -157,16 +156,24 @@ class Engine:
         """Let a request wait; `step` emits its tokens. Its id is no other open request's."""
         self._waiting.add(request)
 
-    @torch.inference_mode()
     def step(self) -> list[Emission]:
-        """One pass: admit, read prompts, run a round; and what came out of this or an earlier one.
+        """Admit requests, read prompts, run a round; returns what this or an earlier pass emitted.
 
         Waits for tokens, but not for those of the round that it launches where rounds overlap.
         """
-        in_flight = self._in_flight
-        in_flight.append(self._launch(self._waiting))
-        while in_flight and (len(in_flight) > self._max_unread or not in_flight[-1]):
-            self._collect(in_flight.popleft())
+        with torch.inference_mode():
+            launched, in_flight = self._launch_prefill(), self._in_flight
+            if not self._max_unread:  # a request may end with its first token
+                self._collect(launched)
+                launched = []
+            if rows := len(self._running):
+                sampling = any(running.request.temperature > 0 for running in self._running)
+                launch_round = self._rounds.launcher(rows, sampling=sampling)
+                launch_round()
+                launched.append((list(self._running), copy_to_host(self._batch.rows(0, rows))))
+            in_flight.append(launched)
+            while in_flight and (len(in_flight) > self._max_unread or not in_flight[-1]):
+                self._collect(in_flight.popleft())
         emitted = list(self._ready)
         self._ready.clear()
         return emitted
@@ -217,24 +224,11 @@ class Engine:
         """Pages that a request can ever need."""
         return pages_for(len(request.prompt_ids) + request.max_new_tokens + self._spare)
 
-    def _launch(self, waiting: _WaitingQueue) -> list[_Launch]:
-        """Read prompts, within the budget, and run one round of the running requests."""
-        launched = self._launch_prefill(waiting)
-        if not self._max_unread:  # a request may end with its first token
-            self._collect(launched)
-            launched = []
-        if self._running:
-            rows = len(self._running)
-            sampling = any(running.request.temperature > 0 for running in self._running)
-            self._runner.run(rows, sampling=sampling)
-            launched.append((list(self._running), copy_to_host(self._batch.rows(0, rows))))
-        return launched
-
-    def _launch_prefill(self, waiting: _WaitingQueue) -> list[_Launch]:
+    def _launch_prefill(self) -> list[_Launch]:
         """Admit requests, read prompts within the budget; those read whole join the rounds."""
         prefill, running = self._prefill, len(self._running)
         budget = self._prefill_tokens * (1 if running else _IDLE_FACTOR)
-        while prefill.unread < budget and (arriving := self._admit(waiting)):
+        while prefill.unread < budget and (arriving := self._admit()):
             prefill.add(arriving)
         ended = prefill.read(budget)
         if not ended:
@@ -246,8 +240,9 @@ class Engine:
         prefill.drop(len(ended))
         return launched
 
-    def _admit(self, waiting: _WaitingQueue) -> RunningRequest | None:
+    def _admit(self) -> RunningRequest | None:
         """The next request that can run; None without one, a free slot or enough pages."""
+        waiting = self._waiting
         while waiting and self.running < self.slots:
             request, since = waiting.first
             problem = self.problem(request)

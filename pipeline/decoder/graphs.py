@@ -39,8 +39,8 @@ _STREAMS = 32
 _held_streams: WeakValueDictionary[int, torch.cuda.Stream] = WeakValueDictionary()
 
 
-class RoundRunner:
-    """Runs rounds on the first rows of a batch."""
+class RoundLauncher:
+    """Launches rounds on the first rows of a batch."""
 
     def __init__(
         self,
@@ -68,27 +68,22 @@ class RoundRunner:
         if model.device.type == "cuda":
             self._capture()
 
-    def run(self, rows: int, *, sampling: bool) -> None:
-        """Advance the first `rows` rows by one round."""
+    def launcher(self, rows: int, *, sampling: bool) -> Callable[[], None]:
+        """What advances the first `rows` rows by one round: `decode_round`, or a graph of it."""
         size = rows if self._buckets is None else self._buckets[bisect_left(self._buckets, rows)]
         graph = self._graphs.get((size, sampling))
-        if graph is not None:
-            graph.replay()
-        else:
-            self._round(size, sampling=sampling)
+        return self._eager(size, sampling=sampling) if graph is None else graph.replay
 
-    def _round(self, size: int, *, sampling: bool) -> None:
-        rows = self._batch.rows(0, size)
-        decode_round(
-            self._model, self._planes, self._drafter, rows, sampling=sampling, verify=self._verify
-        )
+    def _eager(self, size: int, *, sampling: bool) -> Callable[[], None]:
+        memory = self._planes, self._drafter, self._batch.rows(0, size)
+        return partial(decode_round, self._model, *memory, sampling=sampling, verify=self._verify)
 
     def _capture(self) -> None:
         assert self._buckets is not None
         pool, self._stream = torch.cuda.graph_pool_handle(), capture_stream(self._model.device)
         for size in reversed(self._buckets):  # smaller ones fit into the memory of larger ones
             for sampling in (False, True):
-                launch = partial(self._round, size, sampling=sampling)
+                launch = self._eager(size, sampling=sampling)
                 self._graphs[size, sampling] = captured(launch, self._stream, pool)
 
 

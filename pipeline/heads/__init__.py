@@ -1,6 +1,7 @@
 """Draft heads: one algorithm a package, reached through the registry alone (docs/heads.md).
 
-base.py         shape, layers and vocabulary of any head, and what an algorithm must provide
+algorithm.py    what an algorithm must provide
+base.py         shape, layers and vocabulary of any head
 registry.py     algorithms by name, the packages of third parties too; `open_head`, `save_head`
 checkpoint.py   a head's directory and its card; fields.py, known.py, rope.py, tensors.py check it
 init.py         how a head of any algorithm begins

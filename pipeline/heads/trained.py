@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.config.train import Loss
 from pipeline.heads.base import DraftingHead
 from pipeline.learning.batches import TrainBatch
 from pipeline.learning.losses import OutputLoss, Teacher
@@ -61,15 +61,13 @@ class ComputeHead(Generic[Kind]):
 class TrainedModel(nn.Module, Generic[Kind]):
     """A head with what it is trained against; `forward(batch, divisor)` gives a StepResult.
 
-    What is trained are the parameters of `head`. The target's embedding [V, H] and its output rows,
-    those of the draft vocabulary [Vd, H] or for losses of acceptance all [V, H], are constants:
-    buffers that no checkpoint holds.
+    What is trained are the parameters of `head`. The target's embedding [V, H] and its output rows
+    of the draft vocabulary [Vd, H] are constants: buffers that no checkpoint holds.
     """
 
     head: Kind
     embedding: Tensor
     target_output_rows: Tensor
-    target_columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in all rows
 
     def __init__(
         self,
@@ -89,19 +87,15 @@ class TrainedModel(nn.Module, Generic[Kind]):
         """
         super().__init__()
         self.head, self._loss, self._length = head, loss, length
-        columns = head.target_ids() if loss in ACCEPTANCE_LOSSES else None
-        rows = target_lm_head[head.target_ids()] if columns is None else target_lm_head
-        rows = rows.detach() / temperature
+        rows = target_lm_head[head.target_ids()].detach() / temperature
         self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
         self.register_buffer("target_output_rows", rows.to(dtype), persistent=False)
-        self.register_buffer("target_columns", columns, persistent=False)
         own = next(head.parameters()).dtype
         self._compute = None if dtype == own else ComputeHead(head, dtype)
         self._rotary: RotaryTable | None = None
 
     def counted(self, batch: TrainBatch) -> int:
-        """Losses of a micro-batch, each of all K steps: what their sum is divided by where the
-        loss is normalised by supervised tokens."""
+        """Losses of a micro-batch, each of all K steps: what their sum is divided by."""
         raise NotImplementedError
 
     def computing(self) -> Kind:
@@ -119,9 +113,8 @@ class TrainedModel(nn.Module, Generic[Kind]):
         return self._rotary
 
     def giving_loss(self, batch: TrainBatch) -> Tensor:
-        """Labels that give loss [S]: those inside the draft vocabulary, or all."""
-        in_vocabulary = self.head.t2d[batch.token_ids[batch.labels]]
-        return in_vocabulary if self.target_columns is None else torch.ones_like(in_vocabulary)
+        """Labels that give loss [S]: those inside the draft vocabulary."""
+        return self.head.t2d[batch.token_ids[batch.labels]]
 
     def compare(
         self,
@@ -134,23 +127,18 @@ class TrainedModel(nn.Module, Generic[Kind]):
         """Loss and hits int64 [K] of states [K, L, H] that predict `tokens` [L], of which the
         target said `teacher_states` [L, H].
 
-        weights [K, L], zero where a step has no such state; predicted [K, L] says where it has one:
-        a prediction that weighs nothing may still be right.
+        weights [K, L], zero where a step has no such state; predicted [K, L] says where it has one.
         """
         draft_ids = (self.head.t2d.cumsum(0) * self.head.t2d - 1)[tokens]  # [L], or -1
         value, hits = OutputLoss.apply(  # type: ignore[no-untyped-call]
             states,
             self.head.lm_head.weight,
-            self.teacher(teacher_states),
+            Teacher(teacher_states, self.target_output_rows),
             weights,
             draft_ids.where(predicted, -1),
             self._loss,
         )
         return value, hits
-
-    def teacher(self, states: Tensor) -> Teacher:
-        """The distributions of final `states` [L, H]."""
-        return Teacher(states, self.target_output_rows, self.target_columns)
 
 
 def count_coarse_rows(aux_states: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
 """What a cluster needs to run the stages: `render` fills templates from the configuration.
 
-kubernetes   STAGE.yaml from job.yaml.j2: a ConfigMap with run.yaml, an Indexed Job, for training on
-             several nodes a Service; apply.sh applies one after the other
-slurm        STAGE.sbatch from stage.sbatch.j2: an array of workers, for training a job of several
-             nodes; submit.sh chains them
-launch.py    starts the processes of training on one node, and ends with their exit code
+job.yaml.j2      Kubernetes: a ConfigMap with run.yaml, an Indexed Job, for training on several
+                 nodes a Service
+apply.sh.j2      applies one Job after the other
+stage.sbatch.j2  Slurm: an array of workers, for training a job of several nodes
+submit.sh.j2     submits them as a chain
+launch.py        starts the processes of training on one node, and ends with their exit code
 
 What the files leave out (node selectors, partitions, a namespace) is edited into them, or passed to
 `apply.sh` and `sbatch`.

@@ -59,19 +59,15 @@ class UnrolledAttention:
         lengths: tuple[int, ...],
         rows: Tensor,
         rotary: RotaryTable,
-        offsets: Tensor | None = None,
         window: int = 0,
     ) -> None:
-        """rows [A] ascending flat positions; rotary covers the longest document plus the steps.
-
-        offsets [N] are added to the positions that rotary embedding sees; window is the head's
-        `draft_window`.
+        """rows [A] ascending flat positions; rotary covers the longest document plus the steps;
+        window is the head's `draft_window`.
         """
         device, self.rows, self._rotary = rows.device, rows, rotary
         # [N] position in its document
         every = torch.cat([torch.arange(length, device=device) for length in lengths])
-        turned = every if offsets is None else every + offsets
-        self._turned = turned, turned[rows]  # of step 0's keys, and of all else
+        self._positions = every, every[rows]  # of step 0's keys, and of all else
         self._kernel = _kernel(lengths, rows, every[rows], window, rotary.cos)
 
     def attend(
@@ -83,7 +79,7 @@ class UnrolledAttention:
         holds steps 0…k-1.
         """
         assert len(past) == k, "a step attends to every step before it"
-        every, of_rows = self._turned
+        every, of_rows = self._positions
         turns = self._rotary.at(of_rows + k)
         query = rotate(query, *turns) * query.shape[-1] ** -0.5
         own = KeyValue(rotate(key, *(turns if past else self._rotary.at(every))), value)

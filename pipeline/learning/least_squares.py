@@ -62,8 +62,8 @@ class FirstBatches:
             yield batch
 
 
-#: (labels, tokens or None) → the first batches of the training that hold so many.
-BatchesOf = Callable[[int, int | None], FirstBatches]
+#: labels → the first batches of the training that hold so many.
+BatchesOf = Callable[[int], FirstBatches]
 
 
 #: Strengths that are tried, in shares of a regressor's mean square times the rows. The last leaves

@@ -3,29 +3,16 @@
     cross_entropy  -Σ p log q             EAGLE-3 (Li et al. 2025, arXiv:2503.01840)
     kl             Σ p log(p/q)           the same gradients; 0 for a perfect head
                                           (DistillSpec, arXiv:2310.08461)
-    tv             1 - a,  a = Σ min(p,q) a is the probability that a drafted token is accepted
-                                          (Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6)
-    lk             -log a                 LK losses (Samarin et al. 2026, arXiv:2602.23881)
-    lk_hybrid      λ kl + (1-λ) tv        the same; λ = exp(-3a), taken as a constant: KL while
-                                          little is accepted, acceptance itself later
 
-All sums are over the draft vocabulary. What p is there depends on the loss:
+All sums are over the draft vocabulary, to which the target's softmax is restricted:
 
-    target, in %        50 10  4  3 20  3  5  5      4, 3 and 3: not in the draft vocabulary
-    cross_entropy, kl   56 11  ·  · 22  ·  6  6      the softmax of the others alone: Σ p = 1
-    tv, lk, lk_hybrid   50 10  ·  · 20  ·  5  5      as they are: P = Σ p ≤ 1
+    target, in %     50 10  4  3 20  3  5  5      4, 3 and 3: not in the draft vocabulary
+    p, in %          56 11  ·  · 22  ·  6  6      the softmax of the others alone: Σ p = 1
 
-So a is what verification accepts, also at labels that the head cannot propose. With P < 1 the
-hybrid's KL is that of p/P, weighted by P: where little can be learned, little is.
-
-With z the logits, q = softmax(z), the gradients that `OutputLoss` uses, in float32 or wider:
-
-    cross_entropy, kl   P q - p
-    tv                  q (s - m),  m = [q < p], s = Σ m q        and divided by a for lk
-    lk_hybrid           λ of the first, 1 - λ of the second
+With z the logits and q = softmax(z), the gradient by z is q - p in float32 or wider.
 
 Shapes: L labels, K steps, R = K·c rows of a chunk of c labels, b labels of a part of it, H hidden
-size, Vd draft vocabulary, W the teacher's rows: Vd, or all V of the target.
+size, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, HYBRID_DECAY, Loss
+from pipeline.config.train import Loss
 
 #: Logits held at one time, in the compute type. Each chunk reads all of lm_head and adds to all of
 #: its gradient; from a thousand rows upward (draft vocabulary 8,192) the products are fast.
@@ -57,19 +44,14 @@ _ADDED_ROWS = 1024
 
 
 class Teacher(NamedTuple):
-    """The target's distributions: the softmax of states @ rows.T, at the draft vocabulary."""
+    """The target's distributions over the draft vocabulary: the softmax of states @ rows.T."""
 
     states: Tensor  # [L, H]
-    rows: Tensor  # [W, H], of the target's output layer
-    columns: Tensor | None  # int64 [Vd], the draft vocabulary's places in W; None: W is Vd
-
-    @property
-    def width(self) -> int:
-        return len(self.rows)
+    rows: Tensor  # [Vd, H], of the target's output layer
 
 
-#: `_compare_in_place` and its counterpart in divergence_kernel.py
-Comparison = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, Loss], tuple[Tensor, Tensor]]
+#: `_compare_in_place` and its counterpart in losses_kernel.py
+Comparison = Callable[[Tensor, Tensor, Tensor, Tensor, Loss], tuple[Tensor, Tensor]]
 
 
 class OutputLoss(torch.autograd.Function):
@@ -105,7 +87,7 @@ class OutputLoss(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if weight_wanted else None
         ctx.weight_dtype, weight = weight.dtype, weight.to(states.dtype)
         compare, most = _comparison(scales), _chunk_logits(states)
-        size = max(1, min(labels, most // max(steps * len(weight), teacher.width)))
+        size = max(1, min(labels, most // max(steps * len(weight), len(teacher.rows))))
         # One for all chunks: fresh pages are slow.
         memory = states.new_empty(steps * size, len(weight))
         product = torch.empty_like(weight) if weight_wanted else None
@@ -116,7 +98,6 @@ class OutputLoss(torch.autograd.Function):
             chunk_loss, chunk_hits = compare(
                 logits.view(steps, -1, len(weight)),
                 teacher.states[chunk] @ teacher.rows.T,
-                teacher.columns,
                 scales[:, chunk],
                 draft_ids[:, chunk],
                 loss,
@@ -140,26 +121,6 @@ class OutputLoss(torch.autograd.Function):
         if weight_grad is not None:
             weight_grad = weight_grad.to(ctx.weight_dtype)
         return states_grad, weight_grad, None, None, None, None
-
-
-@torch.no_grad()
-def acceptance(states: Tensor, weight: Tensor, teacher: Teacher, dtype: torch.dtype) -> Tensor:
-    """a = Σ min(p, q) of each label at each step [K, L] in `dtype`, in chunks of labels.
-
-    states [K, L, H], weight [Vd, H].
-    """
-    steps, labels, _ = states.shape
-    weight = weight.to(states.dtype)
-    size = max(1, _chunk_logits(states) // max(steps * len(weight), teacher.width))
-    accepted = states.new_empty(steps, labels, dtype=dtype)
-    for start in range(0, labels, size):
-        chunk = slice(start, start + size)
-        p = torch.softmax((teacher.states[chunk] @ teacher.rows.T).to(dtype), dim=-1)  # [c, W]
-        if teacher.columns is not None:
-            p = p[:, teacher.columns]
-        q = torch.softmax((states[:, chunk] @ weight.T).to(dtype), dim=-1)  # [K, c, Vd]
-        accepted[:, chunk] = torch.minimum(q, p, out=q).sum(-1)
-    return accepted
 
 
 def _add_rows(total: Tensor, product: Tensor) -> None:
@@ -189,25 +150,21 @@ def _comparison(scales: Tensor) -> Comparison:
 def _compare_in_place(
     logits: Tensor,
     teacher_logits: Tensor,
-    columns: Tensor | None,
     scales: Tensor,
     draft_ids: Tensor,
     loss: Loss,
 ) -> tuple[Tensor, Tensor]:
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 
-    teacher_logits [c, W], columns [Vd] or None, scales [K, c] in the type to compute in, draft_ids
-    [K, c].
+    teacher_logits [c, Vd], scales [K, c] in the type to compute in, draft_ids [K, c].
     """
     steps, labels, width = logits.shape
     total, hits = scales.new_zeros(()), torch.zeros(steps, dtype=torch.int64, device=logits.device)
-    size = max(1, _PART_LOGITS // max(steps * width, teacher_logits.shape[1]))
+    size = max(1, _PART_LOGITS // (steps * width))
     for start in range(0, labels, size):
         part = slice(start, start + size)
         scale = scales[:, part]  # [K, b]
-        p = torch.softmax(teacher_logits[part].to(scales.dtype), dim=-1)  # [b, W]
-        if columns is not None:
-            p = p[:, columns]
+        p = torch.softmax(teacher_logits[part].to(scales.dtype), dim=-1)  # [b, Vd]
         z = logits[:, part].to(scales.dtype)  # [K, b, Vd]
         best = z.amax(-1)  # [K, b]
         hits += _hits(z, best, draft_ids[:, part])
@@ -238,21 +195,7 @@ def _divergence(z: Tensor, best: Tensor, p: Tensor, loss: Loss) -> tuple[Tensor,
     q = torch.softmax(z, dim=-1)
     # log Σ exp z, from the largest logit and its probability
     normaliser = best - q.amax(-1).log()
-    if loss not in ACCEPTANCE_LOSSES:
-        divergence = normaliser - (z * p).sum(-1)
-        entropy = -torch.xlogy(p, p).sum(-1) if loss == "kl" else 0
-        return divergence - entropy, q.sub_(p)
-    captured = (q < p).to(q.dtype)  # m
-    # p may underflow as a whole; its gradient is zero then
-    accepted = torch.minimum(q, p).sum(-1).clamp_(min=torch.finfo(q.dtype).tiny)  # a
-    slope = q * ((q * captured).sum(-1, keepdim=True) - captured)
-    if loss == "tv":
-        return 1 - accepted, slope
-    if loss == "lk":
-        return -accepted.log(), slope.div_(accepted.unsqueeze(-1))
-    mass = p.sum(-1)  # P [b]
-    entropy = torch.xlogy(mass, mass) - torch.xlogy(p, p).sum(-1)
-    kl = mass * normaliser - (z * p).sum(-1) - entropy
-    kl_share = torch.exp(-HYBRID_DECAY * accepted)  # λ
-    slope.lerp_(q.mul_(mass.unsqueeze(-1)).sub_(p), kl_share.unsqueeze(-1))
-    return torch.lerp(1 - accepted, kl, kl_share), slope
+    divergence = normaliser - (z * p).sum(-1)
+    if loss == "kl":
+        divergence = divergence + torch.xlogy(p, p).sum(-1)
+    return divergence, q.sub_(p)

@@ -1,34 +1,29 @@
-"""The comparison of divergence.py as two kernels, for CUDA: each row of logits by one program.
+"""The comparison of losses.py as two kernels, for CUDA: each row of logits by one program.
 
-    normaliser   label          log Σ exp of its teacher logits, over all W of them, for all steps
+    normaliser   label          log Σ exp of its teacher logits, for all steps
     compare      label × step   1  log Σ exp of the head's logits
-                                2  p, q and all sums over them      KL: gradient over the logits
-                                3                                   acceptance: the same
+                                2  p, q and their divergence; the gradient overwrites the logits
 
 A row is passed over in blocks, and stays in the cache between the passes: 64 KB in bfloat16 for a
 draft vocabulary of 32,000. The programs of one label's steps are neighbours, for they read the same
 teacher. Sums are in float32.
 
-Shapes: K steps, c labels of a chunk, Vd draft vocabulary, W the teacher's rows.
+Shapes: K steps, c labels of a chunk, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, HYBRID_DECAY, Loss
+from pipeline.config.train import Loss
 from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Table, jit, start_kernel
 
 #: Logits of one block, sixteen a thread. Not fewer for short rows: where threads are left over,
 #: several read the same logit, and one may do so when it is a gradient already.
 _BLOCK, _WARPS = 4096, 8
-
-
-_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 #: A logit without probability; unlike that of -inf, its logarithm times zero is zero.
@@ -38,7 +33,6 @@ _NONE = tl.constexpr(-1e30)
 def compare_in_place(
     logits: Tensor,
     teacher_logits: Tensor,
-    columns: Tensor | None,
     scales: Tensor,
     draft_ids: Tensor,
     loss: Loss,
@@ -47,23 +41,20 @@ def compare_in_place(
 ) -> tuple[Tensor, Tensor]:
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 
-    teacher_logits [c, W], columns [Vd] or None, scales [K, c] float32, draft_ids [K, c].
+    teacher_logits [c, Vd], scales [K, c] float32, draft_ids [K, c].
     """
     steps, labels, size = logits.shape
     assert logits.is_contiguous() and teacher_logits.is_contiguous()
     normaliser = scales.new_empty(labels)
     start(
         normaliser_kernel, (labels,), (teacher_logits, normaliser), _WARPS, 1,
-        SIZE=teacher_logits.shape[1], BLOCK=_BLOCK,
+        SIZE=size, BLOCK=_BLOCK,
     )  # fmt: skip
-    if columns is not None:
-        teacher_logits = teacher_logits.index_select(1, columns)
     divergences, hits = scales.new_empty(steps, labels), draft_ids.new_empty(steps, labels)
     read = teacher_logits, normaliser, scales.contiguous(), draft_ids.contiguous()
     start(
         compare_kernel, (steps * labels,), (logits, *read, divergences, hits, steps, labels),
-        _WARPS, 1, SIZE=size, BLOCK=_BLOCK, LOSS=loss, ACCEPTANCE=loss in ACCEPTANCE_LOSSES,
-        DECAY=HYBRID_DECAY,
+        _WARPS, 1, SIZE=size, BLOCK=_BLOCK, LOSS=loss,
     )  # fmt: skip
     return divergences.sum(), hits.sum(1)
 
@@ -92,8 +83,6 @@ def compare_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     LOSS: tl.constexpr,
-    ACCEPTANCE: tl.constexpr,
-    DECAY: tl.constexpr,
 ) -> None:
     """One row of logits [K, c, SIZE] becomes its gradient; grid [c·K], a label's steps together."""
     label = tl.program_id(0) // steps
@@ -105,9 +94,6 @@ def compare_kernel(
     head_normaliser = peak + tl.log(mass)
     first = tl.full((), SIZE, tl.int32)  # of the largest logits
     divergence = tl.zeros((), tl.float32)  # -Σ p log q or Σ p log(p/q)
-    total = tl.zeros((), tl.float32)  # P
-    accepted = tl.zeros((), tl.float32)  # a
-    captured = tl.zeros((), tl.float32)  # s
     for begin in range(0, SIZE, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < SIZE
@@ -119,34 +105,8 @@ def compare_kernel(
         first = tl.minimum(first, tl.min(tl.where(z == peak, column, SIZE), axis=0))
         lost = -log_q if LOSS == "cross_entropy" else log_p - log_q
         divergence += tl.sum(p * lost, axis=0)
-        if ACCEPTANCE:
-            total += tl.sum(p, axis=0)
-            accepted += tl.sum(tl.minimum(p, q), axis=0)
-            captured += tl.sum(tl.where(q < p, q, 0.0), axis=0)
-        else:
-            slope = scale * (q - p)
-            tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=inside)
-    if ACCEPTANCE:
-        accepted = tl.maximum(accepted, _TINY)  # p may underflow as a whole
-        # Shares of KL's gradient and of total variation's
-        by_kl, by_tv = tl.zeros((), tl.float32), tl.full((), 1.0, tl.float32)
-        if LOSS == "tv":
-            divergence = 1 - accepted
-        if LOSS == "lk":
-            divergence, by_tv = -tl.log(accepted), 1 / accepted
-        if LOSS == "lk_hybrid":
-            by_kl = tl.exp(-DECAY * accepted)
-            by_tv = 1 - by_kl
-            divergence -= total * tl.log(tl.maximum(total, _TINY))
-            divergence = by_kl * divergence + by_tv * (1 - accepted)
-        for begin in range(0, SIZE, BLOCK):
-            column = begin + tl.arange(0, BLOCK)
-            inside = column < SIZE
-            z = tl.load(logits + column, mask=inside, other=_NONE).to(tl.float32)
-            t = tl.load(teacher_logits + column, mask=inside, other=_NONE).to(tl.float32)
-            q, p = tl.exp(z - head_normaliser), tl.exp(t - teacher_normaliser)
-            slope = by_tv * q * (captured - tl.where(q < p, 1.0, 0.0)) + by_kl * (total * q - p)
-            tl.store(logits + column, (scale * slope).to(logits.dtype.element_ty), mask=inside)
+        slope = scale * (q - p)
+        tl.store(logits + column, slope.to(logits.dtype.element_ty), mask=inside)
     tl.store(divergences + row, scale * divergence)
     tl.store(hits + row, (first == tl.load(draft_ids + row)).to(tl.int64))
 

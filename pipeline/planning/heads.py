@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config import TrainSection
-from pipeline.config.train import ACCEPTANCE_LOSSES
 from pipeline.planning.targets import TargetShape
 from pipeline.records import ZeroMemory, ZeroStage
 
@@ -162,20 +161,19 @@ def zero_memory(
 
     Weights, gradients and two moments of 4 bytes; in bf16 a copy of the weights and its gradients
     of 2 as well. ZeRO 1 splits the moments, and with them a second copy of the weights of 4 bytes
-    and, while the optimiser steps, one of the gradients. The first process may average: 4 more.
+    and, while the optimiser steps, one of the gradients.
     """
     count, width = head.parameters, 2 if bf16 else 4
     copy = 2 if bf16 else 0
-    share, averages = count / ranks, 4 * count if section.ema_decay else 0
-    rows = target.vocabulary if section.loss in ACCEPTANCE_LOSSES else head.draft_vocabulary
+    share = count / ranks
     return ZeroMemory(
         stage=stage,
         weights=count * (4 + copy),
         gradients=count * (4 + copy),
-        optimiser=averages + (round(share * 12) if stage else count * 8),
+        optimiser=round(share * 12) if stage else count * 8,
         stepping=round(share * 4) if stage else 0,
         buffers=min(count, _BUCKET) * 4 if stage else 0,
-        frozen=(target.vocabulary + rows) * head.hidden * width,
+        frozen=(target.vocabulary + head.draft_vocabulary) * head.hidden * width,
         activations=activation_bytes(section, head, width=width),
     )
 

@@ -6,6 +6,7 @@ hub.py          Hugging Face data sets
 records.py      one raw record → Prompt
 bad_records.py  records that cannot be used: an error, or counted
 draw.py         balanced draws, also of more prompts than memory holds
+demo_sets.py    the demo's prompts from pip packages, as `make setup` writes them
 changes.py      whether files are still those that a run has read
 
 Only user turns are taken; a reply in a source is never used.

@@ -15,15 +15,3 @@ wording.py      how figures are written
 decode_plan.py  `eagle3 plan-decode`
 servers/        running servers
 """
-
-from __future__ import annotations
-
-from pipeline.config import RunConfig
-from pipeline.records import Manifest
-
-
-def run(config: RunConfig) -> Manifest:
-    """Evaluate a head; see stage.py."""
-    from pipeline.serve_eval.stage import run as run_stage
-
-    return run_stage(config)

@@ -9,17 +9,3 @@ generate/     the target replies, turn by turn, through the bundled decoder or s
 audit.py      each shard's mask checked; audit.json, counted from the shards' tallies
 datasheet.py  datasheet.md, rendered from audit.json through datasheet.md.j2
 """
-
-from __future__ import annotations
-
-from pipeline.config import RunConfig
-from pipeline.records import Manifest
-
-__all__ = ["run"]
-
-
-def run(config: RunConfig) -> Manifest:
-    """Run the synth stage, or what is left of it."""
-    from pipeline.synth import stage
-
-    return stage.run(config)

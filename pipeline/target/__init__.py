@@ -7,6 +7,7 @@ architecture.py  its config.json → whether it can be trained for, and where it
 arithmetic.py    which device and type this machine computes with, and what it promises of results
 template.py      conversations → token ids, through the target's own chat template; end ids
 weights.py       single tensors of that directory, without building the model
+rotary.py        rotary positions from transformers' own initialisers
 forward.py       the Hugging Face model, and one packed forward that captures its states
 parallel.py      one target over several processes
 referee.py       whether reply tokens are the target's, token by token

@@ -4,10 +4,9 @@ stage.py         the stage as a paragraph
 plan.py          what it would do, without torch
 group.py         the processes that train together
 prepare.py       the states verified, surveyed and scheduled, and the start measured on them
-data/            states to batches: survey, schedule, packed micro-batches read ahead
+stored.py        the states on storage, as training reads them
 audit.py         mask, one sample and coverage, looked at before the first step
-start/           how the head begins: from the target, by least squares, or from an earlier head
-ttt/             the head unrolled on its own outputs, and its loss
+init.py          how the head begins: from the target, by least squares, or from an earlier head
 trainer.py       DeepSpeed, the one way to train
 optimizer.py     AdamW or Muon, what they hold of each parameter, averages of weights
 loop.py          optimiser steps
@@ -18,20 +17,3 @@ checkpoints.py   checkpoints that are whole or not there
 metrics.py       metrics.jsonl and Weights & Biases
 export.py        the chosen head, its card and its committed files
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pipeline.config import RunConfig
-    from pipeline.records import Manifest
-
-__all__ = ["run"]
-
-
-def run(config: RunConfig) -> Manifest:
-    """Train the head of `config` from its states, or return at once when that is done."""
-    from pipeline.train.stage import run as run_stage
-
-    return run_stage(config)

@@ -1,7 +1,7 @@
 """Checkpoints in the run's directory, whole or not there, read and written by the first process.
 
     <run>/train/checkpoints/step-000100-<nonce>/weights.safetensors     fp32 masters of the weights
-                                                moments.safetensors     the optimiser's, averages
+                                                moments.safetensors     the optimiser's state
                                                 metrics.jsonl           all lines so far
                             best-000080-<sha256>.safetensors            head to export so far
                             step-000100.json                            the marker, last

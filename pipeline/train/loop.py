@@ -51,25 +51,13 @@ def own_batches(first: int, steps: int, *, rank: int, world: int, accumulate: in
 
 
 def rate_at(step: int, steps: int, section: TrainSection) -> float:
-    """Learning rate of step `step` (0-based): linear warm-up, then `train.schedule`.
-
-    cosine    /‾‾\\__     to 5 % of the peak
-    wsd       /‾‾‾‾\\      the peak, and in the last `train.decay_share` of the steps down to 5 % of
-                          it as 1 - √x falls (arXiv:2405.18392)
-    """
+    """Learning rate of step `step` (0-based): linear warm-up, then a cosine to 5 % of the peak."""
     warm = math.ceil(section.warmup_share * steps)
     if step < warm:
         return section.learning_rate * (step + 1) / warm
-    begin = warm
-    if section.schedule == "wsd":
-        begin = max(warm, steps - math.ceil(section.decay_share * steps))
-    done = min(1.0, max(0, step - begin) / max(1, steps - 1 - begin))
-    falling = 1 - math.sqrt(done) if section.schedule == "wsd" else _cosine(done)
-    return section.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * falling)
-
-
-def _cosine(done: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * done))
+    done = min(1.0, (step - warm) / max(1, steps - 1 - warm))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return section.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * cosine)
 
 
 @dataclass
@@ -87,7 +75,7 @@ class TrainingLoop:
     progress: Progress  # replaced as training goes on
 
     def run(self) -> Progress:
-        """Train until the last step, or until τ has stopped rising for sure.
+        """Train until the last step.
 
         Raises KeyboardInterrupt, on all processes, after a SIGTERM to one of them.
         """
@@ -104,7 +92,7 @@ class TrainingLoop:
                     self._step(reader, grace)
                 self._measure(clock, reader)
                 bar.advance(1, self._status())
-                last = self.progress.step == steps or self._stalled()
+                last = self.progress.step == steps
                 if last or self.progress.step % section.checkpoint_every == 0:
                     with clock.paused():
                         self._save()
@@ -125,7 +113,7 @@ class TrainingLoop:
         return (number % len(self.schedule) for number in own)
 
     def _goes_on(self) -> bool:
-        return self.progress.unmeasured or (self.progress.step < self.steps and not self._stalled())
+        return self.progress.unmeasured or self.progress.step < self.steps
 
     def _ended_unawares(self) -> bool:
         """Whether the step before was the last, but is not measured as such: fewer batches are left
@@ -134,11 +122,6 @@ class TrainingLoop:
         unevaluated = self.section.evaluate_every and progress.evaluated < progress.step
         unlogged = bool(progress.window.losses or unevaluated)
         return progress.step == self.steps and not progress.reported and unlogged
-
-    def _stalled(self) -> bool:
-        """Whether `train.early_stop` evaluations in a row brought nothing that can be measured."""
-        limit = self.section.early_stop
-        return limit is not None and self.progress.stale >= limit
 
     def _step(self, reader: ReadAhead, grace: Grace) -> None:
         """One optimiser step, and what it adds up to over all processes.

@@ -1,4 +1,4 @@
-"""What steps the weights, AdamW, or Muon for the layer's matrices; its state; averages of weights.
+"""What steps the weights, AdamW, or Muon for the layer's matrices, and its state.
 
 Muon (https://kellerjordan.github.io/posts/muon) steps a matrix by its momentum made orthogonal.
 With steps of AdamW's size (arXiv:2502.16982) both take one learning rate. lm_head, whose rows are
@@ -17,7 +17,7 @@ Whole, they belong to no number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from pipeline.config import TrainSection
 from pipeline.heads.base import DraftingHead
 
+#: AdamW's moment decays, as published EAGLE heads were trained.
+BETAS = 0.9, 0.95
 #: What an optimiser keeps of each number it steps; in a group under "moments".
 ADAMW_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 #: Beside them: the weights that the optimiser steps.
@@ -79,7 +81,7 @@ def _adamw(groups: list[dict[str, Any]], section: TrainSection) -> torch.optim.A
     return torch.optim.AdamW(
         groups,
         lr=section.learning_rate,
-        betas=section.betas,
+        betas=BETAS,
         weight_decay=section.weight_decay,
         fused=True,
     )
@@ -95,25 +97,6 @@ def _groups(
     others = [each for each in parameters if each is not own]
     groups = [(others, 1.0), (scaled, fc_scale)]
     return [{"params": of, "scale": scale, "moments": moments} for of, scale in groups if of]
-
-
-class Averages:
-    """Exponential moving average of weights, in float32, by name.
-
-    The share of a step is 1 - decay, and more in the first ones, (1 + n) / (10 + n) of decay at
-    most after n steps, so that where training began is soon forgotten.
-    """
-
-    def __init__(self, weights: Mapping[str, nn.Parameter], decay: float) -> None:
-        self.values = {name: weight.detach().clone() for name, weight in weights.items()}
-        self._decay = decay
-
-    @torch.no_grad()
-    def add(self, weights: Iterable[tuple[str, nn.Parameter]], step: int) -> None:
-        """The weights after `step` steps."""
-        decay = min(self._decay, (1 + step) / (10 + step))
-        for name, weight in weights:
-            self.values[name].lerp_(weight, 1 - decay)
 
 
 class _Part(NamedTuple):

@@ -15,8 +15,8 @@ from pipeline.records import Manifest, Plan, ZeroMemory
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.target.arithmetic import decoder_weight_bytes, planned_dtype
 
-#: Master and two moments of AdamW; with averages these, too.
-_CHECKPOINT_BYTES, _AVERAGE_BYTES = 12, 4
+#: Master and two moments of AdamW.
+_CHECKPOINT_BYTES = 12
 #: begin.json, manifest.json, metrics.jsonl; the head's three files, and as shards with entries.
 _OBJECTS = 3 + 3 + 3 * 2
 _HEAD_FILES = 3
@@ -99,14 +99,14 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
     zero, initialising = _zero(training), _initialising_bytes(training)
     memory = _memory(training, zero[section.zero_stage])
     refusal = _refusal(section, head, target)
-    each = _CHECKPOINT_BYTES + (_AVERAGE_BYTES if section.ema_decay else 0)
     best = (2 if training.dtype == "bfloat16" else 4) if section.evaluate_every else 0
     return Plan(
         stage="train",
         state=_state(config, manifest) if manifest else "waiting for features",
         records=drawn.rows * section.epochs,
         tokens=training.tokens,
-        storage_bytes=(section.keep_checkpoints * (each + best) + 2 * 2) * head.parameters,
+        storage_bytes=(section.keep_checkpoints * (_CHECKPOINT_BYTES + best) + 2 * 2)
+        * head.parameters,
         shards=_HEAD_FILES,
         objects=_OBJECTS + section.keep_checkpoints * _CHECKPOINT_FILES,
         parameters=head.parameters,
@@ -118,7 +118,7 @@ def plan(config: RunConfig, parent: Plan | None = None) -> Plan:
             f"head: {head.parameters:,} parameters ({head.parameters / target.parameters:.1%} of "
             f"the target), MLP width {head.intermediate:,}; the target's shape: {target.origin}",
             f"storage: {section.keep_checkpoints} checkpoints of "
-            f"{each} bytes a parameter, and the head twice in bfloat16",
+            f"{_CHECKPOINT_BYTES} bytes a parameter, and the head twice in bfloat16",
             f"{training.steps:,} steps of {training.step_tokens:,} tokens in {training.dtype}",
             "memory: optimiser state, the target's embedding and one unroll's activations",
         ),

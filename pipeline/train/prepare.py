@@ -85,8 +85,8 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: DraftS
 def solve_least_squares(config: RunConfig, head: DraftingHead, target: Target, data: Data) -> None:
     """Solve what is linear in `head` on rank 0, and broadcast it. It stays on the CPU."""
 
-    def batches(labels: int, tokens: int | None) -> FirstBatches:
-        return FirstBatches(data.corpus, data.schedule, tokens=tokens, labels=labels)
+    def batches(labels: int) -> FirstBatches:
+        return FirstBatches(data.corpus, data.schedule, labels=labels)
 
     def solve() -> None:
         lines = algorithm_of(head).init.init_least_squares(

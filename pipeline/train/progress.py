@@ -140,8 +140,6 @@ class Progress(Record):
     evaluated: int = 0  # step of the last one
     best: Best | None = None
     highest: Decoded | None = None  # of all evaluations, by τ
-    mark: Decoded | None = None  # the last evaluation that surely beat the mark before it
-    stale: int = 0  # evaluations since then
     reported: Decoded | None = None  # of `best`, by samples that took no part in choosing it
     #: What steps were computed with; several when training was continued on another machine.
     arithmetic: tuple[Arithmetic, ...] = ()
@@ -176,7 +174,6 @@ class Progress(Record):
 
     def after_evaluation(self, decoded: Decoded, file: StoredFile | None = None) -> Progress:
         """One evaluation further; `file` is that of its head when it is kept."""
-        rose = self.mark is None or decoded.surely_beats(self.mark)
         higher = self.highest is None or decoded.tau > self.highest.tau
         best = file and Best(step=self.step, measured=self.means(), file=file)
         changes = {
@@ -184,8 +181,6 @@ class Progress(Record):
             "evaluated": self.step,
             "best": best or self.best,
             "highest": decoded if higher else self.highest,
-            "mark": decoded if rose else self.mark,
-            "stale": 0 if rose else self.stale + 1,
         }
         return self.model_copy(update=changes)
 

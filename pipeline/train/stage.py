@@ -133,9 +133,6 @@ def fit(
             progress=progress,
         )
         progress = loop.run()
-    if progress.step < steps:
-        stale = f"{progress.stale} evaluations in a row brought no τ that is surely better"
-        notice("train", f"stopped after step {progress.step:,}: {stale}")
     return Trained(trainer.weights(), progress, checkpoints)
 
 

@@ -35,7 +35,7 @@ from pipeline.train.group import (
     join_group,
     quiet,
 )
-from pipeline.train.optimizer import MASTER, Averages, OptimizerState, make_optimizer
+from pipeline.train.optimizer import MASTER, OptimizerState, make_optimizer
 from pipeline.train.progress import StepSums
 
 
@@ -43,7 +43,7 @@ class TrainingState(NamedTuple):
     """All that an optimiser step changes, whole and on the CPU, for any number of processes."""
 
     weights: Mapping[str, Tensor]  # of the head, in float32
-    moments: Mapping[str, Tensor]  # "exp_avg/<name>", … of what is trained, and "average/<name>"
+    moments: Mapping[str, Tensor]  # "exp_avg/<name>", … of what is trained
     step: int  # as AdamW counts
 
 
@@ -80,8 +80,6 @@ class Trainer:
                 model=model, optimizer=optimizer, config=_settings(section)
             )
         self._state = OptimizerState(self._optimizer, section.zero_stage)
-        decay = section.ema_decay if self.rank == 0 else None
-        self._averages = Averages(self._trained(), decay) if decay else None
 
     def step(
         self, batches: Sequence[TrainBatch], rate: float, *, asked_to_end: bool = False
@@ -107,8 +105,6 @@ class Trainer:
         if not math.isfinite(loss):
             all_gather_or_raise(lambda: _check_losses(losses, batches))
         norm = self._clip_and_step()
-        if self._averages:
-            self._averages.add(self._trained().items(), self._state.step)
         sums = self._sums(batches, results, loss, asked_to_end=asked_to_end)
         return sums._replace(gradient_norm=norm)
 
@@ -116,13 +112,8 @@ class Trainer:
         """What a micro-batch's sum over labels is divided by, so that the step's gradient is that
         of the mean over all its labels: DeepSpeed takes the mean over processes and micro-batches.
         """
-        counted = [
-            self.model.counted(batch)
-            if self._section.normalise == "supervised"
-            else batch.trained_tokens
-            for batch in batches
-        ]
-        everywhere = int(self._all_reduce(torch.tensor([sum(counted)])))
+        counted = sum(self.model.counted(batch) for batch in batches)
+        everywhere = int(self._all_reduce(torch.tensor([counted])))
         return max(1, everywhere) / (self.world * len(batches))
 
     def _clip_and_step(self) -> float:
@@ -163,16 +154,12 @@ class Trainer:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """The head's tensors as products read them, in `train.dtype`, on the CPU, by name.
-
-        On the first process those are the averages, with `train.ema_decay`.
-        """
-        averages = self._averages.values if self._averages else {}
+        """The head's tensors as products read them, in `train.dtype`, on the CPU, by name."""
         return {
             name: tensor.detach()
             .to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             .contiguous()
-            for name, tensor in (self.model.head.state_dict() | averages).items()
+            for name, tensor in self.model.head.state_dict().items()
         }
 
     def _all_reduce(self, values: Tensor) -> Tensor:
@@ -193,8 +180,6 @@ class Trainer:
                     moments[f"{kind}/{name}"] = whole.to("cpu", copy=True)
         if self.rank > 0:
             return None
-        for name, average in self._averages.values.items() if self._averages else ():
-            moments[f"average/{name}"] = average.to("cpu", copy=True)
         tensors = self.model.head.state_dict().items()
         weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         return TrainingState(weights, moments, self._state.step)
@@ -222,9 +207,6 @@ class Trainer:
                 for kind in self._state.moments(parameter):
                     moment = state and state.moments[f"{kind}/{name}"]
                     self._state.put(parameter, kind, self._received(moment, parameter))
-        if state and self._averages:
-            for name, average in self._averages.values.items():
-                average.copy_(state.moments[f"average/{name}"])
 
     def _check(self, state: TrainingState, where: str) -> None:
         """Raise CorruptShard unless the state is of this head."""
@@ -232,7 +214,7 @@ class Trainer:
         moments = {
             f"{kind}/{name}": shapes[name]
             for name, parameter in self._trained().items()
-            for kind in (*self._state.moments(parameter), *(["average"] if self._averages else []))
+            for kind in self._state.moments(parameter)
         }
         same = _shapes(state.weights) == shapes and _shapes(state.moments) == moments
         if not same or any(

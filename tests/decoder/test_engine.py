@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import TreeSection
@@ -18,6 +20,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
+from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from pipeline.decoder.request import Completion, Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
@@ -199,3 +202,15 @@ def test_a_tree_shape_for_each_batch_size(model: DecoderModel, head: Eagle3Head)
     requests = _requests(11)
     engine = Engine(model, drafter=drafter, slots=6)
     assert _replies(engine, requests) == _replies(Engine(model), requests)
+
+
+def test_three_frames_lead_to_the_round(model: DecoderModel) -> None:
+    frames: list[str] = []
+
+    def verify(tree: Tree, predicted: Tensor, depth: int) -> VerifyOutput:
+        frames[:] = [frame.name for frame in traceback.extract_stack()]
+        return model.ops.verify(tree, predicted, depth)
+
+    list(Engine(model, verify=verify).generate(_requests(2)))
+    here = frames.index("test_three_frames_lead_to_the_round")
+    assert frames[here + 1 : frames.index("decode_round") + 1] == ["stream", "step", "decode_round"]

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.decoder import graphs
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.graphs import RoundRunner, capture_stream, captured, default_buckets
+from pipeline.decoder.graphs import RoundLauncher, capture_stream, captured, default_buckets
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
@@ -97,17 +97,17 @@ def test_a_stream_that_is_held_is_not_handed_out_again(
     assert not {stream.cuda_stream for stream in (first, *others)} & set(later)
 
 
-def test_a_runner_captures_on_one_stream_and_another_on_another(
+def test_a_launcher_captures_on_one_stream_and_another_on_another(
     model: DecoderModel,
     without_a_gpu: list[tuple[str, object]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(graphs, "decode_round", lambda *arguments, **named: None)
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    runners, streams = [], []
+    launchers, streams = [], []
     for _ in range(3):
         batch = open_rows(model, 4, pages=1)
-        runners.append(RoundRunner(on_gpu, Planes(torch.zeros(0)), None, batch, buckets=(1, 4)))
+        launchers.append(RoundLauncher(on_gpu, Planes(torch.zeros(0)), None, batch, buckets=(1, 4)))
         assert len(without_a_gpu) == 8, "two sizes, greedy and sampling"
         streams.append({stream.cuda_stream for _, stream in without_a_gpu})  # type: ignore[attr-defined]
         without_a_gpu.clear()

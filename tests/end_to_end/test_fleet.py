@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.config import load
-from pipeline.features import run as run_features
+from pipeline.features.stage import run as run_features
 from pipeline.records import Stage
 from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_manifest
 from pipeline.store.verify import verify_run
-from pipeline.synth import run as run_synth
+from pipeline.synth.stage import run as run_synth
 
 KILLS = 10
 
@@ -31,8 +31,8 @@ import torch
 import pipeline.features.writer, pipeline.synth.generate.local, pipeline.synth.stage
 from pipeline.config import load
 from pipeline.errors import Eagle3Error
-from pipeline.features import run as run_features
-from pipeline.synth import run as run_synth
+from pipeline.features.stage import run as run_features
+from pipeline.synth.stage import run as run_synth
 
 torch.set_num_threads(1)
 file, uri, workers, kills, slow, parts = sys.argv[1:]

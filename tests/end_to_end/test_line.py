@@ -107,7 +107,6 @@ def test_the_best_head_by_acceptance_is_the_one_that_eval_reads(
         "evaluate_prompts": 4,
         "evaluate_tokens": 12,
         "evaluate_tree": {"top_k": 1, "steps": 3, "nodes": 4},
-        "early_stop": 4,
     }
     train = {
         "head_config": {

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeline.config import FeaturesSection, RunConfig, TargetSection
 from pipeline.errors import DataError, OutOfMemory
-from pipeline.features import run
 from pipeline.features.capture import capture_shard, chosen_for_check
+from pipeline.features.stage import run
 from pipeline.records import Sample
 from pipeline.store.manifest import stage_location
 from pipeline.target.forward import (

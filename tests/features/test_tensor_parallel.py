@@ -15,8 +15,8 @@ import yaml
 from pipeline.cli import main
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
-from pipeline.features import run
 from pipeline.features.capture import differences
+from pipeline.features.stage import run
 from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.store.states import StatesReader, StatesSample

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from pipeline.config.train import ACCEPTANCE_LOSSES, Loss
+from pipeline.config.train import Loss
 from pipeline.learning import flex
 from pipeline.learning.attention import KeyValue, UnrolledAttention
 from pipeline.learning.losses import OutputLoss, Teacher
@@ -36,9 +36,7 @@ class Inputs(NamedTuple):
 
     def results(self, columns: Tensor, draft_ids: Tensor, loss: Loss) -> list[Tensor]:
         """The loss and its two gradients; columns [Vd] is the draft vocabulary."""
-        full = loss in ACCEPTANCE_LOSSES
-        rows = self.lm_head if full else self.lm_head[columns]
-        teacher = Teacher(self.teacher_states, rows, columns if full else None)
+        teacher = Teacher(self.teacher_states, self.lm_head[columns])
         learned = self.states.requires_grad_(), self.weight.requires_grad_()
         value, _ = OutputLoss.apply(*learned, teacher, self.scales, draft_ids, loss)  # type: ignore[no-untyped-call]
         return [value.detach(), *torch.autograd.grad(value, learned)]

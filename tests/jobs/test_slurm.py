@@ -13,7 +13,7 @@ from pipeline.config import RunConfig, load
 from pipeline.jobs import render, write
 from pipeline.store.manifest import read_manifest
 from pipeline.store.verify import verify_run
-from pipeline.synth import run as run_synth
+from pipeline.synth.stage import run as run_synth
 from tests.end_to_end.conftest import write_config  # noqa: F401  (a fixture)
 from tests.jobs.cluster import slurm_cluster
 

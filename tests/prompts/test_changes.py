@@ -12,8 +12,8 @@ from pipeline.config import RunConfig, SourceSpec
 from pipeline.prompts.changes import fingerprints, notice_changes
 from pipeline.store.location import Location
 from pipeline.store.samples import SELECTION
-from pipeline.synth import run
 from pipeline.synth.select import find_selection, select
+from pipeline.synth.stage import run
 
 Configure = Callable[..., RunConfig]
 Output = pytest.CaptureFixture[str]

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from pipeline.config import load
-from pipeline.features import run as run_features
+from pipeline.features.stage import run as run_features
 from pipeline.records import Stage
 from pipeline.store.manifest import find_manifest, read_manifest
 from pipeline.store.verify import verify_run
-from pipeline.synth import run as run_synth
+from pipeline.synth.stage import run as run_synth
 
 ray = pytest.importorskip("ray")
 

@@ -13,8 +13,8 @@ import torch
 
 from pipeline.config import RunConfig, parse
 from pipeline.records import Prompt
-from pipeline.serve_eval import run
 from pipeline.serve_eval.measure import Comparison
+from pipeline.serve_eval.stage import run
 from pipeline.store.manifest import read_begin, read_report, stage_location
 from pipeline.store.stage_run import open_stage
 from pipeline.target.open import open_target

@@ -12,9 +12,9 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.records import Message, Sample, SamplingParams, Span
-from pipeline.synth import run
 from pipeline.synth.audit import Audit, Tallies, add, audit_record, tally
 from pipeline.synth.datasheet import write_datasheet
+from pipeline.synth.stage import run
 from pipeline.target.open import read_contract, resolve
 
 Configure = Callable[..., RunConfig]

@@ -11,8 +11,8 @@ import pytest
 from pipeline.config import RunConfig
 from pipeline.errors import DataError
 from pipeline.store.location import Location
-from pipeline.synth import run
 from pipeline.synth.select import PromptStream, prompt_counts, select
+from pipeline.synth.stage import run
 
 Configure = Callable[..., RunConfig]
 SECRET = "anna@example.com"

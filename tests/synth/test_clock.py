@@ -17,7 +17,8 @@ from pipeline.errors import StageIncomplete
 from pipeline.records import Sample
 from pipeline.store.manifest import find_manifest, read_begin, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.synth import run, stage
+from pipeline.synth import stage
+from pipeline.synth.stage import run
 from tests.conftest import CHATML
 
 Configure = Callable[..., RunConfig]

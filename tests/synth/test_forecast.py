@@ -16,8 +16,8 @@ from pipeline.store.location import Location
 from pipeline.store.samples import encode_samples, read_samples
 from pipeline.store.shards import SHARDS
 from pipeline.synth import audit as module
-from pipeline.synth import run
 from pipeline.synth.audit import forecast
+from pipeline.synth.stage import run
 from pipeline.target.open import read_contract, resolve
 
 Configure = Callable[..., RunConfig]

@@ -11,7 +11,7 @@ import torch
 
 from pipeline.config import SourceSpec, SynthSection
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.graphs import RoundRunner
+from pipeline.decoder.graphs import RoundLauncher
 from pipeline.errors import OutOfMemory
 from pipeline.records import Prompt, Sample
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
@@ -35,15 +35,15 @@ def room_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
     rounds: list[int] = []
 
     def limit(most: int) -> list[int]:
-        run = RoundRunner.run
+        launcher = RoundLauncher.launcher
 
-        def limited(self: RoundRunner, rows: int, **options: Any) -> Any:
+        def limited(self: RoundLauncher, rows: int, **options: Any) -> Any:
             rounds.append(rows)
             if rows > most:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-            return run(self, rows, **options)
+            return launcher(self, rows, **options)
 
-        monkeypatch.setattr(RoundRunner, "run", limited)
+        monkeypatch.setattr(RoundLauncher, "launcher", limited)
         return rounds
 
     return limit

@@ -14,9 +14,9 @@ from pipeline.errors import ConfigError
 from pipeline.records import Prompt
 from pipeline.store.manifest import stage_location
 from pipeline.store.samples import read_samples
-from pipeline.synth import run
 from pipeline.synth.privacy.finding import Finding
 from pipeline.synth.screening import Screen
+from pipeline.synth.stage import run
 
 Configure = Callable[..., RunConfig]
 MAIL, PHONE, KEY = "anna@firm.com", "+49 30 12345678", "ghp_16C7e42F292c6912E7710c838347Ae178B4a"

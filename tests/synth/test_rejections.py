@@ -13,8 +13,7 @@ from pipeline.config import RunConfig, SourceSpec, SynthSection
 from pipeline.errors import EndpointError
 from pipeline.records import Manifest
 from pipeline.store.manifest import find_manifest
-from pipeline.synth import run
-from pipeline.synth.stage import RejectionLimit
+from pipeline.synth.stage import RejectionLimit, run
 from tests.synth.server import ServedTarget, TargetServer
 from tests.synth.test_remote import QUICK, pick, served
 

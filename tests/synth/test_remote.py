@@ -19,11 +19,11 @@ from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable
 from pipeline.records import Prompt, Sample
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.synth import run
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
 from pipeline.synth.generate.remote import RemoteBackend
+from pipeline.synth.stage import run
 from pipeline.telemetry import metrics_of
 from tests.conftest import QUESTIONS
 from tests.synth.server import ServedTarget, TargetServer

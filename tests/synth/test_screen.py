@@ -13,10 +13,10 @@ import pytest
 from pipeline.config import PiiSection, QualitySection, RunConfig, SourceSpec, SynthSection
 from pipeline.errors import ConfigError
 from pipeline.records import Message, Prompt, Sample, SamplingParams, Span
-from pipeline.synth import run
 from pipeline.synth.privacy.finding import Finding
 from pipeline.synth.privacy.reserved import Pseudonyms, is_reserved
 from pipeline.synth.screening import Ledger, Screen, read_salt
+from pipeline.synth.stage import run
 
 GITHUB = "ghp_" + "a1B2c3D4" * 5
 

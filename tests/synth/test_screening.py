@@ -20,8 +20,8 @@ import pytest
 from pipeline.config import PiiSection, RunConfig, SourceSpec, SynthSection
 from pipeline.errors import ConfigError, WorkersDied
 from pipeline.records import Manifest
-from pipeline.synth import run
 from pipeline.synth.screening import Screen, Screening, count_processes
+from pipeline.synth.stage import run
 from tests.synth.server import ServedTarget, TargetServer
 from tests.synth.test_remote import QUICK, served
 from tests.synth.test_screen import GIVEN, prompt

@@ -30,8 +30,9 @@ from pipeline.errors import (
 from pipeline.records import Manifest, Sample
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
-from pipeline.synth import run, screening, stage
+from pipeline.synth import screening, stage
 from pipeline.synth.plan import plan
+from pipeline.synth.stage import run
 from tests.conftest import CHATML
 from tests.synth.conftest import tree
 
@@ -120,7 +121,7 @@ def test_parts_at_the_same_time(tmp_path: Path, make_config: Configure) -> None:
 import sys
 from pipeline.config import RunConfig
 from pipeline.errors import StageIncomplete
-from pipeline.synth import run
+from pipeline.synth.stage import run
 try:
     run(RunConfig.model_validate_json(sys.argv[1]))
 except StageIncomplete as error:

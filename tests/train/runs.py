@@ -24,7 +24,7 @@ Store = Callable[..., Manifest]
 TRAIN = """
 import json, sys
 from pipeline.config import parse
-from pipeline.train import run
+from pipeline.train.stage import run
 run(parse(json.loads(sys.argv[1])))
 """
 

@@ -1,4 +1,4 @@
-"""Acceptance in the loop: what is decoded, which head is exported, when training stops.
+"""Acceptance in the loop: what is decoded, which head is exported.
 
 And that a kill changes nothing.
 """
@@ -20,11 +20,11 @@ from pipeline.learning.corpus import HeldOut, hold_out, survey
 from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
-from pipeline.train import run
 from pipeline.train.acceptance import Evaluator
 from pipeline.train.checkpoints import Marker
 from pipeline.train.loop import total_steps
 from pipeline.train.progress import Progress
+from pipeline.train.stage import run
 from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
@@ -187,10 +187,8 @@ def test_rounds_account_for_the_targets_own_reply(
         assert 0 <= beyond <= 3 and rounds <= len(reply) - 1 <= tokens
 
 
-def test_a_tie_goes_to_the_later_and_training_stops(
-    tiny_config: Configure, store_states: Store
-) -> None:
-    still = {"learning_rate": 1e-12, "epochs": 60, "max_steps": 40, "early_stop": 2}
+def test_a_tie_goes_to_the_later(tiny_config: Configure, store_states: Store) -> None:
+    still = {"learning_rate": 1e-12, "epochs": 60, "max_steps": 12}
     config = tiny_config(**EVALUATION, **still)
     store_states(config)
     details = run(config).details
@@ -222,7 +220,6 @@ def test_kill_keeps_the_best_so_far(tiny_config: Configure, store_states: Store)
         "max_steps": 60,
         "checkpoint_every": 7,
         "learning_rate": 3e-2,
-        "early_stop": 9,
     }
     whole, killed = tiny_config("whole", **settings), tiny_config("killed", **settings)
     for config in (whole, killed):
@@ -291,19 +288,10 @@ def test_the_last_step_is_evaluated_when_a_larger_group_has_none_to_take(
     assert run(config).details == details
 
 
-@pytest.mark.parametrize(
-    ("settings", "where"),
-    [
-        ({"early_stop": 2}, "train.early_stop"),
-        ({"evaluate_every": 2, "evaluate_tree": "auto"}, "train.evaluate_tree"),
-    ],
-)
-def test_settings_that_contradict_each_other(
-    tiny_config: Configure, settings: dict[str, object], where: str
-) -> None:
+def test_an_evaluation_needs_one_tree(tiny_config: Configure) -> None:
     with pytest.raises(ConfigError) as caught:
-        run(tiny_config(**settings))
-    assert caught.value.where == where
+        run(tiny_config(evaluate_every=2, evaluate_tree="auto"))
+    assert caught.value.where == "train.evaluate_tree"
 
 
 def test_a_target_that_the_decoder_does_not_run(

@@ -45,13 +45,11 @@ def dense(
     rows: Tensor,
     rotary: RotaryTable,
     steps: list[list[Tensor]],
-    offsets: Tensor | int = 0,
     hides: Callable[[int, int], bool] = lambda query, key: False,
 ) -> list[Tensor]:
     """Every key of every step under one mask, rotated by hand: no function of the trainer."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.cat([torch.arange(length) for length in lengths])
-    seen = position + offsets
 
     def turned(x: Tensor, at: Tensor) -> Tensor:
         real, imaginary = x.chunk(2, -1)
@@ -60,8 +58,8 @@ def dense(
 
     keys, values, masks, outputs = [], [], [], []
     for k, (query, key, value) in enumerate(steps):
-        at = seen[rows]
-        own = turned(key, seen if k == 0 else at + k)
+        at = position[rows]
+        own = turned(key, position if k == 0 else at + k)
         keys.append(own.repeat_interleave(QUERY_HEADS // KEY_HEADS, 1))
         values.append(value.repeat_interleave(QUERY_HEADS // KEY_HEADS, 1))
         masks.append(torch.eye(len(rows), dtype=torch.bool))
@@ -81,10 +79,9 @@ def unrolled(
     rows: Tensor,
     rotary: RotaryTable,
     steps: list[list[Tensor]],
-    offsets: Tensor | None = None,
     window: int = 0,
 ) -> list[Tensor]:
-    attention = UnrolledAttention(lengths, rows, rotary, offsets, window)
+    attention = UnrolledAttention(lengths, rows, rotary, window)
     past, outputs = list[KeyValue](), []
     for k, (query, key, value) in enumerate(steps):
         output, own = attention.attend(k, query, key, value, list(past))
@@ -134,19 +131,6 @@ def test_equals_a_dense_mask_with_gradients(
     lengths, rotary = (9, 19, 10), rotary_of(small_head)
     steps = inputs(sum(lengths), rows, STEPS)
     compare_with_dense(lengths, rows, rotary, steps)
-
-
-def test_positions_that_jump_turn_keys_and_queries_and_hide_nothing(
-    small_head: Eagle3Head,
-) -> None:
-    lengths, rows, rotary = (9, 19, 10), ROWS["runs and gaps"], rotary_of(small_head)
-    generator = torch.Generator().manual_seed(3)
-    offsets = torch.randint(0, 40, (38,), generator=generator)
-    steps = inputs(38, rows, STEPS)
-    expected = dense(lengths, rows, rotary, steps, offsets)
-    torch.testing.assert_close(unrolled(lengths, rows, rotary, steps, offsets), expected)
-    moved = zip(expected, dense(lengths, rows, rotary, steps), strict=True)
-    assert all((one - other).abs().max() > 0.01 for one, other in moved)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)

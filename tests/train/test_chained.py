@@ -31,8 +31,8 @@ from pipeline.store.states import StatesSample
 from pipeline.target.forward import capture_states, register_packed_attention
 from pipeline.target.open import open_target
 from pipeline.target.rotary import RotaryTable, rotate
-from pipeline.train import run
 from pipeline.train.plan import plan
+from pipeline.train.stage import run
 from tests.train.conftest import SMALL, SMALL_VOCABULARY, make_sample
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed

@@ -18,9 +18,9 @@ from pipeline.learning.batches import AHEAD, ReadAhead, read_batch
 from pipeline.learning.corpus import HeldOut, Piece, Survey, draw_samples, survey
 from pipeline.learning.schedule import Schedule, shards_together
 from pipeline.store.states import StatesSample, teacher_positions
-from pipeline.train import run
 from pipeline.train.audit import audit_mask, coverage_by_source, log_coverage, show_sample
 from pipeline.train.loop import own_batches
+from pipeline.train.stage import run
 from tests.train.memory_corpus import MemoryCorpus
 from tests.train.runs import Configure, Store
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from pipeline.config import RunConfig
 from pipeline.store.manifest import read_manifest
 from pipeline.store.states import StatesSample
-from pipeline.train import run
+from pipeline.train.stage import run
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed
 
 SETTINGS = {
@@ -100,7 +100,7 @@ def test_processes_follow_the_loss_curve_of_one(
     optimizer: str,
 ) -> None:
     settings = {**SETTINGS, **EVALUATION, "dtype": dtype, "epochs": 4 * processes}
-    settings |= {"optimizer": optimizer, "ema_decay": 0.5, "dropout": 0.1}
+    settings |= {"optimizer": optimizer, "dropout": 0.1}
     one = tiny_config("one", **settings, accumulate=4)
     two = tiny_config("two", **settings, accumulate=4 // processes, zero_stage=stage)
     for config in (one, two):
@@ -168,13 +168,12 @@ def test_one_two_and_one_processes_train_on_each_batch_once(
 
 @pytest.mark.slow
 def test_two_processes_continue_bit_for_bit(tiny_config: Configure, store_states: Store) -> None:
-    """In bfloat16, with recomputed activations, averages, and an output layer as it was."""
+    """In bfloat16, with recomputed activations and an output layer as it was."""
     settings = {
         **SETTINGS,
         **EVALUATION,
         "dtype": "bfloat16",
         "train_lm_head": False,
-        "ema_decay": 0.9,
         "activation_checkpointing": True,
         "keep_checkpoints": 9,
     }

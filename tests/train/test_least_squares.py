@@ -30,7 +30,7 @@ from pipeline.learning.least_squares import (
 from pipeline.learning.schedule import Schedule
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
-from pipeline.train import run
+from pipeline.train.stage import run
 from pipeline.train.trainer import Trainer
 from tests.train.memory_corpus import MemoryCorpus, pack_samples
 from tests.train.runs import Configure, Store, lines_of

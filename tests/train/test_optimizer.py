@@ -1,4 +1,4 @@
-"""What a step does to the weights: Muon beside AdamW, and averages of what they leave."""
+"""What a step does to the weights: Muon beside AdamW."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pipeline.config import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.store.states import StatesSample
 from pipeline.target.weights import TargetWeights
-from pipeline.train.stage import run
 from pipeline.train.trainer import Trainer
-from tests.train.runs import Configure, Store, head_of, lines_of
+from tests.train.runs import Configure
 from tests.train.test_least_squares import fresh, weights
 from tests.train.test_trainer import CPU, batch_of, model_of
 
@@ -62,43 +60,6 @@ def test_muon_steps_the_matrices_and_adamw_the_rest(
         assert ((within > 0.5) & (within < 1.3))[s > 0.02 * s.norm()].all(), name
         outside = moved.double() / size - u @ torch.diag(within) @ vh
         assert outside.norm() < 0.3 * within.norm(), name  # in bfloat16
-
-
-def test_an_average_is_exported_and_the_weights_go_on(
-    small_head: Eagle3Head, weights: TargetWeights, states: list[StatesSample]
-) -> None:
-    """Against the sum written out: d_n = min(0.4, (1 + n) / (10 + n)) of what was."""
-    head, plain = fresh(small_head, weights), fresh(small_head, weights)
-    averaging = trainer_of(head, weights, ema_decay=0.4)
-    trainer = trainer_of(plain, weights)
-    expected = {name: each.detach().double() for name, each in head.named_parameters()}
-    for step in range(1, 8):
-        for each in (averaging, trainer):
-            each.step([batch_of(*states)], RATE)
-        decay = min(0.4, (1 + step) / (10 + step))
-        assert (decay < 0.4) == (step < 5), "both kinds of steps are seen"
-        for name, value in plain.named_parameters():
-            expected[name] = decay * expected[name] + (1 - decay) * value.detach().double()
-    for name, value in plain.named_parameters():
-        assert torch.equal(head.get_parameter(name), value), name
-    given = averaging.weights()
-    assert given.keys() == trainer.weights().keys()
-    for name, average in expected.items():
-        assert torch.allclose(given[name].double(), average, atol=1e-6), name
-        assert not torch.equal(given[name], trainer.weights()[name]), name
-
-
-def test_the_exported_head_is_the_average(tiny_config: Configure, store_states: Store) -> None:
-    """Steps and losses are those without; the file is not."""
-    heads = []
-    for name, changes in {"plain": {}, "average": {"ema_decay": 0.9}}.items():
-        config = tiny_config(name, max_steps=6, dtype="float32", **changes)
-        store_states(config)
-        run(config)
-        file = load_file(head_of(config) / "model.safetensors")
-        heads.append((lines_of(config)[-1]["loss"], file["fc.weight"]))
-    (loss, plain), (same, average) = heads
-    assert loss == same and not torch.equal(plain, average)
 
 
 def test_muon_does_not_go_with_zero_1(tiny_config: Configure) -> None:

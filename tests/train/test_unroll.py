@@ -17,7 +17,6 @@ from pipeline.heads.unrolled import (
     Objective,
     Unroll,
     gather_predictions,
-    position_skips,
     predicting_rows,
 )
 from pipeline.learning.attention import UnrolledAttention
@@ -302,29 +301,6 @@ def test_alignment_by_hand() -> None:
         [100, 101, 103],
         [200, 202],
     ]
-
-
-def test_positions_jump_once_inside_of_short_documents(small_head: Eagle3Head) -> None:
-    """Up to the reach; the loss is then another one, and the same each time."""
-    fixed, batch = constants(), pack_samples(documents())
-    offsets = position_skips(batch, 11).split_with_sizes(list(LENGTHS))
-    assert [len(set(part.tolist())) for part in offsets] == [2, 1, 2] and int(offsets[1].sum()) == 0
-    for length, part in zip(LENGTHS, offsets, strict=True):
-        seen = torch.arange(length) + part
-        assert bool((seen.diff() >= 1).all()) and seen[0] == 0 and seen[-1] < max(11, length)
-
-    def loss(reach: int) -> float:
-        model = TttModel(
-            small_head,
-            *fixed,
-            Objective(STEPS, DECAY),
-            max_length=12,
-            dtype=torch.float64,
-            reach=reach,
-        )
-        return float(model(batch).loss.detach())
-
-    assert loss(5) == loss(0) != loss(100) == loss(100)
 
 
 def test_step_logits_cover_every_position(small_head: Eagle3Head) -> None:

@@ -26,10 +26,10 @@ The loss of an optimiser step with A anchors, blocks of size b and decay γ:
 
     loss = 1/M · Σ_anchors Σ_k exp(-(k - 1)/γ) D(teacher at a+k-1 , drafter at position k)
 
-for k = 1 … b-1 (arXiv:2602.06036: a first wrong token costs all behind it). M is A, or with
-`normalise: all` the number of tokens. The teacher is the target's distribution behind the true
-tokens between, of which the drafter knows none: what it learns is their mean. D and the teacher's
-restriction to the draft vocabulary are those of `pipeline.heads.eagle3.ttt`.
+for k = 1 … b-1 (arXiv:2602.06036: a first wrong token costs all after it). M is A. The teacher is
+the target's distribution after the true tokens between, of which the drafter knows none: what it
+learns is their mean. D and the teacher's restriction to the draft vocabulary are those of
+`pipeline.heads.unrolled`.
 
 Shapes: N tokens, S labels, A anchors, b block size, K = b-1 positions, R labels that position k
 predicts and that give loss, H hidden size, V target and Vd draft vocabulary.

@@ -119,7 +119,7 @@ def init_least_squares(
     fit = solve_least_squares(
         head,
         target.weights.embedding().to(target.device),
-        batches(labels_needed(head.shape.hidden_size), None),
+        batches(labels_needed(head.shape.hidden_size)),
         anchors=section.dflash.anchors,
         decay=section.dflash.position_decay,
         seed=seed,

@@ -125,10 +125,10 @@ def init_least_squares(
     section: TrainSection, head: Eagle3Head, target: Target, batches: BatchesOf, seed: int
 ) -> list[str]:
     """Solve what is linear in `head` on the first batches; → lines for the log."""
-    del seed
+    del section, seed
     labels = labels_needed(head.shape.hidden_size)
     embedding = target.weights.embedding().to(target.device)
-    fit = solve_least_squares(head, embedding, batches(labels, section.head_config.init_tokens))
+    fit = solve_least_squares(head, embedding, batches(labels))
     few = "" if fit.rows >= labels else f", fewer than the {labels:,} that it should have"
     linear = f"{fit.explained:.0%} of the target's states explained linearly"
     rest = f"{fit.explained_by_mlp:.0%} of the rest by the MLP"

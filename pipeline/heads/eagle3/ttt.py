@@ -58,7 +58,6 @@ class TttModel(UnrolledModel[Eagle3Head]):
         *,
         max_length: int,
         dtype: torch.dtype,
-        reach: int = 0,
         dropout: float = 0.0,
         seed: int = 0,
         checkpointing: bool = False,
@@ -67,14 +66,12 @@ class TttModel(UnrolledModel[Eagle3Head]):
         """As of `UnrolledModel`; dropout is a share as of `draw_dropout`, by seed; the last two as
         of `Layer`."""
         given = head, embedding, target_lm_head, objective
-        super().__init__(*given, max_length=max_length, dtype=dtype, reach=reach)
+        super().__init__(*given, max_length=max_length, dtype=dtype)
         computing = self._compute.head if self._compute else head
         self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
         self._dropout, self._seed = dropout, seed
 
-    def unrolled(
-        self, head: Eagle3Head, batch: TrainBatch, rows: Tensor, offsets: Tensor | None
-    ) -> Unroll:
+    def unrolled(self, head: Eagle3Head, batch: TrainBatch, rows: Tensor) -> Unroll:
         share, width = self._dropout, 2 * head.shape.hidden_size
         return unroll(
             head,
@@ -84,7 +81,6 @@ class TttModel(UnrolledModel[Eagle3Head]):
             rows=rows,
             steps=self.objective.steps,
             layer=self._layer,
-            offsets=offsets,
             dropout=draw_dropout(batch, share, seed=self._seed, width=width) if share else None,
         )
 
@@ -160,16 +156,14 @@ def unroll(
     rows: Tensor,
     steps: int,
     layer: Layer | None = None,
-    offsets: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Unroll:
     """Run the head for `steps` steps. embedding [V, H] is the target's.
 
-    rows [A] ascending; layer is the head's own when None; offsets [N] as in `position_skips`;
-    dropout as in `draw_dropout`.
+    rows [A] ascending; layer is the head's own when None; dropout as in `draw_dropout`.
     """
     layer = layer or Layer.of(head)
-    attention = UnrolledAttention(batch.lengths, rows, rotary, offsets, head.shape.draft_window)
+    attention = UnrolledAttention(batch.lengths, rows, rotary, head.shape.draft_window)
     inputs = embed_tokens(embedding, batch, _all_positions(batch) + 1)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [], dropout)
     outputs, past = [hidden], [own]
@@ -230,7 +224,6 @@ def trained_model(
         Objective.of(section),
         max_length=max_length,
         dtype=dtype,
-        reach=section.position_reach or 0,
         dropout=section.dropout,
         seed=seed,
         checkpointing=section.activation_checkpointing,

@@ -112,12 +112,12 @@ def init_least_squares(
     section: TrainSection, head: ChainedHead, target: Target, batches: BatchesOf, seed: int
 ) -> list[str]:
     """Solve what is linear in the heads on the first batches; → lines for the log."""
-    del seed
-    labels, tokens = labels_needed(head.shape.hidden_size), section.head_config.init_tokens
+    del section, seed
+    labels = labels_needed(head.shape.hidden_size)
     weights, device = target.weights, target.device
     embedding, norm = weights.embedding().to(device), weights.final_norm().to(device)
     # input_proj has half of fc's regressors
-    many, few = batches(labels, tokens), batches(labels // 2, tokens)
+    many, few = batches(labels), batches(labels // 2)
     fits = solve_least_squares(head, embedding, norm, many, few)
     explained = ", ".join(f"{fit.explained:.0%}" for fit in fits)
     return [

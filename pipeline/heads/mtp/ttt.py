@@ -30,18 +30,9 @@ from pipeline.target.rotary import RotaryTable
 class ChainedModel(UnrolledModel[ChainedHead]):
     """All heads at once: the loss of step k reaches the heads before it."""
 
-    def unrolled(
-        self, head: ChainedHead, batch: TrainBatch, rows: Tensor, offsets: Tensor | None
-    ) -> Unroll:
-        return unroll_chain(
-            head,
-            self.embedding,
-            batch,
-            self.rotary(),
-            rows=rows,
-            steps=self.objective.steps,
-            offsets=offsets,
-        )
+    def unrolled(self, head: ChainedHead, batch: TrainBatch, rows: Tensor) -> Unroll:
+        steps = self.objective.steps
+        return unroll_chain(head, self.embedding, batch, self.rotary(), rows=rows, steps=steps)
 
 
 def unroll_chain(
@@ -52,17 +43,16 @@ def unroll_chain(
     *,
     rows: Tensor,
     steps: int,
-    offsets: Tensor | None = None,
 ) -> Unroll:
     """Outputs of `steps` steps, at least one a head. embedding [V, H] is the target's.
 
-    rows [A] ascending; offsets [N] as in `UnrolledAttention`.
+    rows [A] ascending.
     """
     *before, last = head.layers
     assert steps > len(before), "a head without a step is not trained"
-    states = run_heads(head, embedding, batch, rotary, len(before), offsets)
+    states = run_heads(head, embedding, batch, rotary, len(before))
     hidden, outputs = states[-1], [state[rows] for state in states[1:]]
-    attention = UnrolledAttention(batch.lengths, rows, rotary, offsets)
+    attention = UnrolledAttention(batch.lengths, rows, rotary)
     joined = last.join(tokens_of(embedding, batch, len(before)), hidden)  # [N, H]
     mixed, own = attention.attend(0, *last.project_qkv(joined, rows), [])
     past, hidden = [own], last.after_attention(joined[rows], mixed)
@@ -82,12 +72,11 @@ def run_heads(
     batch: TrainBatch,
     rotary: RotaryTable,
     count: int,
-    offsets: Tensor | None = None,
 ) -> list[Tensor]:
     """What heads 0 … count read, each [N, H]: the last one's is what head count - 1 gives."""
     hidden = [head.project(batch.aux_states)]
     every = torch.arange(batch.tokens, device=batch.token_ids.device)
-    attention = UnrolledAttention(batch.lengths, every, rotary, offsets)
+    attention = UnrolledAttention(batch.lengths, every, rotary)
     for k, layer in enumerate(head.layers[:count]):
         joined = layer.join(tokens_of(embedding, batch, k), hidden[-1])
         mixed, _ = attention.attend(0, *layer.project_qkv(joined), [])
@@ -114,7 +103,5 @@ def trained_model(
 ) -> ChainedModel:
     """The heads with their objective; embedding and lm_head [V, H] are the target's."""
     del seed
-    reach, objective = section.position_reach or 0, Objective.of(section)
-    return ChainedModel(
-        head, embedding, lm_head, objective, max_length=max_length, dtype=dtype, reach=reach
-    )
+    objective = Objective.of(section)
+    return ChainedModel(head, embedding, lm_head, objective, max_length=max_length, dtype=dtype)
