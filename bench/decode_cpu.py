@@ -43,7 +43,6 @@ from pipeline.tuning.cost import CostMeter, measure_costs, trimmed_mean
 from pipeline.tuning.roofline import (
     Roofline,
     best_speedup,
-    eta,
     floor_seconds,
     matmul_rate,
     model_bytes,
@@ -249,12 +248,14 @@ def cost_model(bench: Bench, runs: int) -> dict[str, Any]:
     for name, shape in SHAPES.items():
         tau = sum(emitted[name]) / len(emitted[name])
         speedup, predicted = tau * whole["plain"] / whole[name], costs.speedup(shape, tau)
+        best = best_speedup(bench.model, drafter, shape, tau, roofline)
+        assert best is not None
         rows[name] = {
             "tau": tau,
             "predicted": predicted,
             "measured": speedup,
             "error": predicted / speedup - 1,
-            "eta": eta(speedup, best_speedup(bench.model, drafter, shape, tau, roofline)),
+            "eta": speedup / best,
         }
     return {
         "read_gb_s": read / 1e9,

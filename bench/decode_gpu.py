@@ -43,7 +43,6 @@ from pipeline.tuning.cost import Costs, measure_costs
 from pipeline.tuning.roofline import (
     Roofline,
     best_speedup,
-    eta,
     floor_seconds,
     layer_parameters,
     matmul_rate,
@@ -235,12 +234,13 @@ def _against_model(
 ) -> dict[str, float]:
     """A speedup beside what the cost model foretells and what the machine allows."""
     best = best_speedup(gpu.model, gpu.drafter(), TREE, tau, roofline)
+    assert best is not None
     predicted = costs.speedup(TREE, tau)
     return {
         "tau_simulated": tau,
         "speedup_simulated": speedup,
         "s_max": best,
-        "eta": eta(speedup, best),
+        "eta": speedup / best,
         "predicted_speedup": predicted,
         "cost_model_error": predicted / speedup - 1,
         "t_ar_ms": costs.plain_seconds * 1e3,

@@ -194,14 +194,19 @@ CONTRACT_LABELS = frozenset({"source", "revision", "dtype", "sampled_fingerprint
 class Arithmetic(Record):
     """What numbers were computed with. It makes no two runs differ, but a result rests on it."""
 
-    dtype: str  # float32, bfloat16, float16; "unknown" for a server's
-    kernels: str  # torch, triton, an ISA level of our own CPU kernels, or the kind of server
+    dtype: str
+    """float32, bfloat16 or float16; "unknown" for a server's."""
+    kernels: str
+    """torch, triton, an ISA level of our own CPU kernels, or the kind of server."""
     device: Literal["cpu", "cuda", "server"]
-    processor: str  # highest ISA level, or CUDA capability as sm_90: torch picks its kernels by it
-    threads: int  # of torch; 0 for a server's
-    #: What the result of the same command on such a machine depends on beside its input: on nothing
-    #: (not even on the threads), on the number of threads, or on what cannot be controlled.
+    """Where it was computed."""
+    processor: str
+    """The highest ISA level, or CUDA capability as sm_90: torch picks its kernels by it."""
+    threads: int
+    """Threads of torch; 0 for a server's."""
     repeatable: Literal["always", "per thread count", "no"]
+    """Whether the same command repeats its result on such a machine: always, with as many threads,
+    or not for certain."""
 
     def __str__(self) -> str:
         """As a notice says it."""

@@ -64,7 +64,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "privacy": set(),
         "generate": set(),
     },
-    "serve_eval": {".": {"page", "live"}, "page": set(), "live": {"."}},
+    "serve_eval": {".": set(), "servers": {"."}},
 }
 
 #: Names that the glossary replaces: they say nothing, or something else to people of this field.
@@ -98,7 +98,7 @@ ALGORITHMS_LEFT = {"config": 4, "planning": 2, "serve_eval": 6, "train": 3, "tun
 CIRCLES_LEFT: list[set[str]] = [{"pipeline.server.metrics", "pipeline.server.worker"}]
 
 #: Folders of a room that import each other.
-TWO_WAY_WINGS_LEFT = {("serve_eval", "serve_eval/live")}
+TWO_WAY_WINGS_LEFT: set[tuple[str, str]] = set()
 
 #: Modules with one importer that are files of their own for a reason. All others are to be merged
 #: into their importer.
@@ -111,9 +111,8 @@ SEAMS = {
     "pipeline.store.gc": "a command",
     "pipeline.store.verify": "a command",
     "pipeline.server.start": "a command",
-    "pipeline.serve_eval.simulated": "a command",
     "pipeline.serve_eval.decode_plan": "a command",
-    "pipeline.serve_eval.live.check": "a command",
+    "pipeline.serve_eval.servers.check": "a command",
     "pipeline.decoder.ops.cpu.*": "a backend, imported where it can run",
     "pipeline.decoder.ops.triton.*": "kernels, compiled ahead of time by file",
     "pipeline.decoder.ops.eager": "a backend",
@@ -131,7 +130,8 @@ SEAMS = {
     "pipeline.heads.eagle3.*": "one file for each part of an algorithm, and for each format",
     "pipeline.heads.mtp.*": "likewise",
     "pipeline.heads.dflash.*": "likewise",
-    "pipeline.serve_eval.page.*": "an output format",
+    "pipeline.serve_eval.charts": "an output format",
+    "pipeline.reports.*": "a part of the schema of report.json",
     "pipeline.synth.datasheet": "an output format",
     "pipeline.exchange.model_card": "an output format",
 }
@@ -273,7 +273,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
     ("file", "source"),
     [
         ("synth/stage.py", "from pipeline.features import run"),
-        ("train/loop.py", "import pipeline.serve_eval.page.report"),
+        ("train/loop.py", "import pipeline.serve_eval.pages"),
         ("features/stage.py", "def later():\n    from pipeline import train"),
         ("heads/module.py", "from pipeline.tuning.cost import Cost"),
         ("heads/module.py", "from ..drafters import registry"),
@@ -292,7 +292,7 @@ def test_every_room_and_wing_is_known_to_the_rule() -> None:
         ("decoder/ops/base.py", "from pipeline.decoder.kv import Pools"),
         ("synth/privacy/filter.py", "from pipeline.synth.select import select"),
         ("synth/generate/local.py", "from pipeline.synth.privacy.filter import PiiFilter"),
-        ("server/app.py", "from pipeline.serve_eval.page.report import write_html"),
+        ("server/app.py", "from pipeline.serve_eval.pages import write_html"),
         ("decoder/engine.py", "from pipeline.server.metrics import ServerMetrics"),
         ("learning/batches.py", "from pipeline.heads.eagle3.ttt import unroll"),
         ("heads/eagle3/ttt.py", "from pipeline.train.loop import run_loop"),

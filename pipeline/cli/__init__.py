@@ -141,18 +141,15 @@ def _evaluate_server(arguments: argparse.Namespace) -> int:
         problem = "--plan, --force and --shard do not apply to a running server"
         raise ConfigError(problem, where="--server", fix="leave them out")
     config = load(arguments.config, [*arguments.overrides, _server(arguments)])
-    from pipeline.serve_eval.live.stage import evaluate_server
-    from pipeline.serve_eval.pages import renew_pages
+    from pipeline.serve_eval.servers.evaluate import evaluate_server
 
-    result = evaluate_server(config)
-    renew_pages(config)
-    return 0 if result.passed else 1
+    return 0 if evaluate_server(config).passed else 1
 
 
 def _check_serving(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, _server(arguments)]
     config = load(arguments.config, overrides) if arguments.config else None
-    from pipeline.serve_eval.live.check import check_report, check_run
+    from pipeline.serve_eval.servers.check import check_report, check_run
 
     if config is not None:
         return 0 if check_run(config) else 1
@@ -215,7 +212,7 @@ def _drafters(arguments: argparse.Namespace) -> int:
 def _plan_decode(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from pipeline.serve_eval.page.decode_page import print_plan, write_page
+    from pipeline.serve_eval.pages import print_plan, write_plan
 
     config = load(arguments.config, arguments.overrides)
     if arguments.bandwidth or arguments.tflops:
@@ -229,7 +226,7 @@ def _plan_decode(arguments: argparse.Namespace) -> int:
     if arguments.json:
         Path(arguments.json).write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if arguments.page:
-        Path(arguments.page).write_text(write_page(plan), encoding="utf-8")
+        Path(arguments.page).write_text(write_plan(plan), encoding="utf-8")
     return 0
 
 
@@ -258,7 +255,7 @@ def _plan_on_paper(config: RunConfig, arguments: argparse.Namespace) -> DecodePl
 def _simulate(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from pipeline.serve_eval.simulated import print_simulated, simulate
+    from pipeline.serve_eval.load import print_simulated, simulate
 
     curves = simulate(load(arguments.config, arguments.overrides), arguments.acceptance)
     print_simulated(curves)

@@ -12,10 +12,11 @@ joined, moved and dropped without its help, and one drafter can serve several en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from pipeline.config import BatchTrees, TreeSection
@@ -46,6 +47,21 @@ class ReadTokens:
     counts: Tensor  # [B]
 
 
+class DraftWork(NamedTuple):
+    """What drafting a tree reads and multiplies: the basis of a roofline.
+
+    Matrices are pairs of (parameters, tokens of a row that pass through them).
+    """
+
+    step: Sequence[tuple[int, int]]  # one draft step, all its beams
+    extension: Sequence[tuple[int, int]]  # taking in what a round has accepted
+    beams: int  # tokens of a row in a step
+    accepted: int  # tokens of a row in an extension
+    entry: int  # numbers in the keys and values of one token
+    queries: int  # numbers in its queries
+    dtype: torch.dtype
+
+
 class Drafter(DrafterMemory, Protocol):
     """Proposes a tree below the last token of each row."""
 
@@ -72,6 +88,9 @@ class Drafter(DrafterMemory, Protocol):
 
         The target's keys and values of `read` stand at their entries already.
         """
+
+    def work(self, shape: TreeSection) -> DraftWork | None:
+        """Of drafting such a tree; None: its floor is not known."""
 
 
 class TreeShapes:
@@ -119,6 +138,10 @@ class TreeDrafter:
     def shape_for(self, rows: int) -> TreeSection | None:
         """See `Drafter`."""
         return self.shapes.shape_for(rows)
+
+    def work(self, shape: TreeSection) -> DraftWork | None:
+        """See `Drafter`."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,22 @@
 acceptance.py    counters of a request, and acceptance of a group of requests
 load.py          requests at one concurrency, through our engine or a server
 metric_names.py  the same acceptance under vLLM's, SGLang's and SPEED-Bench's names
-report.py        the whole report, with the target, the head and the machine
+
+The report as a whole, with target, head and machine, is here.
 """
 
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, JsonValue, PlainSerializer
+
+from pipeline.config import TreeSection
+from pipeline.records import Arithmetic, Record, TargetContract
 from pipeline.reports.acceptance import (
     AcceptanceFigures,
     Estimate,
+    OrNone,
     PromptResult,
     RoundCounters,
     ShapeAcceptance,
@@ -23,23 +33,6 @@ from pipeline.reports.load import (
     ServerWorkload,
 )
 from pipeline.reports.metric_names import OtherNames, SglangNames, SpeedBenchNames, VllmNames
-from pipeline.reports.report import (
-    REPORT,
-    CategoryFigures,
-    DrafterSettings,
-    EvalReport,
-    GoldenFigure,
-    GoldenPrompt,
-    HeadFigures,
-    LosslessChecks,
-    PairedComparison,
-    ReferenceCheck,
-    ReportSettings,
-    TreeChoice,
-    TreeFigures,
-    Verdict,
-    report_schema,
-)
 
 __all__ = [
     "REPORT",
@@ -74,3 +67,286 @@ __all__ = [
     "VllmNames",
     "report_schema",
 ]
+
+#: The report in the directory of stage eval.
+REPORT = "report.json"
+
+Verdict = Literal["better", "worse", "no difference seen"]
+
+#: A tree that was used: top_k, steps, nodes.
+ReportTree = Annotated[TreeSection, PlainSerializer(lambda tree: tree.model_dump(exclude={"auto"}))]
+
+
+class PairedComparison(Record):
+    """Two drafters on the same requests: the report's own, and a rival."""
+
+    rival: str
+    """Its name."""
+    settings: dict[str, Any]
+    """The rival's head, drafter and tree, or the report that it was read from."""
+    requests: int
+    """Requests that both decoded, from the same prompt tokens."""
+    prompts: int
+    """Prompts of these requests; intervals draw them with replacement."""
+    acceptance_length: Estimate
+    """τ of the rival."""
+    difference: Estimate
+    """Own τ less the rival's, on the same draws of prompts."""
+    speed_ratio: Estimate | None = None
+    """Own tokens per second over the rival's: geometric mean over requests; None: not timed."""
+    verdict: Verdict
+    """On the report's own drafter by τ: better or worse where the interval of `difference` excludes
+    0."""
+    smallest_seen: float
+    """About the smallest difference of τ that this many prompts could show: half the width."""
+
+
+class GoldenPrompt(Record):
+    """A prompt and what the decoder's rounds did for it."""
+
+    id: str
+    """As in `prompts`."""
+    prompt_ids: tuple[int, ...]
+    """Token ids, sent as they are."""
+    reply_ids: tuple[int, ...]
+    """The greedy reply, end token included."""
+    counters: RoundCounters
+    """Of that reply."""
+
+
+class GoldenFigure(Record):
+    """τ that a correct server reaches on these prompts; `eagle3 check-serving` compares with it."""
+
+    head_fingerprint: str
+    """SHA-256 of the head's weights; empty without a head."""
+    target_fingerprint: str
+    """Of the target, as in its contract."""
+    drafter: str
+    """Its name."""
+    tree: ReportTree
+    """The draft tree."""
+    temperature: float
+    """0: greedy, so that a correct server's rounds are the same up to near-ties."""
+    max_new_tokens: int
+    """Length limit of a reply."""
+    stop_ids: tuple[int, ...]
+    """Tokens that end a reply."""
+    prompts_digest: str
+    """SHA-256 over the prompts' token ids."""
+    acceptance_length: Estimate
+    """τ on these prompts."""
+    prompts: tuple[GoldenPrompt, ...]
+    """Some first turns of the report, evenly over them."""
+
+
+class TreeFigures(Record):
+    """A drafter on a tree that is not used, because plain decoding is predicted to be faster."""
+
+    tree: ReportTree
+    """The tree."""
+    acceptance_length: float
+    """τ with it."""
+    speedup_plain: float
+    """Over plain decoding: median of ratios on the same request."""
+
+
+class ReferenceCheck(Record):
+    """Plain decoding in fp32 against transformers, on a few replies."""
+
+    same: bool
+    """Every token is transformers' choice and logits agree."""
+    replies: int
+    """Replies that were read."""
+    tokens: int
+    """Their tokens."""
+    near_ties: int
+    """Tokens within rounding of transformers' choice."""
+    wrong_tokens: int
+    """Tokens that are not its choice."""
+    logits_difference: float
+    """Largest relative difference of the logits before a token."""
+    different: tuple[str, ...]
+    """Requests with a difference."""
+
+
+class LosslessChecks(Record):
+    """Whether speculative decoding gives the target's own tokens."""
+
+    greedy_fp32: bool
+    """Speculative replies are plain decoding's, token for token."""
+    prompts_checked: int
+    """Requests of this check."""
+    sampled_fp32: dict[str, bool] = Field({})
+    """The same of sampled replies, by temperature."""
+    sampled_different: tuple[str, ...] = ()
+    """Requests whose sampled replies differ."""
+    transformers: OrNone[ReferenceCheck] = None
+    """Whether plain decoding is the target's; None in an older report."""
+    different: tuple[str, ...] = ()
+    """Requests whose greedy replies differ."""
+    identical_in_run_dtype: int
+    """Requests whose replies are identical in the run's own type, too."""
+    tokens_scored: int
+    """Tokens of the speculative replies, scored by the plain model in the run's own type."""
+    near_ties: int
+    """Of those, tokens that are not the best one."""
+    worst_log_probability_gap: float
+    """How far the worst of those lies below the best token."""
+
+
+class HeadFigures(Record):
+    """The head that drafted."""
+
+    parameters: int
+    """Trained parameters."""
+    share_of_target: float
+    """Of the target's parameters."""
+    draft_vocab_size: int
+    """Tokens that it can propose."""
+    coverage: float
+    """Share of its training labels that these tokens cover."""
+
+
+class DrafterSettings(Record):
+    """The drafter: its name, and its own settings, each under its own key."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue]
+
+    name: str
+    """As `drafter.name`."""
+
+
+class CategoryFigures(Record):
+    """One category of prompts."""
+
+    prompts: int
+    """Requests."""
+    acceptance_length: float
+    """τ over all of them."""
+    tokens_per_second: float
+    """Speculative decoding, median over requests."""
+    speedup_plain: float
+    """Over plain decoding: median of ratios on the same request."""
+
+
+class TreeChoice(Record):
+    """What `tree: auto` predicted and chose."""
+
+    fastest_tree: ReportTree
+    """For a batch of one."""
+    predicted_acceptance_length: float
+    """τ with it, on the prompts that it was tried on."""
+    predicted_speedup: float
+    """Over plain decoding; at most 1: plain decoding is used."""
+    settings: dict[str, int]
+    """Settings of the drafter that were chosen with it, such as a budget."""
+    tried_on_other_prompts: bool
+    """Whether the measured prompts were left out of the trial."""
+    by_batch: dict[str, ReportTree | None]
+    """From each batch size upward; None: plain decoding."""
+
+
+class ReportSettings(Record):
+    """How the report was measured."""
+
+    tree: ReportTree | None
+    """Draft tree; None: plain decoding."""
+    tree_auto: TreeChoice | None = None
+    """Of `tree: auto`."""
+    dtype: str
+    """Of speed and acceptance; losslessness is checked in fp32."""
+    arithmetic: Arithmetic
+    """What the numbers were computed with."""
+    device: str
+    """Name of the GPU or CPU."""
+    threads: int
+    """Of torch."""
+    torch: str
+    """Its version."""
+    max_new_tokens: int
+    """Length limit of a reply."""
+    chat_template_kwargs: dict[str, str | int | float | bool]
+    """Variables of the chat template."""
+    prompts: int
+    """Requests that were measured."""
+    left_out: dict[str, int]
+    """Requests that were not, by reason."""
+    shapes_left_out: dict[str, str] = Field({})
+    """Trees of `eval.shapes` that were not replayed, with the reason."""
+
+
+class EvalReport(Record):
+    """`report.json`. Later versions add keys and rename none."""
+
+    decoding: Literal["speculative", "plain"] = "speculative"
+    """plain: `tree: auto` predicted no tree to be faster, so that all figures but `alpha` and
+    `unused_tree` are plain decoding's."""
+    acceptance_length: float
+    """τ: tokens a round over all requests, bonus token included, prefill's excluded."""
+    alpha: tuple[float, ...]
+    """α_k, k = 1…: accepted at depth k, of the rounds that accepted at depth k - 1."""
+    tokens_per_second: dict[str, float]
+    """By way of decoding (speculative, plain, hf): medians over requests."""
+    speedup: dict[str, float]
+    """Over plain and over hf: medians of ratios on the same request."""
+    lossless: LosslessChecks
+    """Whether the output is the target's."""
+    head: OrNone[HeadFigures]
+    """None: the drafter has no head."""
+    drafter: DrafterSettings = DrafterSettings(name="eagle3")
+    """What drafted."""
+    unused_tree: TreeFigures | None = None
+    """The drafter on the default tree, where plain decoding was chosen."""
+    by_category: dict[str, CategoryFigures]
+    """Of each category of prompts."""
+    acceptance: AcceptanceFigures | None = None
+    """Of all requests."""
+    groups: dict[str, dict[str, AcceptanceFigures]] = Field({})
+    """By kind (category, turn, context) and name; contexts are buckets such as 512-1023 tokens."""
+    names: OtherNames | None = None
+    """Acceptance under the names of other tools, as they define them."""
+    shapes: tuple[ShapeAcceptance, ...] = ()
+    """Acceptance with trees that servers draft, replayed exactly from one run."""
+    comparisons: tuple[PairedComparison, ...] = ()
+    """With the drafters of `eval.compare`."""
+    load: tuple[LoadCurve, ...] = ()
+    """Speed against concurrency, a curve for each way of decoding."""
+    golden: GoldenFigure | None = None
+    """τ for `eagle3 check-serving`; None in an older report, and of plain decoding."""
+    servers: tuple[ServerResult, ...] = ()
+    """Running servers on the same prompts; the stage stores them as files of their own, servers/.
+    """
+    contract: TargetContract
+    """The target."""
+    provenance: dict[str, JsonValue]
+    """A copy of the head's own (docs/head-format.md): manifests, licences, sources, rejections."""
+    settings: ReportSettings
+    """How it was measured."""
+    prompts: tuple[PromptResult, ...]
+    """Every request."""
+
+    @property
+    def speculation_is_lossless(self) -> bool:
+        """Speculative decoding gives plain decoding's tokens in fp32."""
+        return self.lossless.greedy_fp32 and all(self.lossless.sampled_fp32.values())
+
+    @property
+    def plain_is_the_target(self) -> bool | None:
+        """Plain decoding gives transformers' tokens in fp32. None in an older report, which did not
+        check it."""
+        check = self.lossless.transformers
+        return check.same if check else None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Both."""
+        return self.speculation_is_lossless and self.plain_is_the_target is True
+
+
+def report_schema() -> dict[str, Any]:
+    """The JSON schema of `report.json`, which docs/report-schema.json holds."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **EvalReport.model_json_schema(),
+    }

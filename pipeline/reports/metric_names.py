@@ -25,12 +25,19 @@ class VllmNames(Record):
     """
 
     num_drafts: int
+    """Rounds with at least one drafted token."""
     num_draft_tokens: int
+    """Drafted tokens that were verified."""
     num_accepted_tokens: int
+    """Drafted tokens that were accepted; no bonus tokens."""
     num_accepted_tokens_per_pos: tuple[int, ...]
-    spec_decode_acceptance_rate: float  # per cent
+    """Entry k - 1: rounds that accepted position k."""
+    spec_decode_acceptance_rate: float
+    """Accepted over drafted tokens, in per cent."""
     spec_decode_acceptance_length: float
+    """1 + accepted tokens over drafts."""
     spec_decode_per_position_acceptance_rates: tuple[float, ...]
+    """Accepted at each position over drafts."""
 
     @classmethod
     def of(cls, counters: Sequence[RoundCounters]) -> VllmNames:
@@ -57,11 +64,17 @@ class SglangNames(Record):
     """
 
     spec_verify_ct: int
+    """Rounds, those without a drafted token too."""
     spec_accept_length: float
+    """Tokens of replies, prefill's included, over rounds."""
     spec_accept_rate: float
+    """Accepted over drafted tokens, from 0 to 1."""
     spec_num_proposed_drafts: int
+    """Drafted tokens that were verified."""
     spec_num_correct_drafts: int
+    """Drafted tokens that were accepted."""
     spec_correct_drafts_histogram: tuple[int, ...]
+    """Entry n: rounds that accepted n drafted tokens."""
 
     @classmethod
     def of(cls, counters: Sequence[RoundCounters]) -> SglangNames:
@@ -86,8 +99,11 @@ class SpeedBenchNames(Record):
     """
 
     Request_AL: dict[str, float]
+    """Mean tokens a round of each prompt, by its id."""
     Category_AL: dict[str, float]
+    """Mean of Request_AL over the prompts of a category."""
     Average_AL: float
+    """Mean of Request_AL over all prompts."""
 
     @classmethod
     def of(
@@ -114,8 +130,11 @@ class OtherNames(Record):
     """The same acceptance as each tool would print it."""
 
     vllm: VllmNames
+    """As vLLM's log and `vllm bench serve` print it."""
     sglang: SglangNames
+    """As `meta_info` of SGLang's replies holds it."""
     speed_bench: SpeedBenchNames
+    """As SPEED-Bench's specbench_results.json holds it."""
 
 
 def _mean_round(counters: Sequence[RoundCounters]) -> float:

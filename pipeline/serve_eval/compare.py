@@ -24,7 +24,7 @@ from pipeline.reports import (
     RoundCounters,
     Verdict,
 )
-from pipeline.serve_eval.acceptance import drawn_sums, estimate
+from pipeline.serve_eval.intervals import drawn_sums, estimate
 
 if TYPE_CHECKING:
     from pipeline.serve_eval.measure import Measured

@@ -22,8 +22,7 @@ from pipeline.serve_eval.questions import (
     load_evaluation_prompts,
     readable,
 )
-from pipeline.store.location import Location
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import head_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.tune import PlannedCell, plan_cell, run_rounds, trace_variants
@@ -116,8 +115,7 @@ def _longest(grid: Grid, target: Target) -> int:
 def _head(config: RunConfig, target: Target, drafters: Sequence[str]) -> DraftingHead | None:
     if not any(DRAFTERS[name].trained for name in drafters):
         return None
-    own = stage_location(config.run.uri, "train").child("head")
-    location = Location(config.eval.head) if config.eval.head else own
+    location = head_location(config.run.uri, config.eval.head)
     return open_head(location, expected=target.contract)[0]
 
 

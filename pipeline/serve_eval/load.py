@@ -3,8 +3,13 @@
     concurrency 2    slot 0  ├─ a ─┤├──── c ────┤├─ d ─┤        as one request ends, the next begins
                      slot 1  ├──── b ────┤├─ e ─┤ …
 
-Both ways take turns on blocks of the same requests, so that whatever else the machine does hits
-both. Replies above temperature 0 are drawn by seed, the same seeds for both.
+Both ways take turns on blocks of the same requests, so that other load on the machine affects both.
+Replies above temperature 0 are drawn by seed, the same seeds for both.
+
+`measure_load` is part of a report. `simulate` (`eagle3 simulate`) imposes acceptance lengths, to
+show what a head of another τ would bring on this machine before it is trained: rounds draft, verify
+and extend as ever, and accept a fixed number of drafted tokens. The text is not the target's, and
+nothing of it enters a run or a report.
 """
 
 from __future__ import annotations
@@ -15,22 +20,33 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from pydantic import Field
 
-from pipeline.config import EvalSection, tree_labels
-from pipeline.console import progress_bar
+from pipeline.config import EvalSection, RunConfig, prepare_process, tree_labels
+from pipeline.console import console, long_step, notice, progress_bar
 from pipeline.decoder.request import Completion, Request
 from pipeline.errors import ConfigError
-from pipeline.heads.eagle3.drafter import Eagle3Drafter
-from pipeline.records import Prompt
-from pipeline.reports import LoadCurve, LoadPoint, Percentiles
-from pipeline.serve_eval.acceptance import acceptance_figures
+from pipeline.heads.base import DraftingHead
+from pipeline.heads.init import DraftVocabulary, lend_rows
+from pipeline.heads.registry import algorithm, open_head
+from pipeline.records import Prompt, Record
+from pipeline.reports import LoadCurve, LoadPoint
+from pipeline.serve_eval.intervals import acceptance_figures, percentiles
 from pipeline.serve_eval.measure import Comparison
-from pipeline.serve_eval.questions import fill_context, first_question
+from pipeline.serve_eval.questions import (
+    fill_context,
+    first_question,
+    load_evaluation_prompts,
+    readable,
+)
+from pipeline.store.manifest import find_manifest, head_location
+from pipeline.target.arithmetic import decoder_arithmetic
+from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.roofline import Roofline, best_speedup, eta, matmul_rate, read_bandwidth
+from pipeline.tuning.roofline import Roofline, best_speedup, matmul_rate, read_bandwidth
+from pipeline.tuning.verification import pattern_of
 
 #: Blocks of a point's requests, in which both ways take turns.
 _BLOCKS = 4
@@ -39,13 +55,13 @@ _PER_SLOT = 4
 
 
 class Workload(NamedTuple):
-    """What all points of a pair of curves are asked."""
+    """The requests of a pair of curves."""
 
     settings: dict[str, Any]  # of the curves
     contexts: Sequence[tuple[int, ...]]  # token ids of each prompt
     stop_ids: tuple[int, ...]
     temperature: float = 0.0
-    imposed: tuple[int, ...] = ()  # drafted tokens that rounds accept in turn; (): what is right
+    imposed: tuple[int, ...] = ()  # drafted tokens that rounds accept in turn; (): as verified
 
 
 def measure_load(
@@ -60,7 +76,7 @@ def measure_load(
 def measure_workloads(
     own: Comparison, workloads: Sequence[Workload], section: EvalSection, stage: str
 ) -> tuple[LoadCurve, ...]:
-    """Both ways of each, at every concurrency of `eval.load`; `stage` is what progress is of."""
+    """Both ways of each, at every concurrency of `eval.load`; `stage` labels the progress."""
     machine, counts = Rates(0.0, 0.0), sorted(set(section.load.concurrency))
     measured: list[tuple[dict[str, Any], list[_Point]]] = []
     total = len(workloads) * len(counts)
@@ -68,9 +84,9 @@ def measure_workloads(
         for work in workloads:
             measured.append((work.settings, []))
             for count in counts:
-                asked = section.load.requests or max(_PER_SLOT * count, len(work.contexts))
+                total = section.load.requests or max(_PER_SLOT * count, len(work.contexts))
                 machine = machine.best_of(_machine(own))
-                requests = list(_requests(work, asked, section.max_new_tokens))
+                requests = list(_requests(work, total, section.max_new_tokens))
                 measured[-1][1].append(_measure(own, requests, count, work))
                 bar.advance(1)
     return tuple(curve for each in measured for curve in _curves(own, *each, machine))
@@ -130,19 +146,19 @@ def filled_length(section: EvalSection, positions: int) -> int:
     """Tokens of the longest request of `eval.load.contexts`, 0 without. Raises ConfigError."""
     if not section.load.concurrency or not section.load.contexts:
         return 0
-    longest = max(section.load.contexts) + section.max_new_tokens
-    if longest > positions:
+    length = max(section.load.contexts) + section.max_new_tokens
+    if length > positions:
         problem = f"{max(section.load.contexts)} tokens and a reply of {section.max_new_tokens} do"
         raise ConfigError(
             f"{problem} not fit into {positions} positions",
             where="eval.load.contexts",
             fix="name shorter ones, or lower eval.max_new_tokens",
         )
-    return longest
+    return length
 
 
 def filled(contexts: Sequence[tuple[int, ...]], length: int) -> list[tuple[int, ...]]:
-    """Each behind as much of the others as makes `length` tokens."""
+    """Each, preceded by as much of the others as makes `length` tokens."""
     return [fill_context(contexts, index, length) for index in range(len(contexts))]
 
 
@@ -158,7 +174,7 @@ class Rates(NamedTuple):
 
 
 class _Point(NamedTuple):
-    """Both ways at one concurrency, behind contexts of so many tokens."""
+    """Both ways at one concurrency, after contexts of so many tokens."""
 
     plain: LoadPoint
     drafted: LoadPoint
@@ -244,14 +260,6 @@ def _point(done: Sequence[Completion], count: int, temperature: float, seconds: 
     )
 
 
-def percentiles(values: Sequence[float]) -> Percentiles:
-    """Zeros of nothing."""
-    if not values:
-        return Percentiles(mean=0.0, p50=0.0, p90=0.0, p99=0.0)
-    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
-    return Percentiles(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)
-
-
 def _round_seconds(
     own: Comparison, count: int, context: int, *, sampling: bool
 ) -> dict[str, float]:
@@ -288,14 +296,179 @@ def _machine(own: Comparison) -> Rates:
 
 
 def _efficiency(own: Comparison, point: _Point, machine: Rates) -> float | None:
-    """η of an EAGLE-3 head; the floors of other drafters are not written down."""
+    """η; None for a drafter whose floor is not known."""
     tree, acceptance = own.trees.get(point.drafted.concurrency, own.tree), point.drafted.acceptance
     if tree is None or acceptance is None or not point.plain.throughput:
         return None
-    drafter = own.factory(tree)
-    if not isinstance(drafter, Eagle3Drafter):
-        return None
-    gain = point.drafted.throughput / point.plain.throughput
     roofline = Roofline(*machine, rows=point.drafted.concurrency, context=point.context)
     tau = acceptance.acceptance_length.value
-    return eta(gain, best_speedup(own.model, drafter, tree, tau, roofline))
+    best = best_speedup(own.model, own.factory(tree), tree, tau, roofline)
+    return best and point.drafted.throughput / point.plain.throughput / best
+
+
+class SimulatedPoint(NamedTuple):
+    """One concurrency at one imposed τ."""
+
+    context: int | None  # None: prompts as they are
+    concurrency: int
+    imposed: float
+    reached: float  # what trees were deep enough for; a reply's last round is cut
+    plain: float  # tokens/s
+    simulated: float  # tokens/s
+
+    @property
+    def gain(self) -> float:
+        return self.simulated / self.plain
+
+    @property
+    def pays_from(self) -> float:
+        """τ at which drafting would be as fast as plain decoding: what a round costs, in tokens."""
+        return self.reached / self.gain
+
+
+class SimulatedLoad(Record):
+    """What `eagle3 simulate --json` writes."""
+
+    simulated: bool = Field(True, frozen=True)
+    """Always: no acceptance in it was measured."""
+    target: str
+    """As in target.source."""
+    drafter: str
+    """Its name."""
+    head: str
+    """Directory of the head that drafted; `untrained` where there is none yet, empty without."""
+    tree: dict[str, Any]
+    """top_k, steps, nodes."""
+    machine: str
+    """Arithmetic and threads."""
+    curves: tuple[LoadCurve, ...]
+    """Pairs, plain and simulated, by context and imposed acceptance length."""
+
+    def points(self) -> Iterator[SimulatedPoint]:
+        """In the order of the curves."""
+        for plain, simulated in zip(self.curves[::2], self.curves[1::2], strict=True):
+            for before, after in zip(plain.points, simulated.points, strict=True):
+                accepted = after.acceptance
+                yield SimulatedPoint(
+                    context=simulated.settings.get("context"),
+                    concurrency=after.concurrency,
+                    imposed=simulated.settings["imposed_acceptance_length"],
+                    reached=accepted.acceptance_length.value if accepted else 1.0,
+                    plain=before.throughput,
+                    simulated=after.throughput,
+                )
+
+
+def simulate(config: RunConfig, lengths: Sequence[float]) -> SimulatedLoad:
+    """Every acceptance length of `lengths` at each concurrency and context of `eval.load`.
+
+    Raises ConfigError for a length that the tree cannot give, and for `tree: auto`.
+    """
+    prepare_process(config.run)
+    section = config.eval
+    _check(config, lengths)
+    if not section.load.concurrency:
+        load = section.load.model_copy(update={"concurrency": (1,)})
+        section = section.model_copy(update={"load": load})
+    target = open_target(config.target, decoded=True)
+    template = target.template(system_prompt=section.system_prompt)
+    prompts, _ = readable(load_evaluation_prompts(config)[0], [template])
+    context = max(len(first_question(prompt, template).context) for prompt in prompts)
+    with long_step("simulate", "loading the target"):
+        head, named = _head(config, target)
+        positions = head.shape.max_position_embeddings if head else target.positions
+        own = Comparison(
+            *(config, target, head, template),
+            dtype=target.dtype,
+            max_length=min(
+                positions,
+                max(context + section.max_new_tokens, filled_length(section, positions)),
+            ),
+        )
+    contexts = fitting_contexts(own, prompts, {"": template})[""]
+    workloads = [
+        Workload(
+            {"imposed_acceptance_length": tau, **({"context": length} if length else {})},
+            filled(contexts, length) if length else contexts,
+            stop_ids=(),
+            imposed=pattern_of(tau),
+        )
+        for length, tau in product(section.load.contexts or (None,), lengths)
+    ]
+    curves = measure_workloads(own, workloads, section, "simulate")
+    arithmetic = decoder_arithmetic(own.model.ops, own.model.dtype, own.model.device)
+    return SimulatedLoad(
+        target=target.contract.source,
+        drafter=section.drafter.name,
+        head=named,
+        tree=section.tree.model_dump(exclude={"auto"}),
+        machine=f"{arithmetic}, {arithmetic.threads} threads",
+        curves=tuple(_renamed(curve) for curve in curves),
+    )
+
+
+def print_simulated(load: SimulatedLoad) -> None:
+    """A row for each point."""
+    from rich.table import Table
+
+    shape = "/".join(str(load.tree[key]) for key in ("steps", "top_k", "nodes"))
+    title = f"imposed acceptance, not measured: {load.drafter} {shape}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    names = ("context", "at a time", "τ imposed", "τ reached", "plain tokens/s", "simulated")
+    for name in (*names, "over plain", "pays from τ"):
+        table.add_column(name, justify="right")
+    for each in load.points():
+        table.add_row(
+            f"{each.context:,}" if each.context else "prompts",
+            str(each.concurrency),
+            f"{each.imposed:.2f}",
+            f"{each.reached:.2f}",
+            f"{each.plain:,.1f}",
+            f"{each.simulated:,.1f}",
+            f"{each.gain:.2f}×",
+            f"{each.pays_from:.2f}",
+        )
+    console.print(table)
+    notice("simulate", "simulated: no head was evaluated, and nothing was stored in the run")
+
+
+def _renamed(curve: LoadCurve) -> LoadCurve:
+    name = "simulated" if curve.name == "speculative" else curve.name
+    return curve.model_copy(update={"name": name})
+
+
+def _check(config: RunConfig, lengths: Sequence[float]) -> None:
+    tree = config.eval.tree
+    if tree.auto:
+        problem = "tree: auto is picked by acceptance, of which there is none here"
+        raise ConfigError(problem, where="eval.tree", fix="give top_k, steps and nodes")
+    for tau in lengths:
+        if not 1 <= tau <= 1 + tree.steps:
+            problem = (
+                f"a round of {tree.steps} steps emits 1 to {1 + tree.steps} tokens, not {tau:g}"
+            )
+            raise ConfigError(problem, where="--acceptance", fix="ask for less, or draft deeper")
+
+
+def _head(config: RunConfig, target: Target) -> tuple[DraftingHead | None, str]:
+    """`eval.head`, the run's own, or an untrained one of `train`; and where it is from."""
+    section = config.eval
+    if not section.drafter.needs_head:
+        return None, ""
+    if section.head or find_manifest(config.run.uri, "train"):
+        location = head_location(config.run.uri, section.head)
+        return open_head(location, expected=target.contract)[0], location.uri
+    chosen, contract = algorithm(config.train), target.contract
+    shape = chosen.init.choose_shape(config.train, target.directory, contract)
+    vocabulary = DraftVocabulary(torch.arange(shape.draft_vocab_size), coverage=0.0)
+    head = chosen.init.new_head(
+        config.train,
+        shape,
+        vocabulary,
+        target.weights,
+        num_layers=contract.num_layers,
+        seed=config.run.seed,
+    )
+    lend_rows(head, target.weights.lm_head())
+    notice("simulate", "no head yet: an untrained one of the configured shape drafts")
+    return head.to(torch.bfloat16), "untrained"

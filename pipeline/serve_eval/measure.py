@@ -1,20 +1,33 @@
-"""Decode every question plainly, speculatively and with Hugging Face, one after the other.
+"""Decode the evaluation prompts plainly, speculatively and with Hugging Face, in turns.
 
-The three ways take turns on the same question, so that whatever else the machine does hits all of
-them; ratios are taken per question. Rates count decoding alone: prefill is the same for all.
+The ways of decoding take turns on the same question, so that other load on the machine affects all
+of them; ratios are taken per question. Rates count decoding alone: prefill is the same for all.
+
+Losslessness has two legs. Speculative decoding in fp32 must give plain decoding's tokens
+(`Comparison.check_lossless`). And plain decoding must be the target's: by a misread tensor or rope
+setting both could decode another model. So transformers reads a few plain replies, one
+forward each (`check_with_transformers`):
+
+    tokens   <prompt> … <assistant> 4    <end>
+    logits                    best: 4    <end>     each reply token must be the best one before it,
+
+or lie below it by no more than fp32 arithmetic moves logits (see `target/referee.py`). The logits
+of both, which differ long before a token does, must agree as well.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeline.config import RivalSection, RunConfig, TreeSection
-from pipeline.console import long_step, notice
-from pipeline.decoder.drafter import Drafter, DrafterFactory, Trees
+from pipeline.console import long_step, notice, progress_bar
+from pipeline.decoder.drafter import Trees
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Completion, Request
@@ -23,8 +36,8 @@ from pipeline.errors import ConfigError, HeadError, TargetError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import open_head
 from pipeline.records import Prompt
+from pipeline.reports import ReferenceCheck
 from pipeline.serve_eval.questions import LeftOut, Question, first_question, next_question
-from pipeline.serve_eval.reference import PlainReply
 from pipeline.target.arithmetic import pick_device
 from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target
@@ -36,6 +49,14 @@ from pipeline.tuning.verification import Gaps, ImposedAcceptance, greedy_gaps, l
 _LOSSLESS_SLOTS = 8
 #: Prompts that `tree: auto` tries the drafter on.
 _TUNING_PROMPTS = 8
+#: Plain replies that transformers reads.
+_REFERENCE_REPLIES = 4
+#: Steps (eps) of float32 that two sound ways to compute a final state may differ by.
+_STEPS = 256.0
+#: Share by which the logits before a token may differ, ‖ours - theirs‖ / ‖theirs‖, both without
+#: their mean. Sound ways differ by some 1e-5.
+_LOGITS = 1e-3
+_EPS = float(torch.finfo(torch.float32).eps)
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,14 @@ class Measured:
     rivals: dict[str, Completion] = field(default_factory=dict)  # by name, of `eval.compare`
 
 
+class PlainReply(NamedTuple):
+    """Plain decoding's reply to a question, in fp32."""
+
+    question: Question
+    token_ids: tuple[int, ...]
+    scores: Tensor  # [reply, V]: the decoder's log-probabilities before each token
+
+
 class Comparison:
     """The target with and without a drafter, at batch 1, ready to decode."""
 
@@ -66,7 +95,7 @@ class Comparison:
         dtype: torch.dtype,
         max_length: int,
     ) -> None:
-        """`head` is what a trained drafter drafts with."""
+        """Load the target; a trained drafter drafts with `head`."""
         self._section, self._template = config.eval, template
         self.model = DecoderModel.load(
             target.directory,
@@ -77,16 +106,17 @@ class Comparison:
         )
         factory = load_drafter(config.eval.drafter, self.model, target, head)
         assert factory is not None, "the configuration refuses drafter none"
-        self._factory, self.tree = factory, config.eval.tree
+        #: Of the drafter that is measured, with the settings that were chosen.
+        self.factory, self.tree = factory, config.eval.tree
         self._by_batch: dict[int, TreeSection | None] = {}
         self._target, self._rivals = target, dict[str, Engine]()
 
     def tune(self, prompts: Sequence[Prompt]) -> Choice:
-        """Pick the tree for batch 1, and what the drafter leaves open, by trying it on some of the
-        prompts; and one for each batch of `eval.load`.
+        """Pick the tree for batch 1, and the drafter's open settings, by trying it on some of the
+        prompts; and a tree for each batch size of `eval.load`.
 
-        `tree` is the first from then on; the default one where plain decoding is predicted to be
-        faster than any, so that the drafter can still be judged.
+        From then on `tree` is the one for batch 1, or the default tree where plain decoding is
+        predicted to be faster, so that the drafter can still be judged.
         """
         chosen = sorted(_spread(len(prompts), min(_TUNING_PROMPTS, len(prompts))))
         questions = [first_question(prompts[index], self._template) for index in chosen]
@@ -101,23 +131,24 @@ class Comparison:
         with long_step("eval", "tree: auto"):
             choices = tune(
                 self.model,
-                self._factory,
+                self.factory,
                 contexts,
                 rows=sorted({1, *self._section.load.concurrency}),
                 stop_ids=self._template.stop_ids,
                 new_tokens=self._section.max_new_tokens,
             )
-        choice = choices[1]
+        choice, default = choices[1], TreeSection()
+        assert choice.factory is not None
         self._by_batch = {
             rows: each.shape if each.drafts else None for rows, each in choices.items()
         }
-        tree = choice.shape
-        assert choice.factory is not None
-        default = _no_deeper_than(choice.factory.depths)
-        self.settle(tree if choice.drafts else default, choice.settings)
-        shape = f"top_k {tree.top_k}, steps {tree.steps}, nodes {tree.nodes}"
-        for name, value in choice.settings.items():
-            shape += f"; {name} {value}"
+        steps = min(default.steps, max(choice.factory.depths))
+        default = default.model_copy(update={"steps": steps})
+        self.settle(choice.shape if choice.drafts else default, choice.settings)
+        shape = (
+            f"top_k {choice.shape.top_k}, steps {choice.shape.steps}, nodes {choice.shape.nodes}"
+        )
+        shape += "".join(f"; {name} {value}" for name, value in choice.settings.items())
         gain = f"τ {choice.acceptance_length:.2f}, {choice.speedup:.2f}x plain decoding"
         notice("eval", f"tree: {shape}; predicted: {gain}")
         if not choice.drafts:
@@ -130,25 +161,26 @@ class Comparison:
         """By batch size, each up to the next; None where plain decoding is faster."""
         return {**self._by_batch, 1: self.tree}
 
-    @property
-    def factory(self) -> DrafterFactory:
-        """Of the drafter that is measured, with the settings that were chosen."""
-        return self._factory
-
     def add_rivals(self, rivals: Sequence[RivalSection]) -> None:
         """Let these drafters take their turns on every question, beside the report's own."""
         for rival in rivals:
             head: DraftingHead | None = None
             if rival.head:
                 head, _ = open_head(rival.head, expected=self._target.contract)
-                _check_positions(head, self.model.max_length, rival.name)
+                positions, needed = head.shape.max_position_embeddings, self.model.max_length
+                if positions < needed:
+                    problem = (
+                        f"{rival.name} was made for {positions} positions, {needed} are needed"
+                    )
+                    fix = "choose shorter prompts, lower eval.max_new_tokens, or leave it out"
+                    raise HeadError(problem, where="eval.compare", fix=fix)
             factory = load_drafter(rival.drafter, self.model, self._target, head)
             assert factory is not None, "the configuration refuses drafter none"
             self._rivals[rival.name] = Engine(self.model, drafter=factory(rival.tree))
 
     def settle(self, tree: TreeSection, settings: Mapping[str, int]) -> None:
         """Decode with this tree and these settings of the drafter from now on."""
-        self.tree, self._factory = tree, self._factory.variant(settings)
+        self.tree, self.factory = tree, self.factory.variant(settings)
 
     def engine(
         self,
@@ -158,55 +190,62 @@ class Comparison:
         trees: Trees | None = None,
         imposed: Sequence[int] = (),
     ) -> Engine:
-        """A fresh engine over the shared weights, with `trees` in place of `tree` where given.
+        """A fresh engine over the shared weights; `trees` take the place of `tree`.
 
-        Rounds accept `imposed` drafted tokens in turn, if any, whatever the target thinks of them.
+        With `imposed`, rounds accept these numbers of drafted tokens in turn, whatever the target's
+        choice.
         """
         drafter = self.factory(trees or self.tree) if speculative else None
         verify = ImposedAcceptance(imposed, self.model.device) if imposed else None
         return Engine(self.model, drafter=drafter, slots=slots, verify=verify)
 
-    def drafter(self) -> Drafter:
-        """A fresh one, with the settled tree."""
-        return self.factory(self.tree)
-
     def measure(
-        self, prompts: Sequence[Prompt], hf: LoadedTarget | None, hf_prompts: int
-    ) -> Iterator[Measured | LeftOut]:
-        """Each turn of each prompt, up to one that is left out."""
+        self, prompts: Sequence[Prompt], hf: LoadedTarget | None = None
+    ) -> tuple[list[Measured], list[LeftOut]]:
+        """Decode each turn of each prompt, up to the first that is left out.
+
+        `hf` decodes `eval.hf_prompts` of the prompts, too. Raises TargetError for a failed request.
+        """
+        section, template = self._section, self._template
+        measured, left_out = list[Measured](), list[LeftOut]()
         engines = {
             "plain": self.engine(speculative=False),
             "speculative": self.engine(speculative=True),
             **self._rivals,
         }
-        with_hf = _spread(len(prompts), hf_prompts)
-        for index, prompt in enumerate(prompts):
-            question, reply = first_question(prompt, self._template), None
-            for turn in range(min(len(prompt.turns), self._section.max_turns)):
-                if reply:
-                    following = next_question(question, reply, prompt, turn, self._template)
-                    if isinstance(following, LeftOut):
-                        yield following
+        with_hf = _spread(len(prompts), section.hf_prompts) if hf else set()
+        turns = [min(len(prompt.turns), section.max_turns) for prompt in prompts]
+        with progress_bar("eval", unit="turns", total=sum(turns)) as bar:
+            for index, prompt in enumerate(prompts):
+                question: Question | LeftOut = first_question(prompt, template)
+                for turn in range(turns[index]):
+                    if turn:
+                        last = measured[-1]
+                        question = next_question(last.question, last.plain, prompt, turn, template)
+                    if isinstance(question, Question) and not self.fits(question.context):
+                        question = LeftOut(question.request_id, "prompt_too_long")
+                    bar.advance(1)
+                    if isinstance(question, LeftOut):
+                        left_out.append(question)
                         break
-                    question = following
-                if not self.fits(question.context):
-                    yield LeftOut(question.request_id, "prompt_too_long")
-                    break
-                rival = hf if index in with_hf else None
-                measured = self._decode(question, engines, rival, warm_up=index == turn == 0)
-                reply = measured.plain
-                yield measured
+                    request, done = self._request(question), dict[str, Completion]()
+                    for _ in range(1 if measured else 2):  # first uses allocate
+                        for name, engine in engines.items():
+                            (done[name],) = engine.generate([request])
+                            _check(done[name])
+                    rates = {name: _rate(completion) for name, completion in done.items()}
+                    if hf and index in with_hf:
+                        rates["hf"] = _hf_rate(hf, request, warm_up=not measured)
+                    plain, drafted = done.pop("plain"), done.pop("speculative")
+                    gaps = greedy_gaps(self.model, request.prompt_ids, drafted.token_ids)
+                    measured.append(Measured(question, plain, drafted, rates, gaps, done))
+        return measured, left_out
 
-    def check_lossless(
-        self,
-        questions: Sequence[Question],
-        advance: Callable[[int], None],
-        temperature: float = 0.0,
-    ) -> list[bool]:
+    def check_lossless(self, questions: Sequence[Question], temperature: float = 0.0) -> list[bool]:
         """Of each question: whether speculative is plain decoding, token for token.
 
-        Draws above temperature 0 have a seed, which gives the same tokens however they are drafted.
-        `advance` is given 1 for each reply, two a question.
+        Above temperature 0 each question has a seed, which gives the same tokens however they are
+        drafted.
         """
         requests = [
             replace(
@@ -216,76 +255,46 @@ class Comparison:
         ]
         slots = min(_LOSSLESS_SLOTS, len(requests))
         replies: list[dict[str, tuple[int, ...]]] = [{}, {}]  # plain, speculative
-        for speculative in (False, True):
-            for done in self.engine(speculative=speculative, slots=slots).generate(requests):
-                replies[speculative][done.request_id] = done.token_ids
-                advance(1)
+        note = "lossless in fp32?" + (f" temperature {temperature:g}" if temperature else "")
+        with progress_bar("eval", unit="replies", total=2 * len(requests), note=note) as bar:
+            for speculative in (False, True):
+                for done in self.engine(speculative=speculative, slots=slots).generate(requests):
+                    replies[speculative][done.request_id] = done.token_ids
+                    bar.advance(1)
         plain, drafted = replies
         return [drafted[each.request_id] == plain[each.request_id] for each in requests]
 
     def plain_replies(self, questions: Sequence[Question]) -> list[PlainReply]:
-        """Each question's plain reply, with the decoder's log-probabilities before its tokens."""
+        """Plain replies to a few questions: the longest context, and others evenly."""
+        longest_first = sorted(range(len(questions)), key=lambda n: -len(questions[n].context))
+        step = max(1, len(questions) // _REFERENCE_REPLIES)
+        indices = dict.fromkeys([longest_first[0], *range(0, len(questions), step)])
+        some = [questions[index] for index in list(indices)[:_REFERENCE_REPLIES]]
         requests = [
             replace(self._request(question), request_id=str(index))
-            for index, question in enumerate(questions)
+            for index, question in enumerate(some)
         ]
         engine = self.engine(speculative=False, slots=len(requests))
         done = {each.request_id: each.token_ids for each in engine.generate(requests)}
-        plain = []
-        for index, question in enumerate(questions):
-            reply = done[str(index)]
-            scores = log_probabilities(self.model, question.context, reply)
-            plain.append(PlainReply(question, reply, scores))
-        return plain
-
-    def _decode(
-        self,
-        question: Question,
-        engines: dict[str, Engine],
-        hf: LoadedTarget | None,
-        *,
-        warm_up: bool,
-    ) -> Measured:
-        request = self._request(question)
-        if warm_up:
-            for engine in engines.values():
-                _complete(engine, request)
-        done = {name: _complete(engine, request) for name, engine in engines.items()}
-        rates = {name: _rate(completion) for name, completion in done.items()}
-        if hf:
-            rates["hf"] = _hf_rate(hf, request, warm_up=warm_up)
-        gaps = greedy_gaps(self.model, request.prompt_ids, done["speculative"].token_ids)
-        plain, speculative = done.pop("plain"), done.pop("speculative")
-        return Measured(question, plain, speculative, rates, gaps, done)
+        replies = [done[request.request_id] for request in requests]
+        return [
+            PlainReply(each, reply, log_probabilities(self.model, each.context, reply))
+            for each, reply in zip(some, replies, strict=True)
+        ]
 
     def _request(self, question: Question) -> Request:
         limit, stop_ids = self._section.max_new_tokens, self._template.stop_ids
         return Request(question.request_id, question.context, limit, stop_ids)
 
     def fits(self, context: Sequence[int]) -> bool:
-        """Whether a reply fits behind it."""
+        """Whether a reply fits after it."""
         return len(context) + self._section.max_new_tokens <= self.model.max_length
 
 
-def _check_positions(head: DraftingHead, longest: int, name: str) -> None:
-    if (positions := head.shape.max_position_embeddings) < longest:
-        problem = f"{name} was made for {positions} positions, the longest request has {longest}"
-        fix = "choose shorter prompts, lower eval.max_new_tokens, or leave it out"
-        raise HeadError(problem, where="eval.compare", fix=fix)
-
-
-def _no_deeper_than(depths: Sequence[int]) -> TreeSection:
-    """The default tree, or what of it such a drafter can draft."""
-    default = TreeSection()
-    return default.model_copy(update={"steps": min(default.steps, max(depths))})
-
-
-def _complete(engine: Engine, request: Request) -> Completion:
-    (completion,) = engine.generate([request])
+def _check(completion: Completion) -> None:
     if completion.error is not None:
-        where = f"prompt {request.request_id}"
+        where = f"prompt {completion.request_id}"
         raise TargetError(completion.error.what, where=where, fix=completion.error.fix)
-    return completion
 
 
 def _rate(completion: Completion) -> float:
@@ -317,8 +326,52 @@ def _hf_rate(hf: LoadedTarget, request: Request, *, warm_up: bool) -> float:
     return (tokens - 1) / (whole - prefill) if tokens > 1 else 0.0
 
 
-def _spread(total: int, wanted: int) -> set[int]:
-    """`wanted` indices, evenly over range(total)."""
-    if wanted > total:
+def _spread(total: int, count: int) -> set[int]:
+    """`count` indices, evenly over range(total)."""
+    if count > total:
         return set(range(total))
-    return {index * total // wanted for index in range(wanted)}
+    return {index * total // count for index in range(count)}
+
+
+@torch.inference_mode()
+def check_with_transformers(target: Target, replies: Sequence[PlainReply]) -> ReferenceCheck:
+    """The second leg of losslessness: read plain replies with transformers, in fp32."""
+    model = target.load(dtype="float32").model
+    rows = model.get_output_embeddings().weight  # [V, H]
+    near_ties, wrong, farthest, different = 0, 0, 0.0, list[str]()
+    note = "plain decoding is transformers'?"
+    with progress_bar("eval", unit="replies", total=len(replies), note=note) as bar:
+        for question, reply, scores in replies:
+            ids = torch.tensor([[*question.context, *reply[:-1]]], device=model.device)
+            output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+            logits = output.logits[0, len(question.context) - 1 :].float()  # [reply, V]
+            final = output.hidden_states[-1][0, len(question.context) - 1 :].float()  # [reply, H]
+            token = torch.tensor(list(reply), device=logits.device)  # [reply]
+            best = logits.max(-1)
+            gap = best.values - logits.gather(1, token[:, None])[:, 0]
+            between = (rows[best.indices] - rows[token]).float().norm(dim=1)  # [reply]
+            allowed = final.norm(dim=1) * between * (_STEPS * _EPS / final.shape[1] ** 0.5)
+            is_wrong = gap > allowed
+            apart = _relative_distance(scores.to(logits.device), logits)  # [reply]
+            farthest = max(farthest, float(apart.max()))
+            near_ties += int(((gap > 0) & ~is_wrong).sum())
+            wrong += int(is_wrong.sum())
+            if bool(is_wrong.any()) or not float(apart.max()) <= _LOGITS:
+                different.append(question.request_id)
+            bar.advance(1)
+    return ReferenceCheck(
+        same=not different,
+        replies=len(replies),
+        tokens=sum(len(each.token_ids) for each in replies),
+        near_ties=near_ties,
+        wrong_tokens=wrong,
+        logits_difference=float(f"{farthest:.3g}"),
+        different=tuple(sorted(different)),
+    )
+
+
+def _relative_distance(ours: Tensor, theirs: Tensor) -> Tensor:
+    """‖ours - theirs‖ / ‖theirs‖ by row of [R, V], both without their mean."""
+    ours, theirs = (each - each.mean(-1, keepdim=True) for each in (ours, theirs))
+    apart: Tensor = (ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(1e-30)
+    return apart

@@ -20,7 +20,7 @@ from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.ops.tree import WINDOW
 from pipeline.errors import ConfigError, DataError
 from pipeline.reports import ShapeAcceptance
-from pipeline.serve_eval.acceptance import acceptance_figures
+from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import Question
 from pipeline.tuning.trace import replay_counters, trace
@@ -61,9 +61,9 @@ def replay_shapes(
 
 
 def slots_for(questions: Sequence[Question], new_tokens: int) -> int:
-    """How many of them are traced together: a trace allocates for the longest, in every slot."""
-    longest = new_tokens + max(len(question.context) for question in questions)
-    return min(_SLOTS, max(1, _ENTRIES // longest))
+    """How many are traced together: a trace allocates for the longest in every slot."""
+    entries = new_tokens + max(len(question.context) for question in questions)
+    return min(_SLOTS, max(1, _ENTRIES // entries))
 
 
 def _obstacle(factory: DrafterFactory, shape: TreeSection) -> str:

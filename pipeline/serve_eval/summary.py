@@ -1,13 +1,13 @@
-"""Measurements → EvalReport."""
+"""Measurements → EvalReport: all figures, in groups and under others' names, and the golden τ."""
 
 from __future__ import annotations
 
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -17,24 +17,37 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.records import Arithmetic, TargetContract, digest
 from pipeline.reports import (
+    AcceptanceFigures,
     CategoryFigures,
     DrafterSettings,
     EvalReport,
+    GoldenFigure,
+    GoldenPrompt,
     HeadFigures,
     LoadCurve,
     LosslessChecks,
+    OtherNames,
     PromptResult,
     ReferenceCheck,
     ReportSettings,
+    RoundCounters,
+    SglangNames,
+    SpeedBenchNames,
     TreeChoice,
     TreeFigures,
+    VllmNames,
 )
 from pipeline.serve_eval.compare import compare_rivals
-from pipeline.serve_eval.groups import grouped_acceptance
+from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Measured
 from pipeline.serve_eval.questions import LeftOut
 from pipeline.serve_eval.shapes import ReplayedShapes
 from pipeline.tuning.tune import Choice
+
+#: Prompts of a golden figure, and the tokens of the longest: a report stays readable.
+_GOLDEN_PROMPTS, _GOLDEN_TOKENS = 16, 4096
+
+_Value = TypeVar("_Value")
 
 
 class Measurements(NamedTuple):
@@ -243,3 +256,110 @@ def _device_name() -> str:
     except OSError:
         name = ""
     return name.partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
+class GroupedAcceptance(NamedTuple):
+    """Acceptance of the requests with counters, under `EvalReport`'s names."""
+
+    acceptance: AcceptanceFigures | None
+    groups: dict[str, dict[str, AcceptanceFigures]]
+    names: OtherNames
+
+
+def grouped_acceptance(results: Sequence[PromptResult]) -> GroupedAcceptance:
+    """Turns of a prompt are drawn together: see `acceptance_figures`."""
+    counters = _counters(results)
+    counted = [each for each in results if each.counters]
+    prompts, categories = _prompts(results), [each.category for each in counted]
+    by_context = sorted(results, key=lambda each: each.context_tokens)
+    return GroupedAcceptance(
+        acceptance=acceptance_figures(counters, prompts),
+        groups={
+            "category": _grouped(results, lambda each: each.category),
+            "turn": _grouped(results, lambda each: str(each.turn)),
+            "context": _grouped(by_context, lambda each: context_bucket(each.context_tokens)),
+        },
+        names=OtherNames(
+            vllm=VllmNames.of(counters),
+            sglang=SglangNames.of(counters),
+            speed_bench=SpeedBenchNames.of(counters, prompts, categories),
+        ),
+    )
+
+
+def context_bucket(tokens: int) -> str:
+    """Between two powers of two: "512-1023"."""
+    least = 1 << max(tokens, 1).bit_length() - 1
+    return f"{least}-{2 * least - 1}" if least > 1 else "0-1"
+
+
+def _grouped(
+    results: Sequence[PromptResult], name_of: Callable[[PromptResult], str]
+) -> dict[str, AcceptanceFigures]:
+    """Groups in the order of their first requests; those without rounds are left out."""
+    members: defaultdict[str, list[PromptResult]] = defaultdict(list)
+    for each in results:
+        members[name_of(each)].append(each)
+    figures = {
+        name: acceptance_figures(_counters(some), _prompts(some)) for name, some in members.items()
+    }
+    return {name: each for name, each in figures.items() if each}
+
+
+def _counters(results: Sequence[PromptResult]) -> list[RoundCounters]:
+    return [each.counters for each in results if each.counters]
+
+
+def _prompts(results: Sequence[PromptResult]) -> list[str]:
+    return [each.prompt for each in results if each.counters]
+
+
+def golden_figure(
+    config: RunConfig,
+    contract: TargetContract,
+    measured: Sequence[Measured],
+    tree: TreeSection,
+    *,
+    head_fingerprint: str,  # empty without a head
+    stop_ids: Sequence[int],
+) -> GoldenFigure | None:
+    """τ on some first turns, evenly over them; None where nothing was decoded."""
+    usable = [
+        GoldenPrompt(
+            id=item.question.request_id,
+            prompt_ids=item.question.context,
+            reply_ids=item.speculative.token_ids,
+            counters=item.speculative.statistics.counters(),
+        )
+        for item in measured
+        if item.question.turn == 1
+        and item.speculative.statistics.rounds
+        and len(item.question.context) <= _GOLDEN_TOKENS
+    ]
+    chosen = evenly(usable, _GOLDEN_PROMPTS)
+    figures = acceptance_figures([each.counters for each in chosen], [each.id for each in chosen])
+    if figures is None:
+        return None
+    return GoldenFigure(
+        head_fingerprint=head_fingerprint,
+        target_fingerprint=contract.fingerprint,
+        drafter=config.eval.drafter.name,
+        tree=tree,
+        temperature=0.0,
+        max_new_tokens=config.eval.max_new_tokens,
+        stop_ids=tuple(stop_ids),
+        prompts_digest=prompts_digest([each.prompt_ids for each in chosen]),
+        acceptance_length=figures.acceptance_length,
+        prompts=tuple(chosen),
+    )
+
+
+def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
+    """SHA-256 over token ids."""
+    return digest([list(each) for each in prompts])
+
+
+def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
+    """At most `most` of them, spread over all."""
+    count = min(most, len(values))
+    return [values[index * len(values) // count] for index in range(count)]

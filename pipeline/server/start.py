@@ -35,8 +35,7 @@ from pipeline.heads.registry import open_head
 from pipeline.reports import REPORT
 from pipeline.server.app import ServerApp
 from pipeline.server.metrics import missing
-from pipeline.store.location import Location
-from pipeline.store.manifest import find_manifest, read_report, stage_location
+from pipeline.store.manifest import find_manifest, head_location, read_report, stage_location
 from pipeline.target.open import Target, open_target
 
 if TYPE_CHECKING:
@@ -126,7 +125,11 @@ def _told(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any
     if find_manifest(config.run.uri, "eval") is None:
         return told
     golden = read_report(config.run.uri).golden
-    head = _head_location(config).sha256(WEIGHTS) if config.eval.drafter.needs_head else ""
+    head = (
+        head_location(config.run.uri, config.eval.head).sha256(WEIGHTS)
+        if config.eval.drafter.needs_head
+        else ""
+    )
     contract = target.contract
     if (
         golden is None
@@ -290,9 +293,4 @@ def _head(config: RunConfig, target: Target) -> DraftingHead | None:
     """`eval.head`, or the run's own; None for a drafter without, and for plain decoding."""
     if config.serve.plain or not config.eval.drafter.needs_head:
         return None
-    return open_head(_head_location(config), expected=target.contract)[0]
-
-
-def _head_location(config: RunConfig) -> Location:
-    own = stage_location(config.run.uri, "train").child("head")
-    return Location(config.eval.head) if config.eval.head else own
+    return open_head(head_location(config.run.uri, config.eval.head), expected=target.contract)[0]

@@ -202,6 +202,11 @@ def _short_hash(value: str | None) -> str:
     return value[:16] if value else "none"
 
 
+def head_location(run_uri: str, head: str | None = None) -> Location:
+    """The directory of `head`, where one is named, or of the run's own."""
+    return Location(head) if head else stage_location(run_uri, "train").child("head")
+
+
 def read_report(source: str) -> EvalReport:
     """The report at a path or URI (….json), or of the run at a URI.
 

@@ -2,9 +2,9 @@
 
     floor = max(bytes / bandwidth, operations / flops)
 
-where weights are read once whatever the batch is, in the form that the backend keeps them in, and
-the context's keys and values once a row. What is left out (norms, biases, embedding rows,
-activations) is small beside it. The pieces are those of `pipeline.tuning.cost`.
+where weights are read once whatever the batch is, in the form in which the backend stores them, and
+the context's keys and values once a row. Norms, biases, embedding rows and activations are small in
+comparison and left out. The pieces are those of `pipeline.tuning.cost`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from statistics import median
 import torch
 
 from pipeline.config import TreeSection
+from pipeline.decoder.drafter import Drafter, DraftWork
 from pipeline.decoder.model import DecoderModel
-from pipeline.heads.eagle3.drafter import Eagle3Drafter
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,19 @@ def s_max(
 
 
 def best_speedup(
-    model: DecoderModel, drafter: Eagle3Drafter, shape: TreeSection, tau: float, roofline: Roofline
-) -> float:
-    """S_max of trees of this shape."""
+    model: DecoderModel, drafter: Drafter, shape: TreeSection, tau: float, roofline: Roofline
+) -> float | None:
+    """S_max of trees of this shape; None for a drafter whose floor is not known."""
+    if (work := drafter.work(shape)) is None:
+        return None
     return s_max(
         tau,
         floor_seconds(model, 1, roofline),
         floor_seconds(model, shape.nodes, roofline),
-        draft_floor_seconds(drafter, shape.top_k, roofline),
-        extend_floor_seconds(drafter, shape.steps, roofline),
+        draft_floor_seconds(work, roofline),
+        extend_floor_seconds(work, roofline),
         shape.steps,
     )
-
-
-def eta(measured_speedup: float, s_max: float) -> float:
-    """η: how much of S_max was reached."""
-    return measured_speedup / s_max
 
 
 def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float:
@@ -116,37 +113,26 @@ def _stored_bytes(model: DecoderModel) -> float:
     return held / layer_parameters(model)
 
 
-def draft_floor_seconds(drafter: Eagle3Drafter, beams: int, roofline: Roofline) -> float:
-    """T_draft: the head's layer and the draft vocabulary's logits for `beams` tokens a row."""
-    layer, lm_head, _ = _head_parameters(drafter)
-    return _head_seconds(drafter, [(layer, beams), (lm_head, beams)], beams, roofline)
+def draft_floor_seconds(work: DraftWork, roofline: Roofline) -> float:
+    """T_draft: one step."""
+    return _head_seconds(work, work.step, work.beams, roofline)
 
 
-def extend_floor_seconds(drafter: Eagle3Drafter, steps: int, roofline: Roofline) -> float:
-    """T_extend: `fc` and the layer for steps + 1 tokens a row, logits for the last one."""
-    layer, lm_head, fc = _head_parameters(drafter)
-    return _head_seconds(drafter, [(layer + fc, steps + 1), (lm_head, 1)], steps + 1, roofline)
-
-
-def _head_parameters(drafter: Eagle3Drafter) -> tuple[int, int, int]:
-    """Of the head's layer, of its lm_head, and of fc."""
-    shape = drafter.shape
-    hidden, size = shape.hidden_size, shape.head_dim
-    queries, groups = shape.num_attention_heads * size, shape.num_key_value_heads * size
-    attention = 2 * hidden * (queries + 2 * groups) + hidden * queries
-    layer = attention + 3 * hidden * shape.intermediate_size
-    return layer, shape.draft_vocab_size * hidden, 3 * hidden * hidden
+def extend_floor_seconds(work: DraftWork, roofline: Roofline) -> float:
+    """T_extend: what a round has accepted."""
+    return _head_seconds(work, work.extension, work.accepted, roofline)
 
 
 def _head_seconds(
-    drafter: Eagle3Drafter, matrices: Sequence[tuple[int, int]], tokens: int, roofline: Roofline
+    work: DraftWork, matrices: Sequence[tuple[int, int]], tokens: int, roofline: Roofline
 ) -> float:
-    shape = drafter.shape
-    entry = 2 * shape.num_key_value_heads * shape.head_dim
-    queries = shape.num_attention_heads * shape.head_dim
-    dtype = drafter.dtype
     return roofline.seconds(
-        matrices, tokens, entry=entry, queries=queries, stored=dtype.itemsize, dtype=dtype
+        matrices,
+        tokens,
+        entry=work.entry,
+        queries=work.queries,
+        stored=work.dtype.itemsize,
+        dtype=work.dtype,
     )
 
 

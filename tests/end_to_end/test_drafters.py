@@ -15,7 +15,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.errors import ConfigError
 from pipeline.planning.decode import DecodePlan
 from pipeline.reports import EvalReport
-from pipeline.serve_eval.page.figures import load_rows
+from pipeline.serve_eval.pages import load_rows
 from pipeline.server.start import make_app
 from pipeline.tuning.cost import Costs
 

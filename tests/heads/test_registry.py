@@ -22,8 +22,8 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import algorithm_of, algorithms, open_head
 from pipeline.store.states import StatesSample
 from pipeline.target.open import open_target
-from pipeline.train.stage import run
 from pipeline.train.plan import plan
+from pipeline.train.stage import run
 from tests.heads.conftest import edit
 from tests.train.conftest import states, store_states, target_directory, tiny_config
 from tests.train.runs import Configure, Store, head_of, lines_of, stop_at, without_speed

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.reports import RoundCounters
-from pipeline.serve_eval.acceptance import acceptance_figures, drawn_sums, estimate
+from pipeline.serve_eval.intervals import acceptance_figures, drawn_sums, estimate
 
 
 def counted(*accepted: int, proposed: int = 3, cut: int = 0) -> RoundCounters:

@@ -15,8 +15,8 @@ from pipeline import __version__
 from pipeline.cli import main
 from pipeline.config import RunConfig, ServeSection, load
 from pipeline.reports import EvalReport, ServerResult
-from pipeline.serve_eval.live.stage import evaluate_server, read_results
-from pipeline.serve_eval.page.figures import load_rows
+from pipeline.serve_eval.pages import load_rows, read_results
+from pipeline.serve_eval.servers.evaluate import evaluate_server
 from pipeline.server.start import _listen
 from tests.serve_eval.conftest import Serving
 

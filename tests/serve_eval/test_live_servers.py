@@ -12,10 +12,10 @@ import pytest
 from pipeline.config import RunConfig, load
 from pipeline.errors import EndpointError, EndpointsUnavailable
 from pipeline.reports import EvalReport, ServerResult
-from pipeline.serve_eval.live.check import check
-from pipeline.serve_eval.live.servers import parse_metrics, rounds_told
-from pipeline.serve_eval.live.stage import evaluate_server
 from pipeline.serve_eval.questions import first_question, load_evaluation_prompts
+from pipeline.serve_eval.servers.check import check
+from pipeline.serve_eval.servers.evaluate import evaluate_server
+from pipeline.serve_eval.servers.kinds import parse_metrics, rounds_of
 from pipeline.target.open import open_template
 from tests.serve_eval.conftest import listening_app
 from tests.serve_eval.recorded import Faults, RecordedServer, RecordedSglang, RecordedVllm
@@ -127,7 +127,7 @@ def test_a_server_without_its_head(recorded: Recorded, kind: type[RecordedServer
 def test_a_server_that_tells_nothing(recorded: Recorded, kind: type[RecordedServer]) -> None:
     url, _ = recorded.start(kind, Faults(plain=True))
     result = recorded.evaluate(url)
-    assert "tells nothing of speculation" in _names(result)["no_acceptance"]
+    assert "reports no speculation" in _names(result)["no_acceptance"]
     assert not result.passed and result.curve.points[0].acceptance is None
     assert not check(recorded.report, recorded.of(url).eval.server, where="report")
 
@@ -205,9 +205,9 @@ def test_metrics_of_several_engines_are_added() -> None:
 
 
 def test_meta_info_without_rounds_tells_nothing() -> None:
-    assert rounds_told({}, 5, 3) is None
-    assert rounds_told({"spec_verify_ct": 0}, 1, 3) is None
-    told = rounds_told({"spec_verify_ct": 2, "spec_accept_histogram": [1, 1, 0]}, 4, 3)
+    assert rounds_of({}, 5, 3) is None
+    assert rounds_of({"spec_verify_ct": 0}, 1, 3) is None
+    told = rounds_of({"spec_verify_ct": 2, "spec_accept_histogram": [1, 1, 0]}, 4, 3)
     assert told is not None and told.counters is not None
     assert (told.tokens, told.counters.accepted_lengths, told.counters.proposed) == (
         *(3, (1, 1)),

@@ -57,11 +57,10 @@ def test_questions_of_one_name_hide_no_difference(tiny_target: Path, head: Eagle
     ]
     assert questions[0].request_id == questions[1].request_id
     settings: dict[str, Any] = {"dtype": torch.float32, "max_length": 128}
-    steps: list[int] = []
     right = Comparison(config, target, head, template, **settings)
-    assert right.check_lossless(questions, steps.append) == [True] * 4 and sum(steps) == 8
+    assert right.check_lossless(questions) == [True] * 4
     wrong = FirstIsWrong(config, target, head, template, **settings)
-    assert wrong.check_lossless(questions, steps.append) == [False, True, True, True]
+    assert wrong.check_lossless(questions) == [False, True, True, True]
 
 
 def test_draws_are_checked_at_the_temperature_that_was_asked(
@@ -81,6 +80,5 @@ def test_draws_are_checked_at_the_temperature_that_was_asked(
     own = Comparison(config, target, head, template, dtype=torch.float32, max_length=128)
     prompt = Prompt(sample_id="0", source="s", license="MIT", category="c", turns=("What is 1?",))
     questions = [first_question(prompt, template)] * 3
-    steps: list[int] = []
-    assert own.check_lossless(questions, steps.append, 0.8) == [True] * 3
+    assert own.check_lossless(questions, 0.8) == [True] * 3
     assert [(each.temperature, each.seed) for each in asked] == [(0.8, at) for at in range(3)] * 2

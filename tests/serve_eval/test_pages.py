@@ -20,10 +20,9 @@ from pipeline.reports import (
     ServerWorkload,
     ShapeAcceptance,
 )
-from pipeline.serve_eval.acceptance import acceptance_figures
-from pipeline.serve_eval.groups import grouped_acceptance
-from pipeline.serve_eval.page.markdown import write_markdown
-from pipeline.serve_eval.page.report import write_html
+from pipeline.serve_eval.intervals import acceptance_figures
+from pipeline.serve_eval.pages import write_html, write_markdown
+from pipeline.serve_eval.summary import grouped_acceptance
 from tests.serve_eval.test_acceptance import counted
 from tests.serve_eval.test_report import category, made_up_report
 

@@ -17,7 +17,7 @@ from pipeline.reports import (
     PromptResult,
     ReferenceCheck,
 )
-from pipeline.serve_eval.page.report import print_table, write_html
+from pipeline.serve_eval.pages import print_table, write_html
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect", "circle"}
 

@@ -16,7 +16,7 @@ from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.records import Prompt
 from pipeline.reports import RoundCounters
 from pipeline.serve_eval import shapes
-from pipeline.serve_eval.acceptance import acceptance_figures
+from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import Question, first_question
 from pipeline.serve_eval.shapes import ReplayedShapes, replay_shapes, slots_for

@@ -11,11 +11,10 @@ from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.records import Arithmetic
 from pipeline.reports import EvalReport, HeadFigures, RoundCounters, TreeChoice, TreeFigures
-from pipeline.serve_eval.groups import context_bucket
 from pipeline.serve_eval.measure import Measured
-from pipeline.serve_eval.page.report import write_html
+from pipeline.serve_eval.pages import write_html
 from pipeline.serve_eval.questions import LeftOut, Question
-from pipeline.serve_eval.summary import Measurements, summarise
+from pipeline.serve_eval.summary import Measurements, context_bucket, summarise
 from pipeline.tuning.tune import Choice
 from pipeline.tuning.verification import Gaps
 from tests.heads.test_checkpoint import CONTRACT, SHAPE

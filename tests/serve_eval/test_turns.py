@@ -13,7 +13,7 @@ import torch
 
 from pipeline.config import RunConfig, parse
 from pipeline.records import Prompt
-from pipeline.serve_eval.measure import Comparison, Measured
+from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.stage import run
 from pipeline.store.manifest import read_begin, read_report, stage_location
 from pipeline.store.stage_run import open_stage
@@ -60,8 +60,8 @@ def test_contexts_of_later_turns_are_transformers_own(tmp_path: Path) -> None:
         Prompt(sample_id=turn, source="s", license="MIT", category="c", turns=(turn, "Why?", "So?"))
         for turn in QUESTIONS[:8]
     ]
-    seen = [each for each in own.measure(prompts, None, 0) if isinstance(each, Measured)]
-    later = [each.question for each in seen if each.question.turn > 1]
+    measured, _ = own.measure(prompts)
+    later = [each.question for each in measured if each.question.turn > 1]
     assert len(later) >= 8, "most go on"
     for question in later:
         [prompt] = [each for each in prompts if question.prompt == f"s/{each.sample_id}"]

@@ -17,7 +17,6 @@ from pipeline.tuning.cost import CostMeter, Costs, measure_costs, trimmed_mean
 from pipeline.tuning.roofline import (
     Roofline,
     draft_floor_seconds,
-    eta,
     extend_floor_seconds,
     floor_seconds,
     s_max,
@@ -77,7 +76,6 @@ def test_curves_are_continued_beyond_their_ends() -> None:
 def test_yardstick() -> None:
     assert s_max(tau=4.0, t_ar=10.0, t_verify=11.0, t_draft=1.0, t_extend=2.0, steps=4) == 2.5
     assert s_max(tau=4.0, t_ar=10.0, t_verify=18.0, t_draft=99.0, t_extend=2.0, steps=1) == 2.0
-    assert eta(2.0, 2.5) == 0.8
 
 
 def test_floors(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
@@ -98,19 +96,21 @@ def test_floors(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
 
 def test_floors_of_the_head(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:
     _, drafter = drafting
+    step = drafter.work(TreeSection(top_k=4, steps=1))
+    extension = drafter.work(TreeSection(top_k=1, steps=3))
     slow_memory = Roofline(1e6, 1e30, rows=2, context=100)
     slow_arithmetic = Roofline(1e30, 1e6, rows=2, context=100)
     # q, k and v have four heads of 32 and read 512 numbers; lm_head is 500 x 256, fc 256 x 768.
     layer, lm_head, fc = 3 * 512 * 128 + 128 * 256 + 3 * 256 * 384, 500 * 256, 256 * 768
     entries = 2 * (100 + 4) * 2 * 128
     numbers = layer + lm_head + entries
-    assert draft_floor_seconds(drafter, 4, slow_memory) == pytest.approx(4 * numbers / 1e6)
+    assert draft_floor_seconds(step, slow_memory) == pytest.approx(4 * numbers / 1e6)
     operations = 2 * (4 * 2 * (layer + lm_head) + 4 * 4 * 100 * 128)
-    assert draft_floor_seconds(drafter, 4, slow_arithmetic) == pytest.approx(operations / 1e6)
+    assert draft_floor_seconds(step, slow_arithmetic) == pytest.approx(operations / 1e6)
     # Three steps: four tokens are read, one proposes.
-    assert extend_floor_seconds(drafter, 3, slow_memory) == pytest.approx(4 * (numbers + fc) / 1e6)
+    assert extend_floor_seconds(extension, slow_memory) == pytest.approx(4 * (numbers + fc) / 1e6)
     operations = 2 * (4 * 2 * (layer + fc) + 2 * lm_head + 4 * 4 * 100 * 128)
-    assert extend_floor_seconds(drafter, 3, slow_arithmetic) == pytest.approx(operations / 1e6)
+    assert extend_floor_seconds(extension, slow_arithmetic) == pytest.approx(operations / 1e6)
 
 
 def test_every_part_of_a_round_is_measured(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:

@@ -14,7 +14,7 @@ from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.planning.decode import Crossing, DecodePlan, PlannedDecoding
-from pipeline.serve_eval.page.decode_page import write_page
+from pipeline.serve_eval.pages import write_plan
 from pipeline.tuning.cost import Costs
 from pipeline.tuning.trace import acceptance, replay
 from pipeline.tuning.tune import (
@@ -129,9 +129,9 @@ def test_the_page_holds_every_cell_and_escapes_what_it_shows(tmp_path: Path) -> 
         cells=cells,
         crossings=(Crossing(drafter="eagle3", batch=4, context=700.0, pays_above=False),),
     )
-    page = write_page(plan)
+    page = write_plan(plan)
     assert "budget 1,024" in page
     assert "1.31×" in page and "0.93×" in page and "3/2/6" in page and "–" in page
-    assert "off by 10.0% on average and 10.0% at most" in page
+    assert "off by 10.0% on average, 10.0% at most" in page
     assert "a &amp; b" in page and "<b>cpu" not in page and "<ngram>" not in page
     assert "&lt;ngram&gt;" in page and "<svg" in page

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from pipeline.config import DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState
-from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
+from pipeline.decoder.drafter import (
+    Drafter,
+    DrafterFactory,
+    DraftWork,
+    ReadTokens,
+    TreeDrafter,
+    Trees,
+)
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead
@@ -81,6 +88,24 @@ class Eagle3Drafter(TreeDrafter):
         row = batch.drafter_state, *entries, batch.seq_lens
         steps, k = shape.steps, self.shapes.beams(shape)
         return self.ops.draft_beams(self._head, *row, planes.drafter[0], steps, k, self.trace)
+
+    def work(self, shape: TreeSection) -> DraftWork:
+        """A step passes the layer and lm_head; an extension `fc` and the layer for steps + 1
+        tokens, and lm_head for the last one."""
+        size, beams, accepted = self.shape, shape.top_k, shape.steps + 1
+        queries = size.num_attention_heads * size.head_dim
+        entry = 2 * size.num_key_value_heads * size.head_dim
+        layer = size.hidden_size * (3 * queries + 2 * entry + 3 * size.intermediate_size)
+        lm_head, fc = size.draft_vocab_size * size.hidden_size, 3 * size.hidden_size**2
+        return DraftWork(
+            step=[(layer, beams), (lm_head, beams)],
+            extension=[(layer + fc, accepted), (lm_head, 1)],
+            beams=beams,
+            accepted=accepted,
+            entry=entry,
+            queries=queries,
+            dtype=self.dtype,
+        )
 
     def _seen(self, block_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """What the head's window leaves of `lengths` [B] entries: pages [B, P], and how many."""

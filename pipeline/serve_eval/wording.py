@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.reports import Estimate, ReferenceCheck
-from pipeline.serve_eval.page import charts
+
+#: What a reader calls the keys of `tokens_per_second` and `speedup`.
+MODE_NAMES = {"speculative": "speculative", "plain": "plain", "hf": "HF generate"}
+_WORDS = {"acceptance_length": "τ", "alpha": "α", "tokens_per_second": "tokens/s"}
 
 
 def fixed(value: float) -> str:
@@ -42,7 +45,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def plain(value: Any) -> str:
-    """Any scalar as people write it: thousands separated, three decimals, yes and no."""
+    """Any scalar: thousands separated, three decimals, yes and no."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -54,22 +57,25 @@ def plain(value: Any) -> str:
     return str(value)
 
 
-def share(key: str, value: Any) -> Any:
+def share(value: Any, key: str) -> Any:
     """Shares and coverages as percentages, everything else unchanged."""
     is_share = isinstance(value, float) and re.search("share|coverage", key)
     return percent(value) if is_share else value
 
 
 def words(key: str) -> str:
-    """`draft_vocab_size` → "draft vocab size"; a key with a shorter name among people gets that."""
-    known = {
-        "acceptance_length": "τ",
-        "alpha": "α",
-        "tokens_per_second": "tokens/s",
-        "speedup_plain": "speedup over plain",
-        "speedup_hf": "speedup over HF",
-    }
-    return known.get(key, key.replace("_", " "))
+    """`draft_vocab_size` → "draft vocab size"; figures with a symbol get that."""
+    return _WORDS.get(key, key.replace("_", " "))
+
+
+def mode(name: str) -> str:
+    """What a reader calls a way of decoding."""
+    return MODE_NAMES.get(name, name)
+
+
+def timed(figures: Mapping[str, float]) -> dict[str, float]:
+    """The ways of decoding that were timed; a zero stands for one that was not."""
+    return {name: figure for name, figure in figures.items() if figure > 0}
 
 
 def reference(check: ReferenceCheck) -> str:
@@ -77,16 +83,6 @@ def reference(check: ReferenceCheck) -> str:
     tokens, replies = plain(check.tokens), plain(check.replies)
     if check.same:
         return f"plain decoding is transformers' own on {replies} replies ({tokens} tokens)"
-    wrong = plain(check.wrong_tokens)
     differ = f"logits differ by up to {percent(check.logits_difference)}"
-    return f"{wrong} of {tokens} tokens of plain decoding are not transformers' choice, {differ}"
-
-
-def mode(name: str) -> str:
-    """What a reader calls a way of decoding."""
-    return charts.MODE_NAMES.get(name, name)
-
-
-def timed(figures: Mapping[str, float]) -> dict[str, float]:
-    """The ways of decoding that were timed; a zero stands for one that was not."""
-    return {name: figure for name, figure in figures.items() if figure > 0}
+    wrong = f"{plain(check.wrong_tokens)} of {tokens} tokens"
+    return f"{wrong} of plain decoding are not transformers' choice, {differ}"

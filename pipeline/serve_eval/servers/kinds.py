@@ -1,4 +1,4 @@
-"""What each kind of server offers: how it is asked, and what it says of its rounds.
+"""What each kind of server offers: how prompts are sent, and what it reports of its rounds.
 
     sglang   POST /generate with input_ids; meta_info of the last event; /server_info (before 0.5:
              /get_server_info) with the speculative_* arguments
@@ -7,7 +7,7 @@
              of /metrics, read before and after (v1/spec_decode/metrics.py)
     eagle3   POST /v1/completions; meta_info under SGLang's names in the last event
 
-Names of SGLang have changed; the newer is read first.
+SGLang has renamed some fields; the newer name is read first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 from pipeline.errors import EndpointError
 from pipeline.reports import RoundCounters
-from pipeline.serve_eval.live.client import LiveClient, ServerGone
+from pipeline.serve_eval.servers.client import LiveClient, ServerGone
 
 Kind = Literal["sglang", "vllm", "eagle3"]
 
-#: Arguments of an SGLang server that are kept beside speculative_*. Others may be secrets.
-_TOLD = (
+#: Arguments of an SGLang server that are recorded beside speculative_*. Others may be secrets.
+_RECORDED = (
     *("model_path", "tokenizer_path", "served_model_name", "dtype", "quantization", "tp_size"),
     *("kv_cache_dtype", "attention_backend", "page_size", "max_running_requests", "chat_template"),
 )
@@ -35,7 +35,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class LiveServer:
-    """A server that answers, and what it says of itself."""
+    """A server that answers, and what it reports about itself."""
 
     kind: Kind
     model: str
@@ -48,25 +48,25 @@ class LiveServer:
         return "/generate" if self.kind == "sglang" else "/v1/completions"
 
     @property
-    def tells_requests(self) -> bool:
-        """Whether a reply says what its rounds did."""
+    def reports_requests(self) -> bool:
+        """Whether a reply reports what its rounds did."""
         return self.kind != "vllm"
 
     @property
     def depth(self) -> int | None:
-        """Positions that a round of it drafts, as it told."""
+        """Positions that one of its rounds drafts, as it reports."""
         steps = self.settings.get("speculative_num_steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def drafted_tokens(self) -> int | None:
-        """Drafted tokens that it verifies in a round, as it told."""
+        """Drafted tokens that it verifies in a round, as it reports."""
         nodes = self.settings.get("speculative_num_draft_tokens")
         return nodes - 1 if isinstance(nodes, int) and nodes > 1 else None
 
     def body(self, ids: Sequence[int], new: int, stop_ids: Sequence[int]) -> dict[str, Any]:
-        """A greedy request whose reply is streamed. A server's own defaults, which come with the
-        model, are all overruled."""
+        """A greedy request with a streamed reply. It overrides the server's defaults, which come
+        with the model."""
         sampling: dict[str, Any] = {
             "temperature": 0.0,
             "top_p": 1.0,
@@ -90,7 +90,7 @@ class LiveServer:
 
 
 async def identify(client: LiveClient, url: str, kind: str, model: str | None) -> LiveServer:
-    """Ask a server what it is. Raises EndpointError, ServerGone."""
+    """Find out what a server is. Raises EndpointError, ServerGone."""
     listed = await client.json_page("/v1/models")
     rows = listed.get("data") if isinstance(listed, dict) else None
     first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
@@ -102,10 +102,12 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
         known: Kind = "eagle3"
     elif owner == "sglang" or (isinstance(info, dict) and "internal_states" in info):
         known = "sglang"
-    elif owner == "vllm" or await _has_metrics(client):
+    elif owner == "vllm" or (
+        (page := await client.page("/metrics")) is not None and "vllm:" in page.text
+    ):
         known = "vllm"
     else:
-        problem = "is neither SGLang nor vLLM nor `eagle3 serve`, as far as it tells"
+        problem = "not recognised as SGLang, vLLM or `eagle3 serve`"
         fix = "set eval.server.kind, or correct the address"
         raise EndpointError(problem, where=url, fix=fix)
     named = model or str(first.get("id", ""))
@@ -113,49 +115,41 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
         return _sglang(info if isinstance(info, dict) else {}, named)
     version = await client.json_page("/version") if known == "vllm" else first
     number = str(version.get("version", "")) if isinstance(version, dict) else ""
-    kept = {
+    return LiveServer(known, named, number, _recorded(first, ("max_model_len", "root", "golden")))
+
+
+def _recorded(settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Those of the names, and the speculative ones."""
+    return {
         name: value
-        for name, value in first.items()
-        if value is not None
-        and (name in ("max_model_len", "root", "golden") or name.startswith("speculative_"))
+        for name, value in settings.items()
+        if value is not None and (name in names or name.startswith("speculative_"))
     }
-    return LiveServer(known, named, number, kept)
-
-
-async def _has_metrics(client: LiveClient) -> bool:
-    page = await client.page("/metrics")
-    return page is not None and "vllm:" in page.text
 
 
 def _sglang(info: dict[str, Any], model: str) -> LiveServer:
-    told = {
-        name: value
-        for name, value in info.items()
-        if value is not None and (name in _TOLD or name.startswith("speculative_"))
-    }
+    settings = _recorded(info, _RECORDED)
     states = info.get("internal_states")
     state = states[0] if isinstance(states, list) and states else {}
     if isinstance(state, dict) and state.get("avg_spec_accept_length") is not None:
-        told["avg_spec_accept_length"] = state["avg_spec_accept_length"]
-    if "speculative_algorithm" not in info and info:
-        told["speculative_algorithm"] = None
-    elif info:
-        told["speculative_algorithm"] = info["speculative_algorithm"]
-    return LiveServer("sglang", model, str(info.get("version", "")), told)
+        settings["avg_spec_accept_length"] = state["avg_spec_accept_length"]
+    if info:
+        settings["speculative_algorithm"] = info.get("speculative_algorithm")
+    return LiveServer("sglang", model, str(info.get("version", "")), settings)
 
 
 @dataclass(frozen=True)
-class ToldRounds:
-    """What a server says of the rounds of one request, or of several."""
+class ServerRounds:
+    """What a server reports of the rounds of one request, or of several."""
 
     rounds: int
     tokens: int  # of rounds, bonus included
     drafted: int = 0
     accepted: int = 0
-    counters: RoundCounters | None = None  # None: it does not say how many each round accepted
+    counters: RoundCounters | None = None  # None: it does not report what each round accepted
 
 
-def rounds_told(meta: dict[str, Any], completion: int, depth: int | None) -> ToldRounds | None:
+def rounds_of(meta: dict[str, Any], completion: int, depth: int | None) -> ServerRounds | None:
     """Of a request, from its `meta_info`; None where it has no rounds.
 
     `completion` counts prefill's token, which no round made. `depth`: positions that a round
@@ -165,13 +159,13 @@ def rounds_told(meta: dict[str, Any], completion: int, depth: int | None) -> Tol
     if not isinstance(rounds, int) or rounds < 1:
         return None
     tokens = max(completion - 1, 0)
-    kept = _first(meta, "spec_num_correct_drafts", "spec_accept_token_num")
-    kept = kept if isinstance(kept, int) else max(tokens - rounds, 0)
+    accepted = _first(meta, "spec_num_correct_drafts", "spec_accept_token_num")
+    accepted = accepted if isinstance(accepted, int) else max(tokens - rounds, 0)
     drafted = _first(meta, "spec_num_proposed_drafts", "spec_draft_token_num")
     drafted = drafted if isinstance(drafted, int) else 0
     lengths = _first(meta, "spec_correct_drafts_histogram", "spec_accept_histogram")
     if not isinstance(lengths, list) or sum(lengths) != rounds:
-        return ToldRounds(rounds, tokens, drafted, kept)
+        return ServerRounds(rounds, tokens, drafted, accepted)
     while len(lengths) > 1 and not lengths[-1]:
         lengths = lengths[:-1]
     positions = max(depth or 0, len(lengths) - 1)
@@ -182,7 +176,7 @@ def rounds_told(meta: dict[str, Any], completion: int, depth: int | None) -> Tol
         accepted_lengths=tuple(lengths),
         proposed=(rounds,) * positions,
     )
-    return ToldRounds(rounds, tokens, counters.drafted, counters.accepted_tokens, counters)
+    return ServerRounds(rounds, tokens, counters.drafted, counters.accepted_tokens, counters)
 
 
 def _first(meta: dict[str, Any], *names: str) -> Any:
@@ -212,15 +206,15 @@ class MetricCounts:
             ),
         )
 
-    def rounds(self) -> ToldRounds | None:
+    def rounds(self) -> ServerRounds | None:
         """Every draft as a round with all that it accepted and the bonus token."""
         if not self.drafts or self.drafts < 0:
             return None
         reached = (self.drafts, *self.by_position, 0)
         lengths = [more - less for more, less in pairwise(reached)]
-        told = (self.drafts, self.drafts + self.accepted, self.drafted, self.accepted)
+        totals = (self.drafts, self.drafts + self.accepted, self.drafted, self.accepted)
         if sum(self.by_position) != self.accepted or min(lengths) < 0:
-            return ToldRounds(*told)
+            return ServerRounds(*totals)
         while len(lengths) > 1 and not lengths[-1]:
             lengths.pop()
         counters = RoundCounters(
@@ -230,7 +224,7 @@ class MetricCounts:
             accepted_lengths=tuple(lengths),
             proposed=(self.drafts,) * len(self.by_position),
         )
-        return ToldRounds(*told, counters)
+        return ServerRounds(*totals, counters)
 
 
 async def read_metrics(client: LiveClient, model: str) -> MetricCounts | None:
@@ -243,7 +237,7 @@ async def read_metrics(client: LiveClient, model: str) -> MetricCounts | None:
 
 
 def parse_metrics(text: str, model: str) -> MetricCounts | None:
-    """Samples of `model`; of all models where none is called so."""
+    """Samples of `model`, or of all models where none has that name."""
     rows = [_sample(line) for line in text.splitlines()]
     samples = [row for row in rows if row is not None]
     own = [row for row in samples if row[1].get("model_name") == model] or samples

@@ -1,6 +1,6 @@
 """A closed loop: so many requests are open at a time, and as one ends the next is sent.
 
-Times are those of the client: sent to first token, and the mean time of each token behind it.
+Times are the client's: sent to first token, and the mean time of each token after it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import EndpointError, EndpointsUnavailable
-from pipeline.reports import AcceptanceFigures, LoadPoint, Percentiles
-from pipeline.serve_eval.acceptance import acceptance_figures, drawn_sums, estimate
-from pipeline.serve_eval.live.client import AttemptFailed, LiveClient, ServerGone
-from pipeline.serve_eval.live.servers import (
+from pipeline.reports import AcceptanceFigures, LoadPoint
+from pipeline.serve_eval.intervals import acceptance_figures, drawn_sums, estimate, percentiles
+from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.servers.client import AttemptFailed, LiveClient, ServerGone
+from pipeline.serve_eval.servers.kinds import (
     LiveServer,
     MetricCounts,
-    ToldRounds,
+    ServerRounds,
     read_metrics,
-    rounds_told,
+    rounds_of,
 )
-from pipeline.serve_eval.questions import Question
 
-#: How long counters are waited for: vLLM counts a step after it has sent the step's tokens.
+#: How long to wait for counters: vLLM counts a step after it has sent the step's tokens.
 _SETTLE_SECONDS = 2.0
 _CUT = frozenset({"disconnected", "truncated"})
 
@@ -44,8 +44,8 @@ class LiveReply:
     prompt_tokens: int | None
     finish_reason: str
     ttft_seconds: float
-    tpot_seconds: float | None  # None: no token behind the first
-    told: ToldRounds | None
+    tpot_seconds: float | None  # None: no token after the first
+    rounds: ServerRounds | None
 
 
 @dataclass(frozen=True)
@@ -57,26 +57,27 @@ class LoadRun:
     failed: Counter[str]
     seconds: float
     counted: MetricCounts | None  # by the server meanwhile
-    pooled: ToldRounds | None  # only where its replies tell nothing
+    pooled: ServerRounds | None  # only where its replies report nothing
 
     @property
     def tokens(self) -> int:
         return sum(reply.tokens for reply in self.replies)
 
     @property
-    def told(self) -> list[ToldRounds]:
-        """By request, else of all together; empty where nobody tells."""
-        each = [reply.told for reply in self.replies if reply.told is not None]
+    def rounds(self) -> list[ServerRounds]:
+        """By request, else of all together; empty where the server reports none."""
+        each = [reply.rounds for reply in self.replies if reply.rounds is not None]
         return each or ([self.pooled] if self.pooled else [])
 
     @property
     def acceptance_length(self) -> float | None:
-        """τ over all requests; None where nobody tells."""
-        rounds = sum(each.rounds for each in self.told)
-        return sum(each.tokens for each in self.told) / rounds if rounds else None
+        """τ over all requests; None where the server reports no rounds."""
+        rounds = sum(each.rounds for each in self.rounds)
+        return sum(each.tokens for each in self.rounds) / rounds if rounds else None
 
     def point(self) -> LoadPoint:
         """As reports have it."""
+        names = [each.question.request_id for each in self.replies if each.rounds is not None]
         tpots = [each.tpot_seconds for each in self.replies if each.tpot_seconds is not None]
         return LoadPoint(
             concurrency=self.concurrency,
@@ -86,36 +87,30 @@ class LoadRun:
             seconds=self.seconds,
             tokens=self.tokens,
             throughput=self.tokens / self.seconds if self.seconds else 0.0,
-            ttft_seconds=_percentiles([each.ttft_seconds for each in self.replies]),
-            tpot_seconds=_percentiles(tpots),
-            acceptance=self._figures(),
-        )
-
-    def _figures(self) -> AcceptanceFigures | None:
-        rows = [(each, each.told) for each in self.replies if each.told is not None]
-        if not rows:
-            return figures_of([self.pooled], ["all"]) if self.pooled else None
-        return figures_of(
-            [told for _, told in rows], [each.question.request_id for each, _ in rows]
+            ttft_seconds=percentiles([each.ttft_seconds for each in self.replies]),
+            tpot_seconds=percentiles(tpots),
+            acceptance=_figures(self.rounds, names or ["all"]) if self.rounds else None,
         )
 
 
-def figures_of(told: Sequence[ToldRounds], prompts: Sequence[str]) -> AcceptanceFigures | None:
-    """τ alone, without α, where the server does not say how many tokens each round accepted."""
-    counters = [each.counters for each in told if each.counters is not None]
-    if len(counters) == len(told):
+def _figures(reported: Sequence[ServerRounds], prompts: Sequence[str]) -> AcceptanceFigures | None:
+    """τ alone, without α, where the server does not report what each round accepted."""
+    counters = [each.counters for each in reported if each.counters is not None]
+    if len(counters) == len(reported):
         return acceptance_figures(counters, prompts)
-    table = np.array([[each.rounds, each.tokens, 1, each.tokens / each.rounds] for each in told])
+    table = np.array(
+        [[each.rounds, each.tokens, 1, each.tokens / each.rounds] for each in reported]
+    )
     rounds, tokens, requests, ratios = drawn_sums(table.astype(float), prompts).T
-    drafted = sum(each.drafted for each in told)
+    drafted = sum(each.drafted for each in reported)
     return AcceptanceFigures(
-        requests=len(told),
+        requests=len(reported),
         rounds=int(rounds[0]),
         acceptance_length=estimate(tokens / rounds, len(set(prompts))),
         request_acceptance_length=estimate(ratios / requests, len(set(prompts))),
         conditional=(),
         joint=(),
-        accept_rate=sum(each.accepted for each in told) / drafted if drafted else 0.0,
+        accept_rate=sum(each.accepted for each in reported) / drafted if drafted else 0.0,
     )
 
 
@@ -142,25 +137,25 @@ class LiveMeasure:
     async def run(
         self, questions: Sequence[Question], concurrency: int, advance: Callable[[float], None]
     ) -> LoadRun:
-        """Raises EndpointsUnavailable when the server dies, EndpointError when it answers nothing.
+        """Send every prompt, and some again where they are fewer than twice the concurrency.
 
-        Prompts are sent again where they are fewer than twice those that are open.
+        Raises EndpointsUnavailable when the server dies, EndpointError when no request succeeds.
         """
         total = self.requests(questions, concurrency)
         left, done = islice(cycle(questions), total), list[LiveReply]()
         failed: Counter[str] = Counter()
-        said = ""
+        detail = ""
         before = await self._metrics()
         start = time.perf_counter()
 
         async def work() -> None:
-            nonlocal said
+            nonlocal detail
             for question in left:
                 try:
                     done.append(await self._ask(question, alone=concurrency == 1))
                 except AttemptFailed as failure:
                     failed[str(failure)] += 1
-                    said = said or failure.detail
+                    detail = detail or failure.detail
                     await self._check_alive(str(failure) in _CUT, len(done), total, concurrency)
                 except ServerGone:
                     failed["unreachable"] += 1
@@ -171,17 +166,19 @@ class LiveMeasure:
         seconds = time.perf_counter() - start
         if not done:
             reasons = ", ".join(f"{count} x {name}" for name, count in failed.most_common())
-            problem = f"no request succeeded at concurrency {concurrency}: {reasons} {said}".strip()
+            problem = (
+                f"no request succeeded at concurrency {concurrency}: {reasons} {detail}".strip()
+            )
             fix = "look at the server's log; raise eval.server.timeout_seconds if it is only slow"
             raise EndpointError(problem, where=self._url, fix=fix)
         counted = await self._counted(before, sum(reply.tokens for reply in done))
-        told = any(reply.told for reply in done)
-        pooled = counted.rounds() if counted and not told else None
+        reported = any(reply.rounds for reply in done)
+        pooled = counted.rounds() if counted and not reported else None
         return LoadRun(concurrency, tuple(done), failed, seconds, counted, pooled)
 
     async def _ask(self, question: Question, *, alone: bool) -> LiveReply:
         """One request; `alone`: all that the server counts meanwhile is this one's."""
-        counts = alone and not self._server.tells_requests
+        counts = alone and not self._server.reports_requests
         before = await self._metrics() if counts else None
         body = self._server.body(question.context, self._new, self._stop)
         reading = _Reading(self._server)
@@ -195,11 +192,11 @@ class LiveMeasure:
         tokens = reading.completion
         if not tokens:
             raise AttemptFailed("empty")
-        told = rounds_told(reading.meta, tokens, self._server.depth)
+        rounds = rounds_of(reading.meta, tokens, self._server.depth)
         if counts:
             counted = await self._counted(before, tokens)
             if counted and counted.generated == tokens:
-                told = counted.rounds()
+                rounds = counted.rounds()
         return LiveReply(
             question,
             tokens,
@@ -208,7 +205,7 @@ class LiveMeasure:
             reading.finish_reason,
             first - start,
             (last - first) / (tokens - 1) if tokens > 1 else None,
-            told,
+            rounds,
         )
 
     async def _metrics(self) -> MetricCounts | None:
@@ -308,10 +305,3 @@ async def _all_of(workers: Iterator[Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _percentiles(values: Sequence[float]) -> Percentiles:
-    if not values:
-        return Percentiles(mean=0, p50=0, p90=0, p99=0)
-    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
-    return Percentiles(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)

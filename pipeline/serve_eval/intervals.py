@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.reports import AcceptanceFigures, Estimate, RoundCounters
+from pipeline.reports import AcceptanceFigures, Estimate, Percentiles, RoundCounters
 
 DRAWS = 2_000
 _SEED = 0
@@ -24,20 +24,28 @@ _SEED = 0
 _Floats = npt.NDArray[np.float64]
 
 
+def percentiles(values: Sequence[float]) -> Percentiles:
+    """Mean and percentiles; zeros without values."""
+    if not values:
+        return Percentiles(mean=0.0, p50=0.0, p90=0.0, p99=0.0)
+    p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+    return Percentiles(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)
+
+
 def acceptance_figures(
     counters: Sequence[RoundCounters], prompts: Sequence[str]
 ) -> AcceptanceFigures | None:
-    """Figures of requests with rounds, and for each the prompt that it belongs to; None without."""
+    """Acceptance over requests, given the prompt of each; None where none has rounds."""
     rows = [(each, name) for each, name in zip(counters, prompts, strict=True) if each.rounds]
     if not rows:
         return None
     depth = max(len(each.accepted) for each, _ in rows)
     # Of a request: rounds, tokens, 1, τ, accepted at 1…depth.
-    table = np.array([[each.rounds, each.tokens, 1, each.acceptance_length] for each, _ in rows])
-    kept = np.array([_padded(each.accepted, depth) for each, _ in rows], float).reshape(
-        len(rows), depth
-    )
-    sums = drawn_sums(np.hstack([table, kept]), [name for _, name in rows])  # [1 + DRAWS, 4 + D]
+    table = [
+        (each.rounds, each.tokens, 1, each.acceptance_length, *each.accepted) for each, _ in rows
+    ]
+    padded = [[*row, *[0] * (4 + depth - len(row))] for row in table]
+    sums = drawn_sums(np.array(padded, float), [name for _, name in rows])  # [1 + DRAWS, 4 + D]
     rounds, tokens, requests, ratios = sums[:, :4].T
     reached = np.hstack([rounds[:, None], sums[:, 4:]])  # [1 + DRAWS, 1 + D]
     drawn = len({name for _, name in rows})
@@ -93,11 +101,7 @@ def _wider(prompts: int) -> float:
 
 
 def _ratio(above: _Floats, below: _Floats, prompts: int) -> Estimate:
-    """Draws without a case to count are left out: nothing is known from them."""
+    """A share with its interval; draws without a case to count are left out."""
     known = below > 0
     share = estimate(above[known] / below[known], prompts)
     return Estimate(value=share.value, low=max(share.low, 0.0), high=min(share.high, 1.0))
-
-
-def _padded(values: Sequence[int], length: int) -> list[int]:
-    return [*values, *[0] * (length - len(values))]

@@ -1,8 +1,8 @@
-"""`eagle3 eval --server`: ask a running server the evaluation's prompts, and say what it is.
+"""`eagle3 eval --server`: send the evaluation's prompts to a running server.
 
 Only the target's tokenizer and template are needed, so that targets can be evaluated that the
-decoder does not run. Every run is kept beside the stage's report, under a name of its own, and only
-once it is complete:
+decoder does not run. Every run is stored beside the stage's report, under a name of its own, once
+it is complete:
 
     eval/servers/sglang-1.json   a ServerResult
     eval/servers/sglang-2.json   the next run; nothing is overwritten
@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.errors import EndpointsUnavailable
 from pipeline.records import Prompt
 from pipeline.reports import (
-    REPORT,
     EvalReport,
     LoadCurve,
     PromptResult,
@@ -30,12 +27,7 @@ from pipeline.reports import (
     ServerResult,
     ServerWorkload,
 )
-from pipeline.serve_eval.live.client import LiveClient, ServerGone, open_client
-from pipeline.serve_eval.live.findings import SeenServer, findings_of
-from pipeline.serve_eval.live.golden import evenly, prompts_digest
-from pipeline.serve_eval.live.measure import LiveMeasure, LiveReply, LoadRun
-from pipeline.serve_eval.live.servers import LiveServer, identify
-from pipeline.serve_eval.live.table import print_server
+from pipeline.serve_eval.pages import SERVERS, renew_pages, report_of
 from pipeline.serve_eval.questions import (
     Question,
     clock_of,
@@ -43,18 +35,25 @@ from pipeline.serve_eval.questions import (
     load_evaluation_prompts,
     readable,
 )
+from pipeline.serve_eval.servers.client import LiveClient, ServerGone, gone, open_client
+from pipeline.serve_eval.servers.findings import SeenServer, findings_of, print_server
+from pipeline.serve_eval.servers.kinds import LiveServer, identify
+from pipeline.serve_eval.servers.load import LiveMeasure, LiveReply, LoadRun
+from pipeline.serve_eval.summary import evenly, prompts_digest
 from pipeline.store.location import Location
-from pipeline.store.manifest import read_report, stage_location
+from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_template
 from pipeline.target.template import ChatTemplate
 
-SERVERS = "servers"
-#: Prompts that the server's chat endpoint is asked about.
+#: Prompts that are also sent to the server's chat endpoint, to compare templates.
 _TEMPLATE_PROMPTS = 3
 
 
 def evaluate_server(config: RunConfig) -> ServerResult:
-    """Measure, store and print. Raises EndpointError, EndpointsUnavailable when it dies."""
+    """Measure, store, print, and renew the report's pages.
+
+    Raises EndpointError, and EndpointsUnavailable when the server dies.
+    """
     prepare_process(config.run)
     section = config.eval
     with long_step("eval", "loading the target's tokenizer"):
@@ -71,19 +70,8 @@ def evaluate_server(config: RunConfig) -> ServerResult:
     where = _store(stage_location(config.run.uri, "eval").child(SERVERS), result)
     print_server(result)
     notice("eval", f"server: {where}")
+    renew_pages(config)
     return result
-
-
-def report_of(config: RunConfig) -> EvalReport | None:
-    """The decoder's own report of this run; None before it is there."""
-    there = stage_location(config.run.uri, "eval").exists(REPORT)
-    return read_report(config.run.uri) if there else None
-
-
-def gone(url: str) -> EndpointsUnavailable:
-    """The error of an address where nothing listens."""
-    fix = "start the server, or correct the address"
-    return EndpointsUnavailable("nothing answers there", where=url, fix=fix)
 
 
 async def _ask(
@@ -117,14 +105,14 @@ async def _ask(
 def _expected(
     report: EvalReport | None, questions: Sequence[Question], new: int
 ) -> dict[str, RoundCounters]:
-    """The decoder's counters of the same prompts, where it may say as much of each."""
+    """The decoder's counters of the same prompts, with the same limit of tokens."""
     if report is None or report.settings.max_new_tokens != new:
         return {}
-    asked = {each.request_id: len(each.context) for each in questions}
+    contexts = {each.request_id: len(each.context) for each in questions}
     return {
         each.id: each.counters
         for each in report.prompts
-        if each.counters is not None and asked.get(each.id) == each.context_tokens
+        if each.counters is not None and contexts.get(each.id) == each.context_tokens
     }
 
 
@@ -204,26 +192,26 @@ def _each_once(run: LoadRun) -> list[LiveReply]:
 
 
 def _prompt_result(reply: LiveReply, kind: str) -> PromptResult:
-    told, tpot = reply.told, reply.tpot_seconds
+    rounds, tpot = reply.rounds, reply.tpot_seconds
     return PromptResult(
         id=reply.question.request_id,
         category=reply.question.category,
         source=reply.question.source,
         context_tokens=len(reply.question.context),
         finish_reason=reply.finish_reason,
-        rounds=told.rounds if told else 0,
+        rounds=rounds.rounds if rounds else 0,
         tokens=reply.tokens,
-        acceptance_length=round(told.tokens / told.rounds, 4) if told else 0.0,
+        acceptance_length=round(rounds.tokens / rounds.rounds, 4) if rounds else 0.0,
         tokens_per_second={kind: round(1 / tpot, 2)} if tpot else {},
         ttft_seconds={kind: reply.ttft_seconds},
         tpot_seconds={kind: tpot} if tpot is not None else {},
-        counters=told.counters if told else None,
+        counters=rounds.counters if rounds else None,
         identical_fp32=None,
     )
 
 
 def _store(folder: Location, result: ServerResult) -> str:
-    """Under the first free name; of two processes at once each has its own."""
+    """Under the first free name; two processes at once take different ones."""
     data = result.model_dump_json(indent=2).encode() + b"\n"
     taken = set(folder.names())
     for number in range(1, len(taken) + 1000):
@@ -231,13 +219,3 @@ def _store(folder: Location, result: ServerResult) -> str:
         if name not in taken and folder.create(name, data) == data:
             return folder.where(name)
     raise AssertionError("a thousand others at once")
-
-
-def read_results(run_uri: str) -> tuple[ServerResult, ...]:
-    """All that are stored of a run, by name; those that cannot be read are left out."""
-    folder = stage_location(run_uri, "eval").child(SERVERS)
-    results = []
-    for name in sorted(name for name in folder.names() if name.endswith(".json")):
-        with suppress(ValueError):
-            results.append(ServerResult.model_validate_json(folder.read(name)))
-    return tuple(results)

@@ -1,6 +1,6 @@
 """HTTP to one server: pages, streams of server-sent events, and why an attempt failed.
 
-429, 503                 asked again after Retry-After, until the request's time is up
+429, 503                 retried after Retry-After, until the request's time is up
 other 4xx and 5xx        failed, named after the status
 an error in the stream   failed: stream_error
 a stream without its end failed: truncated
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import LiveServerSection
 from pipeline.config.credentials import key_headers
-from pipeline.errors import ConfigError, EndpointError, MissingPackage
+from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable, MissingPackage
 
 if TYPE_CHECKING:
     import httpx
@@ -50,7 +50,7 @@ class LiveClient:
         self.failures: Counter[str] = Counter()
 
     async def page(self, path: str) -> httpx.Response | None:
-        """A page; None where there is none. Raises ServerGone."""
+        """A page; None where the server has none. Raises ServerGone."""
         import httpx
 
         try:
@@ -100,8 +100,7 @@ class LiveClient:
 
     @asynccontextmanager
     async def _opened(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
-        """The reply's head has arrived with status 200; while the server is busy it is asked
-        again."""
+        """A reply with status 200; a busy server is asked again."""
         while True:
             async with self._http.stream("POST", path, json=body) as reply:
                 status = reply.status_code
@@ -118,7 +117,7 @@ class LiveClient:
 
 
 async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Raises AttemptFailed where a stream tells an error, is no JSON, or lacks its end.
+    """Raises AttemptFailed for a stream that reports an error, is not JSON, or lacks its end.
 
     What follows the end is read too: the connection can then be used again.
     """
@@ -144,7 +143,7 @@ async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 @asynccontextmanager
 async def open_client(section: LiveServerSection) -> AsyncIterator[LiveClient]:
-    """The connections of one event loop. Raises ConfigError, MissingPackage."""
+    """A client for one event loop. Raises ConfigError, MissingPackage."""
     try:
         import httpx
     except ImportError:
@@ -163,9 +162,15 @@ async def open_client(section: LiveServerSection) -> AsyncIterator[LiveClient]:
         yield LiveClient(http, section)
 
 
+def gone(url: str) -> EndpointsUnavailable:
+    """The error of an address where nothing listens."""
+    fix = "start the server, or correct the address"
+    return EndpointsUnavailable("nothing answers there", where=url, fix=fix)
+
+
 def _refused(url: str, status: int) -> EndpointError:
     fix = "name the variable that holds its key in eval.server.api_key_env"
-    return EndpointError(f"the server wants another key (HTTP {status})", where=url, fix=fix)
+    return EndpointError(f"the server refuses the key (HTTP {status})", where=url, fix=fix)
 
 
 def _wait_seconds(reply: httpx.Response) -> float:

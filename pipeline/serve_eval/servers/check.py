@@ -1,0 +1,101 @@
+"""`eagle3 check-serving`: whether a running server does what a report says of its head.
+
+The report's golden prompts are sent as they are, one after the other: neither the target nor its
+tokenizer is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipeline.config import LiveServerSection, RunConfig, overridden
+from pipeline.console import notice
+from pipeline.errors import ConfigError, DataError
+from pipeline.reports import REPORT, EvalReport, GoldenFigure, ServerFinding
+from pipeline.serve_eval.pages import report_of
+from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.servers.client import ServerGone, gone, open_client
+from pipeline.serve_eval.servers.findings import (
+    SeenServer,
+    failures,
+    finding,
+    other_replies,
+    print_finding,
+)
+from pipeline.serve_eval.servers.kinds import LiveServer, identify
+from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
+from pipeline.serve_eval.summary import evenly
+from pipeline.store.manifest import stage_location
+
+
+def check_run(config: RunConfig) -> bool:
+    """Against the run's own report. Raises ConfigError without one."""
+    where = stage_location(config.run.uri, "eval").where(REPORT)
+    report = report_of(config)
+    if report is None:
+        raise ConfigError("there is no report", where=where, fix="run `eagle3 eval` first")
+    return check(report, config.eval.server, where=where)
+
+
+def check_report(file: str, overrides: Sequence[str]) -> bool:
+    """Against a report.json. Raises DataError, ConfigError."""
+    fix = "pass a report.json that `eagle3 eval` wrote"
+    try:
+        data = Path(file).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=file, fix=fix) from None
+    report = EvalReport.parse(data, where=file, fix=fix)
+    config = overridden({"target": {"source": report.contract.source}}, overrides)
+    return check(report, config.eval.server, where=file)
+
+
+def check(report: EvalReport, section: LiveServerSection, *, where: str) -> bool:
+    """Send, compare and print. Raises ConfigError for a report without a golden τ."""
+    golden = report.golden
+    if golden is None:
+        fix = "evaluate again: `eagle3 eval --force`, with a drafter that drafts"
+        raise ConfigError("the report has no golden τ", where=where, fix=fix)
+    server, run = asyncio.run(_send(golden, section))
+    expected = {each.id: each.counters for each in golden.prompts}
+    seen = SeenServer(
+        server, section, [run], golden.max_new_tokens, report=report, expected=expected
+    )
+    passed = True
+    for each in (*failures(seen), *_acceptance(seen), *other_replies(seen)):
+        print_finding(each)
+        passed = passed and each.severity != "error"
+    verdict = "passed" if passed else "FAILED"
+    tau = "unknown" if run.acceptance_length is None else f"{run.acceptance_length:.3f}"
+    notice("check", f"{verdict}: τ {tau} on {len(run.replies)} prompts; report {where}")
+    return passed
+
+
+async def _send(golden: GoldenFigure, section: LiveServerSection) -> tuple[LiveServer, LoadRun]:
+    url = str(section.url)
+    chosen = evenly(golden.prompts, section.check_prompts)
+    questions = [Question(each.id, "", each.prompt_ids) for each in chosen]
+    async with open_client(section) as client:
+        try:
+            server = await identify(client, url, section.kind, section.model)
+        except ServerGone:
+            raise gone(url) from None
+        measure = LiveMeasure(
+            client, server, url=url, new_tokens=golden.max_new_tokens, stop_ids=golden.stop_ids
+        )
+        return server, await measure.run(questions, 1, lambda amount: None)
+
+
+def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
+    if (paired := seen.paired) is None:
+        text = "the server reports no acceptance of single requests: it decodes plainly, or others "
+        fix = "start it with its speculative options, and send it nothing else meanwhile"
+        yield finding("error", "no_acceptance", f"{text}use it now", fix)
+        return
+    text = f"the server's {paired.text}; {100 * seen.section.tolerance:g} % are allowed"
+    fix = "the report was made with another head, tree, target or arithmetic than the server runs"
+    if paired.differs(seen.section.tolerance):
+        yield finding("error", "acceptance_differs", text, fix)
+    else:
+        yield finding("note", "acceptance", text, "nothing")
