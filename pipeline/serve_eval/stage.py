@@ -125,7 +125,7 @@ def _evaluate(
     arithmetic = decoder_arithmetic(model.ops, model.dtype, model.device)
     stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
     # What is measured should not have chosen how it is measured.
-    choice = own.tune(others or prompts) if section.tree.auto else None
+    choice = own.tune(others or prompts) if section.tree == "auto" else None
     own.add_rivals(section.compare)
     measured: list[Measured] = []
     left_out = list[LeftOut](unreadable)

@@ -98,7 +98,7 @@ def summarise(
         contract=contract,
         provenance=loaded[1].provenance if loaded else {},
         settings={
-            "tree": tree.model_dump() if drafts else {"nodes": 1},
+            "tree": {"auto": False, **tree.model_dump()} if drafts else {"nodes": 1},
             "tree_auto": _predicted(measurements),
             "dtype": arithmetic.dtype,
             "arithmetic": arithmetic.model_dump(mode="json"),
@@ -123,9 +123,7 @@ def summarise(
 
 def _drafter(section: DrafterSection, choice: Choice | None) -> dict[str, Any]:
     """Its name, and what was set of it, or chosen."""
-    own = getattr(section, section.name, None)
-    set_ = own.model_dump(mode="json") if own else {}
-    return {"name": section.name, **set_, **(choice.settings if choice else {})}
+    return section.model_dump(mode="json") | (choice.settings if choice else {})
 
 
 def _head(head: DraftingHead, card: HeadCard, contract: TargetContract) -> dict[str, Any]:
@@ -148,7 +146,7 @@ def _plainly(item: Measured) -> Measured:
 def _judged_apart(measured: Sequence[Measured], tree: TreeSection) -> dict[str, Any]:
     """What the drafter does on a tree that is not used, because plain decoding is faster."""
     return {
-        "tree": tree.model_dump(exclude={"auto"}),
+        "tree": tree.model_dump(),
         "acceptance_length": _acceptance(measured).tau,
         "speedup_plain": _median(_speedups(measured, "plain")),
     }
@@ -159,14 +157,13 @@ def _predicted(measurements: Measurements) -> dict[str, Any] | None:
     if (choice := measurements.choice) is None:
         return None
     return {
-        "fastest_tree": choice.shape.model_dump(exclude={"auto"}),
+        "fastest_tree": choice.shape.model_dump(),
         "predicted_acceptance_length": choice.acceptance_length,
         "predicted_speedup": choice.speedup,
         "settings": choice.settings,
         "tried_on_other_prompts": measurements.tuned_apart,
         "by_batch": {
-            str(rows): tree and tree.model_dump(exclude={"auto"})
-            for rows, tree in measurements.trees.items()
+            str(rows): tree and tree.model_dump() for rows, tree in measurements.trees.items()
         },
     }
 

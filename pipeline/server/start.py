@@ -133,7 +133,7 @@ def _told(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any
         golden is None
         or golden.target_fingerprint not in (contract.fingerprint, contract.sampled_fingerprint)
         or (head, config.eval.drafter.name) != (golden.head_fingerprint, golden.drafter)
-        or golden.tree != tree.model_dump(exclude={"auto"})
+        or golden.tree != tree.model_dump()
     ):
         return told
     kept = golden.model_dump(exclude={"prompts", "stop_ids"})
@@ -149,7 +149,7 @@ def _trees(config: RunConfig) -> tuple[BatchTrees, Mapping[str, int]]:
     section = config.eval
     if config.serve.plain:
         return {}, {}
-    if not section.tree.auto:
+    if section.tree != "auto":
         return {1: section.tree}, {}
     location = stage_location(config.run.uri, "eval")
     where, fix = location.where(REPORT), "run `eagle3 eval` with tree: auto first, or name a tree"
@@ -168,7 +168,8 @@ def _trees(config: RunConfig) -> tuple[BatchTrees, Mapping[str, int]]:
         int(rows): tree and TreeSection.model_validate(tree)
         for rows, tree in choice.get("by_batch", {}).items()
     }
-    trees[1] = TreeSection.model_validate(report.settings["tree"])
+    shape = {key: size for key, size in report.settings["tree"].items() if key != "auto"}
+    trees[1] = TreeSection.model_validate(shape)
     for rows, label in tree_labels(trees).items():
         notice("serve", f"tree: auto, as in {where}: from batch {rows} {label}")
     return trees, choice["settings"]

@@ -131,6 +131,3 @@ def check_settings(section: TrainSection) -> None:
         problem = "needs train.evaluate_every, which is not set"
         fix = "set train.evaluate_every to a number of steps"
         raise ConfigError(problem, where="train.early_stop", fix=fix)
-    if section.evaluate_tree.auto:
-        problem = "cannot be auto: τ of two checkpoints is compared on one tree"
-        raise ConfigError(problem, where="train.evaluate_tree", fix="give top_k, steps and nodes")

@@ -50,7 +50,7 @@ def golden_figure(
         head_fingerprint=head,
         target_fingerprint=target,
         drafter=drafter,
-        tree=tree.model_dump(exclude={"auto"}),
+        tree=tree.model_dump(),
         temperature=0.0,
         max_new_tokens=max_new_tokens,
         stop_ids=tuple(stop_ids),
