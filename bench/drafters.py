@@ -75,11 +75,8 @@ class Row:
             key, _, value = setting.partition("=")
             values[key] = yaml.safe_load(value) if key != "head" else value
         head = Path(values.pop("head")) if "head" in values else None
-        tree: dict[str, Any] = {"name": name}
-        if values:
-            tree[name] = values
         try:
-            return cls(text, DrafterSection.model_validate(tree), head)
+            return cls(text, DrafterSection(name=name, **values), head)
         except ValidationError as error:
             raise argparse.ArgumentTypeError(f"{text}: {error.errors()[0]['msg']}") from None
 

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.config import (
+    NgramSection,
     RunConfig,
     RunSection,
     Section,
@@ -306,7 +307,7 @@ def test_stage_hash_ignores_where_and_how_fast(change: tuple[str, Any]) -> None:
         ("features", "features.batch_tokens", 64),
         ("synth", "synth.batch_size", 1),
         ("synth", "synth.head", "heads/one"),
-        ("synth", "synth.dlp", {"timeout": 3.0}),
+        ("synth", "synth.dlp", {"endpoint": "dlp.example"}),
     ],
 )
 def test_arithmetic_and_batching_make_no_two_runs_differ(
@@ -363,3 +364,50 @@ def test_the_learning_rate_is_the_algorithm_s_own(file: Path) -> None:
     assert load(file, given).train.learning_rate == 1e-3
     with pytest.raises(ConfigError, match=r"train\.learning_rate"):
         load(file, ["train.algorithm=dflash", "train.learning_rate=0"])
+
+
+def test_a_drafter_s_settings_stand_beside_its_name(file: Path) -> None:
+    drafter = load(file, ["eval.drafter={name: ngram, max_match: 4}"]).eval.drafter
+    assert drafter.settings(NgramSection) == NgramSection(max_match=4)
+    assert drafter.model_dump()["matches"] == 8, "manifests hold the defaults too"
+    assert drafter != load(file, ["eval.drafter.name=ngram"]).eval.drafter
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "problem"),
+    [
+        ("eval.drafter.name=medusa", "eval.drafter.name", "there is no drafter 'medusa'"),
+        ("eval.drafter.draft_windw=64", "eval.drafter", "did you mean 'draft_window'?"),
+        ("eval.drafter.ngram={max_match: 4}", "eval.drafter", "eagle3 has no setting 'ngram'"),
+        ("eval.drafter={name: ngram, matches: 0}", "eval.drafter.matches", "greater than 0"),
+        ("eval.drafter={name: ngram, max_match: 0.5}", "eval.drafter.max_match", "integer"),
+        ("eval.drafter.name=standalone", "eval.drafter.source", "required"),
+        ("eval.tree.steps=0", "eval.tree.steps", "greater than 0"),
+        ("jobs.stages.train.gpu=8", "jobs.stages.train.gpu", "did you mean 'gpus'?"),
+    ],
+)
+def test_wrong_settings_are_named(file: Path, override: str, where: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(file, [override])
+    assert refused.value.where == f"{file}: {where}" and problem in str(refused.value)
+
+
+def test_an_installed_package_adds_a_drafter_with_settings(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_drafter.py").write_text(
+        "from pipeline.config import Section\n"
+        "class ToySection(Section):\n"
+        "    depth: int = 3\n"
+        "def make(section, model, target): ...\n"
+        "make.drafter_settings = ToySection\n"
+    )
+    folder = tmp_path / "toy_drafter-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: toy_drafter\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[eagle3.drafters]\ntoy = toy_drafter:make\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    toy = load(file, ["eval.drafter={name: toy, depth: 5}"]).eval.drafter
+    assert (toy.model_dump(), toy.needs_head) == ({"name": "toy", "depth": 5}, False)
+    with pytest.raises(ConfigError, match=r"has no setting 'deph' .*did you mean 'depth'"):
+        load(file, ["eval.drafter={name: toy, deph: 5}"])

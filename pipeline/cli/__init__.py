@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import pipeline
-from pipeline.config import DRAFTERS, DrafterSection, PiiSection, RunConfig, Section, load
+from pipeline.config import DRAFTERS, PiiSection, RunConfig, load
 from pipeline.console import (
     discard_output,
     fail,
@@ -200,12 +200,10 @@ def _schema(arguments: argparse.Namespace) -> int:
 def _drafters(arguments: argparse.Namespace) -> int:
     for name, info in DRAFTERS.items():
         print(f"{name:<12}{info.about}\n{'':<12}needs {info.needs}")
-        section = DrafterSection.model_fields.get(name)
-        settings = section.get_default(call_default_factory=True) if section else None
-        if isinstance(settings, Section):
-            for key, field in type(settings).model_fields.items():
-                about = " ".join((field.description or "").split())
-                print(f"{'':<14}{name}.{key} = {field.get_default()}: {about}")
+        for key, field in info.settings.model_fields.items():
+            about = " ".join((field.description or "").split())
+            default = "required" if field.is_required() else field.get_default()
+            print(f"{'':<14}{key} = {default}: {about}")
     return 0
 
 

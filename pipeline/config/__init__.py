@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -23,8 +23,13 @@ from pydantic_core import ErrorDetails
 
 from pipeline.config.credentials import refuse_credentials
 from pipeline.config.drafter import (
+    ALL_SETTINGS,
+    DRAFTER_GROUP,
     DRAFTERS,
+    HEAD_GROUP,
+    BlockDrafterSection,
     DrafterSection,
+    Eagle3DrafterSection,
     NgramSection,
     SelfSpecSection,
     StandaloneSection,
@@ -45,12 +50,14 @@ from pipeline.config.process import (
     world_size,
 )
 from pipeline.config.run import FeaturesSection, PlanSection, RunConfig, RunSection, TargetSection
-from pipeline.config.section import BatchTrees, Section, TreeSection, tree_labels
+from pipeline.config.section import BatchTrees, Section, TreeOrAuto, TreeSection, tree_labels
 from pipeline.config.server import LiveServerSection, ServeSection
 from pipeline.config.synth import (
     DlpSection,
+    EvaluationSet,
     GeneratorSection,
     PiiSection,
+    PromptSet,
     QualitySection,
     RecognizerSpec,
     SourceSpec,
@@ -61,11 +68,16 @@ from pipeline.errors import ConfigError
 
 __all__ = [
     "DRAFTERS",
+    "DRAFTER_GROUP",
+    "HEAD_GROUP",
     "BatchTrees",
+    "BlockDrafterSection",
     "DflashSection",
     "DlpSection",
     "DrafterSection",
+    "Eagle3DrafterSection",
     "EvalSection",
+    "EvaluationSet",
     "FeaturesSection",
     "GeneratorSection",
     "HeadSection",
@@ -75,6 +87,7 @@ __all__ = [
     "NgramSection",
     "PiiSection",
     "PlanSection",
+    "PromptSet",
     "QualitySection",
     "RecognizerSpec",
     "RivalSection",
@@ -89,6 +102,7 @@ __all__ = [
     "SynthSection",
     "TargetSection",
     "TrainSection",
+    "TreeOrAuto",
     "TreeSection",
     "cache_directory",
     "cpu_kernels",
@@ -247,14 +261,19 @@ def _may_be_shown(location: list[str], value: Any) -> bool:
 
 def _fields_at(location: list[str]) -> dict[str, Any]:
     model: Any = RunConfig
-    for part in location:
+    parts = iter(location)
+    for part in parts:
         if part.isdigit():
             continue
-        field = model.model_fields.get(part)
-        model = _section_in(field.annotation) if field else None
-        if model is None:
+        field = model.model_fields.get(part) if model else None
+        if field is None:
             return {}
-    return dict(model.model_fields)
+        model = _section_in(field.annotation)
+        if get_origin(field.annotation) is dict:
+            next(parts, None)  # a key of the mapping
+    if model is None:
+        return {}
+    return dict(model.model_fields) | (ALL_SETTINGS if model is DrafterSection else {})
 
 
 def _section_in(annotation: Any) -> type[Section] | None:

@@ -1,42 +1,26 @@
-"""What proposes draft trees: a name, and a section for each drafter that has something to set."""
+"""What proposes draft trees: a drafter's name, and beside it the settings of that drafter.
+
+    drafter: {name: ngram, max_match: 4}
+
+Settings are checked by the drafter's own section. An installed package adds a drafter by an entry
+point of the group `eagle3.drafters`, and its settings by the attribute `drafter_settings` of what
+the entry point names, a subclass of Section (docs/heads.md).
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+import difflib
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from pipeline.config.section import Section
 
-
-class DrafterInfo(NamedTuple):
-    """What `eagle3 drafters` says of a drafter."""
-
-    about: str
-    needs: str
-    trained: bool = False  # drafts with a head of this pipeline
-
-
-DRAFTERS: dict[str, DrafterInfo] = {
-    "none": DrafterInfo("plain decoding, one token a round", "nothing"),
-    "eagle3": DrafterInfo(
-        "an EAGLE-3 head of 2-5 % of the target's size, or chained heads; a dynamic tree",
-        "a trained head",
-        True,
-    ),
-    "dflash": DrafterInfo(
-        "a block drafter: one forward for all depths, a tree of their marginals",
-        "a head trained with train.algorithm=dflash",
-        True,
-    ),
-    "standalone": DrafterInfo(
-        "a smaller model with the target's tokenizer, chain or tree", "such a model"
-    ),
-    "self_spec": DrafterInfo(
-        "the target itself over a compressed cache, for long contexts (MagicDec)", "nothing"
-    ),
-    "ngram": DrafterInfo("what followed the last tokens before: prompt lookup", "nothing"),
-}
+#: Entry points that name a drafter without a head, and an algorithm whose heads draft.
+DRAFTER_GROUP, HEAD_GROUP = "eagle3.drafters", "eagle3.heads"
+SettingsT = TypeVar("SettingsT", bound=Section)
 
 
 class Eagle3DrafterSection(Section):
@@ -59,8 +43,8 @@ class BlockDrafterSection(Section):
 class StandaloneSection(Section):
     """Drafting with a smaller model."""
 
-    source: str | None = None
-    """The draft model, as target.source. Its tokens have to be the target's."""
+    source: str
+    """The draft model, as target.source. It must have the target's tokens."""
     revision: str | None = None
     """Hub revision; ignored for local sources."""
 
@@ -85,11 +69,11 @@ class SelfSpecSection(Section):
     @model_validator(mode="after")
     def _fits_into_the_budget(self) -> SelfSpecSection:
         if self.budget != "auto" and self.recent >= self.budget:
-            raise ValueError(f"recent is {self.recent}, it has to be below budget {self.budget}")
+            raise ValueError(f"recent is {self.recent}, it must be below budget {self.budget}")
         if self.window > self.recent:
             raise ValueError(f"window is {self.window}, at most recent ({self.recent}) is possible")
         if self.pool % 2 == 0:
-            raise ValueError(f"pool is {self.pool}, it has to be odd")
+            raise ValueError(f"pool is {self.pool}, it must be odd")
         return self
 
 
@@ -122,38 +106,120 @@ class NgramSection(Section):
         return self
 
 
+class DrafterInfo(NamedTuple):
+    """What `eagle3 drafters` prints, and what `DrafterSection` checks settings with."""
+
+    about: str
+    needs: str
+    settings: type[Section] = Section
+    trained: bool = False  # drafts with a head of this pipeline
+
+
+DRAFTERS: dict[str, DrafterInfo] = {
+    "none": DrafterInfo("plain decoding, one token a round", "nothing"),
+    "eagle3": DrafterInfo(
+        "an EAGLE-3 head of 2-5 % of the target's size, or chained heads; a dynamic tree",
+        "a trained head",
+        Eagle3DrafterSection,
+        trained=True,
+    ),
+    "dflash": DrafterInfo(
+        "a block drafter: one forward for all depths, a tree of their marginals",
+        "a head trained with train.algorithm=dflash",
+        BlockDrafterSection,
+        trained=True,
+    ),
+    "standalone": DrafterInfo(
+        "a smaller model with the target's tokenizer, chain or tree",
+        "such a model",
+        StandaloneSection,
+    ),
+    "self_spec": DrafterInfo(
+        "the target itself over a compressed cache, for long contexts (MagicDec)",
+        "nothing",
+        SelfSpecSection,
+    ),
+    "ngram": DrafterInfo(
+        "what followed the last tokens before: prompt lookup", "nothing", NgramSection
+    ),
+}
+
+
 class DrafterSection(Section):
-    """What proposes draft trees. A drafter changes the speed, never the text."""
+    """What proposes draft trees, and its settings. A drafter changes the speed, never the text."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: str = "eagle3"
-    """One of those that `eagle3 drafters` lists, or one that an installed package registers."""
+    """One of those that `eagle3 drafters` lists, or one that an installed package registers. Its
+    settings stand beside the name."""
 
-    eagle3: Eagle3DrafterSection = Eagle3DrafterSection()
-    """Drafting with an EAGLE-3 head."""
+    @model_validator(mode="before")
+    @classmethod
+    def _check_settings(cls, value: Any) -> Any:
+        """The settings checked and completed with their defaults."""
+        if not isinstance(value, Mapping):
+            return value
+        settings = {key: each for key, each in value.items() if key != "name"}
+        name = value.get("name", "eagle3")
+        section = _settings_of(name, settings)
+        if section is None:
+            return value  # the name is refused next
+        for key in settings.keys() - section.model_fields.keys():
+            known = list(section.model_fields)
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise ValueError(f"drafter {name} has no setting {key!r}; {fix}")
+        return {"name": name, **section.model_validate(settings).model_dump()}
 
-    dflash: BlockDrafterSection = BlockDrafterSection()
-    """Drafting with a block drafter."""
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in DRAFTERS and _entry_point(name) is None:
+            raise ValueError(f"no drafter has this name; `eagle3 drafters` lists them")
+        return name
 
-    standalone: StandaloneSection = StandaloneSection()
-    """Drafting with a smaller model."""
-    self_spec: SelfSpecSection = SelfSpecSection()
-    """Drafting with the target itself."""
-
-    @model_validator(mode="after")
-    def _names_its_model(self) -> DrafterSection:
-        if self.name == "standalone" and self.standalone.source is None:
-            raise ValueError("drafter standalone needs standalone.source, the draft model")
-        return self
-
-    ngram: NgramSection = NgramSection()
-    """Drafting by matching the last tokens with earlier ones."""
+    def settings(self, kind: type[SettingsT]) -> SettingsT:
+        """The drafter's settings, as its own section."""
+        return kind.model_validate(self.model_extra)
 
     @property
     def is_open(self) -> bool:
         """Whether something is left to choose that only `tree: auto` chooses."""
-        return self.name == "self_spec" and self.self_spec.budget == "auto"
+        return self.name == "self_spec" and self.settings(SelfSpecSection).budget == "auto"
 
     @property
     def needs_head(self) -> bool:
         """Whether it drafts with a head of this pipeline."""
-        return self.name not in DRAFTERS or DRAFTERS[self.name].trained
+        if self.name in DRAFTERS:
+            return DRAFTERS[self.name].trained
+        return not entry_points(group=DRAFTER_GROUP, name=self.name)
+
+
+#: Every setting of our drafters, for messages; no name has two meanings.
+ALL_SETTINGS = {
+    key: field for info in DRAFTERS.values() for key, field in info.settings.model_fields.items()
+}
+
+
+def _settings_of(name: Any, settings: Mapping[str, Any]) -> type[Section] | None:
+    """The section that checks a drafter's settings; None for an unknown name.
+
+    Another package is imported only to check settings.
+    """
+    if not isinstance(name, str):
+        return None
+    if name in DRAFTERS:
+        return DRAFTERS[name].settings
+    point = _entry_point(name)
+    if point is None:
+        return None
+    if not settings:
+        return Section
+    section: type[Section] = getattr(point.load(), "drafter_settings", Section)
+    return section
+
+
+def _entry_point(name: str) -> EntryPoint | None:
+    groups = (DRAFTER_GROUP, HEAD_GROUP)
+    return next((each for group in groups for each in entry_points(group=group, name=name)), None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from pipeline.config.drafter import DrafterSection
-from pipeline.config.section import Section, TreeSection
+from pipeline.config.section import Section, TreeOrAuto, TreeSection
 from pipeline.config.server import LiveServerSection
-from pipeline.config.synth import SourceSpec
+from pipeline.config.synth import EvaluationSet
 
 #: Ways of decoding that a report has anyway.
 _RESERVED = ("speculative", "plain", "hf")
@@ -37,8 +37,8 @@ class RivalSection(Section):
 
     @model_validator(mode="after")
     def _is_settled(self) -> RivalSection:
-        if self.tree.auto or self.drafter.is_open:
-            raise ValueError("a rival's tree and settings are given, not picked: auto is refused")
+        if self.drafter.is_open:
+            raise ValueError("a rival's budget cannot be auto; give a number of entries")
         if self.drafter.name == "none":
             raise ValueError("plain decoding is measured anyway; leave it out")
         if self.drafter.needs_head != (self.head is not None):
@@ -81,7 +81,7 @@ class EvalSection(Section):
     """Head directory; None takes the run's own, where the drafter needs one."""
     prompts: str | None = None
     """JSONL file with `turns`; replaces `sources` when set."""
-    sources: tuple[SourceSpec, ...] = ()
+    sources: tuple[EvaluationSet, ...] = ()
     """Evaluation prompts."""
     drafter: DrafterSection = DrafterSection()
     """What drafts; plain decoding is measured beside it."""
@@ -91,8 +91,9 @@ class EvalSection(Section):
     """Turns decoded per prompt, each in the context of the target's own earlier replies."""
     max_new_tokens: int = Field(64, gt=0)
     """Length limit of one reply."""
-    tree: TreeSection = TreeSection()
-    """Draft tree."""
+    tree: TreeOrAuto = TreeSection()
+    """Draft tree. auto: time this machine, try the head on a few prompts, and take the fastest
+    shape for each batch size."""
     hf_prompts: int = Field(8, ge=0)
     """Prompts also timed with Hugging Face `generate`, spread over categories."""
     system_prompt: str | None = None
@@ -117,16 +118,14 @@ class EvalSection(Section):
 
     @model_validator(mode="after")
     def _has_something_to_measure(self) -> EvalSection:
-        if any(shape.auto for shape in self.shapes):
-            raise ValueError("shapes has no auto; give top_k, steps and nodes, or set tree to auto")
         if self.drafter.name == "none":
             raise ValueError(
                 "drafter none is what every drafter is compared with; choose another "
                 "(`eagle3 drafters`)"
             )
-        if self.drafter.is_open and not self.tree.auto:
+        if self.drafter.is_open and self.tree != "auto":
             raise ValueError(
-                "drafter.self_spec.budget=auto is picked together with the tree; "
+                "drafter.budget=auto is picked together with the tree; "
                 "set tree to auto, or budget to a number of entries"
             )
         if self.head is not None and not self.drafter.needs_head:

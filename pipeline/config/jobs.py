@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from pipeline.config.section import Section
+from pipeline.records import Stage
 
 _OBJECT = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"  # a Kubernetes name
 
@@ -32,23 +33,18 @@ class JobsSection(Section):
     """Kubernetes: container image with this package, as Dockerfile builds it."""
     service_account: str | None = Field(None, pattern=_OBJECT)
     """Kubernetes: service account that may read and write the bucket."""
-    secret: str | None = Field("eagle3", pattern=_OBJECT)
-    """Kubernetes: Secret whose keys become environment variables of every pod: EAGLE3_PII_SALT,
-    HF_TOKEN, WANDB_API_KEY. None: no Secret."""
     volume_claim: str | None = Field(None, pattern=_OBJECT)
     """Kubernetes: ReadWriteMany claim for a run that is in no bucket, mounted at run.uri's
     parent."""
-    synth: StageJobSection = StageJobSection()
-    """Prompts to samples."""
-    features: StageJobSection = StageJobSection()
-    """Samples to states."""
-    train: StageJobSection = StageJobSection()
-    """States to head."""
-    eval: StageJobSection = StageJobSection()
-    """Head to report; one worker."""
+    stages: dict[Stage, StageJobSection] = Field({})
+    """What single stages get, such as {train: {gpus: 8}}; the others get the defaults."""
 
     @model_validator(mode="after")
     def _evaluates_once(self) -> JobsSection:
-        if self.eval.workers > 1:
-            raise ValueError("jobs.eval.workers must be 1: eval measures on one machine")
+        if self.of("eval").workers > 1:
+            raise ValueError("stages.eval.workers must be 1: eval measures on one machine")
         return self
+
+    def of(self, stage: Stage) -> StageJobSection:
+        """What the job of a stage gets."""
+        return self.stages.get(stage, StageJobSection())

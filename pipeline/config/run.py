@@ -29,8 +29,7 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "generator": TRANSPORT_KEYS,
         "max_rejected": True,
         "screening_processes": True,
-        "dlp": {"project", "endpoint", "timeout"},
-        "pii": {"salt_variable"},  # the salt itself is compared
+        "dlp": {"endpoint"},
     },
     "features": {
         "batch_tokens",
@@ -38,7 +37,6 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
         "reply_tolerance",
         "device_map",
         "parallel",
-        "parallel_timeout_seconds",
     },
     "train": {
         "dtype",
@@ -189,9 +187,6 @@ class FeaturesSection(Section):
     """tensor: split every layer over the processes of a launcher, which compute the same shards
     together, for a target that fits no single device (`torchrun --nproc-per-node N -m pipeline.cli
     features …`)."""
-    parallel_timeout_seconds: float = Field(1800, gt=0)
-    """How long these processes wait for one another before they give up. Must exceed what rank 0
-    may wait for the store and for its next shard."""
 
     @model_validator(mode="after")
     def _is_split_one_way(self) -> FeaturesSection:

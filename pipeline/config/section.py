@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 
 class Section(BaseModel):
@@ -20,11 +27,7 @@ class Section(BaseModel):
 
 
 class TreeSection(Section):
-    """Shape of the dynamic draft tree (EAGLE-2 §4, EAGLE-3); `auto` measures to pick it."""
-
-    auto: bool = False
-    """Time this machine, try the head on a few prompts, and take the fastest shape for each batch
-    size."""
+    """Shape of the dynamic draft tree (EAGLE-2 §4, EAGLE-3)."""
 
     top_k: int = Field(4, gt=0)
     """Candidates per node and beams per step; 1 drafts a chain."""
@@ -40,8 +43,10 @@ class TreeSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_auto(cls, value: Any) -> Any:
-        return {"auto": True} if value == "auto" else value
+    def _is_a_shape(cls, value: Any) -> Any:
+        if value == "auto":
+            raise ValueError("auto is only supported by eval.tree; give top_k, steps and nodes")
+        return value
 
     @model_validator(mode="after")
     def _fits_the_mask(self) -> TreeSection:
@@ -54,6 +59,13 @@ class TreeSection(Section):
         return self
 
 
+def _tree_or_auto(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    del handler  # whose errors name the alternatives
+    return value if value == "auto" else TreeSection.model_validate(value)
+
+
+#: A shape, or `auto`.
+TreeOrAuto = Annotated[TreeSection | Literal["auto"], WrapValidator(_tree_or_auto)]
 #: The shape from each batch size upward; batches whose shape is None are decoded plainly.
 BatchTrees = Mapping[int, TreeSection | None]
 

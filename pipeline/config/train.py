@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from pipeline.config.section import Section, TreeSection
 
@@ -189,14 +189,6 @@ class TrainSection(Section):
     """Weights & Biases mode."""
     wandb_project: str = "eagle3"
     """Weights & Biases project."""
-
-    @field_validator("evaluate_tree")
-    @classmethod
-    def _is_one_shape(cls, tree: TreeSection) -> TreeSection:
-        if tree.auto:
-            problem = "cannot be auto: checkpoints are compared by τ on one tree"
-            raise ValueError(f"{problem}; give top_k, steps and nodes")
-        return tree
 
     @model_validator(mode="before")
     @classmethod

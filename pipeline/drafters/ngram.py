@@ -352,7 +352,7 @@ def load_corpus(section: NgramSection, model: DecoderModel, target: Target) -> C
     if left_out or len(ids) > limit:
         end_of_last = f"the last {len(ids) - limit:,} tokens of the last one taken"
         lost = f"left out: {left_out:,} records behind them, and {end_of_last}"
-        notice("drafter", f"corpus: {lost} (drafter.ngram.corpus_tokens={limit})")
+        notice("drafter", f"corpus: {lost} (drafter.corpus_tokens={limit})")
     return index
 
 
@@ -374,7 +374,7 @@ def _lines(source: str) -> Iterator[tuple[str, str]]:
 
 def _unreadable(source: str, problem: str) -> ConfigError:
     fix = "name a JSONL file of texts, or leave it out"
-    return ConfigError(f"{source}: {problem}", where="drafter.ngram.corpus", fix=fix)
+    return ConfigError(f"{source}: {problem}", where="drafter.corpus", fix=fix)
 
 
 def _ids(

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from pipeline.config import DrafterSection, SelfSpecSection, TargetSection
+from pipeline.config import (
+    DRAFTER_GROUP,
+    DrafterSection,
+    NgramSection,
+    SelfSpecSection,
+    StandaloneSection,
+    TargetSection,
+)
 from pipeline.decoder.drafter import Drafter, DrafterFactory, Trees
 from pipeline.decoder.model import DecoderModel
 from pipeline.errors import ConfigError
@@ -17,8 +24,7 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.registry import algorithm_of
 from pipeline.target.open import Target
 
-#: Entry points of this group name a `MakeFactory`.
-GROUP = "eagle3.drafters"
+#: What an entry point of the group names.
 MakeFactory = Callable[[DrafterSection, DecoderModel, Target], DrafterFactory]
 #: Depths of drafters whose every step is a forward of the target.
 _COSTLY = (1, 2, 3, 4)
@@ -44,7 +50,7 @@ def load_drafter(
 
 def _untrained() -> dict[str, MakeFactory]:
     """Drafters without a head, those of other packages too."""
-    others = {point.name: point.load() for point in entry_points(group=GROUP)}
+    others = {point.name: point.load() for point in entry_points(group=DRAFTER_GROUP)}
     return others | {"standalone": _standalone, "self_spec": _self_spec, "ngram": _ngram}
 
 
@@ -72,9 +78,10 @@ def _check_head(section: DrafterSection, head: DraftingHead | None) -> DraftingH
 def _ngram(section: DrafterSection, model: DecoderModel, target: Target) -> DrafterFactory:
     from pipeline.drafters.ngram import NgramDrafter, load_corpus
 
-    corpus = load_corpus(section.ngram, model, target)
+    settings = section.settings(NgramSection)
+    corpus = load_corpus(settings, model, target)
     return DrafterFactory(
-        lambda trees: NgramDrafter(model, trees, section.ngram, corpus),
+        lambda trees: NgramDrafter(model, trees, settings, corpus),
         depths=(1, 2, 3, 4, 6, 8, 12),  # a quotation goes on, and costs nothing to draft
     )
 
@@ -83,13 +90,7 @@ def _standalone(section: DrafterSection, model: DecoderModel, target: Target) ->
     from pipeline.drafters.standalone import StandaloneDrafter, check_tokens
     from pipeline.target.open import resolve
 
-    standalone = section.standalone
-    if standalone.source is None:
-        raise ConfigError(
-            "drafter standalone needs a draft model",
-            where="drafter.standalone.source",
-            fix="name a smaller model with the target's tokenizer",
-        )
+    standalone = section.settings(StandaloneSection)
     source = TargetSection(source=standalone.source, revision=standalone.revision)
     directory = resolve(source, decoded=True).directory
     check_tokens(directory, target.directory, standalone.source)
@@ -106,7 +107,7 @@ def _standalone(section: DrafterSection, model: DecoderModel, target: Target) ->
 
 def _self_spec(section: DrafterSection, model: DecoderModel, target: Target) -> DrafterFactory:
     del target
-    return _of_budget(section.self_spec, model)
+    return _of_budget(section.settings(SelfSpecSection), model)
 
 
 def _of_budget(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
@@ -144,6 +145,6 @@ def _budgets(recent: int, max_context: int) -> list[int]:
 def _refuse_undecided(trees: Trees) -> Drafter:
     raise ConfigError(
         "budget auto is picked together with the tree, and this tree is given",
-        where="drafter.self_spec.budget",
+        where="drafter.budget",
         fix="set tree: auto where that is possible (eval.tree), or budget to a number of entries",
     )

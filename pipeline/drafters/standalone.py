@@ -76,7 +76,7 @@ def check_tokens(directory: Path, target: Path, source: str) -> None:
         problem = f"its tokenizer is not the target's: {len(different)} entries differ"
         raise ConfigError(
             f"{problem}, first {token!r} at {index}",
-            where=f"drafter.standalone.source={source}",
+            where=f"drafter.source={source}",
             fix="choose a smaller model of the target's own family",
         )
 
@@ -86,4 +86,4 @@ def check_fits(draft: DecoderModel, model: DecoderModel) -> None:
     if draft.vocabulary > model.vocabulary:
         problem = f"the draft model has {draft.vocabulary} tokens, the target {model.vocabulary}"
         fix = "choose a smaller model of the target's own family"
-        raise ConfigError(problem, where="drafter.standalone.source", fix=fix)
+        raise ConfigError(problem, where="drafter.source", fix=fix)

@@ -1,6 +1,6 @@
 """Algorithms by name, and heads of any of them: opened, written and made.
 
-Ours are listed here; a distribution adds its own by an entry point of the group `eagle3.heads`:
+Ours are listed here; a distribution adds a `HeadAlgorithm` by an entry point of `eagle3.heads`:
 
     [project.entry-points."eagle3.heads"]
     toy = "toy_head:ALGORITHM"
@@ -18,7 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config import TrainSection
+from pipeline.config import HEAD_GROUP, TrainSection
 from pipeline.errors import ConfigError
 from pipeline.heads.algorithm import HeadAlgorithm
 from pipeline.records import TargetContract
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from pipeline.heads.base import DraftingHead, DraftShape
     from pipeline.heads.checkpoint import ForeignHead, HeadCard
 
-#: Entry points of this group name a `HeadAlgorithm`.
-GROUP = "eagle3.heads"
 #: The order is that in which a foreign directory is looked at.
 _OURS = ("dflash", "mtp", "eagle3")
 
@@ -42,8 +40,8 @@ def algorithms() -> dict[str, HeadAlgorithm]:
     """
     ours = {name: import_module(f"pipeline.heads.{name}").ALGORITHM for name in _OURS}
     others: dict[str, HeadAlgorithm] = {}
-    for point in entry_points(group=GROUP):
-        algorithm, where = point.load(), f"entry point {point.value} of {GROUP}"
+    for point in entry_points(group=HEAD_GROUP):
+        algorithm, where = point.load(), f"entry point {point.value} of {HEAD_GROUP}"
         if not isinstance(algorithm, HeadAlgorithm) or algorithm.name != point.name:
             problem = f"is not a HeadAlgorithm named {point.name}"
             raise ConfigError(problem, where=where, fix="see docs/heads.md")

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import RunConfig, StageJobSection
+from pipeline.config import RunConfig
 from pipeline.errors import ConfigError
 from pipeline.records import STAGES, Stage, digest
 
@@ -32,6 +32,8 @@ __all__ = ["USER", "render", "write"]
 
 #: The image's user, as in Dockerfile.
 USER = 10001
+#: The Secret whose keys, where it exists, become environment variables of every pod.
+SECRET = "eagle3"
 _RUN_YAML = "/etc/eagle3/run.yaml"
 #: Seconds beside train.grace_seconds from SIGTERM to SIGKILL: for the end of a shard, an upload.
 _EXTRA_GRACE = 120
@@ -69,7 +71,7 @@ def _kubernetes(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
         raise ConfigError("required for Kubernetes, but not set", where="jobs.image", fix=fix)
     prefix, files = _prefix(config), {}
     for stage in stages:
-        size, name = _size(config, stage), f"{prefix}-{stage}"
+        size, name = config.jobs.of(stage), f"{prefix}-{stage}"
         words, command = _stage_words(config, stage, _RUN_YAML), ["eagle3"]
         if _needs_launcher(config, stage):
             endpoint = f"{name}-0.{name}:{_RENDEZVOUS_PORT}"
@@ -93,6 +95,7 @@ def _kubernetes(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
             port=_RENDEZVOUS_PORT,
             volume_path=_volume_path(config),
             user=USER,
+            secret=SECRET,
         )
     names = [(stage, f"{prefix}-{stage}") for stage in stages]
     return {**files, "apply.sh": _fill("apply.sh.j2", stages=names)}
@@ -101,7 +104,7 @@ def _kubernetes(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
 def _slurm(config: RunConfig, stages: tuple[Stage, ...]) -> dict[str, str]:
     files = {"run.yaml": _run_yaml(config)}
     for stage in stages:
-        size = _size(config, stage)
+        size = config.jobs.of(stage)
         array = size.workers if stage != "train" and size.workers > 1 else None
         options = {
             "job-name": f"{_prefix(config)}-{stage}",
@@ -155,11 +158,6 @@ def _stages(config: RunConfig) -> tuple[Stage, ...]:
     return tuple(stage for stage in STAGES if possible.get(stage, True))
 
 
-def _size(config: RunConfig, stage: Stage) -> StageJobSection:
-    size: StageJobSection = getattr(config.jobs, stage)
-    return size
-
-
 def _prefix(config: RunConfig) -> str:
     """The last part of run.uri as a DNS label."""
     last = config.run.uri.rstrip("/").rpartition("/")[2].lower()
@@ -195,14 +193,14 @@ def _volume_path(config: RunConfig) -> str:
 
 def _stage_words(config: RunConfig, stage: Stage, file: str) -> list[str]:
     """`eagle3`'s arguments for a stage; `file` is the configuration where the job runs."""
-    size = _size(config, stage)
+    size = config.jobs.of(stage)
     processes = max(size.gpus, 1) if stage == "train" else 1
     return [stage, "-c", file, f"run.threads={max(size.cpus // processes, 1)}"]
 
 
 def _needs_launcher(config: RunConfig, stage: Stage) -> bool:
     """Whether the stage is one group of several processes, which a launcher starts."""
-    size = _size(config, stage)
+    size = config.jobs.of(stage)
     return stage == "train" and (size.workers > 1 or size.gpus > 1)
 
 
@@ -224,7 +222,7 @@ def _launch_words(config: RunConfig, *, endpoint: str, identity: str) -> list[st
 
     `endpoint` is HOST:PORT of the first node, `identity` names the attempt.
     """
-    size = config.jobs.train
+    size = config.jobs.of("train")
     words = ["-m", "pipeline.jobs.launch", "--grace", str(_grace_seconds(config))]
     words += ["--nproc-per-node", str(max(size.gpus, 1))]
     if size.workers == 1:

@@ -9,9 +9,9 @@ The report as a whole, with target, head and machine, is here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, PlainSerializer
+from pydantic import ConfigDict, Field, JsonValue
 
 from pipeline.config import TreeSection
 from pipeline.records import Arithmetic, Record, TargetContract
@@ -73,9 +73,6 @@ REPORT = "report.json"
 
 Verdict = Literal["better", "worse", "no difference seen"]
 
-#: A tree that was used: top_k, steps, nodes.
-ReportTree = Annotated[TreeSection, PlainSerializer(lambda tree: tree.model_dump(exclude={"auto"}))]
-
 
 class PairedComparison(Record):
     """Two drafters on the same requests: the report's own, and a rival."""
@@ -123,7 +120,7 @@ class GoldenFigure(Record):
     """Of the target, as in its contract."""
     drafter: str
     """Its name."""
-    tree: ReportTree
+    tree: TreeSection
     """The draft tree."""
     temperature: float
     """0: greedy, so that a correct server's rounds are the same up to near-ties."""
@@ -142,7 +139,7 @@ class GoldenFigure(Record):
 class TreeFigures(Record):
     """A drafter on a tree that is not used, because plain decoding is predicted to be faster."""
 
-    tree: ReportTree
+    tree: TreeSection
     """The tree."""
     acceptance_length: float
     """τ with it."""
@@ -233,7 +230,7 @@ class CategoryFigures(Record):
 class TreeChoice(Record):
     """What `tree: auto` predicted and chose."""
 
-    fastest_tree: ReportTree
+    fastest_tree: TreeSection
     """For a batch of one."""
     predicted_acceptance_length: float
     """τ with it, on the prompts that it was tried on."""
@@ -243,14 +240,14 @@ class TreeChoice(Record):
     """Settings of the drafter that were chosen with it, such as a budget."""
     tried_on_other_prompts: bool
     """Whether the measured prompts were left out of the trial."""
-    by_batch: dict[str, ReportTree | None]
+    by_batch: dict[str, TreeSection | None]
     """From each batch size upward; None: plain decoding."""
 
 
 class ReportSettings(Record):
     """How the report was measured."""
 
-    tree: ReportTree | None
+    tree: TreeSection | None
     """Draft tree; None: plain decoding."""
     tree_auto: TreeChoice | None = None
     """Of `tree: auto`."""

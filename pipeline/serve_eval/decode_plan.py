@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeline.config import DRAFTERS, RunConfig, prepare_process
+from pipeline.config import DRAFTERS, DrafterSection, EvalSection, RunConfig, prepare_process
 from pipeline.console import progress_bar
 from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
@@ -61,8 +61,7 @@ def plan_decode(config: RunConfig, grid: Grid) -> DecodePlan:
     cells: list[PlannedDecoding] = []
     with progress_bar("plan-decode", unit="cells", total=total) as bar:
         for name in grid.drafters:
-            section = config.eval.drafter.model_copy(update={"name": name})
-            factory = load_drafter(section, model, target, head)
+            factory = load_drafter(_section(config.eval, name), model, target, head)
             assert factory is not None
             for cell in _cells(model, name, factory, grid, questions):
                 cells.append(_record(cell))
@@ -112,6 +111,12 @@ def _longest(grid: Grid, target: Target) -> int:
     return longest
 
 
+def _section(section: EvalSection, name: str) -> DrafterSection:
+    """The drafter with the settings that `eval.drafter` or a rival of `eval.compare` gives it."""
+    configured = (section.drafter, *(rival.drafter for rival in section.compare))
+    return next((each for each in configured if each.name == name), DrafterSection(name=name))
+
+
 def _head(config: RunConfig, target: Target, drafters: Sequence[str]) -> DraftingHead | None:
     if not any(DRAFTERS[name].trained for name in drafters):
         return None
@@ -149,7 +154,7 @@ def _record(cell: PlannedCell) -> PlannedDecoding:
         drafter=cell.drafter,
         batch=cell.rows,
         context=cell.context,
-        tree=tree.model_dump(exclude={"auto"}),
+        tree=tree.model_dump(),
         settings=dict(cell.factory.settings),
         acceptance_length=cell.acceptance_length,
         speedup=cell.speedup,

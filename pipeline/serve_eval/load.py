@@ -401,7 +401,7 @@ def simulate(config: RunConfig, lengths: Sequence[float]) -> SimulatedLoad:
         target=target.contract.source,
         drafter=section.drafter.name,
         head=named,
-        tree=section.tree.model_dump(exclude={"auto"}),
+        tree=own.tree.model_dump(),
         machine=f"{arithmetic}, {arithmetic.threads} threads",
         curves=tuple(_renamed(curve) for curve in curves),
     )
@@ -439,7 +439,7 @@ def _renamed(curve: LoadCurve) -> LoadCurve:
 
 def _check(config: RunConfig, lengths: Sequence[float]) -> None:
     tree = config.eval.tree
-    if tree.auto:
+    if tree == "auto":
         problem = "tree: auto is picked by acceptance, of which there is none here"
         raise ConfigError(problem, where="eval.tree", fix="give top_k, steps and nodes")
     for tau in lengths:

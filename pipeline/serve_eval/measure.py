@@ -107,7 +107,8 @@ class Comparison:
         factory = load_drafter(config.eval.drafter, self.model, target, head)
         assert factory is not None, "the configuration refuses drafter none"
         #: Of the drafter that is measured, with the settings that were chosen.
-        self.factory, self.tree = factory, config.eval.tree
+        self.factory = factory
+        self.tree = TreeSection() if config.eval.tree == "auto" else config.eval.tree
         self._by_batch: dict[int, TreeSection | None] = {}
         self._target, self._rivals = target, dict[str, Engine]()
 

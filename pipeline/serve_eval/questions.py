@@ -63,7 +63,11 @@ def load_evaluation_prompts(config: RunConfig) -> tuple[list[Prompt], list[Promp
     At most `eval.max_prompts` are measured, even over categories. Raises ConfigError without any.
     """
     section = config.eval
-    sources = (SourceSpec(source=section.prompts),) if section.prompts else section.sources
+    sources = (
+        (SourceSpec(source=section.prompts),)
+        if section.prompts
+        else tuple(each.as_source() for each in section.sources)
+    )
     if not sources:
         raise ConfigError(
             "no evaluation prompts",

@@ -47,7 +47,7 @@ def replay_shapes(
     chosen = first[:: max(1, -(-len(first) // section.shape_prompts))]
     if not section.shapes or not chosen:
         return ReplayedShapes((), {})
-    shapes = list(dict.fromkeys((*section.shapes, own.tree.model_copy(update={"auto": False}))))
+    shapes = list(dict.fromkeys((*section.shapes, own.tree)))
     reasons = {shape: _obstacle(own.factory, shape) for shape in shapes}
     left_out = {shape.label: reason for shape, reason in reasons.items() if reason}
     for name, reason in left_out.items():
@@ -123,7 +123,7 @@ def _replay(
     for shape in shapes:
         figures = acceptance_figures(replay_counters(traces, shape), prompts)
         if figures:
-            numbers = shape.model_dump(exclude={"auto"})
+            numbers = shape.model_dump()
             records[shape] = ShapeAcceptance(
                 name=shape.label, own=shape == own.tree, **numbers, acceptance=figures
             )

@@ -122,7 +122,7 @@ class _Evaluation:
         stage_run.compute_with(self._arithmetic, why=reason(self._arithmetic, config.target.dtype))
         # Tuned on prompts that are not measured, where there are any.
         self._tuned_apart = bool(others)
-        self._choice = self.own.tune(others or self.prompts) if section.tree.auto else None
+        self._choice = self.own.tune(others or self.prompts) if section.tree == "auto" else None
         self.own.add_rivals(section.compare)
 
     def _comparison(self, dtype: torch.dtype) -> Comparison:

@@ -156,10 +156,8 @@ def summarise(
 
 def _drafter(section: DrafterSection, choice: Choice | None) -> DrafterSettings:
     """Its name with the settings that were configured, or chosen by `tree: auto`."""
-    own = getattr(section, section.name, None)
-    configured = own.model_dump(mode="json") if own else {}
     chosen = choice.settings if choice else {}
-    return DrafterSettings.model_validate({"name": section.name, **configured, **chosen})
+    return DrafterSettings.model_validate({**section.model_dump(mode="json"), **chosen})
 
 
 def _head(head: DraftingHead, card: HeadCard, contract: TargetContract) -> HeadFigures:

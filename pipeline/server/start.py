@@ -151,7 +151,7 @@ def _trees(config: RunConfig) -> tuple[BatchTrees, Mapping[str, int]]:
     section = config.eval
     if config.serve.plain:
         return {}, {}
-    if not section.tree.auto:
+    if section.tree != "auto":
         return {1: section.tree}, {}
     location = stage_location(config.run.uri, "eval")
     where, fix = location.where(REPORT), "run `eagle3 eval` with tree: auto first, or name a tree"

@@ -149,6 +149,7 @@ PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
 #: A row of so many words that comes again is a repetition; shorter ones are style.
 _REPEATED_WORDS = 8
 _SHINGLE = 5  # words of one feature for near-duplicates
+_LANGUAGE_CHARACTERS = 40  # too little to tell a language below
 _NO_LANGUAGE = "zxx"  # ISO 639's code for text in none, such as a program
 _PERMUTATIONS = 128  # of a MinHash: similarity is estimated to about 1/sqrt(128) = 0.09
 #: How replies begin that decline, in the words of today's assistants.
@@ -199,7 +200,7 @@ def prompt_steps(section: QualitySection) -> list[Callable[[Prompt], str | None]
     if section.max_prompt_repetition is not None:
         steps.append(prompt_repetition(section.max_prompt_repetition))
     if section.languages:
-        steps.append(language(section.languages, section.min_language_characters))
+        steps.append(language(section.languages))
     if section.near_duplicates is not None:
         steps.append(near_duplicates(section.near_duplicates))
     return steps
@@ -271,10 +272,10 @@ def repeated_share(text: str) -> float:
     return sum(repeated) / len(words) if words else 0.0
 
 
-def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | None]:
+def language(codes: Sequence[str]) -> Callable[[Prompt], str | None]:
     """Prompts in other languages. Raises MissingPackage without py3langid."""
-    known = {*(code.lower() for code in kept), _NO_LANGUAGE, None}
-    code_of = language_of(shortest, "synth.quality.languages")
+    known = {*(code.lower() for code in codes), _NO_LANGUAGE, None}
+    code_of = language_of("synth.quality.languages")
 
     def step(prompt: Prompt) -> str | None:
         code = code_of(prompt)
@@ -283,8 +284,9 @@ def language(kept: Sequence[str], shortest: int) -> Callable[[Prompt], str | Non
     return step
 
 
-def language_of(shortest: int, where: str) -> Callable[[Prompt], str | None]:
-    """The ISO 639-1 code of all turns by py3langid, `zxx` for code, None for fewer characters.
+def language_of(where: str) -> Callable[[Prompt], str | None]:
+    """The ISO 639-1 code of all turns by py3langid, `zxx` for code, None for
+    less than 40 characters.
 
     Raises MissingPackage without py3langid, naming the field `where`.
     """
@@ -295,7 +297,7 @@ def language_of(shortest: int, where: str) -> Callable[[Prompt], str | None]:
 
     def code_of(prompt: Prompt) -> str | None:
         text = "\n".join(prompt.turns)
-        return str(classify(text)[0]) if len(text) >= shortest else None
+        return str(classify(text)[0]) if len(text) >= _LANGUAGE_CHARACTERS else None
 
     return code_of
 

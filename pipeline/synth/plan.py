@@ -76,7 +76,7 @@ def _prompt_counts(config: RunConfig) -> _PromptCounts:
     """From the selection, or by reading the sources where they are on this disk."""
     section = synth_section(config)
     selected = find_selection(stage_location(config.run.uri, "synth"))
-    specs = (*section.sources, *section.exclude)
+    specs = (*section.sources, *section.excluded_sources)
     fetched = any(spec.source.startswith("hub:") for spec in specs)
     if not selected and (config.plan.prompts or fetched):
         return _assumed_counts(config, section)

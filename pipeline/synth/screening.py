@@ -53,6 +53,9 @@ from pipeline.synth.privacy.finding import Finding
 from pipeline.synth.privacy.reserved import Pseudonyms, normal_form, redacted
 from pipeline.synth.privacy.secrets import SECRET_ENTITIES
 
+#: The environment variable with the secret salt of the audit's hashes.
+SALT_VARIABLE = "EAGLE3_PII_SALT"
+
 
 class Screen:
     """The run's policy. Without `pii.enabled` no recogniser is loaded; quality still counts."""
@@ -60,7 +63,7 @@ class Screen:
     def __init__(self, section: SynthSection, *, seed: int = 0) -> None:
         self._action, self._seed = section.pii.action, seed
         self._filter = PiiFilter(section.pii, section.dlp) if section.pii.enabled else None
-        self._ledger = Ledger(read_salt(section.pii.salt_variable)) if section.pii.enabled else None
+        self._ledger = Ledger(read_salt()) if section.pii.enabled else None
         self.metadata = Metadata(section, self._filter, self._ledger)
         self._steps = reply_steps(section.quality)
 
@@ -139,7 +142,7 @@ def pii_policy(section: SynthSection) -> dict[str, Any]:
         "entities": sorted({*pii.entities, *own, *(SECRET_ENTITIES if pii.secrets else ())}),
         "score_threshold": pii.score_threshold,
         "thresholds": dict(sorted(pii.thresholds.items())),
-        "dlp": section.dlp.backend,
+        "dlp": "google" if section.dlp.project else "none",
         "spacy_model": pii.spacy_model,
     }
 
@@ -154,7 +157,7 @@ def screened_with(section: SynthSection) -> dict[str, str]:
     spacy_model = section.pii.spacy_model
     packages = ("presidio-analyzer", "detect-secrets", *([spacy_model] if spacy_model else ()))
     versions = {f"pii.{package}": _version(package) for package in packages}
-    salt = fingerprint(read_salt(section.pii.salt_variable))
+    salt = fingerprint(read_salt())
     return {**versions, "pii.patterns": FINDERS_VERSION, "pii.salt": salt}
 
 
@@ -206,7 +209,7 @@ class Metadata:
         self._has_own_patterns = bool(section.pii.recognizers)
         self._harmless: set[str] = set()
         if pii is not None:
-            self._salt = read_salt(section.pii.salt_variable)
+            self._salt = read_salt()
             _refuse(section.system_prompt, "synth.system_prompt", pii)
             for variant in section.mix:
                 _refuse(variant.system_prompt, f"synth.mix.{variant.name}.system_prompt", pii)
@@ -324,12 +327,12 @@ class Ledger:
         return hmac.new(self._salt, message, hashlib.sha256).hexdigest()[:_HEX_DIGITS]
 
 
-def read_salt(variable: str) -> bytes:
+def read_salt() -> bytes:
     """The salt in the environment variable, or this user's own, made at first use.
 
     Raises ConfigError where neither works.
     """
-    if salt := os.environ.get(variable):
+    if salt := os.environ.get(SALT_VARIABLE):
         return salt.encode()
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     path = state / "eagle3" / "pii-salt"
@@ -339,7 +342,7 @@ def read_salt(variable: str) -> bytes:
         raise ConfigError(
             f"cannot be read or made: {error.strerror}",
             where=str(path),
-            fix=f"set the environment variable {variable}",
+            fix=f"set the environment variable {SALT_VARIABLE}",
         ) from None
 
 

@@ -94,9 +94,9 @@ def select(config: RunConfig, location: Location, clean_reasons: CleanReasons = 
     section = synth_section(config)
     if there := find_selection(location):
         _refuse_other_inputs(there, _inputs(config), location)
-        notice_changes("synth", (*section.sources, *section.exclude), there.files)
+        notice_changes("synth", (*section.sources, *section.excluded_sources), there.files)
         return there
-    files = fingerprints((*section.sources, *section.exclude))
+    files = fingerprints((*section.sources, *section.excluded_sources))
     location.child(PROMPTS).sweep()
     stream, tally = PromptStream(section, config.run.seed), Tally(section)
     cuts = _cut(tally.counting(stream), section.shard_prompts)
@@ -273,7 +273,7 @@ def balance_of(section: SynthSection) -> Balance:
     if "category" in section.balance:
         parts.append(by_category)
     if "language" in section.balance:
-        code_of = language_of(section.quality.min_language_characters, "synth.balance")
+        code_of = language_of("synth.balance")
         parts.append(lambda prompt: code_of(prompt) or "short")
     return Balance(
         lambda prompt: "\t".join(part(prompt) for part in parts), section.category_shares
@@ -282,10 +282,12 @@ def balance_of(section: SynthSection) -> Balance:
 
 def filters(section: SynthSection, seed: int) -> list[Step]:
     """Every filter that needs no model, in the order in which it may claim a prompt."""
-    steps = [max_length(section.max_characters), license_gate(section.allowed_licenses)]
-    if section.quality.duplicates:
-        steps.append(first_of_its_kind())
-    excluded = stream_prompts(section.exclude, seed=seed)
+    steps = [
+        max_length(section.max_characters),
+        license_gate(section.allowed_licenses),
+        first_of_its_kind(),
+    ]
+    excluded = stream_prompts(section.excluded_sources, seed=seed)
     return [*steps, *prompt_steps(section.quality), decontaminate(excluded)]
 
 

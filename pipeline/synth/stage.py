@@ -113,7 +113,7 @@ def _complete(config: RunConfig, stage_run: StageRun, manifest: Manifest) -> Man
     notice("synth", f"complete: {counts} at {stage_run.location.uri}")
     if selection := find_selection(stage_run.location):
         section = synth_section(config)
-        notice_changes("synth", (*section.sources, *section.exclude), selection.files)
+        notice_changes("synth", (*section.sources, *section.excluded_sources), selection.files)
     _remove_prompts(stage_run.location)
     return manifest
 
@@ -187,9 +187,6 @@ class SynthPipeline:
         self.made_with = facts | screened_with(section)
         self._backend, self._arithmetic = _open_backend(section, target, self.template)
         self._why = reason(self._arithmetic, config.target.dtype)
-        across = section.generator.across_shards
-        safe = across == "auto" and self._backend.batch_invariant
-        self._across_shards = across == "always" or safe
         name = _generator_name(section, self.contract)
         self._runner = ConversationRunner(section, self.template, seed=seed, name=name)
         self._limit = RejectionLimit(section)
@@ -220,7 +217,7 @@ class SynthPipeline:
             scheduler = ConversationScheduler(
                 self._runner,
                 self._note_dropped(screened, advance),
-                across_shards=self._across_shards,
+                across_shards=self._backend.batch_invariant,
                 advance=advance,
             )
             for batch in scheduler.run(self._backend):

@@ -10,7 +10,7 @@ each:
 
 When rank 0 fails, the others end with its exit code and say nothing. When a process is gone, the
 others end with LostProcess: at once where its connections close, else after
-`features.parallel_timeout_seconds`.
+half an hour.
 
 At the top of this module there is no torch: a finished stage needs none.
 """
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+#: How long processes wait for one another: longer than rank 0 may wait for the store and for its
+#: next shard.
+_TIMEOUT_SECONDS = 1800.0
 #: How long a process that fails waits for the others to listen, or for rank 0 to have failed too.
 _FAREWELL_SECONDS = 5.0
 #: A launcher ends all processes at the first exit; the one that failed first must print its line.
@@ -176,7 +179,7 @@ def joined(section: FeaturesSection, target: TargetSection) -> Iterator[Group]:
         raise ConfigError(problem, where="features.parallel=none", fix=fix)
     quiet = console.quiet
     try:
-        group = _join(target, section.parallel_timeout_seconds)
+        group = _join(target, _TIMEOUT_SECONDS)
         console.quiet = quiet or group.rank > 0
         try:
             yield group

@@ -346,10 +346,10 @@ def test_what_does_not_fit_is_refused_by_name(model: DecoderModel, chain: Chaine
     target: Any = None
     with pytest.raises(ConfigError, match="cannot draft with this head, which is one for eagle3"):
         load_drafter(DrafterSection(name="dflash"), model, target, chain)
-    section = DrafterSection.model_validate({"name": "eagle3", "eagle3": {"draft_window": 128}})
+    section = DrafterSection(name="eagle3", draft_window=128)
     with pytest.raises(ConfigError, match="chained heads see the whole text") as refused:
         load_drafter(section, model, target, chain)
-    assert refused.value.where == "drafter.eagle3.draft_window"
+    assert refused.value.where == "drafter.draft_window"
     make = load_drafter(DrafterSection(name="eagle3"), model, target, chain)
     assert make is not None and isinstance(make(TREE), ChainedDrafter)
     assert drafter_name(chain) == "eagle3"

@@ -171,5 +171,5 @@ def test_a_missing_corpus_is_refused(tmp_path: Path, target: Any) -> None:
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="max_match is 2, below min_match 3"):
-        DrafterSection.model_validate({"name": "ngram", "ngram": {"min_match": 3, "max_match": 2}})
+        DrafterSection(name="ngram", min_match=3, max_match=2)
     assert not DrafterSection(name="ngram").needs_head

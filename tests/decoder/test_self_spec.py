@@ -282,4 +282,4 @@ def test_traces_and_costs(target: DecoderModel, kind: str) -> None:
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises((ValueError, Eagle3Error), match=problem):
-        DrafterSection.model_validate({"name": "self_spec", "self_spec": settings})
+        DrafterSection(name="self_spec", **settings)

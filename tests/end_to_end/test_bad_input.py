@@ -98,7 +98,7 @@ def test_settings_of_training_that_contradict_each_other(
 ) -> None:
     config = write_config()
     line = fails("train", config, "train.evaluate_tree=auto")
-    assert "train.evaluate_tree: cannot be auto" in line
+    assert "train.evaluate_tree: auto is only supported by eval.tree" in line
     assert main(["run", "-c", str(config)]) == 0
     head = tmp_path / "run/train/head"
     shutil.copytree(tmp_path / "run/features", tmp_path / "other/features")

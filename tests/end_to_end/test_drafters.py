@@ -33,7 +33,7 @@ def test_a_report_of_what_nobody_trained(
     """Without synth, features and train; a draft model that is the target is always right."""
     config = write_config()
     command = ["eval", "-c", str(config), f"eval.drafter.name={name}", "eval.hf_prompts=0"]
-    command.append(f"eval.drafter.standalone.source={tiny_target}")
+    command += [f"eval.drafter.source={tiny_target}"] if name == "standalone" else []
     for state in ("not started", "complete"):
         assert main([*command, "--plan"]) == 0 and state in capsys.readouterr().out
         assert main(command) == 0
@@ -50,7 +50,7 @@ def test_a_budget_is_picked_with_the_tree_and_named(
     write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["eval", "-c", str(write_config()), "eval.drafter.name=self_spec"]
-    command += ["eval.hf_prompts=0", "eval.drafter.self_spec.budget=auto"]
+    command += ["eval.hf_prompts=0", "eval.drafter.budget=auto"]
     assert main(command) == 2
     assert "set tree to auto, or budget to a number" in capsys.readouterr().err
     assert main([*command, "eval.tree=auto"]) == 0
@@ -70,7 +70,7 @@ def test_rivals_take_turns_on_the_same_prompts(
     prompts = tmp_path / "questions.jsonl"
     asked = [{"turns": [f"What is {n} plus {n * n}?"], "category": "sums"} for n in range(9)]
     prompts.write_text("\n".join(json.dumps(each) for each in asked))
-    exact = {"name": "standalone", "standalone": {"source": str(tiny_target)}}
+    exact = {"name": "standalone", "source": str(tiny_target)}
     rivals = [
         {"name": "n-grams", "drafter": {"name": "ngram"}, "tree": {"steps": 3, "top_k": 1}},
         {"name": "itself", "drafter": exact, "tree": {"steps": 3, "top_k": 1, "nodes": 4}},
@@ -100,7 +100,7 @@ def test_load_is_measured_with_and_without_the_drafter(
     write_config: Write, tiny_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In fp32 both ways write the same tokens, at every concurrency, drawn or not."""
-    exact = {"name": "standalone", "standalone": {"source": str(tiny_target)}}
+    exact = {"name": "standalone", "source": str(tiny_target)}
     load = {"concurrency": [3, 1], "temperatures": [0, 0.8], "requests": 7}
     command = ["eval", "-c", str(write_config()), "eval.hf_prompts=0", "eval.shapes=[]"]
     command += [f"eval.drafter={json.dumps(exact)}", f"eval.load={json.dumps(load)}"]
@@ -147,7 +147,7 @@ def test_auto_picks_a_tree_for_every_batch_size(
         return Costs({1: 1.0, 2: two, 3: three, 64: three}, {1: 0.01}, {1: 0.0}, {2: 0.0})
 
     monkeypatch.setattr("pipeline.tuning.tune.measure_costs", costs)
-    exact = {"name": "standalone", "standalone": {"source": str(tiny_target)}}
+    exact = {"name": "standalone", "source": str(tiny_target)}
     load_at = {"concurrency": [1, 2, 4], "requests": 4}
     settings = ["eval.hf_prompts=0", "eval.shapes=[]", "eval.max_new_tokens=16", "eval.tree=auto"]
     settings += [f"eval.drafter={json.dumps(exact)}", f"eval.load={json.dumps(load_at)}"]
@@ -177,7 +177,7 @@ def test_auto_picks_a_tree_for_every_batch_size(
 def test_the_server_drafts_what_eval_has_picked(
     write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["eval.drafter.name=self_spec", "eval.drafter.self_spec.budget=auto"]
+    settings = ["eval.drafter.name=self_spec", "eval.drafter.budget=auto"]
     settings += ["eval.tree=auto", "eval.hf_prompts=0", "eval.shapes=[]"]
     path = write_config()
     config = load(path, settings)
@@ -212,7 +212,7 @@ def test_a_head_for_a_drafter_that_has_none_is_refused(
     assert main([*command, "eval.drafter.name=medusa"]) == 2
     assert "eval.drafter.name" in capsys.readouterr().err
     assert main([*command, "eval.drafter.name=standalone"]) == 2
-    assert "standalone.source" in capsys.readouterr().err
+    assert "eval.drafter.source: required" in capsys.readouterr().err
 
 
 def test_replies_are_the_same_whatever_drafts(
@@ -233,7 +233,7 @@ def test_a_plan_is_measured_checked_and_drawn(
     write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["plan-decode", "-c", str(write_config()), "--drafters", "ngram,self_spec"]
-    command += ["eval.tree=auto", "eval.drafter.self_spec.budget=auto"]
+    command += ["eval.tree=auto", "eval.drafter.name=self_spec", "eval.drafter.budget=auto"]
     command += ["--batches", "1,2", "--contexts", "24,40", "--prompts", "2", "--new-tokens", "8"]
     files = ["--json", str(tmp_path / "plan.json"), "--page", str(tmp_path / "plan.html")]
     assert main([*command, "--most-tokens", "48", "--check", *files]) == 0

@@ -12,6 +12,7 @@ import torch
 
 from bench import drafters
 from bench.drafters import Row, of_length
+from pipeline.config import Eagle3DrafterSection
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.shape import HeadShape
 from pipeline.heads.registry import save_head
@@ -22,7 +23,10 @@ from tests.heads.test_dflash_import import drafter
 
 def test_a_row_names_its_head_and_its_settings() -> None:
     row = Row.parse("eagle3:head=some/dir:draft_window=256")
-    assert row.head == Path("some/dir") and row.section.eagle3.draft_window == 256
+    assert (
+        row.head == Path("some/dir")
+        and row.section.settings(Eagle3DrafterSection).draft_window == 256
+    )
     assert Row.parse("ngram").head is None
     for text in ("medusa", "eagle3:draft_window=wide", "eagle3:nothing=1"):
         with pytest.raises(argparse.ArgumentTypeError, match=text.split(":")[0]):

@@ -29,7 +29,7 @@ def test_prints_one_stream_of_objects(
 ) -> None:
     """Without eval's prompts there is no job of eval."""
     words = ["jobs", "render", "-c", str(config_file), "--for", "kubernetes"]
-    assert cli.main([*words, "jobs.synth.workers=3"]) == 0
+    assert cli.main([*words, "jobs.stages.synth.workers=3"]) == 0
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
     rendered = [value for value in objects if value["kind"] == "Job"]
     assert [job["metadata"]["name"] for job in rendered] == ["x-synth", "x-features", "x-train"]
@@ -42,7 +42,7 @@ def test_writes_files_over_earlier_ones(
     out = tmp_path / "a" / "jobs"
     words = ["jobs", "render", "-c", str(config_file), "--for", "slurm", "--out", str(out)]
     for workers in (1, 5):
-        assert cli.main([*words, f"jobs.synth.workers={workers}"]) == 0
+        assert cli.main([*words, f"jobs.stages.synth.workers={workers}"]) == 0
     assert "array=0-4" in (out / "synth.sbatch").read_text()
     assert os.access(out / "submit.sh", os.X_OK)
     assert str(out / "submit.sh") in capsys.readouterr().out

@@ -24,14 +24,16 @@ Object = dict[str, Any]
 BUCKET: Object = {"jobs": {"image": "eagle3:1", "service_account": "heads"}}
 VOLUME: Object = {
     "run": {"uri": "/runs/a b"},
-    "jobs": {"image": "eagle3:1", "volume_claim": "runs", "secret": None, "train": {"gpus": 8}},
+    "jobs": {"image": "eagle3:1", "volume_claim": "runs", "stages": {"train": {"gpus": 8}}},
 }
 TWO_NODES: Object = {
     "jobs": {
         "image": "eagle3:1",
-        "synth": {"workers": 8, "gpus": 0},
-        "features": {"workers": 4},
-        "train": {"workers": 2, "gpus": 8, "cpus": 64, "memory_gib": 512},
+        "stages": {
+            "synth": {"workers": 8, "gpus": 0},
+            "features": {"workers": 4},
+            "train": {"workers": 2, "gpus": 8, "cpus": 64, "memory_gib": 512},
+        },
     }
 }
 
@@ -114,7 +116,7 @@ def test_another_configuration_has_another_config_map(configure: Configure) -> N
 
 
 def test_jobs_shape_no_output(configure: Configure) -> None:
-    one, other = configure(), configure(jobs={"secret": "x", "synth": {"workers": 9}})
+    one, other = configure(), configure(jobs={"image": "x", "stages": {"synth": {"workers": 9}}})
     assert all(one.section_hash(stage) == other.section_hash(stage) for stage in STAGES)
 
 
@@ -196,7 +198,7 @@ def test_pods_have_no_rights_a_secret_and_time_to_end(configure: Configure) -> N
     security = pod["containers"][0]["securityContext"]
     assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
     assert {"name": "EAGLE3_LOG", "value": "json"} in pod["containers"][0]["env"]
-    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "eagle3"}}]
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "eagle3", "optional": True}}]
 
 
 def test_run_on_a_volume_is_mounted_where_its_uri_says(configure: Configure) -> None:
@@ -229,10 +231,9 @@ def test_what_jobs_could_not_run_is_refused(
     [
         ("image", "two words"),
         ("volume_claim", "../x"),
-        ("secret", "A b"),
         ("service_account", "x: y"),
-        ("eval", {"workers": 2}),
-        ("synth", {"workers": 0}),
+        ("stages", {"eval": {"workers": 2}}),
+        ("stages", {"synth": {"workers": 0}}),
         ("images", "x"),
         ("namespace", "ml"),
     ],

@@ -14,7 +14,8 @@ from pipeline.jobs import render, write
 from pipeline.records import STAGES
 from tests.jobs.conftest import Configure
 
-LARGE = {"image": "x", "synth": {"workers": 4}, "train": {"workers": 2, "gpus": 8}}
+WORKERS = {"synth": {"workers": 4}, "train": {"workers": 2, "gpus": 8}}
+LARGE = {"image": "x", "stages": WORKERS}
 
 
 def program(folder: Path, name: str, text: str) -> dict[str, str]:
@@ -87,7 +88,8 @@ def test_jobs_leave_training_its_grace(configure: Configure) -> None:
 
 
 def test_slurm_scripts_ask_for_what_the_configuration_says(configure: Configure) -> None:
-    files = render(configure(jobs={**LARGE, "features": {"gpus": 0, "hours": 0.5}}), "slurm")
+    workers = {**WORKERS, "features": {"gpus": 0, "hours": 0.5}}
+    files = render(configure(jobs={"stages": workers}), "slurm")
     assert list(files) == ["run.yaml", *(f"{stage}.sbatch" for stage in STAGES), "submit.sh"]
     options = {
         stage: {

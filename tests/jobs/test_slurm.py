@@ -18,12 +18,8 @@ from tests.end_to_end.conftest import write_config  # noqa: F401  (a fixture)
 from tests.jobs.cluster import slurm_cluster
 
 SMALL = {"gpus": 0, "cpus": 1, "memory_gib": 1}
-JOBS = {
-    "synth": {**SMALL, "workers": 2},
-    "features": {**SMALL, "workers": 4},
-    "train": SMALL,
-    "eval": SMALL,
-}
+STAGES = {"synth": {"workers": 2}, "features": {"workers": 4}, "train": {}, "eval": {}}
+JOBS = {"stages": {stage: {**SMALL, **size} for stage, size in STAGES.items()}}
 
 Write = Callable[..., Path]
 

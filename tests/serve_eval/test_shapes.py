@@ -112,7 +112,7 @@ def test_a_share_of_the_prompts_is_tried_and_later_turns_are_not(
 def test_shapes_that_a_drafter_cannot_draft_are_named(
     tiny_target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drafter = {"name": "self_spec", "self_spec": {"budget": 128, "kv": "streaming"}}
+    drafter = {"name": "self_spec", "budget": 128, "kv": "streaming"}
     tree = {"top_k": 1, "steps": 2, "nodes": 3}
     config = _config(tiny_target, drafter=drafter, tree=tree)
     own, questions, stop_ids = _open(tiny_target, config, None, prompts=2)
@@ -131,5 +131,5 @@ def test_long_contexts_are_traced_a_few_at_a_time() -> None:
 
 
 def test_shapes_have_numbers() -> None:
-    with pytest.raises(ConfigError, match="shapes has no auto"):
+    with pytest.raises(ConfigError, match="auto is only supported"):
         parse({"target": {"source": "x"}, "eval": {"shapes": ["auto"]}})

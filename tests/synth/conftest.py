@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from pipeline.config import RunConfig, parse
+from pipeline.synth.generate import remote
 from tests.conftest import CHATML, END, QUESTIONS, save_tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that failed is repeated at once."""
+    monkeypatch.setattr(remote, "BACKOFF_SECONDS", 0.01)
 
 
 @pytest.fixture

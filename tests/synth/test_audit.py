@@ -75,7 +75,6 @@ def test_personal_data_is_counted_by_type_and_never_shown(
         pii={"action": "drop"},
         max_new_tokens=4,
         max_turns=1,
-        generator={"across_shards": "always"},
         shard_prompts=1,
     )
     run(config)

@@ -134,13 +134,14 @@ def test_requests_under_way_together_slow_an_endpoint_down_once() -> None:
 
 
 def test_a_fleet_that_stays_busy_ends_the_run(
-    fleet: list[TargetServer], served: ServedTarget
+    fleet: list[TargetServer], served: ServedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the server asks to come back much later than the run waits."""
+    monkeypatch.setattr(endpoints, "BUSY_SECONDS", 1.0)
     for fault in ("503", "429 Retry-After: 300"):
         for server in fleet:
             server.fault = lambda ids, before, fault=fault: fault  # type: ignore[misc]
         started = time.monotonic()
         with pytest.raises(EndpointsUnavailable, match=r"too busy, .* for 1 s") as ended:
-            ask(served, *fleet, busy_seconds=1, outage_seconds=0.1)
+            ask(served, *fleet, outage_seconds=0.1)
         assert ended.value.exit_code == 75 and 1 < time.monotonic() - started < 10

@@ -18,7 +18,6 @@ dlp_v2 = pytest.importorskip("google.cloud.dlp_v2", reason="google-cloud-dlp is 
 grpc = pytest.importorskip("grpc")
 
 SECTION = DlpSection(
-    backend="google",
     project="ours",
     location="europe-west1",
     info_types=("PERSON_NAME", "EMPLOYEE_ID"),
@@ -156,6 +155,5 @@ def test_its_findings_join_the_others(client: Any) -> None:
     assert pii.check("EMP-123 writes to anna@firm.com") == ["EMAIL_ADDRESS", "EMPLOYEE_ID"]
 
 
-def test_a_project_is_required() -> None:
-    with pytest.raises(ValueError, match=r"dlp\.backend=google needs dlp\.project"):
-        DlpSection(backend="google")
+def test_no_text_is_sent_without_a_project() -> None:
+    assert PiiFilter(PiiSection(), DlpSection())._inspector is None

@@ -78,7 +78,6 @@ REMOTE: dict[str, Any] = {"backend": "vllm", "endpoints": ["https://a/v1"]}
         ("generator", {**REMOTE, "endpoints": [f"https://a/v1?api_key={KEY}"]}),
         ("generator", {**REMOTE, "endpoints": [f"https://a/v1?token={KEY}"]}),
         ("generator", {**REMOTE, "endpoints": [f"https://a/v1#{KEY}"]}),
-        ("pii", {"salt_variable": KEY}),
         ("sources", [{"source": f"s3://AKIA:{KEY}@bucket/prompts.jsonl"}]),
         ("sources", [{"source": f"https://a/prompts.jsonl?X-Amz-Signature={KEY}"}]),
     ],

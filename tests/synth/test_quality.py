@@ -130,7 +130,6 @@ def test_the_config_switches_the_steps(
         "\n".join([*lines, lines[0].replace('"id": "0"', '"id": "again"')]) + "\n"
     )
     assert rejected(make_config()) == {"duplicate": 1}
-    assert rejected(make_config(quality={"duplicates": False})) == {}
     with pytest.raises(
         Exception, match=r"none of 25 prompts is left after the filters \(long 25\)"
     ):

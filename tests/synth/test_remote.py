@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable
 from pipeline.records import Prompt, Sample
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
+from pipeline.synth.generate import remote
 from pipeline.synth.generate.backend import GeneratorBackend
 from pipeline.synth.generate.conversations import ConversationRunner, ConversationScheduler
 from pipeline.synth.generate.local import LocalBackend
@@ -32,7 +33,6 @@ Configure = Callable[..., RunConfig]
 
 QUICK = {
     "timeout_seconds": 20.0,
-    "backoff_seconds": 0.01,
     "outage_seconds": 20.0,
     "retries": 3,
     "concurrency": 6,
@@ -282,8 +282,11 @@ def test_a_prompt_that_takes_endpoints_down_is_given_up(
     assert server.asked[poison] <= 6
 
 
-def test_a_quota_that_is_used_up_costs_no_prompt(served: ServedTarget) -> None:
+def test_a_quota_that_is_used_up_costs_no_prompt(
+    served: ServedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others are served meanwhile; once it is refused alone for too long, the run ends."""
+    monkeypatch.setattr(remote, "BUSY_SECONDS", 0.3)
     hungry = served.template.start(PROMPTS[0].turns[0])
     with (
         TargetServer(
@@ -291,7 +294,7 @@ def test_a_quota_that_is_used_up_costs_no_prompt(served: ServedTarget) -> None:
         ) as server,
         pytest.raises(EndpointsUnavailable) as ended,
     ):
-        ask(served, server, busy_seconds=0.3)
+        ask(served, server)
     assert ended.value.exit_code == 75 and server.asked.total() > len(PROMPTS)
 
 

@@ -216,13 +216,13 @@ def test_the_salt_is_kept_outside_the_run_and_for_its_user_alone(
 ) -> None:
     monkeypatch.delenv("EAGLE3_PII_SALT")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    salt = read_salt("EAGLE3_PII_SALT")
-    assert len(salt) == 32 and read_salt("EAGLE3_PII_SALT") == salt
+    salt = read_salt()
+    assert len(salt) == 32 and read_salt() == salt
     assert stat.S_IMODE(os.stat(tmp_path / "state" / "eagle3" / "pii-salt").st_mode) == 0o600
     assert os.listdir(tmp_path / "state" / "eagle3") == ["pii-salt"]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state" / "eagle3" / "pii-salt"))
     with pytest.raises(ConfigError, match="set the environment variable EAGLE3_PII_SALT"):
-        read_salt("EAGLE3_PII_SALT")
+        read_salt()
 
 
 SECRETS = ["anna.schmidt@firm.com", "212-555-7788", GITHUB, "hunter2secret"]

@@ -27,7 +27,7 @@ from pipeline.target.forward import capture_alone, capture_states, register_pack
 from pipeline.target.open import open_target
 from pipeline.target.parallel import Group, joined
 
-SECTION = FeaturesSection(parallel="tensor", parallel_timeout_seconds=60)
+SECTION = FeaturesSection(parallel="tensor")
 
 
 def states(group: Group, *directories: str) -> None:

@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 def _factory(model: DecoderModel, name: str, **settings: Any) -> DrafterFactory:
     target: Any = None
     head = block_head(model, proposed=torch.arange(8)) if name == "dflash" else None
-    section = DrafterSection.model_validate({"name": name, name: settings})
+    section = DrafterSection(name=name, **settings)
     factory = load_drafter(section, model, target, head)
     assert factory is not None
     return factory
@@ -147,21 +147,20 @@ def test_blocks_of_every_size_are_timed_and_one_is_picked(
 
 
 def test_what_is_left_open_needs_an_automatic_tree(model: DecoderModel) -> None:
-    auto = {"name": "self_spec", "self_spec": {"budget": "auto"}}
+    auto = {"name": "self_spec", "budget": "auto"}
     with pytest.raises(ValidationError, match=r"budget=auto is picked .* set tree to auto, or"):
         EvalSection.model_validate({"drafter": auto})
     section = EvalSection.model_validate({"drafter": auto, "tree": "auto"})
     assert section.drafter.is_open
-    EvalSection.model_validate({"drafter": {**auto, "name": "ngram"}})  # nobody reads it
     sources = [{"source": "x.jsonl"}]
-    with pytest.raises(ValidationError, match=r"self_spec\.budget cannot be auto"):
+    with pytest.raises(ValidationError, match=r"drafter\.budget cannot be auto"):
         SynthSection.model_validate({"sources": sources, "drafter": auto})
     with pytest.raises(ConfigError, match="budget auto is picked together") as refused:
         _factory(model, "self_spec", budget="auto")(CHAIN)
-    assert refused.value.where == "drafter.self_spec.budget"
+    assert refused.value.where == "drafter.budget"
     with pytest.raises(ConfigError, match="6 is more than the 5 tokens") as refused:
         _factory(model, "dflash", block_size=6)
-    assert refused.value.where == "drafter.dflash.block_size"
+    assert refused.value.where == "drafter.block_size"
     with pytest.raises(ConfigError, match="4 is more than the 3 tokens that a block predicts"):
         deep = TreeSection(top_k=1, steps=4, nodes=5)
         _factory(model, "dflash", block_size=4)(deep)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import DrafterSection, TreeSection
+from pipeline.config import BlockDrafterSection, DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
@@ -148,7 +148,7 @@ def check_block(block_size: int, trained: int) -> None:
     if block_size > trained:
         problem = f"{block_size} is more than the {trained} tokens of the blocks it was trained on"
         fix = f"choose at most {trained}, or train with a larger train.dflash.block_size"
-        raise ConfigError(problem, where="drafter.dflash.block_size", fix=fix)
+        raise ConfigError(problem, where="drafter.block_size", fix=fix)
 
 
 def check_depth(depth: int, block_size: int) -> None:
@@ -168,7 +168,7 @@ def drafter_factory(
     section: DrafterSection, head: DflashHead, model: DecoderModel
 ) -> DrafterFactory:
     """With the block of `section`, or with all that are worth a try, the trained one first."""
-    block_size = section.dflash.block_size
+    block_size = section.settings(BlockDrafterSection).block_size
     trained = head.shape.block_size
 
     def of(size: int, choices: tuple[DrafterFactory, ...] = ()) -> DrafterFactory:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.config import DrafterSection, TreeSection
+from pipeline.config import DrafterSection, Eagle3DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState
 from pipeline.decoder.drafter import (
     Drafter,
@@ -179,5 +179,5 @@ def drafter_factory(
     section: DrafterSection, head: Eagle3Head, model: DecoderModel
 ) -> DrafterFactory:
     """With the window of `section`, for any trees."""
-    window = section.eagle3.draft_window
+    window = section.settings(Eagle3DrafterSection).draft_window
     return DrafterFactory(lambda trees: Eagle3Drafter(head, model, trees, draft_window=window))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.config import DrafterSection, TreeSection
+from pipeline.config import DrafterSection, Eagle3DrafterSection, TreeSection
 from pipeline.decoder.batch import DecodeBatch, RowState, TokenRows
 from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDrafter, Trees
 from pipeline.decoder.kv import Planes, PlaneShape
@@ -287,8 +287,8 @@ def drafter_factory(
     section: DrafterSection, head: ChainedHead, model: DecoderModel
 ) -> DrafterFactory:
     """For any trees. Raises ConfigError for a window, which a chain was not trained with."""
-    if section.eagle3.draft_window is not None:
+    if section.settings(Eagle3DrafterSection).draft_window is not None:
         problem = "chained heads see the whole text"
         fix = "leave it out, or draft with a head that was trained with one layer"
-        raise ConfigError(problem, where="drafter.eagle3.draft_window", fix=fix)
+        raise ConfigError(problem, where="drafter.draft_window", fix=fix)
     return DrafterFactory(lambda trees: ChainedDrafter(head, model, trees))

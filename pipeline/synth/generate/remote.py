@@ -3,7 +3,7 @@
     outcome                                  consequence
     200                                      a reply, or a counted rejection (servers.py)
     429, 502, 503: busy                      the same again, when the endpoint says or ever later;
-                                                 no reply for busy_seconds: the run stops
+                                                 no reply for an hour: the run stops
     timeout, cut connection, 5xx, no JSON    the endpoint gets a health check, a short request:
         it fails too                             unhealthy until it replies; another is used
         it succeeds                              the prompt is tried `retries` times, then counted
@@ -180,7 +180,7 @@ class _Session:
             if await self._pool.is_healthy(endpoint):
                 return Reply(request.request_id, rejected=f"remote:refused_{refused.status}")
         except RequestFailed as failed:
-            retries, backoff = self._section.retries, self._section.backoff_seconds
+            retries, backoff = self._section.retries, BACKOFF_SECONDS
             if await self._pool.is_healthy(endpoint):
                 tried.failures += 1
                 await asyncio.sleep(min(backoff * 2 ** (tried.failures - 1), MAX_BACKOFF))
@@ -259,7 +259,11 @@ def _misconfigured(url: str, problem: str) -> EndpointError:
 
 
 #: Longest wait between two attempts, and longest that a server may ask for, in seconds.
-MAX_BACKOFF, _MAX_RETRY_AFTER = 60.0, 600.0
+#: Seconds before the first further attempt; they double each time. A busy server's Retry-After
+#: takes their place.
+BACKOFF_SECONDS, MAX_BACKOFF, _MAX_RETRY_AFTER = 1.0, 60.0, 600.0
+#: Seconds of nothing but 429, 502 or 503 after which the stage stops: a quota by the hour is over.
+BUSY_SECONDS = 3600.0
 #: Shorter waits for busy endpoints are nobody's business.
 _TOLD_SECONDS = 10.0
 #: Whether an endpoint replies to a short request. Raises EndpointError when it refuses it: then the
@@ -345,9 +349,9 @@ class EndpointPool:
     def mark_busy(self, endpoint: Endpoint, retry_after: float | None, *, sent: float) -> None:
         """It asked to come back later.
 
-        Raises EndpointsUnavailable when none has replied for the section's `busy_seconds`.
+        Raises EndpointsUnavailable when none has replied for BUSY_SECONDS.
         """
-        now, longest = time.monotonic(), self._section.busy_seconds
+        now, longest = time.monotonic(), BUSY_SECONDS
         self._outage_start = None
         self._busy_start = now if self._busy_start is None else self._busy_start
         end = self._busy_start + longest
@@ -356,9 +360,9 @@ class EndpointPool:
                 f"too busy, or the quota is used up, for {longest:g} s (HTTP 429, 502 or 503)",
                 where=_WHERE,
                 fix="run the same command later, finished shards are kept; or lower "
-                "generator.concurrency, or raise generator.busy_seconds",
+                "generator.concurrency",
             )
-        endpoint.slow_down(retry_after, sent=sent, backoff=self._section.backoff_seconds)
+        endpoint.slow_down(retry_after, sent=sent, backoff=BACKOFF_SECONDS)
         endpoint.paused_until = min(endpoint.paused_until, end)
         until = min((endpoint.paused_until for endpoint in self._healthy()), default=now)
         if until - self._busy_start >= _TOLD_SECONDS and not self._is_told:
@@ -405,7 +409,7 @@ class EndpointPool:
 
     async def _recover(self, endpoint: Endpoint) -> None:
         """Check an unhealthy endpoint until it is healthy again."""
-        delay = self._section.backoff_seconds
+        delay = BACKOFF_SECONDS
         while not endpoint.healthy:
             await asyncio.sleep(delay)
             delay = min(2 * delay, MAX_BACKOFF)

@@ -20,6 +20,7 @@ from pipeline.errors import EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.privacy.finding import Finding
 
 _ROWS = 500
+_TIMEOUT_SECONDS = 30.0  # of a request, with the retries of transient failures
 _REQUEST_BYTES = 400_000  # of texts; the service refuses requests above half a megabyte
 _PART = _REQUEST_BYTES // 4  # characters, of at most four bytes
 _OVERLAP = 500  # characters: longer than what is looked for
@@ -56,7 +57,7 @@ class GoogleInspector:
         except ImportError:
             raise MissingPackage(
                 "the pip package google-cloud-dlp is not installed",
-                where="synth.dlp.backend",
+                where="synth.dlp.project",
                 fix="pip install 'eagle3[dlp]'",
             ) from None
         self._types = dlp_v2
@@ -105,9 +106,8 @@ class GoogleInspector:
             ),
             item=types.ContentItem(table=table),
         )
-        timeout = self._section.timeout
         try:
-            return self._client.inspect_content(request=request, timeout=timeout).result
+            return self._client.inspect_content(request=request, timeout=_TIMEOUT_SECONDS).result
         except GoogleAPIError as error:
             passes = if_transient_error(error) or isinstance(error, GatewayTimeout | RetryError)
             raise (EndpointsUnavailable if passes else EndpointError)(
@@ -125,7 +125,7 @@ class GoogleInspector:
         except GoogleAuthError as error:
             raise EndpointError(
                 f"no credentials for Cloud DLP: {str(error).splitlines()[0]}",
-                where="synth.dlp.backend",
+                where="synth.dlp",
                 fix="run gcloud auth application-default login",
             ) from error
 

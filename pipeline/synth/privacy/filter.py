@@ -134,7 +134,7 @@ def _check_entities(section: PiiSection, known: set[str], by_presidio: set[str])
 
 
 def _open_inspector(section: DlpSection) -> Inspector | None:
-    if section.backend == "none":
+    if section.project is None:
         return None
     from pipeline.synth.privacy.dlp import GoogleInspector
 
