@@ -376,7 +376,7 @@ def test_a_drafter_s_settings_stand_beside_its_name(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "where", "problem"),
     [
-        ("eval.drafter.name=medusa", "eval.drafter.name", "there is no drafter 'medusa'"),
+        ("eval.drafter.name=medusa", "eval.drafter.name", "no drafter has this name"),
         ("eval.drafter.draft_windw=64", "eval.drafter", "did you mean 'draft_window'?"),
         ("eval.drafter.ngram={max_match: 4}", "eval.drafter", "eagle3 has no setting 'ngram'"),
         ("eval.drafter={name: ngram, matches: 0}", "eval.drafter.matches", "greater than 0"),

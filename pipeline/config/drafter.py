@@ -176,7 +176,7 @@ class DrafterSection(Section):
     @classmethod
     def _is_known(cls, name: str) -> str:
         if name not in DRAFTERS and _entry_point(name) is None:
-            raise ValueError(f"no drafter has this name; `eagle3 drafters` lists them")
+            raise ValueError("no drafter has this name; `eagle3 drafters` lists them")
         return name
 
     def settings(self, kind: type[SettingsT]) -> SettingsT:
