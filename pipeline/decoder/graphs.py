@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,11 +32,6 @@ def default_buckets(slots: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8th size: padding never wastes more than seven rows."""
     smaller = {size for size in (1, 2, 4, *range(8, slots, 8)) if size < slots}
     return tuple(sorted(smaller | {slots}))
-
-
-#: Streams that torch hands out in turn, and of those the ones that somebody captures on.
-_STREAMS = 32
-_held_streams: WeakValueDictionary[int, torch.cuda.Stream] = WeakValueDictionary()
 
 
 class RoundLauncher:
@@ -80,15 +75,15 @@ class RoundLauncher:
 
     def _capture(self) -> None:
         assert self._buckets is not None
-        pool, self._stream = torch.cuda.graph_pool_handle(), capture_stream(self._model.device)
+        pool, self._stream = torch.cuda.graph_pool_handle(), CaptureStream(self._model.device)
         for size in reversed(self._buckets):  # smaller ones fit into the memory of larger ones
             for sampling in (False, True):
                 launch = self._eager(size, sampling=sampling)
-                self._graphs[size, sampling] = captured(launch, self._stream, pool)
+                self._graphs[size, sampling] = self._stream.capture(launch, pool)
 
 
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream to capture graphs on that nobody else captures on while the caller holds it.
+class CaptureStream:
+    """A stream to capture graphs on that no other living object captures on.
 
     Graphs keep the address of the cuBLAS workspace of the stream that they were captured on, and
     when one of them goes, torch frees that workspace under the others
@@ -96,30 +91,39 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     process, and new streams are old ones again after 32; so those that are held are remembered, and
     graphs of one stream live and go together.
     """
-    for _ in range(_STREAMS):
-        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        if stream.cuda_stream not in _held_streams:
-            break
-    # With more than 32 holders there is none left.
-    _held_streams[stream.cuda_stream] = stream
-    return stream
 
+    #: Streams that torch hands out in turn.
+    _STREAMS = 32
+    #: By handle. Weak references to these objects, never to a torch stream: its memory is freed
+    #: without clearing them, and the interpreter then ends with a segmentation fault.
+    _held: ClassVar[WeakValueDictionary[int, CaptureStream]] = WeakValueDictionary()
 
-def captured(
-    launch: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None
-) -> torch.cuda.CUDAGraph:
-    """Its kernels as a CUDA graph, with memory from `pool` or of its own."""
-    # Kernels compile, libraries choose their algorithms and make their workspaces outside the
-    # capture, on the stream that it will use.
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
+    def __init__(self, device: torch.device) -> None:
+        """With more than 32 holders one is shared."""
+        for _ in range(self._STREAMS):
+            self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if self.stream.cuda_stream not in self._held:
+                break
+        self._held[self.stream.cuda_stream] = self
+
+    def capture(self, launch: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+        """Its kernels as a CUDA graph, with memory from `pool` or of its own.
+
+        The graph reads and writes the tensors that `launch` does: the caller keeps them, and this.
+        """
+        # Kernels compile, libraries choose their algorithms and make their workspaces outside the
+        # capture, on the stream that it will use.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                launch()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may pin memory meanwhile, which a capture of the whole process forbids.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=mode):
             launch()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        launch()
-    return graph
+        return graph
 
 
 class EmittedRow(NamedTuple):

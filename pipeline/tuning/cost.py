@@ -26,7 +26,7 @@ import torch
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter, ReadTokens
-from pipeline.decoder.graphs import capture_stream, captured
+from pipeline.decoder.graphs import CaptureStream
 from pipeline.decoder.kv import Planes, Pools, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
@@ -151,9 +151,10 @@ class CostMeter:
         self._seconds: Callable[[Callable[[], object]], float] = _host_seconds
         if model.device.type == "cuda":
             # Rounds run as graphs, and launches from Python would hide what kernels take.
-            stream = capture_stream(model.device)
-            self._held = pieces, stream  # a graph keeps neither its buffers nor its stream
-            launches = {name: captured(piece, stream).replay for name, piece in launches.items()}
+            stream = CaptureStream(model.device)
+            # A graph keeps neither its stream nor what it reads, the pieces' trees among that.
+            self._held = stream, dict(launches)
+            launches = {name: stream.capture(piece).replay for name, piece in launches.items()}
             self._seconds = _cuda_seconds
         for launch in launches.values():  # warms up
             launch()

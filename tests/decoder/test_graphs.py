@@ -12,7 +12,7 @@ import torch
 
 from pipeline.decoder import graphs
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.graphs import RoundLauncher, capture_stream, captured, default_buckets
+from pipeline.decoder.graphs import CaptureStream, RoundLauncher, default_buckets
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
@@ -44,8 +44,12 @@ def test_buckets_never_waste_more_than_seven_rows() -> None:
 
 
 class _Stream:
-    """What is asked of a CUDA stream; there are 32, handed out in turn."""
+    """A CUDA stream's interface; there are 32, handed out in turn.
 
+    No weak reference can be made to one: torch's own leave them dangling.
+    """
+
+    __slots__ = ("cuda_stream",)
     made = 0
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -66,7 +70,8 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
         happened.append((name, stream))
         yield
 
-    def graph(graph: object, *, pool: object, stream: object) -> Any:
+    def graph(graph: object, *, pool: object, stream: object, capture_error_mode: str) -> Any:
+        assert capture_error_mode == "thread_local", "another thread may pin memory"
         return entered("capture", stream)
 
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered("warm-up", stream))
@@ -81,9 +86,9 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 def test_a_graph_is_captured_on_the_stream_that_it_was_warmed_up_on(
     without_a_gpu: list[tuple[str, object]],
 ) -> None:
-    stream, launched = _Stream(), []
-    captured(lambda: launched.append(1), stream)  # type: ignore[arg-type]
-    assert without_a_gpu == [("warm-up", stream), ("capture", stream)]
+    held, launched = CaptureStream(torch.device("cuda")), list[int]()
+    held.capture(lambda: launched.append(1))
+    assert without_a_gpu == [("warm-up", held.stream), ("capture", held.stream)]
     assert len(launched) == 3, "twice to warm up, once into the graph"
 
 
@@ -91,10 +96,11 @@ def test_a_stream_that_is_held_is_not_handed_out_again(
     without_a_gpu: list[tuple[str, object]],
 ) -> None:
     cuda = torch.device("cuda")
-    first, *others = [capture_stream(cuda) for _ in range(20)]
-    later = [capture_stream(cuda).cuda_stream for _ in range(100)]  # each held for a moment only
-    assert len({stream.cuda_stream for stream in (first, *others)}) == 20
-    assert not {stream.cuda_stream for stream in (first, *others)} & set(later)
+    held = [CaptureStream(cuda) for _ in range(20)]
+    handles = {each.stream.cuda_stream for each in held}
+    later = {CaptureStream(cuda).stream.cuda_stream for _ in range(100)}  # held for a moment each
+    assert len(handles) == 20
+    assert not handles & later
 
 
 def test_a_launcher_captures_on_one_stream_and_another_on_another(

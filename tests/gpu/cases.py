@@ -11,6 +11,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,8 @@ from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.init import random_init, shape_for
-from pipeline.heads.mtp.drafter import ChainedDrafter
-from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.tuning.verification import draw_gap, greedy_gaps, log_probabilities
+from tests.decoder.random_drafters import DRAFTERS, every_drafter
 from tests.gpu.training import attention_agrees, losses_agree
 
 VOCABULARY, LENGTH = 512, 1024
@@ -60,6 +59,8 @@ TREES = {
     "tree": TreeSection(top_k=4, steps=5, nodes=16),
     "wide": TreeSection(top_k=10, steps=6, nodes=60),
 }
+#: What every kind of drafter can draft.
+TREES_OF_ALL = TreeSection(top_k=1, steps=4, nodes=5), TreeSection(top_k=3, steps=4, nodes=14)
 #: Published configurations (config.json of each on the Hugging Face hub); weights are random.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B": {
@@ -199,28 +200,15 @@ def greedy_is_lossless(
     return {"tokens": 3 * sum(map(len, plain.values()))}
 
 
-def chained_is_lossless(device: torch.device) -> dict[str, Any]:
-    """fp32: likewise with chained heads, of which each has a plane of its own."""
+def drafter_is_lossless(name: str, device: torch.device) -> dict[str, Any]:
+    """fp32: likewise with a drafter of any kind; a chain, and a tree as deep as all can draft."""
     model = model_of(LLAMA, device, torch.float32)
-    vocabulary = torch.arange(0, model.vocabulary, 2)
-    shape = shape_for(
-        ChainedShape,
-        model.config,
-        heads=3,
-        chain_input="aux",
-        draft_vocab_size=len(vocabulary),
-        intermediate_size=96,
-        num_attention_heads=None,
-        num_key_value_heads=None,
-    )
-    head = ChainedHead(shape)
-    random_init(head, 3)
-    head.set_vocabulary(vocabulary)
-    plain, tree = decode(Engine(model), requests()), next(iter(TREES.values()))
-    for slots in (1, 3, 8):
-        engine = Engine(model, drafter=ChainedDrafter(head, model, tree), slots=slots)
-        assert decode(engine, requests()) == plain, f"batch {slots} differs"
-    return {"tokens": 3 * sum(map(len, plain.values()))}
+    make, plain = every_drafter(model)[name], decode(Engine(model), requests())
+    for tree in TREES_OF_ALL:
+        for slots in (1, 3, 8):
+            engine = Engine(model, drafter=make(tree), slots=slots)
+            assert decode(engine, requests()) == plain, f"{tree}, batch {slots} differs"
+    return {"tokens": 3 * len(TREES_OF_ALL) * sum(map(len, plain.values()))}
 
 
 def sampling_is_lossless(device: torch.device, top_p: float, top_k: int) -> dict[str, Any]:
@@ -284,6 +272,26 @@ def wide_vocabulary(device: torch.device) -> dict[str, Any]:
     return {**_draws(model, submitted, decode(engine, submitted)), "vocabulary": vocabulary}
 
 
+def capture_beside_pinning(device: torch.device) -> dict[str, Any]:
+    """fp32: graphs captured while another thread pins memory, as a data loader does."""
+    model, pinned, ended = model_of(LLAMA, device, torch.float32), list[int](), threading.Event()
+
+    def pin() -> None:
+        while not ended.is_set():
+            pinned.append(torch.empty(1 << 18).pin_memory().numel())
+
+    plain, thread = decode(Engine(model), requests()), threading.Thread(target=pin)
+    thread.start()
+    try:
+        done = decode(drafting(model, TREES["tree"], 8), requests())
+    finally:
+        ended.set()
+        thread.join()
+    assert done == plain, "replies differ"
+    assert pinned, "nothing was pinned meanwhile"
+    return {"pinned": len(pinned)}
+
+
 def _behind(scores: Tensor, chosen: Tensor) -> Tensor:
     """How far below the best of scores [T, V] each chosen token [T] is."""
     return scores.max(-1).values - scores.gather(1, chosen[:, None])[:, 0]
@@ -303,43 +311,47 @@ def against_hf(name: str, device: torch.device) -> dict[str, Any]:
     config: Any = AutoConfig.for_model(keys.pop("model_type"), **keys)
     torch.manual_seed(0)
     family: Any = AutoModelForCausalLM
-    hf = family.from_config(config, dtype=torch.float32).eval()
-    for parameter in hf.parameters():  # else logits are nearly flat, norms 1 and biases 0
+    drawn = family.from_config(config, dtype=torch.float32)
+    for parameter in drawn.parameters():  # else logits are nearly flat, norms 1 and biases 0
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[-1] ** -0.5)
         else:
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     layers = config.num_hidden_layers
     capture = 1, layers // 2 - 1, layers - 4
+    prompt, reply = prompt_of(200), prompt_of(100, 8)
     results: dict[str, Any] = {}
+
+    @torch.inference_mode()
+    def theirs(dtype: torch.dtype) -> Tensor:
+        # Loaded, not converted: .to(bfloat16) would round rotary frequencies as well.
+        hf = family.from_pretrained(directory, dtype=dtype).to(device)
+        tokens = torch.tensor([[*prompt, *reply[:-1]]], device=device)
+        logits: Tensor = hf(tokens).logits[0, len(prompt) - 1 :]  # [T, V]
+        return logits.float().log_softmax(-1)
+
     with tempfile.TemporaryDirectory() as folder:
         for dtype in (torch.float32, torch.bfloat16):
             directory = Path(folder) / str(dtype)
-            hf.to(dtype).save_pretrained(directory)
-            hf.to(device)
+            drawn.to(dtype).save_pretrained(directory)
             model = DecoderModel.load(
                 directory, capture, device=device, dtype=dtype, max_length=300
             )
-            prompt, reply = prompt_of(200), prompt_of(100, 8)
-            if dtype == torch.bfloat16:
-                submitted = Request("0", prompt, 64, ())
-                reply = decode(drafting(model, TREES["tree"], 1), [submitted])["0"]
-            tokens = torch.tensor([[*prompt, *reply[:-1]]], device=device)
-            with torch.inference_mode():
-                rounded = hf(tokens).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
-                theirs = hf.float()(tokens).logits[0, len(prompt) - 1 :].log_softmax(-1)
             if dtype == torch.float32:
                 ours = log_probabilities(model, prompt, reply)
-                difference = float((theirs - ours).abs().max())
+                difference = float((theirs(dtype) - ours).abs().max())
                 assert difference < WHOLE_DIFFERENCE, f"log-probabilities differ by {difference}"
                 results["largest_difference"] = difference
             else:
+                submitted = Request("0", prompt, 64, ())
+                reply = decode(drafting(model, TREES["tree"], 1), [submitted])["0"]
                 chosen = torch.tensor(reply, device=device)
-                behind = torch.minimum(_behind(rounded, chosen), _behind(theirs, chosen))
+                behind = torch.minimum(
+                    _behind(theirs(torch.bfloat16), chosen), _behind(theirs(torch.float32), chosen)
+                )
                 results["worst_log_probability_gap"] = worst = float(behind.max())
                 results["near_ties"] = int((behind > 0).sum())
                 assert worst <= NEAR_TIE, f"a token is {worst} below Hugging Face's best one"
-            hf.to("cpu")
     return results
 
 
@@ -367,6 +379,7 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     if device.type == "cuda":
         for file in KERNEL_TESTS:
             yield f"kernels, {Path(file).stem}", partial(kernels, file)
+        yield "capture beside pinning", partial(capture_beside_pinning, device)
     for name in ARCHITECTURES:
         yield f"hugging face, {name}", partial(against_hf, name, device)
     for name, shape in SHAPES.items():
@@ -374,7 +387,8 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
         yield f"near ties in bf16, {name}", partial(near_ties, shape, device)
         for title, tree in TREES.items():
             yield f"greedy, {name}, {title}", partial(greedy_is_lossless, shape, tree, device)
-    yield "chained heads", partial(chained_is_lossless, device)
+    for name in DRAFTERS:
+        yield f"drafter, {name}", partial(drafter_is_lossless, name, device)
     yield "sampling", partial(sampling_is_lossless, device, 1.0, 0)
     yield "sampling, top-p and top-k", partial(sampling_is_lossless, device, 0.9, 40)
     for length in (LENGTH, LENGTH - 24):

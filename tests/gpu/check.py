@@ -1,13 +1,15 @@
 """`make gpu-check`: the decoder on this GPU, in minutes, with torch, triton and transformers only.
 
-    python -m tests.gpu.check [--list] [--part 1/3] [--only NAME …] [--save] [--sanitizer]
+    python -m tests.gpu.check [--list] [--part 1/3] [--only NAME …] [--jobs 8] [--save]
+                              [--sanitizer]
 
 Every check of cases.py runs in a process of its own, so that one that takes the device down fails
 alone, and all share a Triton cache that is kept: what one has compiled the next one has, in the
-next call as well. Parts end within ten minutes. The last line is JSON; the exit status is 1 if a
-check fails. `--save` adds the results to tests/gpu_results/<gpu>-<date>.json. `--sanitizer` runs
-the checks under compute-sanitizer's memcheck, which is many times slower: name some with --only.
-`--device cpu` runs them with the CPU's operations, which tests this file.
+next call as well. Most of the time is compilation: with cores to spare, --jobs runs several at a
+time. The last line is JSON; the exit status is 1 if a check fails. `--save` adds the results to
+tests/gpu_results/<gpu>-<date>.json. `--sanitizer` runs the checks under compute-sanitizer's
+memcheck, which is many times slower: name some with --only. `--device cpu` runs them with the
+CPU's operations, which tests this file.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.report import ROOT, machine, share_of
+from bench.report import ROOT, commit, machine, share_of
 from tests.gpu.cases import checks
 
 RESULTS = ROOT / "tests/gpu_results"
@@ -65,11 +69,12 @@ def perform_apart(
         except subprocess.TimeoutExpired:
             result = {"passed": False, "error": f"took longer than {limit:.0f} s"}
         else:
-            result = json.loads(file.read_text()) if file.exists() else {"passed": False}
+            result = json.loads(file.read_text()) if file.exists() else {}
             if sanitizer and done.returncode == _SANITIZER_ERRORS:
-                result = {**result, "passed": False, "error": "memcheck has seen errors, above"}
-            elif not result["passed"]:
-                result.setdefault("error", f"the process ended with status {done.returncode}")
+                result |= {"passed": False, "error": "memcheck has seen errors, above"}
+            elif done.returncode or not file.exists():
+                ended = f"the process ended with status {done.returncode}"
+                result |= {"passed": False, "error": result.get("error", ended)}
     return {**result, "seconds": round(time.perf_counter() - started, 2)}
 
 
@@ -86,6 +91,7 @@ def _options() -> argparse.Namespace:
     option("--list", action="store_true", help="print the names of the checks and end")
     option("--part", help="one part of the checks, as 1/3")
     option("--only", nargs="+", metavar="NAME", help="checks by name, or by how it begins")
+    option("--jobs", type=int, default=1, help="checks at a time, default 1")
     option("--limit", type=float, default=LIMIT, help=f"seconds a check, default {LIMIT}")
     option("--sanitizer", action="store_true", help="under compute-sanitizer --tool memcheck")
     option("--save", action="store_true", help=f"add the results to {RESULTS.relative_to(ROOT)}/")
@@ -129,10 +135,15 @@ def main() -> None:
         options.here.write_text(json.dumps(perform(name, options.device)), encoding="utf-8")
         return
     results: dict[str, Any] = {}
-    for name in options.names:
-        result = perform_apart(name, options.device, limit=options.limit, sanitizer=options.under)
-        results[name] = result
-        print(f"{'pass' if result['passed'] else 'FAIL'}  {name}  {result}", flush=True)
+    one = partial(
+        perform_apart, device=options.device, limit=options.limit, sanitizer=options.under
+    )
+    with ThreadPoolExecutor(options.jobs) as pool:
+        running = {pool.submit(one, name): name for name in options.names}
+        for done in as_completed(running):
+            name, result = running[done], done.result()
+            results[name] = result
+            print(f"{'pass' if result['passed'] else 'FAIL'}  {name}  {result}", flush=True)
     record = record_of(options.device, results, sanitizer=options.sanitizer)
     if options.out:
         options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -154,6 +165,7 @@ def record_of(
             packages[package] = None
     return {
         "check": "decoder, compute-sanitizer memcheck" if sanitizer else "decoder",
+        "commit": commit(),
         "machine": machine(device),
         "versions": packages,
         "passed": all(result["passed"] for result in results.values()),
@@ -162,12 +174,12 @@ def record_of(
 
 
 def save(record: dict[str, Any], folder: Path) -> Path:
-    """Add a record to the day's file of its machine; results of the same versions are joined."""
+    """Add a record to the day's file of its machine; results of one commit are joined."""
     name = re.sub(r"[^a-z0-9]+", "-", record["machine"].split(",")[0].lower()).strip("-")
     kind = "-memcheck" if "memcheck" in record["check"] else ""
     path = folder / f"{name}-{date.today().isoformat()}{kind}.json"
     earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if all(earlier.get(key) == record[key] for key in ("check", "machine", "versions")):
+    if all(earlier.get(key) == record[key] for key in ("check", "commit", "machine", "versions")):
         results = {**earlier["results"], **record["results"]}
         passed = all(result["passed"] for result in results.values())
         record = {**record, "passed": passed, "results": results}

@@ -15,6 +15,7 @@ from bench.report import ROOT
 from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.tree import Tree, VerifyOutput
+from tests.decoder.random_drafters import DRAFTERS
 from tests.gpu import cases, check
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ NAMES = [
     "logits, llama",
     "near ties in bf16, llama",
     "greedy, llama, tree",
-    "chained heads",
+    *(f"drafter, {name}" for name in DRAFTERS),
     "sampling",
     "sampling, top-p and top-k",
     "length limit, 256",
@@ -100,6 +101,19 @@ def test_a_check_that_takes_too_long_fails() -> None:
     result = check.perform_apart("logits, d 80", CPU, limit=0.5)
     assert not result["passed"]
     assert result["error"].startswith("took longer")
+
+
+def test_a_check_whose_process_crashes_at_its_end_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    crashing = tmp_path / "python"
+    crashing.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nkill -SEGV $$\n')
+    crashing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(crashing))
+    result = check.perform_apart("logits, d 80", CPU, limit=100)
+    assert not result["passed"]
+    assert result["error"] == "the process ended with status -11"
+    assert result["largest_difference"] < cases.DIFFERENCE
 
 
 def test_parts_are_saved_together(tmp_path: Path) -> None:

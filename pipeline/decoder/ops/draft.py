@@ -110,8 +110,9 @@ def beam_metadata(
     if steps == 0:
         return [], bits
     slot_mapping = entry_slots(block_table, seq_lens[:, None] + drafted)  # [B, W]
-    slot_mapping = slot_mapping.view(rows, steps, k).transpose(0, 1).flatten(1)  # [steps, B · k]
-    # Contiguous: of one row the expanded view would have stride 0, and kernels read by address.
+    # Contiguous: kernels read by address, and where a dimension is 1 the result would be a view:
+    # strided for one beam, with stride 0 for one row.
+    slot_mapping = slot_mapping.view(rows, steps, k).transpose(0, 1).flatten(1).contiguous()
     positions = (first[:, None] + depths).expand(-1, -1, k).flatten(1).contiguous()
     metadata = [
         AttentionMetadata(

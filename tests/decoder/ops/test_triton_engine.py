@@ -1,45 +1,101 @@
-"""The engine over Triton kernels, built as on CUDA: the smallest bucket has one row.
+"""The engine over Triton kernels, built as on CUDA: buckets, overlapped rounds, every drafter.
 
-Without a GPU these tests run in Triton's interpreter, see conftest.py.
+A dimension of 1, or a chain where a tree was, makes views of what is a copy elsewhere; kernels read
+by address. So every shape of tree meets every drafter in one row and in several. Without a GPU
+these tests run in Triton's interpreter, see conftest.py.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from transformers import LlamaConfig
 
-from bench.random_target import random_head, random_model
+from bench.random_target import random_model
 from pipeline.config import TreeSection
 from pipeline.decoder.engine import Engine
+from pipeline.decoder.graphs import default_buckets
+from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.request import Request
-from pipeline.heads.eagle3.drafter import Eagle3Drafter
+from tests.decoder.random_drafters import DRAFTERS, every_drafter
 
 CONFIG = LlamaConfig(
-    vocab_size=12,
-    hidden_size=16,
+    vocab_size=16,
+    hidden_size=32,
     intermediate_size=32,
     num_hidden_layers=3,
     num_attention_heads=2,
     num_key_value_heads=1,
     max_position_embeddings=64,
 )
+TREES = {
+    "one draft": TreeSection(top_k=1, steps=1, nodes=2),
+    "chain": TreeSection(top_k=1, steps=3, nodes=4),
+    "level": TreeSection(top_k=3, steps=1, nodes=4),
+    "tree": TreeSection(top_k=2, steps=3, nodes=6),
+}
 
 
-def test_a_tree_of_beams_in_one_slot_changes_no_token(device: torch.device) -> None:
-    model = random_model(
-        CONFIG,
-        (0, 1, 2),
-        device=device,
-        dtype=torch.float32,
-        max_length=32,
-        scale=0.5,
-        ops=TritonOps(torch.float32),
+@pytest.fixture(scope="module")
+def target(device: torch.device) -> DecoderModel:
+    return model_of(TritonOps(torch.float32), device)
+
+
+@pytest.fixture(scope="module")
+def plain(device: torch.device) -> DecoderModel:
+    """The same weights, computed by the definition of every operation; they look at values, which
+    a captured round on a GPU must not."""
+    ops = TritonOps if device.type == "cuda" else TorchOps
+    return model_of(ops(torch.float32), device)
+
+
+def model_of(ops: TorchOps, device: torch.device) -> DecoderModel:
+    return random_model(
+        CONFIG, (0, 1, 2), device=device, dtype=torch.float32, max_length=32, scale=0.5, ops=ops
     )
-    tree = TreeSection(top_k=2, steps=2, nodes=4)
-    drafter = Eagle3Drafter(random_head(CONFIG, torch.arange(12), scale=12), model, tree)
-    requests = [Request("0", (3, 1, 4), 4, ())]
-    (plain,) = Engine(model).generate(requests)
-    (drafted,) = Engine(model, drafter=drafter, slots=1, buckets=(1,)).generate(requests)
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.statistics.drafted == 3 * drafted.statistics.rounds
+
+
+def requests(count: int, temperature: float = 0.0) -> list[Request]:
+    settings: dict[str, Any] = {"temperature": temperature, "top_k": 8 if temperature else 0}
+    prompts = (3, 1, 4, 1), (5, 9), (2, 6, 5)
+    return [
+        Request(str(index), prompts[index], 3, (), seed=index, **settings) for index in range(count)
+    ]
+
+
+def replies(engine: Engine, submitted: list[Request]) -> dict[str, tuple[int, ...]]:
+    done = list(engine.generate(submitted))
+    assert all(each.error is None for each in done)
+    return {each.request_id: each.token_ids for each in done}
+
+
+def check(
+    target: DecoderModel, plain: DecoderModel, name: str, tree: TreeSection, slots: int
+) -> None:
+    drafter = every_drafter(target)[name](tree)
+    buckets = default_buckets(slots)
+    engine = Engine(target, drafter=drafter, slots=slots, buckets=buckets, overlap=True)
+    for temperature in (0.0, 0.8) if name == "eagle3" else (0.0,):
+        submitted = requests(slots, temperature)
+        assert replies(engine, submitted) == replies(Engine(plain), submitted)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_changes_no_token(
+    target: DecoderModel, plain: DecoderModel, name: str, tree: str, slots: int
+) -> None:
+    check(target, plain, name, TREES[tree], slots)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("tree", ["one draft", "level"])
+def test_trees_of_one_step(
+    target: DecoderModel, plain: DecoderModel, tree: str, slots: int
+) -> None:
+    check(target, plain, "eagle3", TREES[tree], slots)
