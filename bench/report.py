@@ -138,10 +138,13 @@ def _cpuinfo() -> list[str]:
 
 
 def commit() -> str:
-    """What was measured: the checked-out commit, and whether files differ from it."""
+    """What was measured: EAGLE3_COMMIT if set, as for a copy on another machine, else the
+    checked-out commit, and whether files differ from it."""
+    if named := os.environ.get("EAGLE3_COMMIT"):
+        return named
     head, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
     if head.returncode:
-        return os.environ.get("EAGLE3_COMMIT", "unknown")
+        return "unknown"
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
