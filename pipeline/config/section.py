@@ -36,6 +36,11 @@ class TreeSection(Section):
     nodes: int = Field(16, gt=1, le=64)
     """Nodes verified in one forward, root (the last token) included; at most 64."""
 
+    @classmethod
+    def chain(cls, steps: int) -> TreeSection:
+        """So many drafted tokens one after the other, as vLLM drafts."""
+        return cls(top_k=1, steps=steps, nodes=steps + 1)
+
     @property
     def label(self) -> str:
         """In SGLang's order: steps/topk/num_draft_tokens."""

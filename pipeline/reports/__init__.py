@@ -109,6 +109,13 @@ class GoldenPrompt(Record):
     """The greedy reply, end token included."""
     counters: RoundCounters
     """Of that reply."""
+    runner_up_ids: tuple[int, ...] = ()
+    """For each token of the reply the likeliest other one."""
+    runner_up_gaps: tuple[float, ...] = ()
+    """How far that one lies below, in nats: where a right server's text may part from this one."""
+    shapes: dict[str, RoundCounters] = Field({})
+    """Of the same reply with other trees, by name as in `shapes`, replayed: chains of every depth,
+    and `eval.shapes`."""
 
 
 class GoldenFigure(Record):

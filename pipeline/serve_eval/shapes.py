@@ -11,7 +11,7 @@ record's name has SGLang's order:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipeline.config import EvalSection, TreeSection
@@ -19,7 +19,7 @@ from pipeline.console import long_step, notice
 from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.ops.tree import WINDOW
 from pipeline.errors import ConfigError, DataError
-from pipeline.reports import ShapeAcceptance
+from pipeline.reports import RoundCounters, ShapeAcceptance
 from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import Question
@@ -30,12 +30,20 @@ _SLOTS = 8
 _ENTRIES = 32_768
 
 
+class ReplayedReply(NamedTuple):
+    """A greedy reply, and what the decoder's rounds do for it with every shape, by name."""
+
+    token_ids: tuple[int, ...]
+    counters: dict[str, RoundCounters]
+
+
 class ReplayedShapes(NamedTuple):
     """Records in the order of the configuration, the report's own tree last; and why others, by
     name, are not among them."""
 
     shapes: tuple[ShapeAcceptance, ...]
     left_out: dict[str, str]
+    replies: dict[str, ReplayedReply]  # by prompt; with chains of every depth that was drafted
 
 
 def replay_shapes(
@@ -46,18 +54,23 @@ def replay_shapes(
     first = [question for question in questions if question.turn == 1]
     chosen = first[:: max(1, -(-len(first) // section.shape_prompts))]
     if not section.shapes or not chosen:
-        return ReplayedShapes((), {})
+        return ReplayedShapes((), {}, {})
     shapes = list(dict.fromkeys((*section.shapes, own.tree)))
     reasons = {shape: _obstacle(own.factory, shape) for shape in shapes}
     left_out = {shape.label: reason for shape, reason in reasons.items() if reason}
     for name, reason in left_out.items():
         notice("eval", f"shape {name} is left out: {reason}")
     drafted = [shape for shape in shapes if not reasons[shape]]
-    records: dict[TreeSection, ShapeAcceptance] = {}
+    replies: dict[str, ReplayedReply] = {}
     with long_step("eval", f"trying {len(drafted)} shapes on {len(chosen)} prompts"):
         for group in _together(drafted):
-            records |= _replay(own, chosen, stop_ids, section.max_new_tokens, group)
-    return ReplayedShapes(tuple(records[shape] for shape in drafted if shape in records), left_out)
+            for name, reply in replay_group(
+                own, chosen, stop_ids, section.max_new_tokens, group
+            ).items():
+                earlier = replies.setdefault(name, reply)
+                earlier.counters.update(reply.counters)
+    records = (_record(shape, replies, own=shape == own.tree) for shape in drafted)
+    return ReplayedShapes(tuple(each for each in records if each), left_out, replies)
 
 
 def slots_for(questions: Sequence[Question], new_tokens: int) -> int:
@@ -95,16 +108,33 @@ def _widest(shapes: Sequence[TreeSection]) -> tuple[int, int]:
     return max(shape.steps for shape in shapes), max(shape.top_k for shape in shapes)
 
 
-def _replay(
+def _record(
+    shape: TreeSection, replies: Mapping[str, ReplayedReply], *, own: bool
+) -> ShapeAcceptance | None:
+    """None where no reply took a round."""
+    counters = {
+        name: reply.counters[shape.label]
+        for name, reply in replies.items()
+        if shape.label in reply.counters
+    }
+    figures = acceptance_figures(list(counters.values()), list(counters))
+    if figures is None:
+        return None
+    return ShapeAcceptance(name=shape.label, own=own, **shape.model_dump(), acceptance=figures)
+
+
+def replay_group(
     own: Comparison,
     questions: Sequence[Question],
     stop_ids: Sequence[int],
     new_tokens: int,
     shapes: Sequence[TreeSection],
-) -> dict[TreeSection, ShapeAcceptance]:
-    """Of shapes that one draft covers. A shape without a round has no record."""
+) -> dict[str, ReplayedReply]:
+    """With shapes that one draft covers, and, where a chain is among them, chains of every depth up
+    to that of the deepest shape; {} where every reply ends with its first token."""
     steps, top_k = _widest(shapes)
     widest = TreeSection(steps=steps, top_k=top_k, nodes=WINDOW)
+    widths = sorted({shape.top_k for shape in shapes})
     try:
         traces = trace(
             own.model,
@@ -112,19 +142,18 @@ def _replay(
             [question.context for question in questions],
             new_tokens,
             widest,
-            widths=sorted({shape.top_k for shape in shapes}),
+            widths=widths,
             slots=slots_for(questions, new_tokens),
             stop_ids=stop_ids,
         )
-    except DataError:  # every reply ends with its first token
+    except DataError:
         return {}
-    prompts = [question.request_id for question in questions]
-    records = {}
-    for shape in shapes:
-        figures = acceptance_figures(replay_counters(traces, shape), prompts)
-        if figures:
-            numbers = shape.model_dump()
-            records[shape] = ShapeAcceptance(
-                name=shape.label, own=shape == own.tree, **numbers, acceptance=figures
-            )
-    return records
+    chains = [TreeSection.chain(depth) for depth in range(1, steps + 1)] if 1 in widths else []
+    replies = {
+        question.request_id: ReplayedReply(ids, {})
+        for question, ids in zip(questions, traces.replies, strict=True)
+    }
+    for shape in dict.fromkeys((*shapes, *chains)):
+        for reply, counters in zip(replies.values(), replay_counters(traces, shape), strict=True):
+            reply.counters[shape.label] = counters
+    return replies

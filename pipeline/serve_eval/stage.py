@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import torch
 
@@ -32,6 +33,7 @@ from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
+from pipeline.tuning.verification import runners_up
 
 #: The evidence of a failed check, which is no report of the stage.
 NOT_LOSSLESS = "not-lossless"
@@ -145,6 +147,14 @@ class _Evaluation:
         tree, trees, questions = own.tree, own.trees, [item.question for item in measured]
         stop_ids, contract = self._template.stop_ids, self._target.contract
         replayed = replay_shapes(own, questions, stop_ids, section)
+        golden = golden_figure(
+            *(config, contract, measured, tree, replayed),
+            runners_up=partial(runners_up, own.model),
+            head_fingerprint=head_location(config.run.uri, section.head).sha256(WEIGHTS)
+            if self._head
+            else "",
+            stop_ids=stop_ids,
+        )
         load = measure_load(own, self.prompts, self._template, section)
         del own, self.own, self.hf  # the fp32 copy takes their memory
         with long_step("eval", "loading the target in fp32"):
@@ -170,15 +180,7 @@ class _Evaluation:
             trees=trees,
         )
         report = summarise(config, contract, self._head, measurements)
-        if not measurements.drafts:
-            return report
-        fingerprint = (
-            head_location(config.run.uri, config.eval.head).sha256(WEIGHTS) if self._head else ""
-        )
-        golden = golden_figure(
-            *(config, contract, measured, tree), head_fingerprint=fingerprint, stop_ids=stop_ids
-        )
-        return report.model_copy(update={"golden": golden})
+        return report.model_copy(update={"golden": golden}) if measurements.drafts else report
 
 
 def _tokens(prompt: Prompt, config: RunConfig, template: ChatTemplate) -> int:

@@ -60,7 +60,7 @@ class Measurements(NamedTuple):
     choice: Choice | None  # of `tree: auto`
     arithmetic: Arithmetic  # of speed and acceptance; losslessness is checked in fp32
     tuned_apart: bool = False  # `tree: auto` tried the drafter on other prompts than these
-    replayed: ReplayedShapes = ReplayedShapes((), {})
+    replayed: ReplayedShapes = ReplayedShapes((), {}, {})
     load: tuple[LoadCurve, ...] = ()
     sampled: Mapping[float, Sequence[bool]] = {}  # by temperature, as `identical`
     reference: ReferenceCheck | None = None  # plain decoding against transformers, in fp32
@@ -317,24 +317,47 @@ def golden_figure(
     contract: TargetContract,
     measured: Sequence[Measured],
     tree: TreeSection,
+    replayed: ReplayedShapes,
     *,
+    runners_up: Callable[[Sequence[int], Sequence[int]], tuple[list[int], list[float]]],
     head_fingerprint: str,  # empty without a head
     stop_ids: Sequence[int],
 ) -> GoldenFigure | None:
-    """τ on some first turns, evenly over them; None where nothing was decoded."""
+    """τ on some first turns, evenly over them; None where nothing was decoded.
+
+    Those with replayed shapes come first: a server may draft any of them.
+    """
     usable = [
-        GoldenPrompt(
-            id=item.question.request_id,
-            prompt_ids=item.question.context,
-            reply_ids=item.speculative.token_ids,
-            counters=item.speculative.statistics.counters(),
-        )
+        item
         for item in measured
         if item.question.turn == 1
         and item.speculative.statistics.rounds
         and len(item.question.context) <= _GOLDEN_TOKENS
     ]
-    chosen = evenly(usable, _GOLDEN_PROMPTS)
+    with_shapes = [item for item in usable if item.question.request_id in replayed.replies]
+    without = [item for item in usable if item.question.request_id not in replayed.replies]
+    picked = evenly(with_shapes, _GOLDEN_PROMPTS)
+    picked += evenly(without, _GOLDEN_PROMPTS - len(picked))
+    chosen = []
+    for item in sorted(picked, key=usable.index):
+        ids, counters = item.speculative.token_ids, item.speculative.statistics.counters()
+        shapes: dict[str, RoundCounters] = {}
+        if reply := replayed.replies.get(item.question.request_id):
+            # In bf16 the two may part at a near-tie; figures of one reply belong together.
+            ids, shapes = reply.token_ids, reply.counters
+            counters = shapes.get(tree.label, counters)
+        others, gaps = runners_up(item.question.context, ids)
+        chosen.append(
+            GoldenPrompt(
+                id=item.question.request_id,
+                prompt_ids=item.question.context,
+                reply_ids=ids,
+                counters=counters,
+                runner_up_ids=tuple(others),
+                runner_up_gaps=tuple(round(gap, 4) for gap in gaps),
+                shapes=shapes,
+            )
+        )
     figures = acceptance_figures([each.counters for each in chosen], [each.id for each in chosen])
     if figures is None:
         return None

@@ -75,6 +75,8 @@ class Traces:
     best: Mapping[int, Tensor]
     #: By beams, [T, D] int64: candidates of a draft of s + 1 steps.
     sizes: Mapping[int, Tensor]
+    #: Token ids of each reply, a stop token included.
+    replies: tuple[tuple[int, ...], ...] = ()
 
     def covers(self, shape: TreeSection) -> bool:
         """Can this shape be replayed?"""
@@ -107,13 +109,14 @@ def trace(
         for width in widths
         if width <= shape.top_k
     }
-    lengths: list[int] = []
+    lengths, texts = list[int](), list[tuple[int, ...]]()
     traced: dict[int, list[list[Tensor]]] = {width: [] for width in shapes}
     for first in range(0, len(prompts), slots):
         some = prompts[first : first + slots]
         replies, drafts = _decode(model, drafter, some, new_tokens, shapes, frozenset(stop_ids))
         positions = [reply.positions for reply in replies]
         lengths += positions
+        texts += [tuple(reply.tokens[: reply.length]) for reply in replies]
         if not any(positions):
             continue
         for width, drafted in drafts.items():
@@ -137,7 +140,7 @@ def trace(
     ranks, best, sizes = (
         {width: parts[index] for width, parts in joined.items()} for index in range(3)
     )
-    return Traces(tuple(lengths), ranks, best, sizes)
+    return Traces(tuple(lengths), ranks, best, sizes, tuple(texts))
 
 
 def replay(traces: Traces, shape: TreeSection) -> list[int]:

@@ -59,6 +59,19 @@ def greedy_gaps(model: DecoderModel, prompt_ids: Sequence[int], reply_ids: Seque
     return Gaps(len(reply_ids), int((gap > 0).sum()), float(gap.max()))
 
 
+def runners_up(
+    model: DecoderModel, prompt_ids: Sequence[int], reply_ids: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """For each token of a greedy reply the likeliest other one, and how far below it lies, in nats.
+
+    Another arithmetic may choose the other one where the two are all but equally likely.
+    """
+    scores = log_probabilities(model, prompt_ids, reply_ids)
+    chosen = torch.tensor(reply_ids, device=scores.device)[:, None]
+    others, ids = scores.scatter(1, chosen, -torch.inf).max(-1)
+    return ids.tolist(), (scores.gather(1, chosen)[:, 0] - others).tolist()
+
+
 def draw_gap(model: DecoderModel, request: Request, reply_ids: Sequence[int]) -> float:
     """How far a sampled reply is from what the plain model draws, in nats; 0 is exact.
 

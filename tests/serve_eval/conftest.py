@@ -63,7 +63,7 @@ def finished(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
             "max_prompts": 8,
             "max_new_tokens": 24,
             "hf_prompts": 0,
-            "shapes": [],
+            "shapes": [{"top_k": 1, "steps": 3, "nodes": 4}],
             "tree": {"top_k": 2, "steps": 3, "nodes": 6},
         },
         "serve": {"port": 0, "model": "tiny"},

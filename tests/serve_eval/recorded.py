@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from pipeline.config import TreeSection
 from pipeline.reports import GoldenFigure, GoldenPrompt, RoundCounters
 
 MODEL = "org/target"
@@ -55,7 +56,7 @@ class RecordedServer:
 
     def reply(self, ids: list[int]) -> tuple[GoldenPrompt, list[int], RoundCounters]:
         each = next(each for each in self.golden.prompts if list(each.prompt_ids) == ids)
-        reply, counters = list(each.reply_ids), each.counters
+        reply, counters = list(each.reply_ids), self.counters_of(each)
         if self.faults.other_tokens:
             reply = [reply[0], *(token ^ 1 for token in reply[1:])]
         if self.faults.no_head:
@@ -68,6 +69,10 @@ class RecordedServer:
                 proposed=(rounds,) * depth,
             )
         return each, reply, counters
+
+    def counters_of(self, prompt: GoldenPrompt) -> RoundCounters:
+        """With the shape that it drafts: the report's tree."""
+        return prompt.counters
 
     def refusal(self) -> Response | None:
         if self.faults.busy:
@@ -184,6 +189,7 @@ class RecordedSglang(RecordedServer):
 class RecordedVllm(RecordedServer):
     """`vllm serve … --speculative-config '{"method": "eagle3", …}'`."""
 
+    drafts: int = 3
     done: list[tuple[int, RoundCounters]] = field(default_factory=list)
     counting: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -197,6 +203,10 @@ class RecordedVllm(RecordedServer):
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ]
         )
+
+    def counters_of(self, prompt: GoldenPrompt) -> RoundCounters:
+        """With a chain, which is all that it drafts."""
+        return prompt.shapes[TreeSection.chain(self.drafts).label]
 
     async def models(self, request: Request) -> Response:
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": MODEL}
@@ -223,7 +233,7 @@ class RecordedVllm(RecordedServer):
                 f"{name}_draft_tokens_total{{{labels}}} {1500.0 + total.drafted}",
                 f"{name}_accepted_tokens_total{{{labels}}} {9.0 + total.accepted_tokens}",
             ]
-            for place in range(self.golden.tree.steps):
+            for place in range(self.drafts):
                 kept = (*total.accepted, *[0] * 9)[place] + (9.0 if place == 0 else 0.0)
                 where = f'engine="0",model_name="{MODEL}",position="{place}"'
                 lines.append(f"{name}_accepted_tokens_per_pos_total{{{where}}} {kept}")

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import RunConfig, load
 from pipeline.errors import EndpointError, EndpointsUnavailable
-from pipeline.reports import EvalReport, ServerResult
+from pipeline.reports import EvalReport, ServerResult, VllmNames
 from pipeline.serve_eval.questions import first_question, load_evaluation_prompts
 from pipeline.serve_eval.servers.check import check
 from pipeline.serve_eval.servers.evaluate import evaluate_server
@@ -97,10 +97,11 @@ def test_a_right_vllm(recorded: Recorded) -> None:
     url, served = recorded.start(RecordedVllm)
     result = recorded.evaluate(url)
     assert (result.kind, result.version) == ("vllm", "0.11.0")
-    assert list(_names(result)) == ["acceptance_pooled"] and result.passed
+    names = _names(result)
+    assert set(names) == {"acceptance_pooled", "tree_differs"} and result.passed
+    assert "compared with the decoder's rounds of 3/1/4" in names["tree_differs"]
     assert result.pooled == (2,)
-    assert recorded.report.names is not None
-    vllm = recorded.report.names.vllm
+    vllm = VllmNames.of([each.shapes["3/1/4"] for each in recorded.golden.prompts])
     for point in result.curve.points:
         assert point.acceptance is not None
         tau = point.acceptance.acceptance_length.value
@@ -138,7 +139,7 @@ def test_another_template_and_other_replies(recorded: Recorded, kind: type[Recor
     names = _names(recorded.evaluate(url))
     ours = next(iter(recorded.tokens.values()))
     assert f"prompt tokens {ours + 14} against {ours}" in names["template_differs"]
-    assert "on 8 of 8 prompts" in names["replies_differ"]
+    assert names["replies_differ"].startswith("8 of 8 replies part from the decoder's")
 
 
 @BOTH

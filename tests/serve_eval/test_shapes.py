@@ -106,7 +106,7 @@ def test_a_share_of_the_prompts_is_tried_and_later_turns_are_not(
     counted = _counted(own, chosen, stop_ids, shape)
     assert first.acceptance == acceptance_figures(counted, ["s/0", "s/3"])
     none = config.eval.model_copy(update={"shapes": ()})
-    assert replay_shapes(own, questions, stop_ids, none) == ReplayedShapes((), {})
+    assert replay_shapes(own, questions, stop_ids, none) == ReplayedShapes((), {}, {})
 
 
 def test_shapes_that_a_drafter_cannot_draft_are_named(

@@ -96,13 +96,13 @@ async def _ask(
         with progress_bar("eval", unit="requests", total=total) as bar:
             for level in levels:
                 runs.append(await measure.run(questions, level, bar.advance))
-        expected = {} if section.plain else _expected(report, questions, new)
-        seen = SeenServer(server, section, runs, new, checked, report, expected)
+        own = {} if section.plain else _own_counters(report, questions, new)
+        seen = SeenServer(server, section, runs, new, checked, report, own)
         failed = sum((run.failed for run in runs), start=client.failures)
         return seen, dict(failed)
 
 
-def _expected(
+def _own_counters(
     report: EvalReport | None, questions: Sequence[Question], new: int
 ) -> dict[str, RoundCounters]:
     """The decoder's counters of the same prompts, with the same limit of tokens."""

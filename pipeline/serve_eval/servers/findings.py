@@ -1,26 +1,32 @@
 """What is remarkable about a server, compared with the decoder's report on the same prompts.
 
-The comparison of τ is paired: the same prompts, greedy, so that differences between prompts cancel
-out. A correct server, with the same head, tree and target, takes as many rounds as the decoder did,
-up to near-ties: two tokens whose probabilities its arithmetic cannot tell apart. It fails where its
-τ is further away than `eval.server.tolerance` *and* the 95 % interval of the difference excludes 0;
-a few replies that part at a near-tie fail neither.
+Like is compared with like: the shape that the server drafts, a chain or a tree, is read from it,
+and the decoder's rounds with just that shape are the report's, replayed where its own tree is
+another. Prompts are the same, replies greedy, so three things must hold, from sharp to blunt:
+
+    rounds     a reply of the decoder's own tokens took the decoder's rounds, drafts and accepted
+               tokens: in fp32 on every prompt, in bf16 on most
+    text       another reply parts from the decoder's where two tokens are all but equally likely
+    τ          over all prompts it is the decoder's, up to `eval.server.tolerance`, or up to a
+               difference whose 95 % interval holds 0
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeline.config import LiveServerSection
+from pipeline.config import LiveServerSection, TreeSection
 from pipeline.console import console, logs_json, notice, printable
 from pipeline.reports import (
     Estimate,
     EvalReport,
     GoldenFigure,
+    GoldenPrompt,
     LoadPoint,
     RoundCounters,
     ServerFinding,
@@ -32,6 +38,11 @@ from pipeline.serve_eval.servers.load import LoadRun
 
 #: A head that fits accepts something; below this τ nothing useful was drafted.
 _NOTHING_ACCEPTED = 1.05
+#: A right server's text parts where the next token is no further below, in nats: bf16, and fp32.
+NEAR_TIE, EXACT_TIE = 0.3, 0.01
+#: More of the replies with the decoder's own text than this share take other rounds: in bf16 a few
+#: drafts fall to the other side of a near-tie, in fp32 none does.
+_OTHER_ROUNDS = 0.5
 #: How far τ may move between concurrencies, by near-ties and by prompts that are sent again.
 _UNDER_LOAD = 0.10
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}  # the gravest first
@@ -87,21 +98,6 @@ def compare(
     return PairedTau(len(names), float(server[0]), estimate(decoder_tau, len(names)), difference)
 
 
-def differing_replies(
-    replies: Mapping[str, Sequence[int]], golden: GoldenFigure
-) -> tuple[int, list[str]]:
-    """How many prompts have a reply as token ids, and those of them whose reply is not the
-    decoder's, end tokens aside."""
-    known = [each for each in golden.prompts if each.id in replies]
-
-    def without_end(ids: Sequence[int]) -> list[int]:
-        return list(ids[:-1] if ids and ids[-1] in golden.stop_ids else ids)
-
-    return len(known), [
-        each.id for each in known if without_end(replies[each.id]) != without_end(each.reply_ids)
-    ]
-
-
 @dataclass(frozen=True)
 class SeenServer:
     """All that was seen of one server."""
@@ -112,23 +108,109 @@ class SeenServer:
     new_tokens: int
     template: Sequence[tuple[str, int, int, bool]] = ()  # prompt, its tokens, ours, the same ids
     report: EvalReport | None = None
-    expected: Mapping[str, RoundCounters] = field(default_factory=dict)  # by prompt
+    own: Mapping[str, RoundCounters] = field(default_factory=dict)  # by prompt, with its own tree
+    replayed: Mapping[str, RoundCounters] = field(default_factory=dict)  # with the server's shape
+
+    @property
+    def golden(self) -> GoldenFigure | None:
+        """The report's replies, where they were made with as many tokens as these."""
+        golden = self.report.golden if self.report else None
+        return golden if golden and golden.max_new_tokens == self.new_tokens else None
+
+    @property
+    def shape(self) -> TreeSection | None:
+        """What it drafts, as it reports or as its counters show; None where neither does."""
+        return drafted_shape(self.server, self.runs[0])
+
+    @property
+    def expected(self) -> Mapping[str, RoundCounters]:
+        """The decoder's rounds with the server's shape, by prompt; {} where they are not known."""
+        shape, tree = self.shape, self.report.settings.tree if self.report else None
+        if self.replayed or shape is None or tree is None or shape == tree:
+            return self.replayed or self.own
+        prompts = self.golden.prompts if self.golden else ()
+        return {each.id: each.shapes[shape.label] for each in prompts if shape.label in each.shapes}
 
     @property
     def paired(self) -> PairedTau | None:
         """At the lowest concurrency, where the server reports on single requests."""
-        reported = {
-            reply.question.request_id: reply.rounds
-            for reply in self.runs[0].replies
-            if reply.rounds is not None
-        }
-        return compare(reported, self.expected, drafts_only=self.server.kind == "vllm")
+        return compare(self.reported, self.expected, drafts_only=self.server.kind == "vllm")
+
+    @property
+    def reported(self) -> dict[str, ServerRounds]:
+        """By prompt."""
+        replies = self.runs[0].replies
+        return {each.question.request_id: each.rounds for each in replies if each.rounds}
+
+    @property
+    def partings(self) -> list[Parting]:
+        """Of replies whose token ids are known and not the decoder's."""
+        replies, golden = self.runs[0].replies, self.golden
+        ids = {each.question.request_id: each.token_ids for each in replies}
+        found = []
+        for prompt in golden.prompts if golden else ():
+            if golden and (theirs := ids.get(prompt.id)):
+                parting = parting_of(prompt, theirs, golden.stop_ids)
+                found += [parting] if parting else []
+        return found
+
+    @property
+    def exact(self) -> bool:
+        """Whether both sides compute in fp32: as the server says, else as its text shows."""
+        if self.report is None or self.report.settings.dtype != "float32":
+            return False
+        dtype = str(self.server.settings.get("dtype", "auto")).removeprefix("torch.")
+        return dtype == "float32" if dtype != "auto" else not self.partings
+
+
+def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
+    """SGLang and `eagle3 serve` report it; vLLM drafts chains, and counts every position."""
+    names = "num_steps", "eagle_topk", "num_draft_tokens"
+    steps, top_k, nodes = (server.settings.get(f"speculative_{name}") for name in names)
+    if isinstance(steps, int) and isinstance(top_k, int) and isinstance(nodes, int):
+        return TreeSection(steps=steps, top_k=top_k, nodes=nodes)
+    positions = max(
+        (len(each.counters.proposed) for each in run.rounds if each.counters), default=0
+    )
+    return TreeSection.chain(positions) if server.kind == "vllm" and positions else None
+
+
+class Parting(NamedTuple):
+    """Where a reply parts from the decoder's."""
+
+    prompt: str
+    position: int  # the first token that differs
+    gap: float | None  # nats that the server's token lies below at least; None: not known
+    likely: bool  # it is the likeliest other token
+
+
+def parting_of(
+    prompt: GoldenPrompt, reply: Sequence[int], stop_ids: Sequence[int]
+) -> Parting | None:
+    """None for the decoder's own text; a reply may or may not hold its end token.
+
+    The report has the gap of the likeliest other token; one of any third lies deeper still.
+    """
+
+    def without_end(ids: Sequence[int]) -> list[int]:
+        return list(ids[:-1] if ids and ids[-1] in stop_ids else ids)
+
+    ours, theirs = without_end(prompt.reply_ids), without_end(reply)
+    if ours == theirs:
+        return None
+    same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    )
+    # A reply that ends there has no token to compare.
+    likely = same >= len(theirs) or theirs[same] in prompt.runner_up_ids[same : same + 1]
+    gap = prompt.runner_up_gaps[same] if same < len(prompt.runner_up_gaps) else None
+    return Parting(prompt.id, same, gap, likely)
 
 
 def findings_of(seen: SeenServer) -> tuple[ServerFinding, ...]:
     """The gravest first."""
-    drafting = (_not_plain,) if seen.section.plain else (_acceptance, _against_report, _tree)
-    parts = (failures, *drafting, _template, other_replies, _counting)
+    drafting = (_not_plain,) if seen.section.plain else (_acceptance, against_report)
+    parts = (failures, *drafting, _template, texts, _counting)
     every = [finding for part in parts for finding in part(seen)]
     return tuple(sorted(every, key=lambda each: list(_COLOURS).index(each.severity)))
 
@@ -147,8 +229,15 @@ def failures(seen: SeenServer) -> Iterator[ServerFinding]:
             reasons = ", ".join(f"{count} x {name}" for name, count in run.failed.most_common())
             text = f"{failed} of {failed + len(run.replies)} requests failed"
             text += f" at concurrency {run.concurrency}: {reasons}"
+            text += f"; the server says: {run.detail}" if run.detail else ""
             fix = "look at the server's log; figures are of the others"
             yield finding("error", "requests_failed", text, fix)
+    limit = seen.server.settings.get("max_model_len", seen.server.settings.get("context_length"))
+    longest = max((len(each.question.context) for each in seen.runs[0].replies), default=0)
+    if isinstance(limit, int) and 0 < limit < longest + seen.new_tokens:
+        text = f"it takes {limit} tokens, and the longest prompt with its reply has "
+        fix = f"start it with a context of at least {longest + seen.new_tokens}"
+        yield finding("error", "context_cut", f"{text}{longest + seen.new_tokens}", fix)
 
 
 def _not_plain(seen: SeenServer) -> Iterator[ServerFinding]:
@@ -194,27 +283,88 @@ def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
             yield finding("warning", "changes_under_load", text, fix)
 
 
-def _against_report(seen: SeenServer) -> Iterator[ServerFinding]:
+def against_report(seen: SeenServer) -> Iterator[ServerFinding]:
+    """Rounds by prompt, τ over all, and the shape, which is another's where the report's own tree
+    is not what the server drafts."""
     if seen.report is None:
         text = "no report of the decoder to compare with: figures stand alone"
         fix = "run `eagle3 eval` first, where the decoder runs this target"
         yield finding("note", "no_report", text, fix)
         return
-    fix = "compare head, tree and target with the report's; quantised weights change τ a little"
+    yield from _shape(seen)
+    yield from _rounds(seen)
+    fix = "compare head and target with the report's; quantised weights change τ a little"
     tau, figures = seen.runs[0].acceptance_length, seen.report.acceptance
     if paired := seen.paired:
         if paired.differs(seen.section.tolerance):
             yield finding("error", "acceptance_differs", f"the server's {paired.text}", fix)
-    elif not seen.expected:
+    elif not seen.own:
         text = "the decoder's report has none of these prompts, or another max_new_tokens"
         fix = "evaluate with the configuration of the report"
         yield finding("note", "not_comparable", text, fix)
-    elif tau is not None and figures is not None:
+    elif tau is not None and figures is not None and seen.expected:
         decoder = figures.acceptance_length
         if not decoder.low <= tau <= decoder.high:
             text = f"the server's τ is {tau:.2f}, outside of the decoder's {decoder.value:.2f}"
             text += f" ({decoder.low:.2f} to {decoder.high:.2f})"
             yield finding("error", "acceptance_differs", text, fix)
+
+
+def _shape(seen: SeenServer) -> Iterator[ServerFinding]:
+    """Another one than the report's tree, or than `eval.server.drafts`."""
+    shape, drafts = seen.shape, seen.section.drafts
+    tree = seen.report.settings.tree if seen.report else None
+    if shape is None or tree is None:
+        return
+    if drafts and shape.nodes - 1 != drafts:
+        text = f"it drafts {shape.nodes - 1} tokens a round, and should draft {drafts}"
+        fix = "start the server with so many, or set eval.server.drafts"
+        yield finding("error", "tree_differs", text, fix)
+    elif shape != tree and seen.expected:
+        text = f"it drafts {shape.label} (steps/top-k/tokens) where the report's tree is "
+        text += f"{tree.label}: compared with the decoder's rounds of {shape.label}"
+        fix = "nothing, or start the server with the report's tree"
+        yield finding("warning", "tree_differs", text, fix)
+    elif shape != tree:
+        text = f"it drafts {shape.label} (steps/top-k/tokens), the report's tree is {tree.label}, "
+        text += f"and the report does not know the decoder's rounds with {shape.label}"
+        fix = "add the shape to eval.shapes and evaluate again, or start the server with the tree"
+        yield finding("error", "tree_differs", text, fix)
+
+
+def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
+    """Of replies that are the decoder's own text: the same text takes the same rounds."""
+    expected, parted = seen.expected, {each.prompt for each in seen.partings}
+    known = {each.question.request_id for each in seen.runs[0].replies if each.token_ids}
+    same = [name for name in seen.reported if name in expected and name in known - parted]
+    vllm = seen.server.kind == "vllm"
+    other = [
+        name
+        for name in same
+        if _counted(seen.reported[name], vllm) != _counted(expected[name], vllm)
+    ]
+    if not other or not (seen.exact or len(other) > _OTHER_ROUNDS * len(same)):
+        return
+    theirs, ours = seen.reported[other[0]], expected[other[0]]
+    text = f"{len(other)} of {len(same)} replies with the decoder's own text took other rounds, "
+    text += f"first {other[0]}: {_in_words(_counted(theirs, vllm))} against "
+    text += f"{_in_words(_counted(ours, vllm))} of the decoder"
+    fix = "the head computes something else there: compare its weights, aux layers, rotary "
+    fix += "settings and norms with the head directory (`eagle3 inspect HEAD`)"
+    yield finding("error", "rounds_differ", text, fix)
+
+
+def _counted(rounds: ServerRounds | RoundCounters, vllm: bool) -> tuple[int, int, int]:
+    """Rounds, drafted and accepted tokens; vLLM counts only rounds with a draft."""
+    if isinstance(rounds, RoundCounters):
+        made = rounds.drafts if vllm else rounds.rounds
+        return made, rounds.drafted, rounds.accepted_tokens
+    return rounds.rounds, rounds.drafted, rounds.accepted
+
+
+def _in_words(counted: tuple[int, int, int]) -> str:
+    rounds, drafted, accepted = counted
+    return f"{rounds} rounds, {drafted} drafted, {accepted} accepted"
 
 
 def _template(seen: SeenServer) -> Iterator[ServerFinding]:
@@ -237,46 +387,35 @@ def _template(seen: SeenServer) -> Iterator[ServerFinding]:
             return
 
 
-def other_replies(seen: SeenServer) -> Iterator[ServerFinding]:
-    """Replies that are not the decoder's greedy tokens."""
-    golden = seen.report.golden if seen.report else None
-    if golden is None or golden.max_new_tokens != seen.new_tokens:
+def texts(seen: SeenServer) -> Iterator[ServerFinding]:
+    """Replies that part from the decoder's greedy tokens where one token is clearly the likelier.
+
+    A note counts the others: at a near-tie another arithmetic may take either token.
+    """
+    if not (partings := seen.partings):
         return
-    ids = {
-        reply.question.request_id: reply.token_ids
-        for reply in seen.runs[0].replies
-        if reply.token_ids is not None
-    }
-    compared, differing = differing_replies(ids, golden)
-    if differing:
-        text = f"replies differ from the decoder's greedy tokens on {len(differing)} of "
-        text += f"{compared} prompts, first {differing[0]}"
-        fix = "a few part at near-ties of another arithmetic; if most do, compare the weights, "
-        fix += "their type and the sampling defaults"
+    limit = EXACT_TIE if seen.exact else NEAR_TIE
+    far = [each for each in partings if each.gap is not None and each.gap > limit]
+    unlikely = [each for each in partings if not each.likely]
+    count = f"{len(partings)} of {len(seen.runs[0].replies)} replies part from the decoder's"
+    if any(each.gap is None for each in partings):
+        text = f"{count}, first {partings[0].prompt}; the report does not know near-ties"
+        fix = "evaluate again; if most part, compare the weights and their type"
         yield finding("warning", "replies_differ", text, fix)
-
-
-def _tree(seen: SeenServer) -> Iterator[ServerFinding]:
-    """Its tree against the report's."""
-    server, tree = seen.server, seen.report.settings.tree if seen.report else None
-    expected = seen.section.drafts or (tree.nodes - 1 if tree else None)
-    unlike = []
-    if tree:
-        shape = {"speculative_num_steps": tree.steps, "speculative_eagle_topk": tree.top_k}
-        unlike = [
-            f"{key} {server.settings[key]} against {value}"
-            for key, value in shape.items()
-            if server.settings.get(key) not in (None, value)
-        ]
-    reported = [each for run in seen.runs for each in run.rounds]
-    rounds, drafted = sum(each.rounds for each in reported), sum(each.drafted for each in reported)
-    each_round = server.drafted_tokens or (round(drafted / rounds) if drafted and rounds else None)
-    if expected and each_round and each_round != expected:
-        unlike.append(f"{each_round} drafted tokens a round against {expected}")
-    if unlike:
-        fix = "start the server with the report's tree, or evaluate with eval.tree as it has it"
-        text = f"it drafts other trees: {'; '.join(unlike)}"
-        yield finding("warning", "tree_differs", text, fix)
+    elif far:
+        worst = max(far, key=lambda each: each.gap or 0.0)
+        text = f"{count}, {len(far)} of them at no near-tie: in {worst.prompt} the server's token "
+        text += f"{worst.position + 1} is {worst.gap:.2f} nats less likely than the decoder's"
+        fix = "compare the target's weights, their type and quantisation, and sampling defaults"
+        yield finding("error", "replies_differ", text, fix)
+    elif len(unlikely) > len(partings) / 2 and len(unlikely) > 1:
+        text = f"{count}, {len(unlikely)} of them with neither of the two likeliest tokens, first "
+        text += f"{unlikely[0].prompt} at token {unlikely[0].position + 1}"
+        fix = "compare the target's weights, their type and quantisation, and sampling defaults"
+        yield finding("error", "replies_differ", text, fix)
+    else:
+        text = f"{count}, each where the next likeliest token is within {limit:g} nats"
+        yield finding("note", "near_ties", text, "nothing")
 
 
 def _counting(seen: SeenServer) -> Iterator[ServerFinding]:

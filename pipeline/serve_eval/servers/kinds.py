@@ -28,6 +28,7 @@ Kind = Literal["sglang", "vllm", "eagle3"]
 _RECORDED = (
     *("model_path", "tokenizer_path", "served_model_name", "dtype", "quantization", "tp_size"),
     *("kv_cache_dtype", "attention_backend", "page_size", "max_running_requests", "chat_template"),
+    "context_length",
 )
 _SAMPLE = re.compile(r"^(vllm:\w+?)(?:\{(.*)\})?\s+(\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -57,12 +58,6 @@ class LiveServer:
         """Positions that one of its rounds drafts, as it reports."""
         steps = self.settings.get("speculative_num_steps")
         return steps if isinstance(steps, int) else None
-
-    @property
-    def drafted_tokens(self) -> int | None:
-        """Drafted tokens that it verifies in a round, as it reports."""
-        nodes = self.settings.get("speculative_num_draft_tokens")
-        return nodes - 1 if isinstance(nodes, int) and nodes > 1 else None
 
     def body(self, ids: Sequence[int], new: int, stop_ids: Sequence[int]) -> dict[str, Any]:
         """A greedy request with a streamed reply. It overrides the server's defaults, which come

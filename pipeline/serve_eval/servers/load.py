@@ -58,6 +58,7 @@ class LoadRun:
     seconds: float
     counted: MetricCounts | None  # by the server meanwhile
     pooled: ServerRounds | None  # only where its replies report nothing
+    detail: str = ""  # the server's own words of the first failure
 
     @property
     def tokens(self) -> int:
@@ -174,7 +175,7 @@ class LiveMeasure:
         counted = await self._counted(before, sum(reply.tokens for reply in done))
         reported = any(reply.rounds for reply in done)
         pooled = counted.rounds() if counted and not reported else None
-        return LoadRun(concurrency, tuple(done), failed, seconds, counted, pooled)
+        return LoadRun(concurrency, tuple(done), failed, seconds, counted, pooled, detail)
 
     async def _ask(self, question: Question, *, alone: bool) -> LiveReply:
         """One request; `alone`: all that the server counts meanwhile is this one's."""
