@@ -68,7 +68,25 @@ def check(
     where: str,
     replay: Callable[[GoldenFigure, TreeSection], Mapping[str, RoundCounters]] | None = None,
 ) -> bool:
-    """Send, compare and print; `replay` makes the decoder's rounds with a shape that the report
+    """Send, compare and print: whether no finding is an error; otherwise as `compare_golden`."""
+    seen, findings = compare_golden(report, section, where=where, replay=replay)
+    for each in findings:
+        print_finding(each)
+    passed, run = all(each.severity != "error" for each in findings), seen.runs[0]
+    tau = "unknown" if run.acceptance_length is None else f"{run.acceptance_length:.3f}"
+    verdict = "passed" if passed else "FAILED"
+    notice("check", f"{verdict}: τ {tau} on {len(run.replies)} prompts; report {where}")
+    return passed
+
+
+def compare_golden(
+    report: EvalReport,
+    section: LiveServerSection,
+    *,
+    where: str,
+    replay: Callable[[GoldenFigure, TreeSection], Mapping[str, RoundCounters]] | None = None,
+) -> tuple[SeenServer, list[ServerFinding]]:
+    """Send the golden prompts; `replay` makes the decoder's rounds with a shape that the report
     does not know. Raises ConfigError for a report without a golden τ."""
     golden = report.golden
     if golden is None:
@@ -79,14 +97,7 @@ def check(
     seen = SeenServer(server, section, [run], golden.max_new_tokens, report=report, own=own)
     if replay and (shape := seen.shape) and not seen.expected:
         seen = replace(seen, replayed=replay(golden, shape))
-    passed = True
-    for each in (*failures(seen), *_acceptance(seen), *texts(seen)):
-        print_finding(each)
-        passed = passed and each.severity != "error"
-    verdict = "passed" if passed else "FAILED"
-    tau = "unknown" if run.acceptance_length is None else f"{run.acceptance_length:.3f}"
-    notice("check", f"{verdict}: τ {tau} on {len(run.replies)} prompts; report {where}")
-    return passed
+    return seen, [*failures(seen), *_acceptance(seen), *texts(seen)]
 
 
 async def _send(golden: GoldenFigure, section: LiveServerSection) -> tuple[LiveServer, LoadRun]:
