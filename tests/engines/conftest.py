@@ -1,10 +1,13 @@
-"""A small run over SmolLM2-135M in fp32, whose report engines are held against.
+"""A small run over SmolLM2-135M, and a report in fp32 that engines are held against.
 
-Its stages are kept in `.venvs/line`: the next call goes on from there.
+Stages are kept in `.venvs/line`: the next call goes on from there. EAGLE3_HEAD=DIR takes a trained
+head for the same target instead.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +25,9 @@ from tests.engines.environments import ROOT
 from tests.engines.servers import EngineServer
 
 FOLDER = ROOT / ".venvs/line"
-OVERRIDES = [
-    f"run.uri={FOLDER / 'run'}",
+TRAINING = ["synth.max_prompts=120", "synth.shard_prompts=120", "synth.max_new_tokens=96"]
+EVALUATION = [
     "target.dtype=float32",
-    "synth.max_prompts=120",
-    "synth.shard_prompts=120",
-    "synth.max_new_tokens=96",
-    "train.epochs=3",
     "eval.tree={top_k: 4, steps: 4, nodes: 8}",
     "eval.shapes=[{top_k: 1, steps: 3, nodes: 4}, {top_k: 4, steps: 5, nodes: 8}]",
     "eval.hf_prompts=2",
@@ -53,14 +52,21 @@ class Line:
 
 @pytest.fixture(scope="session")
 def line() -> Line:
-    config = load(ROOT / "configs/demo.yaml", OVERRIDES)
-    run(config)
-    report = (FOLDER / "run/eval" / REPORT).read_bytes()
-    return Line(
-        open_target(config.target).directory,
-        FOLDER / "run/train/head",
-        EvalReport.parse(report, where=REPORT, fix=""),
-    )
+    demo, head = ROOT / "configs/demo.yaml", os.environ.get("EAGLE3_HEAD")
+    if head is None:
+        run(load(demo, [f"run.uri={FOLDER / 'run'}", *TRAINING]), "synth", "features", "train")
+        head = str(FOLDER / "run/train/head")
+    # A head has one report here: other weights, another directory.
+    where = FOLDER / f"fp32-{digest_of(Path(head) / 'model.safetensors')[:8]}"
+    config = load(demo, [f"run.uri={where}", f"eval.head={head}", *EVALUATION])
+    run(config, "eval")
+    report = EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")
+    return Line(open_target(config.target).directory, Path(head), report)
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of its bytes."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.fixture

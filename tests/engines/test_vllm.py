@@ -96,9 +96,7 @@ FAULTS: dict[str, Fault] = {
     "rotary base of another model": Fault(ROUNDS, config={"rope_theta": 1000.0}),
     "d2t shifted": Fault(ROUNDS, head=shift("d2t")),
     "the hidden norm twice as large": Fault(ROUNDS, head=scale("midlayer.hidden_norm.weight", 2)),
-    "the input norm without weights": Fault(
-        ROUNDS, head=lambda tensors: tensors["midlayer.input_layernorm.weight"].fill_(1)
-    ),
+    "the input norm a tenth": Fault(ROUNDS, head=scale("midlayer.input_layernorm.weight", 0.1)),
     "noise in the queries": Fault(ROUNDS, head=noise("midlayer.self_attn.q_proj.weight")),
     "noise in lm_head": Fault(ROUNDS, head=noise("lm_head.weight")),
     "another eps": Fault(ROUNDS, config={"rms_norm_eps": 0.1}),
