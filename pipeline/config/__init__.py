@@ -51,7 +51,7 @@ from pipeline.config.process import (
 )
 from pipeline.config.run import FeaturesSection, PlanSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import BatchTrees, Section, TreeOrAuto, TreeSection, tree_labels
-from pipeline.config.server import LiveServerSection, ServeSection
+from pipeline.config.server import OWNER, LiveServerSection, ServeSection
 from pipeline.config.synth import (
     DlpSection,
     EvaluationSet,
@@ -70,6 +70,7 @@ __all__ = [
     "DRAFTERS",
     "DRAFTER_GROUP",
     "HEAD_GROUP",
+    "OWNER",
     "BatchTrees",
     "BlockDrafterSection",
     "DflashSection",

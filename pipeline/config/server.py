@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
 from pipeline.config.credentials import VariableName, check_endpoint
 from pipeline.config.section import Section
+
+#: What `eagle3 serve` calls itself where an OpenAI API names the owner of a model.
+OWNER: Final = "eagle3"
 
 
 class LiveServerSection(Section):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from pipeline import __version__
-from pipeline.config import ServeSection
+from pipeline.config import OWNER, ServeSection
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Request as EngineRequest
 from pipeline.errors import TemplateError
@@ -116,7 +116,7 @@ class ServerApp:
 
     async def _models(self, request: Request) -> Answer:
         longest = self.engine.model.max_length
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "eagle3"}
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": OWNER}
         model |= {"version": __version__, "max_model_len": longest, **self._told}
         return as_json({"object": "list", "data": [model]})
 

@@ -26,7 +26,13 @@ from pipeline.heads.init import (
     fc_scale,
     lend_rows,
 )
-from pipeline.heads.registry import algorithm, algorithm_of, empty_head, open_head
+from pipeline.heads.registry import (
+    algorithm,
+    algorithm_of,
+    check_algorithm,
+    empty_head,
+    open_head,
+)
 from pipeline.learning.batches import Schedule
 from pipeline.learning.corpus import (
     Corpus,
@@ -227,7 +233,7 @@ def choose_init(
             "weights_sha256": Location(section.start_from).sha256(WEIGHTS),
             "provenance": card.provenance,
         }
-        _check_algorithm(section, earlier, where=section.start_from)
+        check_algorithm(section, earlier, where=section.start_from)
         chosen = algorithm_of(earlier)
         shape = chosen.init.continue_shape(section, earlier, section.start_from)
         earlier.shape = shape
@@ -286,19 +292,3 @@ def check_share(
             fix=f"lower {vocabulary} or {mlp}, or raise the limit",
         )
     return parameters, share
-
-
-def _check_algorithm(section: TrainSection, head: DraftingHead, *, where: str) -> None:
-    """Raise ConfigError where `train.algorithm` is not that of the head at `where`.
-
-    One EAGLE-3 head and a chain are both `algorithm: eagle3`; `head_config.heads` tells them apart.
-    """
-    earlier = algorithm_of(head).name
-    if "mtp" in (earlier, section.head_algorithm) and section.algorithm == "eagle3":
-        return
-    if earlier != section.head_algorithm:
-        raise ConfigError(
-            f"the head that training starts from has algorithm {earlier} ({where})",
-            where="train.algorithm",
-            fix=f"set train.algorithm={earlier}, or start from another head",
-        )
