@@ -204,8 +204,8 @@ def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
     mass = (shared * weight[:, None, None, :]).sum(-1)  # [B, D, W]
     chain = torch.arange(count, device=tokens.device)  # [W]
     first = torch.where(shared, chain, count).amin(-1)  # [B, D, W] chain whose node it is
-    kept = _among_best(mass, first, shared, top_k).int().cumprod(1).bool()  # [B, D, W]
-    real = kept & (first == chain)
+    selected = _among_best(mass, first, shared, top_k).int().cumprod(1).bool()  # [B, D, W]
+    real = selected & (first == chain)
     above = torch.cat((weight.sum(1)[:, None, None].expand(-1, 1, count), mass[:, :-1]), 1)
     score = (mass.log() - (above + 1).log()).cumsum(1)  # -inf without a match
     score = score.masked_fill(~real, -torch.inf)
@@ -304,10 +304,10 @@ class CorpusIndex:
         begins = place = torch.zeros_like(context[:, 0])
         within = torch.ones_like(begins, dtype=torch.bool)  # as deep as the levels before
         for key, span in zip(self._keys, self._spans, strict=True):
-            wanted = self._pack(begins, context[:, slice(*span)])
-            begins = torch.searchsorted(key, wanted)
+            packed = self._pack(begins, context[:, slice(*span)])
+            begins = torch.searchsorted(key, packed)
             place = torch.where(within, begins, place)
-            within = within & (key[begins.clamp(max=len(self) - 1)] == wanted)
+            within = within & (key[begins.clamp(max=len(self) - 1)] == packed)
         return place
 
     def _context(self, ends: Tensor, first: int, last: int) -> Tensor:

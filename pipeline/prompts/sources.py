@@ -155,8 +155,8 @@ def _ladder(spec: SourceSpec, specs: Sequence[SourceSpec]) -> list[str]:
     last = _digest(list(_place(spec))).hex()[:8]
     if separator and kind == "hub":
         parts = [spec.split, spec.subset, spec.revision]
-        given = [part for part in parts if part]
-        longer = ["/".join([name, *given[:count]]) for count in range(len(given) + 1)]
+        stated = [part for part in parts if part]
+        longer = ["/".join([name, *stated[:count]]) for count in range(len(stated) + 1)]
         return [*longer, f"{name}~{last}"]
     path = _path(spec.source)
     own = _stem(path)

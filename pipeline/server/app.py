@@ -45,16 +45,16 @@ class ServerApp:
         *,
         model: str,
         key: str | None = None,
-        told: Mapping[str, Any] | None = None,
+        drafting: Mapping[str, Any] | None = None,
     ) -> None:
-        """`model` is what clients call it, `key` what they must send, and `told` what /v1/models
-        says of its drafting. Raises MissingPackage."""
+        """`model` is what clients call it, `key` what they must send, and `drafting` what
+        /v1/models says of it. Raises MissingPackage."""
         self._drafts = engine.drafter is not None
         self.metrics = ServerMetrics(model, drafts=self._drafts)
         self.worker = EngineWorker(engine, self.metrics, max_waiting=section.max_waiting)
         self.engine, self._template, self._section = engine, template, section
         self._model, self._key = model, key.encode() if key else None
-        self._told = dict(told or {})
+        self._drafting = dict(drafting or {})
 
     def routes(self) -> Starlette:
         """The application. Raises MissingPackage."""
@@ -115,9 +115,9 @@ class ServerApp:
         return Response(self.metrics.text(), headers={"content-type": kind})
 
     async def _models(self, request: Request) -> Answer:
-        longest = self.engine.model.max_length
+        max_length = self.engine.model.max_length
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": OWNER}
-        model |= {"version": __version__, "max_model_len": longest, **self._told}
+        model |= {"version": __version__, "max_model_len": max_length, **self._drafting}
         return as_json({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Answer:
@@ -186,7 +186,8 @@ class ServerApp:
         changed = asyncio.Event()
         arrived = wake(asyncio.get_running_loop(), changed)
         jobs = [
-            Job(each, self._pieces(body), arrived) for each in self._asked(body, prompts, limit)
+            Job(each, self._pieces(body), arrived)
+            for each in self._engine_requests(body, prompts, limit)
         ]
         style = ReplyStyle(
             chat=isinstance(body, ChatBody),
@@ -201,18 +202,18 @@ class ServerApp:
             return exchange.stream
         return await exchange.whole(request)
 
-    def _asked(
+    def _engine_requests(
         self, body: GenerationBody, prompts: Iterable[tuple[int, ...]], limit: int | None
     ) -> list[EngineRequest]:
         """The engine's requests. Raises ApiError (400) for one that it could never run."""
-        longest, vocabulary = self.engine.model.max_length, self.engine.model.vocabulary
+        max_length, vocabulary = self.engine.model.max_length, self.engine.model.vocabulary
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-        asked = []
+        requests = []
         for ids in prompts:
-            new = max(longest - len(ids), 1) if limit is None else limit
-            if len(ids) + new > longest:
+            new = max(max_length - len(ids), 1) if limit is None else limit
+            if len(ids) + new > max_length:
                 problem = (
-                    f"this model's context holds {longest} tokens; the prompt has {len(ids)} "
+                    f"this model's context holds {max_length} tokens; the prompt has {len(ids)} "
                     f"and {new} were asked for"
                 )
                 raise ApiError(400, problem, code="context_length_exceeded", param="prompt")
@@ -228,8 +229,8 @@ class ServerApp:
             )
             if (wrong := self.engine.problem(request)) is not None:
                 raise ApiError(400, wrong.what)
-            asked.append(request)
-        return asked
+            requests.append(request)
+        return requests
 
     def _pieces(self, body: GenerationBody) -> TextPieces:
         special, template = not body.skip_special_tokens, self._template

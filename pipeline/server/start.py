@@ -85,9 +85,9 @@ def make_app(config: RunConfig, key: str | None) -> ServerApp:
     target = open_target(config.target, decoded=True)
     head = _head(config, target)
     positions = head.shape.max_position_embeddings if head else target.positions
-    longest = min(positions, target.positions or positions)
-    if section.max_length is not None and section.max_length > longest:
-        problem = f"target and head were made for {longest} tokens"
+    max_length = min(positions, target.positions or positions)
+    if section.max_length is not None and section.max_length > max_length:
+        problem = f"target and head were made for {max_length} tokens"
         fix = "lower it, or leave it out"
         raise ConfigError(problem, where="serve.max_length", fix=fix)
     with long_step("serve", "loading the target"):
@@ -96,7 +96,7 @@ def make_app(config: RunConfig, key: str | None) -> ServerApp:
             target.contract.capture_layers,
             device=target.device,
             dtype=target.dtype,
-            max_length=section.max_length or longest,
+            max_length=section.max_length or max_length,
         )
         factory = load_drafter(config.eval.drafter, model, target, head) if trees else None
         drafter = factory.variant(settings)(trees) if factory else None
@@ -105,25 +105,25 @@ def make_app(config: RunConfig, key: str | None) -> ServerApp:
     if config.eval.chat_template_kwargs:
         template = template.varied(kwargs=config.eval.chat_template_kwargs, where="eval")
     name = section.model or config.target.source
-    told = _told(config, target, trees) if trees else {}
-    return ServerApp(engine, template, section, model=name, key=key, told=told)
+    drafting = _drafting_metadata(config, target, trees) if trees else {}
+    return ServerApp(engine, template, section, model=name, key=key, drafting=drafting)
 
 
-def _told(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any]:
+def _drafting_metadata(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any]:
     """Drafter and batch 1's tree under SGLang's names, where other batches have others those too;
     and the run's golden τ, where it is of this head with this tree."""
     tree = trees[1]
     assert tree is not None, "a batch of one is drafted for, or none is"
-    told: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "speculative_algorithm": config.eval.drafter.name,
         "speculative_num_steps": tree.steps,
         "speculative_eagle_topk": tree.top_k,
         "speculative_num_draft_tokens": tree.nodes,
     }
     if len(trees) > 1:
-        told["speculative_trees"] = tree_labels(trees)
+        metadata["speculative_trees"] = tree_labels(trees)
     if find_manifest(config.run.uri, "eval") is None:
-        return told
+        return metadata
     golden = read_report(config.run.uri).golden
     head = (
         head_location(config.run.uri, config.eval.head).sha256(WEIGHTS)
@@ -137,9 +137,9 @@ def _told(config: RunConfig, target: Target, trees: BatchTrees) -> dict[str, Any
         or (head, config.eval.drafter.name) != (golden.head_fingerprint, golden.drafter)
         or golden.tree != tree
     ):
-        return told
-    kept = golden.model_dump(exclude={"prompts", "stop_ids"})
-    return told | {"golden": kept | {"prompts": len(golden.prompts)}}
+        return metadata
+    fields = golden.model_dump(exclude={"prompts", "stop_ids"})
+    return metadata | {"golden": fields | {"prompts": len(golden.prompts)}}
 
 
 def _trees(config: RunConfig) -> tuple[BatchTrees, Mapping[str, int]]:
@@ -203,10 +203,10 @@ def run_server(
     connections on one of their own: OpenMP gives each thread that computes a team, and where teams
     have more threads than there are cores, none waits awake for its next piece of work.
     """
-    asked, again = asyncio.Event(), asyncio.Event()
+    first_signal, second_signal = asyncio.Event(), asyncio.Event()
 
     async def run() -> None:
-        draining = asyncio.create_task(_drain(server, app, asked, again, grace))
+        draining = asyncio.create_task(_drain(server, app, first_signal, second_signal, grace))
         try:
             await server.serve(sockets=list(listening))
         finally:
@@ -219,7 +219,7 @@ def run_server(
         loop = runner.get_loop()
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            signalled = again if app.worker.closing else asked
+            signalled = second_signal if app.worker.closing else first_signal
             app.worker.close()
             loop.call_soon_threadsafe(signalled.set)
 
@@ -246,17 +246,17 @@ def _handling_signals(handler: Callable[[int, FrameType | None], None]) -> Itera
 async def _drain(
     server: uvicorn.Server,
     app: ServerApp,
-    asked: asyncio.Event,
-    again: asyncio.Event,
+    first_signal: asyncio.Event,
+    second_signal: asyncio.Event,
     grace: float,
 ) -> None:
-    """Once asked, let the requests that are here end, within limits or until asked `again`, and
-    then the server."""
-    await asked.wait()
+    """After a first signal, let the requests that are here end, within limits or until a second
+    one, and then the server."""
+    await first_signal.wait()
     notice("serve", f"ending: {app.worker.open_jobs} requests go on for at most {grace:g} seconds")
     with suppress(TimeoutError):
         async with asyncio.timeout(grace):
-            while app.worker.open_jobs and not again.is_set():
+            while app.worker.open_jobs and not second_signal.is_set():
                 await asyncio.sleep(0.02)
     await asyncio.to_thread(app.worker.stop)  # what is left ends with an error
     server.should_exit = True

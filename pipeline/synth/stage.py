@@ -213,7 +213,7 @@ class SynthPipeline:
         `advance` is given every prompt once, when it is dropped or its conversation ends.
         """
         with self._screening() as screening:
-            screened = screening.prompts(self._read_prompts(stage_run, shards))
+            screened = screening.prompts(self._prompt_shards(stage_run, shards))
             scheduler = ConversationScheduler(
                 self._runner,
                 self._note_dropped(screened, advance),
@@ -246,7 +246,7 @@ class SynthPipeline:
             tallies=tally(samples, notes),
         )
 
-    def _read_prompts(
+    def _prompt_shards(
         self, stage_run: StageRun, shards: Iterable[PromptShard]
     ) -> Iterator[tuple[str, Sequence[Prompt]]]:
         for shard in shards:

@@ -80,12 +80,14 @@ def open_data(config: RunConfig, parent: Manifest, target: Target, shape: DraftS
     if section.evaluate_every:
         count = section.evaluate_prompts
         limit = shape.max_position_embeddings - section.evaluate_tokens
-        held_out = broadcast_from_rank0(lambda: hold_out(corpus, count, seed=seed, longest=limit))
+        held_out = broadcast_from_rank0(
+            lambda: hold_out(corpus, count, seed=seed, max_prompt=limit)
+        )
     drawn = None
     if (tokens := section.data_tokens) is not None:
         budget = section.batch_tokens if section.long_samples == "drop" else None
         drawn = broadcast_from_rank0(
-            lambda: draw_samples(corpus, tokens, seed=seed, held_out=held_out, longest=budget)
+            lambda: draw_samples(corpus, tokens, seed=seed, held_out=held_out, max_length=budget)
         )
     parts = all_gather_or_raise(
         lambda: survey(

@@ -232,8 +232,8 @@ def read_piece(reader: StatesReader, piece: Piece, aux: Tensor, final: Tensor) -
     """
     positions = reader.final_positions(piece.sample)
     stored = (reader.lengths[piece.sample], slice(0, len(positions)))
-    kept = (piece.stop, final_rows(positions, piece.start, piece.stop))
-    if kept == stored:
+    needed = (piece.stop, final_rows(positions, piece.start, piece.stop))
+    if needed == stored:
         return reader.read_into(piece.sample, aux[: piece.stop], final[: len(positions)])
     return cut_into(reader.sample(piece.sample, decode=False), piece, aux, final)
 

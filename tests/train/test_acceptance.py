@@ -40,7 +40,7 @@ def drawn(
     config: RunConfig, parent: Manifest, count: int = 3
 ) -> tuple[StoredCorpus, tuple[HeldOut, ...]]:
     corpus = StoredCorpus(stage_location(config.run.uri, "features"), parent.shards)
-    return corpus, hold_out(corpus, count, seed=config.run.seed, longest=200)
+    return corpus, hold_out(corpus, count, seed=config.run.seed, max_prompt=200)
 
 
 def checkpoints_of(config: RunConfig) -> Path:

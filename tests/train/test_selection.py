@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 def drawn(config: RunConfig, parent: Manifest, number: int) -> tuple[HeldOut, ...]:
     corpus = StoredCorpus(stage_location(config.run.uri, "features"), parent.shards)
-    return hold_out(corpus, number // 2, seed=config.run.seed, longest=200)
+    return hold_out(corpus, number // 2, seed=config.run.seed, max_prompt=200)
 
 
 @pytest.fixture

@@ -274,8 +274,8 @@ def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch, active = stored.to(embedding.device, torch.float32), list[Tensor]()
-        longest = max(batch.lengths) + 1
-        rotary = RotaryTable(rope, longest, device=embedding.device, dtype=torch.float32)
+        max_length = max(batch.lengths) + 1
+        rotary = RotaryTable(rope, max_length, device=embedding.device, dtype=torch.float32)
         hook = head.midlayer.mlp.down_proj.register_forward_pre_hook(
             lambda _module, inputs: active.append(inputs[0])
         )

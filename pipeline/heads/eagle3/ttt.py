@@ -65,8 +65,8 @@ class TttModel(UnrolledModel[Eagle3Head]):
     ) -> None:
         """As of `UnrolledModel`; dropout is a share as of `draw_dropout`, by seed; the last two as
         of `Layer`."""
-        given = head, embedding, target_lm_head, objective
-        super().__init__(*given, max_length=max_length, dtype=dtype)
+        parts = head, embedding, target_lm_head, objective
+        super().__init__(*parts, max_length=max_length, dtype=dtype)
         computing = self._compute.head if self._compute else head
         self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
         self._dropout, self._seed = dropout, seed
@@ -130,10 +130,10 @@ class Layer(NamedTuple):
         embedding and hidden [N, H] at step 0, [A, H] later.
         """
         rows = None if past else attention.rows
-        kept = dropout(len(embedding)) if dropout else None
+        mask = dropout(len(embedding)) if dropout else None
 
         def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            projected = self.project_qkv(embedding, hidden, rows, kept)
+            projected = self.project_qkv(embedding, hidden, rows, mask)
             attention_output, own = attention.attend(k, *projected, past)
             carried = hidden if rows is None else hidden[rows]
             return self.after_attention(carried, attention_output), *own
@@ -196,8 +196,8 @@ def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> D
     generator = torch.Generator(states.device).manual_seed(number.getrandbits(63))
 
     def draw(rows: int) -> Tensor:
-        kept = states.new_empty(rows, width).bernoulli_(1 - share, generator=generator)
-        return kept.div_(1 - share)
+        mask = states.new_empty(rows, width).bernoulli_(1 - share, generator=generator)
+        return mask.div_(1 - share)
 
     return draw
 

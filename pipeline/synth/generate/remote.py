@@ -351,13 +351,13 @@ class EndpointPool:
 
         Raises EndpointsUnavailable when none has replied for BUSY_SECONDS.
         """
-        now, longest = time.monotonic(), BUSY_SECONDS
+        now, busy_seconds = time.monotonic(), BUSY_SECONDS
         self._outage_start = None
         self._busy_start = now if self._busy_start is None else self._busy_start
-        end = self._busy_start + longest
+        end = self._busy_start + busy_seconds
         if now >= end:
             raise EndpointsUnavailable(
-                f"too busy, or the quota is used up, for {longest:g} s (HTTP 429, 502 or 503)",
+                f"too busy, or the quota is used up, for {busy_seconds:g} s (HTTP 429, 502 or 503)",
                 where=_WHERE,
                 fix="run the same command later, finished shards are kept; or lower "
                 "generator.concurrency",
@@ -367,7 +367,7 @@ class EndpointPool:
         until = min((endpoint.paused_until for endpoint in self._healthy()), default=now)
         if until - self._busy_start >= _TOLD_SECONDS and not self._is_told:
             self._is_told = True
-            most = readable_duration(longest)
+            most = readable_duration(busy_seconds)
             busy = "all endpoints are busy, or the quota is used up (HTTP 429, 502 or 503)"
             notice("synth", f"{busy}: waiting for them, {most} at most")
 
