@@ -89,6 +89,7 @@ SEAMS = {
     "pipeline.server.start": "a command",
     "pipeline.serve_eval.decode_plan": "a command",
     "pipeline.serve_eval.servers.check": "a command",
+    "pipeline.serve_eval.servers.evaluate": "a command",
     "pipeline.decoder.ops.cpu.*": "a backend, imported where it can run",
     "pipeline.decoder.ops.triton.*": "kernels, compiled ahead of time by file",
     "pipeline.decoder.ops.eager": "a backend",
@@ -99,7 +100,6 @@ SEAMS = {
     "pipeline.features.capture": "a backend",
     "pipeline.synth.generate.*": "a backend",
     "pipeline.synth.privacy.*": "a detector, imported where the policy has it",
-    "pipeline.prompts.hub": "a source, imported where a hub data set is named",
     "pipeline.store.remote": "a backend, imported for object stores",
     "pipeline.drafters.*": "a drafter, imported by name",
     "pipeline.target.gguf": "a format",
@@ -112,7 +112,7 @@ SEAMS = {
     "pipeline.exchange.model_card": "an output format",
 }
 #: Modules with one importer that are no seams.
-SINGLE_IMPORTERS_LEFT = 19
+SINGLE_IMPORTERS_LEFT = 5
 
 #: Packages that a bare machine may lack; they are imported inside the function that needs them.
 OPTIONAL = [

@@ -36,7 +36,12 @@ from pipeline.config.drafter import (
 )
 from pipeline.config.evaluation import EvalSection, LoadSection, RivalSection
 from pipeline.config.jobs import JobsSection, StageJobSection
-from pipeline.config.process import (
+from pipeline.config.run import (
+    FeaturesSection,
+    PlanSection,
+    RunConfig,
+    RunSection,
+    TargetSection,
     cache_directory,
     cpu_kernels,
     is_launched,
@@ -49,7 +54,6 @@ from pipeline.config.process import (
     take_settings,
     world_size,
 )
-from pipeline.config.run import FeaturesSection, PlanSection, RunConfig, RunSection, TargetSection
 from pipeline.config.section import BatchTrees, Section, TreeOrAuto, TreeSection, tree_labels
 from pipeline.config.server import OWNER, LiveServerSection, ServeSection
 from pipeline.config.synth import (

@@ -1,7 +1,7 @@
 """What a run's states hold: samples, pieces of long ones, supervised tokens.
 
 A survey reads ids and masks, a few bytes a token, one shard at a time; what stays in memory is one
-small record a sample. States are read piece by piece when a batch needs them (stored.py).
+small record a sample. States are read piece by piece when a batch needs them (`StoredCorpus`).
 """
 
 from __future__ import annotations

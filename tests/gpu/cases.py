@@ -23,9 +23,8 @@ from torch import Tensor
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
 from pipeline.config import TreeSection
-from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.model import DecoderModel, pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter

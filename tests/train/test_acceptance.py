@@ -21,11 +21,10 @@ from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
 from pipeline.train.checkpoints import Marker
-from pipeline.train.evaluator import Evaluator
-from pipeline.train.loop import total_steps
+from pipeline.train.loop import Evaluator, total_steps
+from pipeline.train.prepare import StoredCorpus
 from pipeline.train.progress import Progress
 from pipeline.train.stage import run
-from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
 EVALUATION = {

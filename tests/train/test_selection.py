@@ -22,10 +22,10 @@ from pipeline.learning.corpus import HeldOut, hold_out
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
-from pipeline.train.evaluator import Evaluator, advise, count
+from pipeline.train.loop import Evaluator, advise, count
+from pipeline.train.prepare import StoredCorpus
 from pipeline.train.progress import Decoded, Progress, StepSums
 from pipeline.train.stage import run
-from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of
 
 EVALUATION = {
