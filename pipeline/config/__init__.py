@@ -34,11 +34,9 @@ from pipeline.config.drafter import (
     SelfSpecSection,
     StandaloneSection,
 )
-from pipeline.config.evaluation import EvalSection, LoadSection, RivalSection
-from pipeline.config.jobs import JobsSection, StageJobSection
+from pipeline.config.evaluation import EvalSection, RivalSection
 from pipeline.config.run import (
     FeaturesSection,
-    PlanSection,
     RunConfig,
     RunSection,
     TargetSection,
@@ -54,20 +52,18 @@ from pipeline.config.run import (
     take_settings,
     world_size,
 )
-from pipeline.config.section import BatchTrees, Section, TreeOrAuto, TreeSection, tree_labels
+from pipeline.config.section import BatchTrees, Section, TreeSection, tree_labels
 from pipeline.config.server import OWNER, LiveServerSection, ServeSection
 from pipeline.config.synth import (
     DlpSection,
-    EvaluationSet,
     GeneratorSection,
     PiiSection,
-    PromptSet,
     QualitySection,
     RecognizerSpec,
     SourceSpec,
     SynthSection,
 )
-from pipeline.config.train import DflashSection, HeadSection, TrainSection
+from pipeline.config.train import HeadSection, TrainSection
 from pipeline.errors import ConfigError
 
 __all__ = [
@@ -77,22 +73,16 @@ __all__ = [
     "OWNER",
     "BatchTrees",
     "BlockDrafterSection",
-    "DflashSection",
     "DlpSection",
     "DrafterSection",
     "Eagle3DrafterSection",
     "EvalSection",
-    "EvaluationSet",
     "FeaturesSection",
     "GeneratorSection",
     "HeadSection",
-    "JobsSection",
     "LiveServerSection",
-    "LoadSection",
     "NgramSection",
     "PiiSection",
-    "PlanSection",
-    "PromptSet",
     "QualitySection",
     "RecognizerSpec",
     "RivalSection",
@@ -102,12 +92,10 @@ __all__ = [
     "SelfSpecSection",
     "ServeSection",
     "SourceSpec",
-    "StageJobSection",
     "StandaloneSection",
     "SynthSection",
     "TargetSection",
     "TrainSection",
-    "TreeOrAuto",
     "TreeSection",
     "cache_directory",
     "cpu_kernels",

@@ -23,7 +23,6 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from pipeline.config.evaluation import EvalSection
-from pipeline.config.jobs import JobsSection
 from pipeline.config.section import Section
 from pipeline.config.server import ServeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SynthSection
@@ -31,6 +30,7 @@ from pipeline.config.train import TrainSection
 from pipeline.errors import ConfigError
 from pipeline.records import STATES_FORMAT, Stage, digest
 
+_OBJECT = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"  # a Kubernetes name
 #: What of a section may change between two attempts at a stage, or between the machines that share
 #: one run: it says how the stage is computed and watched, not what comes out.
 _NOT_IN_THE_OUTPUT: dict[str, Any] = {
@@ -69,6 +69,46 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
 _ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree"}
 #: glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, the last two at most what they can be.
 _MALLOC = {-1: 2**31 - 1, -2: 64 << 20, -3: 32 << 20}
+
+
+class StageJobSection(Section):
+    """What the job of one stage gets; all but `workers` and `hours` is for each worker."""
+
+    workers: int = Field(1, gt=0)
+    """Pods, or tasks of the array, that make synth's or features' shards; for train the nodes."""
+    gpus: int = Field(1, ge=0)
+    """GPUs; training starts a process on each."""
+    cpus: int = Field(8, gt=0)
+    """CPU cores, and threads of torch, which the processes of a worker share."""
+    memory_gib: int = Field(32, gt=0)
+    """Main memory."""
+    hours: float = Field(24, gt=0)
+    """Kubernetes: the stage fails after so long, all attempts together. Slurm: limit of one
+    attempt, after which the next continues."""
+
+
+class JobsSection(Section):
+    """Jobs of a cluster. Nothing here shapes what a stage makes."""
+
+    image: str | None = Field(None, pattern=r"^\S+$")
+    """Kubernetes: container image with this package, as Dockerfile builds it."""
+    service_account: str | None = Field(None, pattern=_OBJECT)
+    """Kubernetes: service account that may read and write the bucket."""
+    volume_claim: str | None = Field(None, pattern=_OBJECT)
+    """Kubernetes: ReadWriteMany claim for a run that is in no bucket, mounted at run.uri's
+    parent."""
+    stages: dict[Stage, StageJobSection] = Field({})
+    """What single stages get, such as {train: {gpus: 8}}; the others get the defaults."""
+
+    @model_validator(mode="after")
+    def _evaluates_once(self) -> JobsSection:
+        if self.of("eval").workers > 1:
+            raise ValueError("stages.eval.workers must be 1: eval measures on one machine")
+        return self
+
+    def of(self, stage: Stage) -> StageJobSection:
+        """What the job of a stage gets."""
+        return self.stages.get(stage, StageJobSection())
 
 
 class RaySection(Section):

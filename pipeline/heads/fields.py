@@ -313,7 +313,10 @@ def shape_fields(kind: type[Shape], body: dict[str, Any], where: str) -> Shape:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "vocab_size": vocabulary,
-        **{name: _or_default(body, name, default) for name, default in defaults.items()},
+        **{
+            name: default if body.get(name) is None else body[name]
+            for name, default in defaults.items()
+        },
         "rope_parameters": rope_parameters(body, where),
     }
     return validated(kind, fields, where)
@@ -333,10 +336,6 @@ def default_head_dim(body: Mapping[str, Any], where: str) -> int | None:
         problem = f"num_attention_heads {heads} does not divide hidden_size {hidden}"
         raise HeadError(problem, where=where, fix="write head_dim, or correct the two")
     return hidden // heads
-
-
-def _or_default(body: Mapping[str, Any], name: str, default: Any) -> Any:
-    return default if body.get(name) is None else body[name]
 
 
 def validated(kind: type[Shape], fields: dict[str, Any], where: str) -> Shape:

@@ -180,7 +180,7 @@ class Checkpoints:
         retained: list[Marker] = []
         for name in reversed(self._marker_names()):
             marker = self._read(name)
-            if marker and sum(_is_until(step, newer) for newer in retained) < self._keep:
+            if marker and sum(newer.progress.step <= step for newer in retained) < self._keep:
                 retained.append(marker)
             else:
                 self._store.delete(name)
@@ -255,10 +255,6 @@ def _write_files(directory: Path, state: TrainingState, metrics: bytes) -> dict[
             os.fsync(file.fileno())
         files[name] = path.stat().st_size, _sha256(path)
     return files
-
-
-def _is_until(step: int, marker: Marker) -> bool:
-    return marker.progress.step <= step
 
 
 def _step_of(name: str) -> int:

@@ -63,13 +63,6 @@ from pipeline.target.open import Target
 from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
 
-#: Fields of `train.head_config` that decide tensors of any head, and those of one head's.
-#: A fine-tuned head keeps its own.
-_FIXED = (*SIZES, "fc_norm", "norm_output")
-
-
-EAGLE3_FIXED = (*_FIXED, "heads", "chain_input")
-
 
 def choose_shape(
     section: TrainSection, target_directory: Path, contract: TargetContract

@@ -164,7 +164,8 @@ def unroll(
     """
     layer = layer or Layer.of(head)
     attention = UnrolledAttention(batch.lengths, rows, rotary, head.shape.draft_window)
-    inputs = embed_tokens(embedding, batch, _all_positions(batch) + 1)
+    following = torch.arange(1, batch.tokens + 1, device=batch.token_ids.device)
+    inputs = embed_tokens(embedding, batch, following)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [], dropout)
     outputs, past = [hidden], [own]
     for k in range(1, steps):
@@ -173,17 +174,6 @@ def unroll(
         outputs.append(hidden)
         past.append(own)
     return Unroll(tuple(outputs), rows, rows_by_position(batch, rows))
-
-
-def step_logits(
-    head: Eagle3Head, embedding: Tensor, batch: TrainBatch, rotary: RotaryTable, *, steps: int
-) -> list[Tensor]:
-    """Logits [N, Vd] of every step at every position, as the decoder would draft them.
-
-    The last k+1 positions of a document have no input at step k; their rows mean nothing.
-    """
-    unrolled = unroll(head, embedding, batch, rotary, rows=_all_positions(batch), steps=steps)
-    return [head.logits(output) for output in unrolled.outputs]
 
 
 def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> Dropout:
@@ -200,10 +190,6 @@ def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> D
         return mask.div_(1 - share)
 
     return draw
-
-
-def _all_positions(batch: TrainBatch) -> Tensor:
-    return torch.arange(batch.tokens, device=batch.token_ids.device)
 
 
 def trained_model(
