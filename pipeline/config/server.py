@@ -42,7 +42,7 @@ class LiveServerSection(Section):
     """Prompts of `eagle3 check-serving`, at most those that the report keeps for it."""
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> LiveServerSection:
+    def _is_reachable(self) -> LiveServerSection:
         if self.url is not None:
             with_key = self.api_key_env is not None and not self.allow_plain_http
             check_endpoint(self.url, with_key=with_key)

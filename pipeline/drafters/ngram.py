@@ -102,9 +102,9 @@ class NgramDrafter(TreeDrafter):
         place = batch.seq_lens[rows.row] + rows.within
         # Padding is written, too; what follows the last valid token goes over it.
         history[rows.row, place.clamp(max=last)] = read.tokens
-        behind = (batch.seq_lens + read.counts).clamp(max=last)
+        after = (batch.seq_lens + read.counts).clamp(max=last)
         next_tokens = read.next_tokens[rows.cu_seqlens_q[:-1] + read.counts - 1].clamp(min=0)
-        history.scatter_(1, behind[:, None], next_tokens[:, None])
+        history.scatter_(1, after[:, None], next_tokens[:, None])
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         del planes
@@ -212,8 +212,10 @@ def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
     score, order = score.sort(dim=-1, descending=True, stable=True)  # [B, D, W]
     place = torch.empty_like(order).scatter_(2, order, chain.expand_as(order))
     step = torch.arange(depth, device=tokens.device)[:, None]  # [D, 1]
-    behind = place.gather(2, first) + step * count  # [B, D, W] candidate of each chain's node
-    parent = torch.cat((torch.full_like(behind[:, :1], -1), behind[:, :-1]), 1).gather(2, order)
+    candidate = place.gather(2, first) + step * count  # [B, D, W] candidate of each chain's node
+    parent = torch.cat((torch.full_like(candidate[:, :1], -1), candidate[:, :-1]), 1).gather(
+        2, order
+    )
     token, empty = tokens.gather(2, order), score == -torch.inf
     token = torch.where(empty, token[..., :1], token)
     parent = torch.where(empty, parent[..., :1], parent)

@@ -43,7 +43,7 @@ _PAIRS = 1 << 17
 
 #: Softmax elements that one call keeps: all of a batch of short documents', which saves a fifth of
 #: attention's time.
-_KEPT = 4 << 20
+_STORED_WEIGHTS = 4 << 20
 
 
 class Block(NamedTuple):
@@ -127,7 +127,7 @@ class _BlockedAttention(torch.autograd.Function):
         chain_scores = split @ chain_keys.transpose(-1, -2)  # [A, G, s, k]
         chain_weights, output = torch.empty_like(chain_scores), torch.empty_like(split)
         stored_weights: list[Tensor | None] = []
-        budget = _KEPT if any(ctx.needs_input_grad) else 0
+        budget = _STORED_WEIGHTS if any(ctx.needs_input_grad) else 0
         for block in blocks:
             weights = _weights(split, keys, chain_scores, block)
             attended = torch.bmm(weights[..., : block.width], values[block.keys].transpose(0, 1))

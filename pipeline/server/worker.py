@@ -239,8 +239,8 @@ class EngineWorker:
 def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], None]:
     """What tells an event of a loop from another thread, also once the loop has ended."""
 
-    def tell() -> None:
+    def set_event() -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(event.set)
 
-    return tell
+    return set_event

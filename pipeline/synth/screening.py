@@ -468,9 +468,9 @@ class Screening:
             return lambda: screened
         if self._is_loading():
             return self._here.submit(work, self._screen, records).result
-        return self._asking.submit(self._ask, work, records).result
+        return self._asking.submit(self._screen_in_process, work, records).result
 
-    def _ask(self, work: Callable[[Screen, Any], Result], records: Any) -> Result:
+    def _screen_in_process(self, work: Callable[[Screen, Any], Result], records: Any) -> Result:
         process = self._idle.get()
         try:
             return process.do(work, records)

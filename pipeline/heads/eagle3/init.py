@@ -176,7 +176,7 @@ def _copy_attention(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
 
 
 #: What the parts that read the hidden state keep of their first values.
-_KEPT = 0.1
+_HIDDEN_SCALE = 0.1
 
 
 @torch.no_grad()
@@ -253,7 +253,7 @@ def _factorise_values(head: Eagle3Head, token: Tensor, covariance: Tensor) -> No
     repeated = write.view(-1, groups, 1, size).expand(-1, groups, heads, size) / heads
     attention.o_proj.weight.copy_(repeated.reshape(shape.hidden_size, -1))  # [H, G, Q/G, d]
     attention.v_proj.weight[:, : shape.hidden_size].copy_(read)
-    attention.v_proj.weight[:, shape.hidden_size :].mul_(_KEPT)
+    attention.v_proj.weight[:, shape.hidden_size :].mul_(_HIDDEN_SCALE)
 
 
 def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:

@@ -84,8 +84,8 @@ class ChainedDrafter(TreeDrafter):
         for k, link in enumerate(self.links):
             if k:
                 hidden = self._moved(k, hidden, batch, rows)
-            behind = replace(batch, seq_lens=(batch.seq_lens - k).clamp(min=0))
-            metadata = behind.metadata(self.ops, self.rotary, rows)
+            shifted = replace(batch, seq_lens=(batch.seq_lens - k).clamp(min=0))
+            metadata = shifted.metadata(self.ops, self.rotary, rows)
             missing = (k - batch.seq_lens).clamp(min=0)  # [B] tokens in front of head k's first
             tokens = next_tokens[torch.minimum(index + missing[rows.row], last)]
             if k == self._num_states:  # the last head's output is nobody's
@@ -112,8 +112,8 @@ class ChainedDrafter(TreeDrafter):
         index = torch.arange(len(hidden), device=hidden.device)
         before = hidden[(index - 1).clamp(min=0)]
         first, last_state = (rows.within == 0)[:, None], self._states(batch)[rows.row, k - 1]
-        behind = (batch.seq_lens >= k)[rows.row, None]
-        return torch.where(behind, torch.where(first, last_state, before), hidden)
+        has_earlier = (batch.seq_lens >= k)[rows.row, None]
+        return torch.where(has_earlier, torch.where(first, last_state, before), hidden)
 
     def step(
         self,

@@ -242,7 +242,7 @@ def _rotary(head: ChainedHead, batch: TrainBatch) -> RotaryTable:
 
 
 #: What the layer of a head keeps of its first output: input_proj alone begins as an identity.
-_KEPT = 0.1
+_LAYER_SCALE = 0.1
 
 
 def init_chain(
@@ -283,8 +283,8 @@ def copy_layers(head: ChainedHead, source: Mapping[str, Tensor]) -> list[str]:
     with torch.no_grad():
         for layer in head.layers:
             copied = copy_plain_layer(layer, _without_head_norms(layer, source))
-            layer.self_attn.o_proj.weight.mul_(_KEPT)
-            layer.mlp.down_proj.weight.mul_(_KEPT)
+            layer.self_attn.o_proj.weight.mul_(_LAYER_SCALE)
+            layer.mlp.down_proj.weight.mul_(_LAYER_SCALE)
     return copied
 
 

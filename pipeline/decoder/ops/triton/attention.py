@@ -121,8 +121,8 @@ def _chunks_of(
     CAUSAL: tl.constexpr,
 ) -> Block:
     """Into how many chunks a row is cut; `room` is how many the grid has."""
-    behind = count if CAUSAL else PAGE
-    used = tl.minimum(tl.cdiv(seq_len + behind, PAGE), pages)
+    window = count if CAUSAL else PAGE
+    used = tl.minimum(tl.cdiv(seq_len + window, PAGE), pages)
     chunks = tl.minimum(tl.cdiv(used, chunk), room)
     return tl.where(count <= MOST_SPLIT, tl.maximum(chunks, 1), 1)
 
