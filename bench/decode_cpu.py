@@ -39,14 +39,16 @@ from pipeline.prompts.sources import read_source
 from pipeline.target.arithmetic import resolve_dtype
 from pipeline.target.forward import LoadedTarget
 from pipeline.target.open import Target, open_target
-from pipeline.tuning.cost import CostMeter, measure_costs, trimmed_mean
-from pipeline.tuning.roofline import (
+from pipeline.tuning.cost import (
+    CostMeter,
     Roofline,
     best_speedup,
     floor_seconds,
     matmul_rate,
+    measure_costs,
     model_bytes,
     read_bandwidth,
+    trimmed_mean,
 )
 from pipeline.tuning.verification import ImposedAcceptance
 

@@ -39,13 +39,14 @@ from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.request import Request, pool_acceptance
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.tuning.cost import Costs, measure_costs
-from pipeline.tuning.roofline import (
+from pipeline.tuning.cost import (
+    Costs,
     Roofline,
     best_speedup,
     floor_seconds,
     layer_parameters,
     matmul_rate,
+    measure_costs,
     read_bandwidth,
 )
 from pipeline.tuning.verification import ImposedAcceptance

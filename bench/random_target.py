@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.decoder.backends import pick_ops
-from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.model import DecoderModel, pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init, shape_for

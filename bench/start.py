@@ -29,7 +29,7 @@ from pipeline.heads.eagle3.init import solve_least_squares
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.init import random_init
 from pipeline.learning.batches import TrainBatch
-from pipeline.tuning.roofline import matmul_rate
+from pipeline.tuning.cost import matmul_rate
 
 #: Share of the final state's variance that is linear in what the head reads.
 LINEAR, RANK = 0.6, 64

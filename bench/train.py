@@ -39,7 +39,7 @@ from pipeline.heads.init import random_init
 from pipeline.heads.unrolled import Objective
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.arithmetic import resolve_dtype
-from pipeline.tuning.roofline import matmul_rate
+from pipeline.tuning.cost import matmul_rate
 from tests.train.dense import dense_loss
 
 SUPERVISED = 0.72

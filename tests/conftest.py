@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import RunSection, process
+from pipeline.config import RunSection, run
 from pipeline.prompts.demo_sets import prompt_set
 
 CHATML = (
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def reset_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees the cache directory or the limits of the run of another one."""
-    monkeypatch.setattr(process, "_run", RunSection())
+    monkeypatch.setattr(run, "_run", RunSection())
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ import torch
 from bench.peers.turns import DOCUMENTS, LENGTH, supervised_mask
 from bench.report import ROOT, publish, rounded
 from bench.train import CPU, operations, random_model
-from pipeline.tuning.roofline import matmul_rate
+from pipeline.tuning.cost import matmul_rate
 
 TRAINERS = {"ours": "ours", "specforge": "specforge_step", "speculators": "speculators_step"}
 TYPES = ("bfloat16", "float32")

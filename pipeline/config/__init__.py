@@ -34,9 +34,12 @@ from pipeline.config.drafter import (
     SelfSpecSection,
     StandaloneSection,
 )
-from pipeline.config.evaluation import EvalSection, LoadSection, RivalSection
-from pipeline.config.jobs import JobsSection, StageJobSection
-from pipeline.config.process import (
+from pipeline.config.evaluation import EvalSection, RivalSection
+from pipeline.config.run import (
+    FeaturesSection,
+    RunConfig,
+    RunSection,
+    TargetSection,
     cache_directory,
     cpu_kernels,
     is_launched,
@@ -49,45 +52,37 @@ from pipeline.config.process import (
     take_settings,
     world_size,
 )
-from pipeline.config.run import FeaturesSection, PlanSection, RunConfig, RunSection, TargetSection
-from pipeline.config.section import BatchTrees, Section, TreeOrAuto, TreeSection, tree_labels
-from pipeline.config.server import LiveServerSection, ServeSection
+from pipeline.config.section import BatchTrees, Section, TreeSection, tree_labels
+from pipeline.config.server import OWNER, LiveServerSection, ServeSection
 from pipeline.config.synth import (
     DlpSection,
-    EvaluationSet,
     GeneratorSection,
     PiiSection,
-    PromptSet,
     QualitySection,
     RecognizerSpec,
     SourceSpec,
     SynthSection,
 )
-from pipeline.config.train import DflashSection, HeadSection, TrainSection
+from pipeline.config.train import HeadSection, TrainSection
 from pipeline.errors import ConfigError
 
 __all__ = [
     "DRAFTERS",
     "DRAFTER_GROUP",
     "HEAD_GROUP",
+    "OWNER",
     "BatchTrees",
     "BlockDrafterSection",
-    "DflashSection",
     "DlpSection",
     "DrafterSection",
     "Eagle3DrafterSection",
     "EvalSection",
-    "EvaluationSet",
     "FeaturesSection",
     "GeneratorSection",
     "HeadSection",
-    "JobsSection",
     "LiveServerSection",
-    "LoadSection",
     "NgramSection",
     "PiiSection",
-    "PlanSection",
-    "PromptSet",
     "QualitySection",
     "RecognizerSpec",
     "RivalSection",
@@ -97,12 +92,10 @@ __all__ = [
     "SelfSpecSection",
     "ServeSection",
     "SourceSpec",
-    "StageJobSection",
     "StandaloneSection",
     "SynthSection",
     "TargetSection",
     "TrainSection",
-    "TreeOrAuto",
     "TreeSection",
     "cache_directory",
     "cpu_kernels",

@@ -52,18 +52,18 @@ def _permits_tiles() -> bool:
 
 def isa_level() -> str | None:
     """The level to compute with, None without any. Raises ConfigError for one that is not here."""
-    here, wanted = machine_levels(), os.environ.get(VARIABLE)
-    if not wanted:
+    here, requested = machine_levels(), os.environ.get(VARIABLE)
+    if not requested:
         return here[-1] if here else None
-    if wanted == "none":
+    if requested == "none":
         return None
-    if wanted not in here:
+    if requested not in here:
         raise ConfigError(
-            f"{wanted!r} is not a level that this processor has",
+            f"{requested!r} is not a level that this processor has",
             where=f"environment: {VARIABLE}",
             fix=f"set it to one of {', '.join((*here, 'none'))}, or unset it",
         )
-    return wanted
+    return requested
 
 
 def cpu_multiplies_bf16() -> bool:

@@ -1,7 +1,20 @@
-"""The whole configuration: one section a stage, and what all stages share."""
+"""The whole configuration: one section a stage, and what all stages share.
+
+What holds for a whole process and shapes no output comes from `run` and from the environment:
+
+    run.cache_dir, else XDG_CACHE_HOME (its folder eagle3)   ~/.cache/eagle3
+    EAGLE3_STORE_RETRY_SECONDS                               300
+    EAGLE3_STORE_TIMEOUT_SECONDS                             60
+    EAGLE3_CPU_KERNELS (0: off)                              on
+
+Every stage begins with `prepare_process`, or with `take_settings` where torch may not be needed;
+commands without a configuration take the environment's.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +23,14 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 
 from pipeline.config.evaluation import EvalSection
-from pipeline.config.jobs import JobsSection
 from pipeline.config.section import Section
 from pipeline.config.server import ServeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SynthSection
 from pipeline.config.train import TrainSection
+from pipeline.errors import ConfigError
 from pipeline.records import STATES_FORMAT, Stage, digest
 
+_OBJECT = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"  # a Kubernetes name
 #: What of a section may change between two attempts at a stage, or between the machines that share
 #: one run: it says how the stage is computed and watched, not what comes out.
 _NOT_IN_THE_OUTPUT: dict[str, Any] = {
@@ -53,6 +67,48 @@ _NOT_IN_THE_OUTPUT: dict[str, Any] = {
 }
 #: Likewise of a training that evaluates nothing.
 _ONLY_EVALUATED = {"evaluate_prompts", "evaluate_tokens", "evaluate_tree"}
+#: glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD, the last two at most what they can be.
+_MALLOC = {-1: 2**31 - 1, -2: 64 << 20, -3: 32 << 20}
+
+
+class StageJobSection(Section):
+    """What the job of one stage gets; all but `workers` and `hours` is for each worker."""
+
+    workers: int = Field(1, gt=0)
+    """Pods, or tasks of the array, that make synth's or features' shards; for train the nodes."""
+    gpus: int = Field(1, ge=0)
+    """GPUs; training starts a process on each."""
+    cpus: int = Field(8, gt=0)
+    """CPU cores, and threads of torch, which the processes of a worker share."""
+    memory_gib: int = Field(32, gt=0)
+    """Main memory."""
+    hours: float = Field(24, gt=0)
+    """Kubernetes: the stage fails after so long, all attempts together. Slurm: limit of one
+    attempt, after which the next continues."""
+
+
+class JobsSection(Section):
+    """Jobs of a cluster. Nothing here shapes what a stage makes."""
+
+    image: str | None = Field(None, pattern=r"^\S+$")
+    """Kubernetes: container image with this package, as Dockerfile builds it."""
+    service_account: str | None = Field(None, pattern=_OBJECT)
+    """Kubernetes: service account that may read and write the bucket."""
+    volume_claim: str | None = Field(None, pattern=_OBJECT)
+    """Kubernetes: ReadWriteMany claim for a run that is in no bucket, mounted at run.uri's
+    parent."""
+    stages: dict[Stage, StageJobSection] = Field({})
+    """What single stages get, such as {train: {gpus: 8}}; the others get the defaults."""
+
+    @model_validator(mode="after")
+    def _evaluates_once(self) -> JobsSection:
+        if self.of("eval").workers > 1:
+            raise ValueError("stages.eval.workers must be 1: eval measures on one machine")
+        return self
+
+    def of(self, stage: Stage) -> StageJobSection:
+        """What the job of a stage gets."""
+        return self.stages.get(stage, StageJobSection())
 
 
 class RaySection(Section):
@@ -257,3 +313,91 @@ class RunConfig(Section):
         if keys[-1] not in fields:
             return None
         return to_jsonable_python(fields[keys[-1]].get_default(call_default_factory=True))
+
+
+_run = RunSection()
+
+
+def take_settings(run: RunSection) -> None:
+    """Take the settings of `run` for this process, all but the threads of torch."""
+    global _run
+    _run = run
+
+
+def prepare_process(run: RunSection) -> None:
+    """Take the settings of `run` for this process, the threads of torch among them."""
+    take_settings(run)
+    if run.threads:
+        import torch
+
+        torch.set_num_threads(run.threads)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed for what is allocated next; other C libraries do as they do.
+
+    By itself it returns what a training step frees to the system, which gives the next step fresh
+    pages, each of which it has to fill with zeros: a tenth of a small head's step. What is kept is
+    no more than there was at once, and at most 2 GB; blocks above 32 MB are returned all the same.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in _MALLOC.items():
+            mallopt(parameter, value)
+
+
+def cache_directory() -> Path:
+    """Where this machine keeps what can be made again: targets, kernels, shards, remote runs."""
+    if _run.cache_dir:
+        return Path(_run.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle3"
+
+
+def store_retry_seconds() -> float:
+    """How long one operation on a remote store is tried. Raises ConfigError."""
+    return _seconds("EAGLE3_STORE_RETRY_SECONDS", 300.0)
+
+
+def store_timeout_seconds() -> float:
+    """How long a connection may be silent before it counts as dropped. Raises ConfigError."""
+    return _seconds("EAGLE3_STORE_TIMEOUT_SECONDS", 60.0)
+
+
+def cpu_kernels() -> bool:
+    """Whether the decoder may use the C++ kernels where this machine can run them."""
+    return os.environ.get("EAGLE3_CPU_KERNELS") != "0"
+
+
+def rank() -> int:
+    """Number of this process among those that a launcher (torchrun, deepspeed) has started."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes the launcher has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if is_launched() else 1
+
+
+def local_rank() -> int:
+    """Number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process, alone or with others."""
+    return "RANK" in os.environ
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(
+            f"{text!r} is not a number of seconds",
+            where=f"environment: {variable}",
+            fix=f"set it to a number of at least 0, or unset it for {default:.0f}",
+        )
+    return value

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
 from pipeline.config.credentials import VariableName, check_endpoint
 from pipeline.config.section import Section
+
+#: What `eagle3 serve` calls itself where an OpenAI API names the owner of a model.
+OWNER: Final = "eagle3"
 
 
 class LiveServerSection(Section):
@@ -39,7 +42,7 @@ class LiveServerSection(Section):
     """Prompts of `eagle3 check-serving`, at most those that the report keeps for it."""
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> LiveServerSection:
+    def _is_reachable(self) -> LiveServerSection:
         if self.url is not None:
             with_key = self.api_key_env is not None and not self.allow_plain_http
             check_endpoint(self.url, with_key=with_key)

@@ -9,9 +9,13 @@ from pydantic import Field, model_validator
 from pipeline.config.section import Section, TreeSection
 
 Loss = Literal["cross_entropy", "kl"]
-#: AdamW's peak rate where none is given. A block drafter starts as a least-squares solution, which
-#: larger steps destroy, and so do all but the first of chained heads.
-_LEARNING_RATES = {"eagle3": 1e-3, "chained": 3e-4, "dflash": 2e-4}
+#: AdamW's peak rate where none is set, for one head and for a chain of them. A block drafter starts
+#: as a least-squares solution, which larger steps destroy, and so do all but the first of a chain.
+_LEARNING_RATES = {"eagle3": (1e-3, 3e-4), "dflash": (2e-4, 2e-4)}
+#: What an algorithm of one head is with several of them.
+_CHAINS = {"eagle3": "mtp"}
+#: Switches of training that only one EAGLE-3 head takes.
+_OF_ONE_HEAD = ("dropout", "activation_checkpointing", "compile")
 
 
 class HeadSection(Section):
@@ -65,6 +69,16 @@ class HeadSection(Section):
             )
         return self
 
+    def check_training(self, train: TrainSection) -> None:
+        """Raise ValueError where such heads cannot be trained so."""
+        if self.heads == 1:
+            return
+        if train.ttt_steps < self.heads:
+            raise ValueError(
+                f"ttt_steps is {train.ttt_steps}, too few to train {self.heads} heads: one a step"
+            )
+        _refuse_switches(train, "requires head_config.heads: 1")
+
 
 class DflashSection(Section):
     """Shape and training of a block drafter (DFlash, arXiv:2602.06036)."""
@@ -98,6 +112,22 @@ class DflashSection(Section):
     """The loss at position k of a block weighs exp(-(k - 1) / position_decay)."""
     max_share_of_target: float = Field(0.05, gt=0)
     """Refuse heads with more than this share of the target's parameters."""
+
+    def check_training(self, train: TrainSection) -> None:
+        """Raise ValueError where a block drafter cannot be trained so."""
+        _refuse_switches(train, "is only supported with algorithm: eagle3")
+        most = self.block_size - 1
+        if train.evaluate_every and train.evaluate_tree.steps > most:
+            raise ValueError(
+                f"evaluate_tree.steps is {train.evaluate_tree.steps}, a block of "
+                f"{self.block_size} predicts {most} tokens; lower it"
+            )
+
+
+def _refuse_switches(train: TrainSection, reason: str) -> None:
+    for name in _OF_ONE_HEAD:
+        if getattr(train, name):
+            raise ValueError(f"{name} {reason}; turn it off")
 
 
 class TrainSection(Section):
@@ -138,7 +168,7 @@ class TrainSection(Section):
     came before, or dropped and counted."""
     accumulate: int = Field(1, gt=0)
     """Micro-batches per optimiser step and process."""
-    learning_rate: float = Field(_LEARNING_RATES["eagle3"], gt=0)
+    learning_rate: float = Field(_LEARNING_RATES["eagle3"][0], gt=0)
     """Peak rate of AdamW. Where none is given: 1e-3, of chained heads 3e-4, under algorithm dflash
     2e-4."""
     warmup_share: float = Field(0.05, ge=0, lt=1)
@@ -195,25 +225,17 @@ class TrainSection(Section):
     def _takes_the_algorithm_s_own_rate(cls, value: Any) -> Any:
         if not isinstance(value, dict) or "learning_rate" in value:
             return value
-        kind, head = str(value.get("algorithm", "eagle3")), value.get("head_config")
+        rates = _LEARNING_RATES.get(str(value.get("algorithm", "eagle3")))
+        if rates is None:
+            return value
+        head = value.get("head_config")
         heads = head.get("heads", 1) if isinstance(head, dict) else getattr(head, "heads", 1)
-        if kind == "eagle3" and heads not in (1, "1"):
-            kind = "chained"
-        rate = _LEARNING_RATES.get(kind)
-        return value if rate is None else {**value, "learning_rate": rate}
+        return {**value, "learning_rate": rates[heads not in (1, "1")]}
 
     @model_validator(mode="after")
-    def _unrolls_all_heads(self) -> TrainSection:
-        heads = self.head_config.heads
-        if self.algorithm == "dflash" or heads == 1:
-            return self
-        if self.ttt_steps < heads:
-            raise ValueError(
-                f"ttt_steps is {self.ttt_steps}, too few to train {heads} heads: one a step"
-            )
-        for name in ("dropout", "activation_checkpointing", "compile"):
-            if getattr(self, name):
-                raise ValueError(f"{name} requires head_config.heads: 1; turn it off")
+    def _fits_the_algorithm(self) -> TrainSection:
+        sections = {"dflash": self.dflash}
+        sections.get(self.algorithm, self.head_config).check_training(self)
         return self
 
     @model_validator(mode="after")
@@ -222,23 +244,8 @@ class TrainSection(Section):
             raise ValueError("optimizer muon needs whole matrices, which ZeRO cuts: zero_stage 0")
         return self
 
-    @model_validator(mode="after")
-    def _sets_nothing_of_eagle3(self) -> TrainSection:
-        if self.algorithm != "dflash":
-            return self
-        for name in ("dropout", "activation_checkpointing", "compile"):
-            if getattr(self, name):
-                raise ValueError(f"{name} is only supported with algorithm: eagle3; turn it off")
-        most = self.dflash.block_size - 1
-        if self.evaluate_every and self.evaluate_tree.steps > most:
-            raise ValueError(
-                f"evaluate_tree.steps is {self.evaluate_tree.steps}, a block of "
-                f"{self.dflash.block_size} predicts {most} tokens; lower it"
-            )
-        return self
-
     @property
     def head_algorithm(self) -> str:
         """The algorithm by its name in the registry: several heads are a chain, `mtp`."""
-        chain = self.algorithm == "eagle3" and self.head_config.heads > 1
-        return "mtp" if chain else self.algorithm
+        chain = _CHAINS.get(self.algorithm, self.algorithm)
+        return chain if self.head_config.heads > 1 else self.algorithm

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.kv import PlaneShape
 from pipeline.decoder.ops.base import TorchOps
+from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import UnsupportedModel
@@ -215,3 +215,16 @@ def check_supported(config: Any, max_length: int, *, where: str) -> None:
     else:
         return
     raise UnsupportedModel(problem, where=f"target {where}", fix=fix)
+
+
+def pick_ops(device: torch.device, dtype: torch.dtype) -> TorchOps:
+    """The fastest backend for a device and a type; torch itself where there is no other."""
+    if device.type == "cuda":
+        from pipeline.decoder.ops.triton.ops import TritonOps
+
+        return TritonOps(dtype)
+    if device.type == "cpu":
+        from pipeline.decoder.ops.cpu.ops import load
+
+        return load(dtype) or EagerOps(dtype)
+    return EagerOps(dtype)

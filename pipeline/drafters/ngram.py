@@ -102,9 +102,9 @@ class NgramDrafter(TreeDrafter):
         place = batch.seq_lens[rows.row] + rows.within
         # Padding is written, too; what follows the last valid token goes over it.
         history[rows.row, place.clamp(max=last)] = read.tokens
-        behind = (batch.seq_lens + read.counts).clamp(max=last)
+        after = (batch.seq_lens + read.counts).clamp(max=last)
         next_tokens = read.next_tokens[rows.cu_seqlens_q[:-1] + read.counts - 1].clamp(min=0)
-        history.scatter_(1, behind[:, None], next_tokens[:, None])
+        history.scatter_(1, after[:, None], next_tokens[:, None])
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         del planes
@@ -204,16 +204,18 @@ def tree_of_chains(tokens: Tensor, lengths: Tensor, top_k: int) -> Candidates:
     mass = (shared * weight[:, None, None, :]).sum(-1)  # [B, D, W]
     chain = torch.arange(count, device=tokens.device)  # [W]
     first = torch.where(shared, chain, count).amin(-1)  # [B, D, W] chain whose node it is
-    kept = _among_best(mass, first, shared, top_k).int().cumprod(1).bool()  # [B, D, W]
-    real = kept & (first == chain)
+    selected = _among_best(mass, first, shared, top_k).int().cumprod(1).bool()  # [B, D, W]
+    real = selected & (first == chain)
     above = torch.cat((weight.sum(1)[:, None, None].expand(-1, 1, count), mass[:, :-1]), 1)
     score = (mass.log() - (above + 1).log()).cumsum(1)  # -inf without a match
     score = score.masked_fill(~real, -torch.inf)
     score, order = score.sort(dim=-1, descending=True, stable=True)  # [B, D, W]
     place = torch.empty_like(order).scatter_(2, order, chain.expand_as(order))
     step = torch.arange(depth, device=tokens.device)[:, None]  # [D, 1]
-    behind = place.gather(2, first) + step * count  # [B, D, W] candidate of each chain's node
-    parent = torch.cat((torch.full_like(behind[:, :1], -1), behind[:, :-1]), 1).gather(2, order)
+    candidate = place.gather(2, first) + step * count  # [B, D, W] candidate of each chain's node
+    parent = torch.cat((torch.full_like(candidate[:, :1], -1), candidate[:, :-1]), 1).gather(
+        2, order
+    )
     token, empty = tokens.gather(2, order), score == -torch.inf
     token = torch.where(empty, token[..., :1], token)
     parent = torch.where(empty, parent[..., :1], parent)
@@ -304,10 +306,10 @@ class CorpusIndex:
         begins = place = torch.zeros_like(context[:, 0])
         within = torch.ones_like(begins, dtype=torch.bool)  # as deep as the levels before
         for key, span in zip(self._keys, self._spans, strict=True):
-            wanted = self._pack(begins, context[:, slice(*span)])
-            begins = torch.searchsorted(key, wanted)
+            packed = self._pack(begins, context[:, slice(*span)])
+            begins = torch.searchsorted(key, packed)
             place = torch.where(within, begins, place)
-            within = within & (key[begins.clamp(max=len(self) - 1)] == wanted)
+            within = within & (key[begins.clamp(max=len(self) - 1)] == packed)
         return place
 
     def _context(self, ends: Tensor, first: int, last: int) -> Tensor:

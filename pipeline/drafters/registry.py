@@ -107,14 +107,11 @@ def _standalone(section: DrafterSection, model: DecoderModel, target: Target) ->
 
 def _self_spec(section: DrafterSection, model: DecoderModel, target: Target) -> DrafterFactory:
     del target
-    return _of_budget(section.settings(SelfSpecSection), model)
-
-
-def _of_budget(section: SelfSpecSection, model: DecoderModel) -> DrafterFactory:
-    if section.budget != "auto":
-        return _with_budget(section, model, section.budget)
-    budgets = _budgets(section.recent, model.max_length)
-    choices = tuple(_with_budget(section, model, budget) for budget in budgets)
+    settings = section.settings(SelfSpecSection)
+    if settings.budget != "auto":
+        return _with_budget(settings, model, settings.budget)
+    budgets = _budgets(settings.recent, model.max_length)
+    choices = tuple(_with_budget(settings, model, budget) for budget in budgets)
     return DrafterFactory(_refuse_undecided, depths=_COSTLY, costly=True, choices=choices)
 
 

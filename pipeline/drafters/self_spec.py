@@ -120,8 +120,8 @@ class SnapKvDrafter(TreeDrafter):
         whole = self._recent + self._selected
         leaves = (left > 0) & (entries >= self._recent) & (entries < whole)
         leaving = _slots(batch.block_table, rows.row, (entries - self._recent).clamp(min=0))
-        kept = _slots(batch.drafter_block_table, rows.row, entries.clamp(max=whole - 1))
-        _copy(planes, leaving, kept.where(leaves, 0))
+        slots = _slots(batch.drafter_block_table, rows.row, entries.clamp(max=whole - 1))
+        _copy(planes, leaving, slots.where(leaves, 0))
 
     def prefill(self, batch: DecodeBatch, planes: Planes, read: ReadTokens, ended: int) -> None:
         self._take_chunk(batch, planes, read.counts)
@@ -216,10 +216,12 @@ class SnapKvDrafter(TreeDrafter):
             best = torch.where(lengths[row] > whole, best, entry[: best.shape[1]])
             slots = selected_slots[: best.shape[1]]
             group = torch.arange(len(best), device=best.device)[:, None]
-            kept = planes.target[layer][:, table[best // PAGE], group, best % PAGE]  # [2, G, E, d]
+            entries = planes.target[layer][
+                :, table[best // PAGE], group, best % PAGE
+            ]  # [2, G, E, d]
             planes.drafter_kv[0][layer][
                 :, drafter_block_table[slots // PAGE], group, slots % PAGE
-            ] = kept
+            ] = entries
 
 
 def observed_attention(query: Tensor, keys: Tensor, length: Tensor) -> Tensor:

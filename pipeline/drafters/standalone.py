@@ -51,8 +51,8 @@ class StandaloneDrafter(TreeDrafter):
 
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         draft = self._draft
-        behind = replace(batch, seq_lens=batch.seq_lens + 1)
-        metadata = behind.metadata(draft.ops, draft.rotary, read.rows)
+        extended = replace(batch, seq_lens=batch.seq_lens + 1)
+        metadata = extended.metadata(draft.ops, draft.rotary, read.rows)
         tokens = within_vocabulary(read.next_tokens, draft)
         final = draft.forward(tokens, metadata, planes.drafter[0]).final  # [T, H]
         batch.drafter_state.copy_(final[read.rows.cu_seqlens_q[:-1] + read.counts - 1])

@@ -138,9 +138,9 @@ class CausalAttention(nn.Module):
 
     def project_qkv(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [.., width] → query [.., Q, d] of all or of `rows`, key and value [.., G, d]."""
-        wanted = x if rows is None else x[rows]
+        queried = x if rows is None else x[rows]
         return (
-            self._by_head(self.q_proj(wanted)),
+            self._by_head(self.q_proj(queried)),
             self._by_head(self.k_proj(x)),
             self._by_head(self.v_proj(x)),
         )

@@ -169,9 +169,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(
-    directory: Path, wanted: Callable[[str], bool] = lambda name: True
+    directory: Path, is_included: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
-    """The wanted tensors of a head directory, in the types they are stored in.
+    """The included tensors of a head directory, in the types they are stored in.
 
     Raises HeadError for a file that cannot be read, a type that we do not compute with, and a
     tensor that holds NaN or infinity.
@@ -181,7 +181,7 @@ def read_tensors(
         try:
             with safe_open(file, framework="pt") as stored:
                 for name in set(stored.keys()) - _IGNORED:
-                    if wanted(name):
+                    if is_included(name):
                         tensors[name] = _checked(name, stored.get_tensor(name), str(file))
         except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
             problem = f"cannot be read: {error}"
@@ -253,10 +253,10 @@ def check_tensors(
         problem = f"has a tensor that this head has no place for: {', '.join(surplus)}"
         fix = "use a head without it; a reader that skips it would draft with other maths"
         raise HeadError(problem, where=where, fix=fix)
-    for name, wanted in expected.items():
+    for name, expected_shape in expected.items():
         shape = tuple(tensors[name].shape)
-        if shape != wanted:
-            problem = f"{name} is {list(shape)} where config.json asks for {list(wanted)}"
+        if shape != expected_shape:
+            problem = f"{name} is {list(shape)} where config.json asks for {list(expected_shape)}"
             sizes = "hidden, intermediate and vocabulary sizes, heads, head_dim"
             fix = f"correct config.json ({sizes}), or export the head again"
             raise HeadError(problem, where=where, fix=fix)

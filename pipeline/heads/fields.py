@@ -78,11 +78,11 @@ def _is_inverse_root(value: Any, body: Mapping[str, Any]) -> bool:
 
 
 def _head_dim(body: Mapping[str, Any]) -> float:
-    given = body.get("head_dim")
+    head_dim = body.get("head_dim")
     hidden, heads = body.get("hidden_size"), body.get("num_attention_heads")
-    if given is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+    if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         return hidden / heads
-    return given if isinstance(given, int) else 0
+    return head_dim if isinstance(head_dim, int) else 0
 
 
 def _window_hides_nothing(value: Any, body: Mapping[str, Any]) -> bool:
@@ -313,7 +313,10 @@ def shape_fields(kind: type[Shape], body: dict[str, Any], where: str) -> Shape:
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "vocab_size": vocabulary,
-        **{name: _given(body, name, default) for name, default in defaults.items()},
+        **{
+            name: default if body.get(name) is None else body[name]
+            for name, default in defaults.items()
+        },
         "rope_parameters": rope_parameters(body, where),
     }
     return validated(kind, fields, where)
@@ -333,10 +336,6 @@ def default_head_dim(body: Mapping[str, Any], where: str) -> int | None:
         problem = f"num_attention_heads {heads} does not divide hidden_size {hidden}"
         raise HeadError(problem, where=where, fix="write head_dim, or correct the two")
     return hidden // heads
-
-
-def _given(body: Mapping[str, Any], name: str, default: Any) -> Any:
-    return default if body.get(name) is None else body[name]
 
 
 def validated(kind: type[Shape], fields: dict[str, Any], where: str) -> Shape:

@@ -183,10 +183,10 @@ def copy_mlp(own: SwiGluMlp, layer: Mapping[str, Tensor]) -> list[str]:
     if gate is None or up is None or down is None or down.shape[1] < width:
         return []
     output_norm = down.float().norm(dim=0) * up.float().norm(dim=1)  # [I]
-    kept = output_norm.topk(width).indices.sort().values
-    own.gate_proj.weight.copy_(gate[kept])
-    own.up_proj.weight.copy_(up[kept])
-    own.down_proj.weight.copy_(down[:, kept])
+    neurons = output_norm.topk(width).indices.sort().values
+    own.gate_proj.weight.copy_(gate[neurons])
+    own.up_proj.weight.copy_(up[neurons])
+    own.down_proj.weight.copy_(down[:, neurons])
     return [f"mlp[{width} of {down.shape[1]} neurons]"]
 
 

@@ -70,6 +70,22 @@ def algorithm_of(head: DraftingHead) -> HeadAlgorithm:
     return next(each for each in algorithms().values() if type(head) is each.head_type)
 
 
+def check_algorithm(section: TrainSection, head: DraftingHead, *, where: str) -> None:
+    """Raise ConfigError where `train.algorithm` is not that of the head at `where`.
+
+    One EAGLE-3 head and a chain are both `algorithm: eagle3`; `head_config.heads` tells them apart.
+    """
+    earlier = algorithm_of(head).name
+    if "mtp" in (earlier, section.head_algorithm) and section.algorithm == "eagle3":
+        return
+    if earlier != section.head_algorithm:
+        raise ConfigError(
+            f"the head that training starts from has algorithm {earlier} ({where})",
+            where="train.algorithm",
+            fix=f"set train.algorithm={earlier}, or start from another head",
+        )
+
+
 def empty_head(shape: DraftShape) -> DraftingHead:
     """A head of the algorithm whose shape this is, with undefined weights."""
     return next(a for a in algorithms().values() if type(shape) is a.shape_type).head_type(shape)

@@ -115,8 +115,8 @@ def rope_of_target(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in _TYPES:
         return dict(parameters)
     known = ("rope_theta", *(name for names in _TYPES[kind] for name in names))
-    kept = {name: parameters[name] for name in known if parameters.get(name) is not None}
-    return {"rope_type": kind, **kept}
+    known_values = {name: parameters[name] for name in known if parameters.get(name) is not None}
+    return {"rope_type": kind, **known_values}
 
 
 def rope_parameters(body: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def rope_parameters(body: Mapping[str, Any], where: str) -> dict[str, Any]:
     bases = {"rope_theta": body.get("rope_theta")}
     spelled: dict[str, dict[str, Any]] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        if (given := _mapping(body, name, where)) is not None:
-            field, parameters = given
+        if (spelling := _mapping(body, name, where)) is not None:
+            field, parameters = spelling
             bases[f"{field}.rope_theta"] = parameters.pop("rope_theta", None)
             if parameters:
                 spelled[field] = _of_type(parameters, body.get(_ORIGINAL), field, where)
@@ -142,12 +142,12 @@ def rope_parameters(body: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _base(bases: Mapping[str, Any], where: str) -> float:
-    given = {name: value for name, value in bases.items() if value is not None}
-    for name, value in given.items():
+    stated = {name: value for name, value in bases.items() if value is not None}
+    for name, value in stated.items():
         if not _POSITIVE.fits(value):
             problem = f"{name} is {value!r}, not a positive number"
             raise HeadError(problem, where=where, fix=_TRAINED)
-    first, *others = [*given.items()] or [("", DEFAULT_THETA)]
+    first, *others = [*stated.items()] or [("", DEFAULT_THETA)]
     for name, value in others:
         if float(value) != float(first[1]):
             problem = f"{first[0]} {first[1]} contradicts {name} {value}"
@@ -168,14 +168,16 @@ def _mapping(body: Mapping[str, Any], name: str, where: str) -> tuple[str, dict[
     return name, {key: each for key, each in value.items() if each is not None}
 
 
-def _of_type(given: dict[str, Any], original: Any, field: str, where: str) -> dict[str, Any]:
+def _of_type(parameters: dict[str, Any], original: Any, field: str, where: str) -> dict[str, Any]:
     """The type under its present name and its parameters, checked."""
-    kind = _type(given, field, where)
-    others = {name: value for name, value in given.items() if name not in ("type", "rope_type")}
+    kind = _type(parameters, field, where)
+    others = {
+        name: value for name, value in parameters.items() if name not in ("type", "rope_type")
+    }
     if kind == "default":
         others = {name: value for name, value in others.items() if name not in _OF_IMAGES}
     if others.pop("partial_rotary_factor", 1) != 1:
-        value = given["partial_rotary_factor"]
+        value = parameters["partial_rotary_factor"]
         problem = f"{field}.partial_rotary_factor is {value!r}: this head turns whole heads"
         raise HeadError(problem, where=where, fix="use a head with partial_rotary_factor 1")
     needed, optional = _TYPES[kind]
@@ -203,11 +205,11 @@ def _of_type(given: dict[str, Any], original: Any, field: str, where: str) -> di
     return {"rope_type": kind, **others}
 
 
-def _type(given: Mapping[str, Any], field: str, where: str) -> str:
-    names = [given[name] for name in ("rope_type", "type") if name in given]
+def _type(parameters: Mapping[str, Any], field: str, where: str) -> str:
+    names = [parameters[name] for name in ("rope_type", "type") if name in parameters]
     kinds = {_ALIASES.get(name, name) if isinstance(name, str) else repr(name) for name in names}
     if not kinds:
-        scaled = sorted(given.keys() - {*_OF_IMAGES, _ORIGINAL, "partial_rotary_factor"})
+        scaled = sorted(parameters.keys() - {*_OF_IMAGES, _ORIGINAL, "partial_rotary_factor"})
         if scaled:
             problem = f"{field} has {', '.join(scaled)} and no rope_type"
             raise HeadError(problem, where=where, fix="write the rope_type of its training")

@@ -132,11 +132,11 @@ def predicting_rows(batch: TrainBatch, counted: Tensor, steps: int) -> Tensor:
 
     counted [S] bool marks the labels that give a loss.
     """
-    behind = torch.arange(2, steps + 2, device=batch.labels.device)[:, None]  # [K, 1]
-    own = counted & (batch.depths >= behind)  # [K, S]
+    least_depth = torch.arange(2, steps + 2, device=batch.labels.device)[:, None]  # [K, 1]
+    own = counted & (batch.depths >= least_depth)  # [K, S]
     # One more, for what is no position.
     needed = torch.zeros(batch.tokens + 1, dtype=torch.bool, device=batch.labels.device)
-    needed.index_fill_(0, (batch.labels - behind).where(own, batch.tokens).flatten(), True)
+    needed.index_fill_(0, (batch.labels - least_depth).where(own, batch.tokens).flatten(), True)
     return needed[:-1].nonzero().flatten()
 
 

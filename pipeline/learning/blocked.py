@@ -43,7 +43,7 @@ _PAIRS = 1 << 17
 
 #: Softmax elements that one call keeps: all of a batch of short documents', which saves a fifth of
 #: attention's time.
-_KEPT = 4 << 20
+_STORED_WEIGHTS = 4 << 20
 
 
 class Block(NamedTuple):
@@ -126,18 +126,18 @@ class _BlockedAttention(torch.autograd.Function):
         split = _split(query, keys)  # [A, G, s, d]
         chain_scores = split @ chain_keys.transpose(-1, -2)  # [A, G, s, k]
         chain_weights, output = torch.empty_like(chain_scores), torch.empty_like(split)
-        kept: list[Tensor | None] = []
-        budget = _KEPT if any(ctx.needs_input_grad) else 0
+        stored_weights: list[Tensor | None] = []
+        budget = _STORED_WEIGHTS if any(ctx.needs_input_grad) else 0
         for block in blocks:
             weights = _weights(split, keys, chain_scores, block)
             attended = torch.bmm(weights[..., : block.width], values[block.keys].transpose(0, 1))
             output[block.rows] = _unstack(attended, split)
             chain_weights[block.rows] = _unstack(weights[..., block.width :], split)
             budget -= weights.numel()
-            kept.append(weights if budget >= 0 else None)
+            stored_weights.append(weights if budget >= 0 else None)
         output += chain_weights @ chain_values
         output = output.view_as(query)
-        ctx.blocks, ctx.kept = blocks, kept
+        ctx.blocks, ctx.stored_weights = blocks, stored_weights
         inputs = query, keys, values, chain_keys, chain_values
         ctx.save_for_backward(*inputs, chain_weights, output)
         return output
@@ -154,14 +154,14 @@ class _BlockedAttention(torch.autograd.Function):
         grad = grads[0].reshape(split.shape)
         minus_mean = -(grad * output.view_as(split)).sum(-1, keepdim=True)  # [A, G, s, 1]
         chain_scores = chain_weights  # [A, G, s, k]
-        if None in ctx.kept:
+        if None in ctx.stored_weights:
             chain_scores = split @ chain_keys.transpose(-1, -2)
         # [A, G, s, k], of the weights, then of the scores
         chain_slope = grad @ chain_values.transpose(-1, -2) + minus_mean
         chain_values_grad = chain_weights.transpose(-1, -2) @ grad
         query_grad = torch.empty_like(split)
         keys_grad, values_grad = (_zeros_for_sums(keys).transpose(0, 1) for _ in range(2))
-        for block, weights in zip(ctx.blocks, ctx.kept, strict=True):
+        for block, weights in zip(ctx.blocks, ctx.stored_weights, strict=True):
             if weights is None:
                 weights = _weights(split, keys, chain_scores, block)
             past, chain = slice(0, block.width), slice(block.width, None)

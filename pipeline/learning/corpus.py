@@ -1,7 +1,7 @@
 """What a run's states hold: samples, pieces of long ones, supervised tokens.
 
 A survey reads ids and masks, a few bytes a token, one shard at a time; what stays in memory is one
-small record a sample. States are read piece by piece when a batch needs them (stored.py).
+small record a sample. States are read piece by piece when a batch needs them (`StoredCorpus`).
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Survey(NamedTuple):
     split: int  # samples that were cut into several pieces
 
 
-def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[HeldOut, ...]:
-    """2·`count` samples drawn with `seed`, with a reply and a prompt of at most `longest` tokens.
+def hold_out(corpus: Corpus, count: int, *, seed: int, max_prompt: int) -> tuple[HeldOut, ...]:
+    """2·`count` samples drawn with `seed`: with a reply, the prompt at most `max_prompt` tokens.
 
         drawn    7  2  9 … │ 4  1  8 … │ 3  5  …
                  count, to │ count, to │ trained on
@@ -121,13 +121,13 @@ def hold_out(corpus: Corpus, count: int, *, seed: int, longest: int) -> tuple[He
         outline = corpus.outline(shard)
         token_ids, mask = outline.tokens(index)
         prompt = int(mask.argmax()) if bool(mask.any()) else 0
-        if 0 < prompt <= longest:
+        if 0 < prompt <= max_prompt:
             prompt_ids = tuple(token_ids[:prompt].tolist())
             chosen.append(HeldOut(shard, index, outline.origin(index)[0], prompt_ids))
     if len(chosen) < 2 * count or len(stored) == 2 * count:
         problem = (
             f"{count} samples cannot be held out to select a head, and as many to report on it: of "
-            f"{len(stored):,} stored ones {len(chosen):,} have a prompt of 1 to {longest} tokens"
+            f"{len(stored):,} stored ones {len(chosen):,} have a prompt of 1 to {max_prompt} tokens"
         )
         fix = "lower it, or make more samples; some must be left to train on"
         raise ConfigError(problem, where="train.evaluate_prompts", fix=fix)
@@ -140,12 +140,12 @@ def draw_samples(
     *,
     seed: int,
     held_out: Sequence[HeldOut],
-    longest: int | None = None,
+    max_length: int | None = None,
 ) -> set[tuple[int, int]]:
     """(shard, sample) of samples drawn with `seed` until they have `tokens` tokens.
 
     Less than all of a run's states; what is held out is not among them, nor what is dropped because
-    it has more than `longest` tokens.
+    it has more than `max_length` tokens.
     """
     lengths = {
         (shard, index): len(outline.tokens(index)[0])
@@ -154,7 +154,7 @@ def draw_samples(
     }
     for item in held_out:
         del lengths[item.shard, item.sample]
-    order = sorted(each for each in lengths if longest is None or lengths[each] <= longest)
+    order = sorted(each for each in lengths if max_length is None or lengths[each] <= max_length)
     random.Random(f"{seed}/data-tokens").shuffle(order)
     before = accumulate((lengths[sample] for sample in order), initial=0)
     return {sample for sample, drawn in zip(order, before, strict=False) if drawn < tokens}

@@ -52,8 +52,8 @@ def block_mask(rows: Tensor, positions: Tensor, keys: int, hidden: Tensor | None
         seen = (key >= first[row]) & (key <= rows[row])
         if hidden is None:
             return seen
-        behind = key - first[row]
-        return seen & ((behind < WINDOW_STEP) | (behind >= WINDOW_STEP + hidden[row]))
+        offset = key - first[row]
+        return seen & ((offset < WINDOW_STEP) | (offset >= WINDOW_STEP + hidden[row]))
 
     top, bottom = slice(0, None, _BLOCK), _last_rows(rows)  # of the blocks of rows
     block = torch.arange(-(-keys // _BLOCK), device=rows.device)

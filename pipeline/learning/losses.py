@@ -80,17 +80,17 @@ class OutputLoss(torch.autograd.Function):
         gradient (a frozen lm_head) costs none.
         """
         steps, labels, _ = states.shape
-        states_wanted, weight_wanted, *_ = ctx.needs_input_grad
+        needs_states, needs_weight, *_ = ctx.needs_input_grad
         total = scales.new_zeros(())
         hits = torch.zeros(steps, dtype=torch.int64, device=states.device)
-        states_grad = torch.empty_like(states) if states_wanted else None
-        weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if weight_wanted else None
+        states_grad = torch.empty_like(states) if needs_states else None
+        weight_grad = torch.zeros_like(weight, dtype=scales.dtype) if needs_weight else None
         ctx.weight_dtype, weight = weight.dtype, weight.to(states.dtype)
         compare, most = _comparison(scales), _chunk_logits(states)
         size = max(1, min(labels, most // max(steps * len(weight), len(teacher.rows))))
         # One for all chunks: fresh pages are slow.
         memory = states.new_empty(steps * size, len(weight))
-        product = torch.empty_like(weight) if weight_wanted else None
+        product = torch.empty_like(weight) if needs_weight else None
         for start in range(0, labels, size):
             chunk = slice(start, min(start + size, labels))
             x = states[:, chunk].flatten(0, 1)  # [R, H]

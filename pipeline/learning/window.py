@@ -43,5 +43,5 @@ def seen_pages(
     hidden = hidden_positions(lengths, window)
     most = -(-(window + 2 * PAGE + lookahead) // PAGE)
     page = torch.arange(min(most, block_table.shape[1]), device=block_table.device)
-    behind = page + (page > 0) * (hidden // PAGE)[:, None]
-    return block_table.gather(1, behind.clamp(max=block_table.shape[1] - 1)), lengths - hidden
+    visible = page + (page > 0) * (hidden // PAGE)[:, None]
+    return block_table.gather(1, visible.clamp(max=block_table.shape[1] - 1)), lengths - hidden

@@ -14,7 +14,7 @@ for chains of γ tokens, each accepted with the stated probability α given that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -132,6 +132,75 @@ class _Roofline(NamedTuple):
         return max(read / self.rates.bandwidth, operations / self.rates.flops)
 
 
+class _Case(NamedTuple):
+    """A batch size and a context; what drafting costs there, by drafter.
+
+    A drafter's method returns the seconds of the first proposal, of each further step, and of
+    taking in what was accepted.
+    """
+
+    target: _Roofline
+    draft: _Roofline | None  # standalone's
+    batch: int
+    context: int
+    budget: int  # self_spec's
+
+    def fastest_chain(self, name: str, alpha: float) -> PlannedDecoding:
+        longest_chain = _LONGEST_CHAINS.get(name, _MAX_CHAIN)
+        chains = (self._chain(name, alpha, steps) for steps in range(1, longest_chain + 1))
+        return max(chains, key=lambda each: each.speedup)
+
+    def _chain(self, name: str, alpha: float, steps: int) -> PlannedDecoding:
+        plain = self.target.seconds(self.batch, self.context, 1)
+        verify = self.target.seconds(self.batch, self.context, steps + 1)
+        first, step, extend = _DRAFTING.get(name, _Case.head)(self, steps)
+        tau = sum(alpha**position for position in range(steps + 1))
+        seconds = verify + first + (steps - 1) * step + extend
+        times = {"t_ar": plain, "t_verify": verify, "t_draft": step, "t_extend": first + extend}
+        return PlannedDecoding(
+            drafter=name,
+            batch=self.batch,
+            context=self.context,
+            tree={"top_k": 1, "steps": steps, "nodes": steps + 1},
+            acceptance_length=tau,
+            speedup=tau * plain / seconds,
+            milliseconds={key: round(1e3 * each, 4) for key, each in times.items()},
+        )
+
+    def ngram(self, steps: int) -> tuple[float, float, float]:
+        del steps
+        return 0.0, 0.0, 0.0
+
+    def self_spec(self, steps: int) -> tuple[float, float, float]:
+        del steps
+        step = self.target.seconds(self.batch, min(self.budget, self.context), 1)
+        return step, step, 0.0
+
+    def standalone(self, steps: int) -> tuple[float, float, float]:
+        assert self.draft is not None
+        step = self.draft.seconds(self.batch, self.context, 1)
+        return 0.0, step, self.draft.seconds(self.batch, self.context, steps + 1)
+
+    def block(self, steps: int) -> tuple[float, float, float]:
+        vocabulary = self.target.shape.vocabulary
+        block = self.target.layer_seconds(_BLOCK_LAYERS, vocabulary, self.batch, _BLOCK)
+        return block, 0.0, self.target.layer_seconds(_BLOCK_LAYERS, 0, self.batch, steps + 1)
+
+    def head(self, steps: int) -> tuple[float, float, float]:
+        step = self.target.layer_seconds(1, _DRAFT_VOCABULARY, self.batch, 1)
+        return 0.0, step, self.target.layer_seconds(1, _DRAFT_VOCABULARY, self.batch, steps + 1)
+
+
+#: Drafters that draft otherwise than by a head of one layer, and those of shorter chains.
+_DRAFTING: dict[str, Callable[[_Case, int], tuple[float, float, float]]] = {
+    "ngram": _Case.ngram,
+    "self_spec": _Case.self_spec,
+    "standalone": _Case.standalone,
+    "dflash": _Case.block,
+}
+_LONGEST_CHAINS = {"dflash": _BLOCK - 1}
+
+
 def plan_on_paper(
     shape: TargetShape,
     rates: MachineRates,
@@ -150,7 +219,7 @@ def plan_on_paper(
     roofline = _Roofline(shape, rates)
     draft = _Roofline(draft_shape, rates) if draft_shape else None
     cells = tuple(
-        _best(roofline, draft, name, alpha, batch, context, budget)
+        _Case(roofline, draft, batch, context, budget).fastest_chain(name, alpha)
         for name, alpha in acceptance.items()
         for context in contexts
         for batch in batches
@@ -165,63 +234,6 @@ def plan_on_paper(
         cells=cells,
         crossings=crossings(cells),
     )
-
-
-def _best(
-    target: _Roofline,
-    draft: _Roofline | None,
-    name: str,
-    alpha: float,
-    batch: int,
-    context: int,
-    budget: int,
-) -> PlannedDecoding:
-    plain = target.seconds(batch, context, 1)
-
-    def cell(steps: int) -> PlannedDecoding:
-        first, step, extend = _drafting(target, draft, name, batch, context, budget, steps)
-        verify = target.seconds(batch, context, steps + 1)
-        tau = sum(alpha**position for position in range(steps + 1))
-        seconds = verify + first + (steps - 1) * step + extend
-        times = {"t_ar": plain, "t_verify": verify, "t_draft": step, "t_extend": first + extend}
-        return PlannedDecoding(
-            drafter=name,
-            batch=batch,
-            context=context,
-            tree={"top_k": 1, "steps": steps, "nodes": steps + 1},
-            acceptance_length=tau,
-            speedup=tau * plain / seconds,
-            milliseconds={key: round(1e3 * each, 4) for key, each in times.items()},
-        )
-
-    most = _BLOCK - 1 if name == "dflash" else _MAX_CHAIN
-    return max(map(cell, range(1, most + 1)), key=lambda each: each.speedup)
-
-
-def _drafting(
-    target: _Roofline,
-    draft: _Roofline | None,
-    name: str,
-    batch: int,
-    context: int,
-    budget: int,
-    steps: int,
-) -> tuple[float, float, float]:
-    """Seconds of the first proposal, of each further step, and of taking in what was accepted."""
-    if name == "ngram":
-        return 0.0, 0.0, 0.0
-    if name == "self_spec":
-        step = target.seconds(batch, min(budget, context), 1)
-        return step, step, 0.0
-    if name == "standalone":
-        assert draft is not None
-        step = draft.seconds(batch, context, 1)
-        return 0.0, step, draft.seconds(batch, context, steps + 1)
-    if name == "dflash":
-        block = target.layer_seconds(_BLOCK_LAYERS, target.shape.vocabulary, batch, _BLOCK)
-        return block, 0.0, target.layer_seconds(_BLOCK_LAYERS, 0, batch, steps + 1)
-    step = target.layer_seconds(1, _DRAFT_VOCABULARY, batch, 1)
-    return 0.0, step, target.layer_seconds(1, _DRAFT_VOCABULARY, batch, steps + 1)
 
 
 def parse_acceptance(text: str, known: Iterable[str]) -> dict[str, float]:

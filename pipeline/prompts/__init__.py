@@ -1,8 +1,8 @@
 """Where prompts come from: files and hub data sets.
 
-sources.py      load_prompts, stream_prompts: every configured source, in order, with unique ids
+sources.py      load_prompts, stream_prompts: every configured source, in order, with unique ids;
+                Hugging Face data sets
 files.py        JSONL and Parquet
-hub.py          Hugging Face data sets
 records.py      one raw record → Prompt
 bad_records.py  records that cannot be used: an error, or counted
 draw.py         balanced draws, also of more prompts than memory holds

@@ -25,29 +25,29 @@ def fingerprints(specs: Sequence[SourceSpec]) -> tuple[str | None, ...]:
 
 def notice_changes(stage: str, specs: Sequence[SourceSpec], before: Sequence[str | None]) -> None:
     """One line for each file that is there and no longer what it was; `before` may be empty."""
-    told = set()
+    reported = set()
     for spec, then in zip(specs, before, strict=False):
-        if then is None or spec.source in told:
+        if then is None or spec.source in reported:
             continue
-        now = _fingerprint(spec.source, told_size=int(then.split(":")[0]))
+        now = _fingerprint(spec.source, old_size=int(then.split(":")[0]))
         if now is not None and now != then:
-            told.add(spec.source)
+            reported.add(spec.source)
             size, old_size = (each.split(":")[0] for each in (now, then))
             what = (
                 "other bytes" if size == old_size else f"{int(size):,} bytes, not {int(old_size):,}"
             )
-            kept = "this run keeps the prompts that it has selected"
-            notice(stage, f"{spec.source} has changed since then ({what}); {kept}")
+            consequence = "this run keeps the prompts that it has selected"
+            notice(stage, f"{spec.source} has changed since then ({what}); {consequence}")
 
 
-def _fingerprint(source: str, told_size: int | None = None) -> str | None:
+def _fingerprint(source: str, old_size: int | None = None) -> str | None:
     """`size:sha256`; without the sum where the size alone differs from the one it had."""
     path = Path(source.removeprefix("file://").removeprefix("local://"))
     try:
         if not path.is_file():
             return None
         size = path.stat().st_size
-        if told_size not in (None, size):
+        if old_size not in (None, size):
             return f"{size}:"
         count = min(_BLOCKS, -(-size // _BLOCK))
         checksum = hashlib.sha256()

@@ -138,15 +138,15 @@ def _problem(text: Any) -> tuple[str, Reason]:
 
 
 def _texts(
-    record: Mapping[str, Any], where: str, wanted: str | None
+    record: Mapping[str, Any], where: str, requested: str | None
 ) -> tuple[list[Any], Any, str | None]:
     """(user turns, system prompt or None, tools or None)."""
-    field = wanted or _filled_field(record)
+    field = requested or _filled_field(record)
     if field is None:
         fix = "add `turns`, a list of the user's turns, or set the source's `field`"
         raise BadRecord(f"has none of the fields {', '.join(_FIELDS)}", where=where, fix=fix)
     at, value = f"{where}: {field}", record.get(field)
-    if wanted and value is None:
+    if requested and value is None:
         fix = f"correct the source's `field`; the record has {', '.join(map(str, record))}"
         raise BadRecord("is missing", where=at, fix=fix)
     value = _read(value, field, at)
@@ -388,8 +388,8 @@ def _from_pairs(item: Any) -> Any:
     if not _is_list(item) or not all(_is_list(pair) and len(pair) == 2 for pair in item):
         return item
     keys = [pair[0] for pair in item]
-    wanted = {*ROLE_KEYS, *CONTENT_KEYS}
-    if not all(isinstance(key, str) for key in keys) or len(wanted & set(keys)) < 2:
+    message_keys = {*ROLE_KEYS, *CONTENT_KEYS}
+    if not all(isinstance(key, str) for key in keys) or len(message_keys & set(keys)) < 2:
         return item
     return {key: value for key, value in item} if len(set(keys)) == len(keys) else item
 

@@ -53,7 +53,7 @@ def plan_decode(config: RunConfig, grid: Grid) -> DecodePlan:
         target.contract.capture_layers,
         device=target.device,
         dtype=target.dtype,
-        max_length=_longest(grid, target),
+        max_length=_max_length(grid, target),
     )
     head = _head(config, target, grid.drafters)
     questions = _contexts(config, target, grid.contexts, grid.prompts)
@@ -87,28 +87,28 @@ def _cells(
 ) -> Iterator[PlannedCell]:
     """Of one drafter, one after the other."""
     for context in grid.contexts:
-        asked = questions[context]
-        traced = trace_variants(model, factory, asked, grid.new_tokens)
+        prompts = questions[context]
+        traced = trace_variants(model, factory, prompts, grid.new_tokens)
         for batch in grid.batches_at(context):
             cell = plan_cell(model, name, traced, batch, context)
             if grid.check:
                 drafter = cell.factory(cell.tree)
-                cell = cell.checked(run_rounds(model, drafter, asked, batch, grid.new_tokens))
+                cell = cell.checked(run_rounds(model, drafter, prompts, batch, grid.new_tokens))
             yield cell
 
 
-def _longest(grid: Grid, target: Target) -> int:
+def _max_length(grid: Grid, target: Target) -> int:
     """Prompt and reply of the longest context."""
     room = 16 * grid.new_tokens  # a row that accepts all runs ahead of one that accepts nothing
-    longest = max(grid.contexts) + room
-    if longest > target.positions:
+    length = max(grid.contexts) + room
+    if length > target.positions:
         problem = f"{max(grid.contexts)} tokens of context and {room} more do not fit into the"
         raise ConfigError(
             f"{problem} {target.positions} positions of the target",
             where="--contexts",
             fix="plan for shorter contexts",
         )
-    return longest
+    return length
 
 
 def _section(section: EvalSection, name: str) -> DrafterSection:

@@ -44,8 +44,7 @@ from pipeline.store.manifest import find_manifest, head_location
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
-from pipeline.tuning.cost import measure_costs
-from pipeline.tuning.roofline import Roofline, best_speedup, matmul_rate, read_bandwidth
+from pipeline.tuning.cost import Roofline, best_speedup, matmul_rate, measure_costs, read_bandwidth
 from pipeline.tuning.verification import pattern_of
 
 #: Blocks of a point's requests, in which both ways take turns.

@@ -240,8 +240,10 @@ def _plain_decoding(report: EvalReport) -> str | None:
         return None
     tau, ratio = wording.fixed(unused.acceptance_length), wording.fixed(unused.speedup_plain)
     shape = f"top_k {unused.tree.top_k}, steps {unused.tree.steps}, nodes {unused.tree.nodes}"
-    judged = f"with the tree of {shape} the drafter reaches τ {tau} and {ratio}× plain decoding"
-    return f"one node, plain decoding: no tree was predicted to be faster here; {judged}"
+    unused_figures = (
+        f"with the tree of {shape} the drafter reaches τ {tau} and {ratio}× plain decoding"
+    )
+    return f"one node, plain decoding: no tree was predicted to be faster here; {unused_figures}"
 
 
 def _drafter(report: EvalReport) -> str:

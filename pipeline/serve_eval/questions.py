@@ -87,22 +87,22 @@ def readable(
 
     Raises ConfigError where none is left.
     """
-    kept, left_out = list[Prompt](), list[LeftOut]()
+    rendered, left_out = list[Prompt](), list[LeftOut]()
     for prompt in prompts:
         reasons = [reason for each in templates if (reason := _unreadable(prompt, each))]
         if reasons:
             left_out.append(LeftOut(_name(prompt), reasons[0]))
         else:
-            kept.append(prompt)
+            rendered.append(prompt)
     if left_out:
         counts = Counter(each.reason for each in left_out).most_common()
         reasons = [f"{reason} {count:,}" for reason, count in counts]
         notice("eval", f"{len(left_out):,} prompts are left out: {', '.join(reasons)}")
-    if prompts and not kept:
+    if prompts and not rendered:
         problem = f"the chat template renders none of the {len(prompts):,} prompts"
         fix = "choose prompts without system prompts and tools that the template refuses"
         raise ConfigError(problem, where="eval.sources", fix=fix)
-    return kept, left_out
+    return rendered, left_out
 
 
 def first_question(prompt: Prompt, template: ChatTemplate) -> Question:

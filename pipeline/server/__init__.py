@@ -1,7 +1,7 @@
 """`eagle3 serve`: a reference server with OpenAI's API, to try heads with the tools of servers.
 
-start.py     loads target, drafter and tree as `eval` does, listens, ends on SIGTERM
-app.py       routes, limits, the key
+start.py     loads target, drafter and tree as `eval` does, listens, ends on SIGTERM; the routes,
+             limits, the key
 replies.py   what is sent: bodies, server-sent events, usage and acceptance; who has gone
 protocol.py  what is asked: strict bodies, and what is refused by name
 worker.py    the thread that runs the engine's rounds while requests join and leave

@@ -6,20 +6,26 @@ sums of replies' `usage` can be compared with them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion
 from pipeline.errors import MissingPackage
 from pipeline.reports import VllmNames
 
-if TYPE_CHECKING:
-    from pipeline.server.worker import Job
-
 #: Upper ends of histogram buckets, in seconds.
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass
+class RequestTimes:
+    """When a request was submitted and emitted tokens, by perf_counter."""
+
+    submitted: float = field(default_factory=perf_counter)
+    first_token: float = 0.0
+    last_tokens: float = 0.0
 
 
 class ServerMetrics:
@@ -81,21 +87,19 @@ class ServerMetrics:
         """An HTTP answer, at its end."""
         self._http.labels(handler, method, str(status)).inc()
 
-    def count_tokens(self, job: Job, any_token: bool) -> None:
-        """A job emits something now."""
-        if not any_token:
-            return
+    def count_tokens(self, times: RequestTimes) -> None:
+        """A request emits tokens now."""
         now = perf_counter()
-        if job.first_token:
-            self._between.observe(now - job.last_tokens)
+        if times.first_token:
+            self._between.observe(now - times.last_tokens)
         else:
-            job.first_token = now
-            self._first_token.observe(now - job.submitted)
-        job.last_tokens = now
+            times.first_token = now
+            self._first_token.observe(now - times.submitted)
+        times.last_tokens = now
 
-    def count(self, job: Job, completion: Completion) -> None:
-        """A job has ended."""
-        self._prompt.inc(len(job.request.prompt_ids))
+    def count(self, times: RequestTimes, prompt_tokens: int, completion: Completion) -> None:
+        """A request has ended."""
+        self._prompt.inc(prompt_tokens)
         self._generated.inc(len(completion.token_ids))
         self._success.labels(self._model, completion.finish_reason).inc()
         if self._counts_drafts:
@@ -105,9 +109,9 @@ class ServerMetrics:
             self._accepted.inc(counted.num_accepted_tokens)
             for depth, rounds in enumerate(counted.num_accepted_tokens_per_pos):
                 self._by_depth.labels(self._model, str(depth)).inc(rounds)
-        self._whole.observe(perf_counter() - job.submitted)
+        self._whole.observe(perf_counter() - times.submitted)
         if len(completion.token_ids) > 1 and completion.finish_reason in ("stop", "length"):
-            spent = job.last_tokens - job.first_token
+            spent = times.last_tokens - times.first_token
             self._per_token.observe(spent / (len(completion.token_ids) - 1))
 
     def observe(self, engine: Engine, waiting: int) -> None:

@@ -172,8 +172,8 @@ class ChatBody(GenerationBody):
     @property
     def limit(self) -> int | None:
         """None: all that the context leaves."""
-        given = [each for each in (self.max_tokens, self.max_completion_tokens) if each]
-        return min(given, default=None)
+        limits = [each for each in (self.max_tokens, self.max_completion_tokens) if each]
+        return min(limits, default=None)
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -198,16 +198,16 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
 
 def _supported(tree: dict[str, Any]) -> dict[str, Any]:
     """All but what asks for nothing: nulls, and unsupported fields at values without effect."""
-    kept = {}
+    supported = {}
     for name, value in tree.items():
         if value is None:
             continue
         if name not in _UNSUPPORTED:
-            kept[name] = value
+            supported[name] = value
         elif not any(type(value) is type(idle) and value == idle for idle in _UNSUPPORTED[name]):
             problem = f"{name} is not supported by this server; leave it out"
             raise ApiError(400, problem, param=name, code="unsupported_parameter")
-    return kept
+    return supported
 
 
 def _no_constant(name: str) -> None:

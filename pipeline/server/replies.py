@@ -113,10 +113,14 @@ class ReplyStyle:
         return choice | _finish(job, job.completion)
 
     def _totals(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        asked = sum(len(job.request.prompt_ids) for job in jobs)
+        prompt_tokens = sum(len(job.request.prompt_ids) for job in jobs)
         done = [job.completion for job in jobs if job.completion]
         made = sum(len(each.token_ids) for each in done)
-        usage = {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": made,
+            "total_tokens": prompt_tokens + made,
+        }
         statistics = [each.statistics for each in done]
         times = {"metrics": _times(statistics[0])} if len(done) == 1 else {}
         acceptance = SglangNames.of([each.counters() for each in statistics])

@@ -15,13 +15,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 
 from pipeline.console import notice
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.request import Completion, Emission, Problem, Request, Statistics
 from pipeline.errors import brief
-from pipeline.server.metrics import ServerMetrics
+from pipeline.server.metrics import RequestTimes, ServerMetrics
 from pipeline.server.protocol import ApiError
 from pipeline.server.text import TextPieces
 
@@ -45,8 +44,7 @@ class Job:
         arrived: Callable[[], None],
     ) -> None:
         """`arrived` is called, on the thread of `run`, whenever there is something to take."""
-        self.request, self.submitted = request, perf_counter()
-        self.first_token = self.last_tokens = 0.0  # perf_counter
+        self.request, self.times = request, RequestTimes()
         self.stop_reason: int | str | None = None
         self._pieces, self._arrived = pieces, arrived
         self._lock, self._piece = threading.Lock(), ReplyPiece()
@@ -206,7 +204,8 @@ class EngineWorker:
         job = self._jobs.get(emission.request_id)
         if job is None:
             return  # a stop string has ended it in this very step
-        self._metrics.count_tokens(job, bool(emission.token_ids))
+        if emission.token_ids:
+            self._metrics.count_tokens(job.times)
         matched, completion = job.emit(emission), emission.completion
         if matched:
             ended = completion or self._engine.abort(emission.request_id)
@@ -221,7 +220,7 @@ class EngineWorker:
 
     def _end(self, job: Job, completion: Completion) -> None:
         del self._jobs[job.request.request_id]
-        self._metrics.count(job, completion)
+        self._metrics.count(job.times, len(job.request.prompt_ids), completion)
         with self._changed:
             self._open -= 1
         job.end(completion)
@@ -240,8 +239,8 @@ class EngineWorker:
 def wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> Callable[[], None]:
     """What tells an event of a loop from another thread, also once the loop has ended."""
 
-    def tell() -> None:
+    def set_event() -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(event.set)
 
-    return tell
+    return set_event

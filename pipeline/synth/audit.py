@@ -167,7 +167,7 @@ def audit_record(
 
 
 def _lengths(counts: Mapping[int, int]) -> Lengths:
-    values, total, longest = sorted(counts), sum(counts.values()), max(counts)
+    values, total, maximum = sorted(counts), sum(counts.values()), max(counts)
     bins = Counter[int]()
     for value, count in counts.items():
         bins[_BOUNDS[bisect_right(_BOUNDS, value) - 1]] += count
@@ -177,9 +177,9 @@ def _lengths(counts: Mapping[int, int]) -> Lengths:
         median=_quantile(values, counts, 0.5),
         p90=_quantile(values, counts, 0.9),
         p99=_quantile(values, counts, 0.99),
-        longest=longest,
+        longest=maximum,
         bars=tuple(
-            HistogramBin(start=start, count=bins[start]) for start in _BOUNDS if start <= longest
+            HistogramBin(start=start, count=bins[start]) for start in _BOUNDS if start <= maximum
         ),
     )
 

@@ -372,7 +372,7 @@ class SeenDigests:
     def add(self, digest: bytes) -> bool:
         """Whether it is new. Raises StoreError when the disk is full."""
         assert len(digest) == _DIGEST_BYTES
-        with _told_when_full():
+        with _explain_full_disk():
             added = self._rows.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,))
         return added.rowcount == 1
 
@@ -405,7 +405,7 @@ class SeenSketches:
         """Raises StoreError when the disk is full."""
         self._count += 1
         bands = [(band, self._count) for band in set(self._digests(sketch))]
-        with _told_when_full():
+        with _explain_full_disk():
             self._rows.execute("INSERT INTO sketches VALUES (?, ?)", (self._count, sketch))
             self._rows.executemany("INSERT INTO bands VALUES (?, ?)", bands)
 
@@ -429,7 +429,7 @@ def _open(*tables: str) -> sqlite3.Connection:
 
 
 @contextmanager
-def _told_when_full() -> Iterator[None]:
+def _explain_full_disk() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:

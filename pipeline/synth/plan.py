@@ -81,12 +81,12 @@ def _prompt_counts(config: RunConfig) -> _PromptCounts:
     if not selected and (config.plan.prompts or fetched):
         return _assumed_counts(config, section)
     counts = prompt_counts(config)
-    read = counts.asked * _TEMPLATE_TOKENS + round(counts.characters / _CHARACTERS_PER_TOKEN)
+    read = counts.total_turns * _TEMPLATE_TOKENS + round(counts.characters / _CHARACTERS_PER_TOKEN)
     return _PromptCounts(
         counts.prompts,
-        counts.asked,
+        counts.total_turns,
         read,
-        counts.asked * _reply_tokens(section),
+        counts.total_turns * _reply_tokens(section),
         (
             counts.basis,
             f"tokens: {_CHARACTERS_PER_TOKEN:.0f} characters a token, "
@@ -106,11 +106,11 @@ def _assumed_counts(config: RunConfig, section: SynthSection) -> _PromptCounts:
         fix = "set synth.max_prompts, plan.prompts, or a limit for each source"
         raise ConfigError(problem, where="synth.sources", fix=fix)
     prompts, length = min(known), config.plan.prompt_tokens
-    asked = min(length + _TEMPLATE_TOKENS, section.max_prompt_tokens)
+    prompt_tokens = min(length + _TEMPLATE_TOKENS, section.max_prompt_tokens)
     return _PromptCounts(
         prompts,
         prompts,
-        prompts * asked,
+        prompts * prompt_tokens,
         prompts * _reply_tokens(section),
         (
             f"records: {prompts:,} prompts assumed, none left out by filters; none was read",

@@ -72,33 +72,33 @@ class Screen:
         if self._filter is None:
             return list(prompts), Counter()
         prompts = self.metadata.clean(prompts)
-        kept: list[Prompt] = []
+        clean: list[Prompt] = []
         dropped: Counter[str] = Counter()
         records = [(prompt, _texts(prompt)) for prompt in prompts]
         for prompt, texts, findings in self._inspect(records, "prompts"):
             # Tools are no prose: with something else in a finding's place they may be none.
             in_tools = findings[-1:] if prompt.tools else []
             if self._action != "drop" and not any(in_tools):
-                kept.append(self._changed(prompt, texts, findings))
+                clean.append(self._changed(prompt, texts, findings))
             elif reason := _reason(findings if self._action == "drop" else in_tools):
                 dropped[reason] += 1
             else:
-                kept.append(prompt)
-        return kept, dropped
+                clean.append(prompt)
+        return clean, dropped
 
     def samples(self, samples: Sequence[Sample]) -> tuple[list[Sample], Counter[str]]:
         """Samples whose replies are good and clean, and the dropped ones by reason."""
         good, dropped = apply_steps(samples, self._steps)
         if self._filter is None:
             return good, dropped
-        kept: list[Sample] = []
+        clean: list[Sample] = []
         records = [(sample, list(replies(sample))) for sample in good]
         for sample, _, findings in self._inspect(records, "replies"):
             if reason := _reason(findings):
                 dropped[reason] += 1
             else:
-                kept.append(sample)
-        return kept, dropped
+                clean.append(sample)
+        return clean, dropped
 
     def take_audit(self) -> dict[str, Any]:
         """Findings since the last call, as `Ledger.take` gives them: counts and salted hashes."""
@@ -468,9 +468,9 @@ class Screening:
             return lambda: screened
         if self._is_loading():
             return self._here.submit(work, self._screen, records).result
-        return self._asking.submit(self._ask, work, records).result
+        return self._asking.submit(self._screen_in_process, work, records).result
 
-    def _ask(self, work: Callable[[Screen, Any], Result], records: Any) -> Result:
+    def _screen_in_process(self, work: Callable[[Screen, Any], Result], records: Any) -> Result:
         process = self._idle.get()
         try:
             return process.do(work, records)

@@ -108,7 +108,7 @@ def select(config: RunConfig, location: Location, clean_reasons: CleanReasons = 
         loaded=stream.loaded,
         rejected=dict(sorted(clean_reasons(stream.rejected).items())),
         turns=tally.turns,
-        asked=tally.asked,
+        asked=tally.total_turns,
         characters=tally.characters,
         shards=tuple(shards),
         files=files,
@@ -249,14 +249,14 @@ class Tally:
     """Sums over prompts, of the turns that are asked: `synth.max_turns` of each."""
 
     def __init__(self, section: SynthSection) -> None:
-        self.prompts = self.asked = self.characters = 0
+        self.prompts = self.total_turns = self.characters = 0
         self.turns = 0  # of the longest
         self._max_turns = section.max_turns
 
     def add(self, prompt: Prompt) -> None:
         turns = prompt.turns[: self._max_turns]
         self.prompts += 1
-        self.asked += len(turns)
+        self.total_turns += len(turns)
         self.characters += sum(map(len, turns))
         self.turns = max(self.turns, len(turns))
 
@@ -302,16 +302,16 @@ class PromptCounts(NamedTuple):
 
     loaded: int  # prompts that the sources give
     prompts: int  # those that pass the filters and the draws
-    asked: int  # turns, over all prompts
+    total_turns: int  # turns, over all prompts
     characters: int  # in those turns
     basis: str  # what this rests on
 
 
 def count_selection(selection: Selection) -> PromptCounts:
     """Of prompts that are selected."""
-    asked, characters = selection.asked, selection.characters
+    total_turns, characters = selection.asked, selection.characters
     basis = "the prompts that this run has selected"
-    return PromptCounts(selection.loaded, selection.prompts, asked, characters, basis)
+    return PromptCounts(selection.loaded, selection.prompts, total_turns, characters, basis)
 
 
 def estimate_prompts(section: SynthSection, seed: int) -> PromptCounts:
@@ -327,7 +327,7 @@ def _count(section: SynthSection, seed: int) -> PromptCounts:
     for prompt in stream:
         tally.add(prompt)
     basis = "all prompts of the sources, filtered"
-    return PromptCounts(stream.loaded, tally.prompts, tally.asked, tally.characters, basis)
+    return PromptCounts(stream.loaded, tally.prompts, tally.total_turns, tally.characters, basis)
 
 
 def _extrapolate(section: SynthSection, seed: int) -> PromptCounts:
@@ -335,7 +335,7 @@ def _extrapolate(section: SynthSection, seed: int) -> PromptCounts:
     sampled = [_Sampled(spec, section, steps, at_most) for spec in section.sources]
     loaded = sum(each.records for each in sampled)
     passed = sum(each.scale * each.tally.prompts for each in sampled)
-    kept = min(1.0, (section.max_prompts or passed) / passed) if passed else 0.0
+    share = min(1.0, (section.max_prompts or passed) / passed) if passed else 0.0
     read = sum(each.read for each in sampled)
     unknown = sum(each.is_unknown for each in sampled)
     basis = f"estimated from {read:,} records and the sizes of the sources"
@@ -343,9 +343,9 @@ def _extrapolate(section: SynthSection, seed: int) -> PromptCounts:
         basis += f", of which {unknown} do not tell theirs and may hold more"
     return PromptCounts(
         loaded=loaded,
-        prompts=round(kept * passed),
-        asked=round(kept * sum(each.scale * each.tally.asked for each in sampled)),
-        characters=round(kept * sum(each.scale * each.tally.characters for each in sampled)),
+        prompts=round(share * passed),
+        total_turns=round(share * sum(each.scale * each.tally.total_turns for each in sampled)),
+        characters=round(share * sum(each.scale * each.tally.characters for each in sampled)),
         basis=basis,
     )
 
@@ -361,10 +361,10 @@ class _Sampled:
             fix = "remove the source or correct its path"
             raise DataError("holds no prompts", where=spec.source, fix=fix)
         self.read = len(prompts)
-        told = self.read if self.read <= at_most else estimate_records(spec)
-        self.is_unknown = told is None
+        estimate = self.read if self.read <= at_most else estimate_records(spec)
+        self.is_unknown = estimate is None
         limits = [limit for limit in (spec.read_at_most, spec.limit) if limit]
-        self.records = min([max(told or 0, self.read), *limits])
+        self.records = min([max(estimate or 0, self.read), *limits])
         self.scale = self.records / self.read
         self.tally = Tally(section)
         for prompt in passing(prompts, steps, Counter()):

@@ -192,7 +192,7 @@ class SynthPipeline:
         self._limit = RejectionLimit(section)
         # Of shards in flight: prompts dropped by reason, findings in prompts.
         self._screened: dict[str, tuple[Counter[str], dict[str, Any]]] = {}
-        self._is_told = False
+        self._is_begun = False
         self._shown = False
 
     def notice_first_turns(self) -> None:
@@ -213,7 +213,7 @@ class SynthPipeline:
         `advance` is given every prompt once, when it is dropped or its conversation ends.
         """
         with self._screening() as screening:
-            screened = screening.prompts(self._read_prompts(stage_run, shards))
+            screened = screening.prompts(self._prompt_shards(stage_run, shards))
             scheduler = ConversationScheduler(
                 self._runner,
                 self._note_dropped(screened, advance),
@@ -246,14 +246,14 @@ class SynthPipeline:
             tallies=tally(samples, notes),
         )
 
-    def _read_prompts(
+    def _prompt_shards(
         self, stage_run: StageRun, shards: Iterable[PromptShard]
     ) -> Iterator[tuple[str, Sequence[Prompt]]]:
         for shard in shards:
-            if not self._is_told:
+            if not self._is_begun:
                 self._limit.add_committed(stage_run)
                 stage_run.compute_with(self._arithmetic, why=self._why)
-                self._is_told = True
+                self._is_begun = True
             try:
                 yield shard.name, load_prompt_shard(stage_run.location, shard)
             except CorruptShard:

@@ -101,11 +101,11 @@ class Group:
         """
         try:
             if not (self._over or _comes_from_the_group(error)):
-                self._tell(exit_code(error))
+                self._send_failure(exit_code(error))
         finally:
             self.leave()
 
-    def _tell(self, code: int) -> None:
+    def _send_failure(self, code: int) -> None:
         """From rank 0 to the others' next `broadcast`: it has failed with `code`."""
         length = 0
         with suppress(RuntimeError):  # they are in the middle of a forward, or gone

@@ -177,15 +177,15 @@ class Checkpoints:
 
         A later step's is another attempt's, or is passed over again, and does not count.
         """
-        kept: list[Marker] = []
+        retained: list[Marker] = []
         for name in reversed(self._marker_names()):
             marker = self._read(name)
-            if marker and sum(_is_until(step, newer) for newer in kept) < self._keep:
-                kept.append(marker)
+            if marker and sum(newer.progress.step <= step for newer in retained) < self._keep:
+                retained.append(marker)
             else:
                 self._store.delete(name)
-        named = {marker.folder for marker in kept}
-        named |= {name for marker in kept for name, _ in _files_of(marker)}
+        named = {marker.folder for marker in retained}
+        named |= {name for marker in retained for name, _ in _files_of(marker)}
         for place in self._places():
             for folder in place.subdirectories():
                 if folder not in named and 0 <= _step_of(folder) <= step:
@@ -255,10 +255,6 @@ def _write_files(directory: Path, state: TrainingState, metrics: bytes) -> dict[
             os.fsync(file.fileno())
         files[name] = path.stat().st_size, _sha256(path)
     return files
-
-
-def _is_until(step: int, marker: Marker) -> bool:
-    return marker.progress.step <= step
 
 
 def _step_of(name: str) -> int:

@@ -165,13 +165,13 @@ def _silent_descriptors() -> Iterator[None]:
     """Nothing reaches the terminal: DeepSpeed's import tries the compiler, which complains."""
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
+    copies = os.dup(1), os.dup(2)
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
     try:
         yield
     finally:
-        for descriptor, copy in zip((1, 2), kept, strict=True):
+        for descriptor, copy in zip((1, 2), copies, strict=True):
             os.dup2(copy, descriptor)
             os.close(copy)

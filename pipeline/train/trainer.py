@@ -387,14 +387,14 @@ class OptimizerState:
         """Make room for what is to be put: the optimiser itself only does in its first step."""
         for group in self._inner.param_groups:
             for master in group["params"]:
-                kept = {
+                state = {
                     kind: torch.zeros_like(master, requires_grad=False) for kind in group["moments"]
                 }
                 if group["moments"] == ADAMW_MOMENTS:
-                    kept["step"] = torch.tensor(
+                    state["step"] = torch.tensor(
                         float(step), dtype=torch.float32, device=master.device
                     )
-                self._inner.state[master] = kept
+                self._inner.state[master] = state
 
     def whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """All of it, float32; every process takes part."""

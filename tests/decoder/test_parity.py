@@ -23,7 +23,7 @@ from pipeline.decoder.ops.tree import Tree
 from pipeline.decoder.round import draft_tree
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.eagle3.ttt import step_logits
+from pipeline.heads.eagle3.ttt import unroll
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.rotary import RotaryTable
 from tests.decoder.conftest import CAPTURE, open_rows, poisoned_planes, random_tokens, states_of
@@ -64,13 +64,18 @@ class _Drafting:
 
 
 def _trained_on(head: Eagle3Head, model: DecoderModel, tokens: Tensor, aux: Tensor) -> list[Tensor]:
-    """The trainer's logits [T, Vd] of every step over a sequence whose end has no aux states."""
+    """The trainer's logits [T, Vd] of every step over a sequence whose end has no aux states.
+
+    The last k+1 positions have no input at step k; their rows mean nothing.
+    """
     none = torch.zeros(0, dtype=torch.int64)
     padded = torch.cat((aux, torch.full((len(tokens) - len(aux), aux.shape[1]), 1e3)))
     batch = TrainBatch(("x",), (len(tokens),), tokens, padded, none, none, aux[:0])
     config, length = head.shape.rope_config(), len(tokens) + STEPS
     rotary = RotaryTable(config, length, device=torch.device("cpu"), dtype=torch.float32)
-    return step_logits(head, model.embedding, batch, rotary, steps=STEPS)
+    rows = torch.arange(len(tokens))
+    unrolled = unroll(head, model.embedding, batch, rotary, rows=rows, steps=STEPS)
+    return [head.logits(output) for output in unrolled.outputs]
 
 
 def _worst(

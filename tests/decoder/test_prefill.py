@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.engine import Engine
+from pipeline.decoder.engine import Engine, Staging
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.prefill import Staging
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import prefill, prefill_prompt
 from pipeline.heads.eagle3.drafter import Eagle3Drafter

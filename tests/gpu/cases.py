@@ -23,9 +23,8 @@ from torch import Tensor
 from bench.random_target import random_head, random_model
 from bench.report import ROOT
 from pipeline.config import TreeSection
-from pipeline.decoder.backends import pick_ops
 from pipeline.decoder.engine import Engine
-from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.model import DecoderModel, pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
@@ -292,7 +291,7 @@ def capture_beside_pinning(device: torch.device) -> dict[str, Any]:
     return {"pinned": len(pinned)}
 
 
-def _behind(scores: Tensor, chosen: Tensor) -> Tensor:
+def _shortfall(scores: Tensor, chosen: Tensor) -> Tensor:
     """How far below the best of scores [T, V] each chosen token [T] is."""
     return scores.max(-1).values - scores.gather(1, chosen[:, None])[:, 0]
 
@@ -346,11 +345,12 @@ def against_hf(name: str, device: torch.device) -> dict[str, Any]:
                 submitted = Request("0", prompt, 64, ())
                 reply = decode(drafting(model, TREES["tree"], 1), [submitted])["0"]
                 chosen = torch.tensor(reply, device=device)
-                behind = torch.minimum(
-                    _behind(theirs(torch.bfloat16), chosen), _behind(theirs(torch.float32), chosen)
+                shortfalls = torch.minimum(
+                    _shortfall(theirs(torch.bfloat16), chosen),
+                    _shortfall(theirs(torch.float32), chosen),
                 )
-                results["worst_log_probability_gap"] = worst = float(behind.max())
-                results["near_ties"] = int((behind > 0).sum())
+                results["worst_log_probability_gap"] = worst = float(shortfalls.max())
+                results["near_ties"] = int((shortfalls > 0).sum())
                 assert worst <= NEAR_TIE, f"a token is {worst} below Hugging Face's best one"
     return results
 

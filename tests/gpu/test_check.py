@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.report import ROOT
-from pipeline.decoder.backends import pick_ops
+from pipeline.decoder.model import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.tree import Tree, VerifyOutput
 from tests.decoder.random_drafters import DRAFTERS

@@ -158,7 +158,7 @@ class RecordedSglang(RecordedServer):
             }
             if made == len(reply):
                 meta["finish_reason"] = {"type": "length", "length": made}
-                meta |= {} if self.faults.plain else self._told(made, counters)
+                meta |= {} if self.faults.plain else self._meta_info(made, counters)
             elif made > 1 and golden.id in self.faults.broken:
                 yield _sse({"error": {"message": "out of memory", "type": "x", "code": 500}})
                 yield b"data: [DONE]\n\n"
@@ -170,7 +170,7 @@ class RecordedSglang(RecordedServer):
             await asyncio.sleep(0.002)
         yield b"data: [DONE]\n\n"
 
-    def _told(self, made: int, counters: RoundCounters) -> dict[str, Any]:
+    def _meta_info(self, made: int, counters: RoundCounters) -> dict[str, Any]:
         old, kept = self.faults.old_names, counters.accepted_tokens
         # A list as long as the longest that any round accepted, without its end of zeros.
         lengths = {} if self.faults.no_histogram else list(counters.accepted_lengths)

@@ -20,8 +20,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
-from pipeline.server.app import ServerApp
-from pipeline.server.start import _listen, make_server, run_server
+from pipeline.server.start import ServerApp, _listen, make_server, run_server
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 

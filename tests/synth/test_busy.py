@@ -54,7 +54,7 @@ def test_a_storm_of_refusals_costs_no_prompt(
     begins_after: int,
 ) -> None:
     """Longer than an outage may be; the health checks of the start are refused as well."""
-    monkeypatch.setattr(endpoints, "_TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(endpoints, "_NOTICE_SECONDS", 0.5)
     fault, seen = storm("429", "503", "502", begins_after=begins_after)
     for server in fleet:
         server.fault = fault

@@ -57,7 +57,7 @@ def test_a_selection_is_believed(make_config: Configs, prompts_file: Path) -> No
     select(config, Location(f"{config.run.uri}/synth"))
     prompts_file.unlink()
     counts = prompt_counts(config)
-    assert (counts.loaded, counts.prompts, counts.asked) == (24, 10, 20)
+    assert (counts.loaded, counts.prompts, counts.total_turns) == (24, 10, 20)
     assert counts.basis == "the prompts that this run has selected"
 
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.config import TargetSection
-from pipeline.decoder.backends import pick_ops
-from pipeline.decoder.model import DecoderModel
+from pipeline.decoder.model import DecoderModel, pick_ops
 from pipeline.errors import TargetError, UnsupportedModel
 from pipeline.target.forward import load_model
 from pipeline.target.open import open_target

@@ -21,11 +21,10 @@ from pipeline.records import Manifest
 from pipeline.store.manifest import read_manifest, stage_location
 from pipeline.target.open import open_target
 from pipeline.train.checkpoints import Marker
-from pipeline.train.evaluator import Evaluator
-from pipeline.train.loop import total_steps
+from pipeline.train.loop import Evaluator, total_steps
+from pipeline.train.prepare import StoredCorpus
 from pipeline.train.progress import Progress
 from pipeline.train.stage import run
-from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
 EVALUATION = {
@@ -40,7 +39,7 @@ def drawn(
     config: RunConfig, parent: Manifest, count: int = 3
 ) -> tuple[StoredCorpus, tuple[HeldOut, ...]]:
     corpus = StoredCorpus(stage_location(config.run.uri, "features"), parent.shards)
-    return corpus, hold_out(corpus, count, seed=config.run.seed, longest=200)
+    return corpus, hold_out(corpus, count, seed=config.run.seed, max_prompt=200)
 
 
 def checkpoints_of(config: RunConfig) -> Path:

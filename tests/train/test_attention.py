@@ -123,7 +123,7 @@ def test_equals_a_dense_mask_with_gradients(
     small_head: Eagle3Head, rows: Tensor, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three documents, two query heads a key head, blocks that end inside documents; steps 0…7."""
-    monkeypatch.setattr("pipeline.learning.blocked._KEPT", kept)
+    monkeypatch.setattr("pipeline.learning.blocked._STORED_WEIGHTS", kept)
     monkeypatch.setattr("pipeline.learning.blocked._MOST_ROWS", 5)
     monkeypatch.setattr("pipeline.learning.blocked._FEWEST_ROWS", 3)
     # So that blocks shrink as documents get longer.
@@ -226,7 +226,7 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(
 
     A dense mask's grow fourfold.
     """
-    monkeypatch.setattr("pipeline.learning.blocked._KEPT", 0)
+    monkeypatch.setattr("pipeline.learning.blocked._STORED_WEIGHTS", 0)
     sizes = []
     for tokens in (128, 256, 512):
         rotary = rotary_of(small_head, tokens)
@@ -240,6 +240,7 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_tokens(
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out, _ = attention.attend(0, query, key, value, [])
-        assert out.grad_fn is not None and all(weights is None for weights in out.grad_fn.kept)  # type: ignore[attr-defined]
+        node: Any = out.grad_fn
+        assert all(weights is None for weights in node.stored_weights)
         sizes.append(sum(saved))
     assert all(after <= 2 * before for before, after in pairwise(sizes))

@@ -22,10 +22,10 @@ from pipeline.learning.corpus import HeldOut, hold_out
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
-from pipeline.train.evaluator import Evaluator, advise, count
+from pipeline.train.loop import Evaluator, advise, count
+from pipeline.train.prepare import StoredCorpus
 from pipeline.train.progress import Decoded, Progress, StepSums
 from pipeline.train.stage import run
-from pipeline.train.stored import StoredCorpus
 from tests.train.runs import Configure, Store, head_of
 
 EVALUATION = {
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 def drawn(config: RunConfig, parent: Manifest, number: int) -> tuple[HeldOut, ...]:
     corpus = StoredCorpus(stage_location(config.run.uri, "features"), parent.shards)
-    return hold_out(corpus, number // 2, seed=config.run.seed, longest=200)
+    return hold_out(corpus, number // 2, seed=config.run.seed, max_prompt=200)
 
 
 @pytest.fixture

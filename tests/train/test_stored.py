@@ -20,7 +20,7 @@ from pipeline.records import Shard
 from pipeline.store.location import Location
 from pipeline.store.shards import SHARDS, ShardCache, write_shard
 from pipeline.store.states import Encoding, StatesSample, encode_states, teacher_positions
-from pipeline.train.stored import StoredCorpus
+from pipeline.train.prepare import StoredCorpus
 
 HIDDEN = 8
 

@@ -13,13 +13,16 @@ from pipeline.config import TreeSection
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
-from pipeline.tuning.cost import CostMeter, Costs, measure_costs, trimmed_mean
-from pipeline.tuning.roofline import (
+from pipeline.tuning.cost import (
+    CostMeter,
+    Costs,
     Roofline,
     draft_floor_seconds,
     extend_floor_seconds,
     floor_seconds,
+    measure_costs,
     s_max,
+    trimmed_mean,
 )
 
 SHAPE = TreeSection(top_k=3, steps=4, nodes=12)

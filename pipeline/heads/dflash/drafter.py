@@ -90,8 +90,8 @@ class DflashDrafter(TreeDrafter):
         embedded = F.embedding(tokens.flatten(), self._embedding)  # [B · b, H]
         normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, self._stack.eps)
         normed, _, _ = self.ops.layers(self._stack, metadata, hidden, normed, planes.drafter[0])
-        asked = normed.view(rows, block, -1)[:, 1 : shape.steps + 1].flatten(0, 1)
-        logits = self.ops.linear(asked, self._lm_head)  # [B · steps, Vd]
+        proposing = normed.view(rows, block, -1)[:, 1 : shape.steps + 1].flatten(0, 1)
+        logits = self.ops.linear(proposing, self._lm_head)  # [B · steps, Vd]
         if self.trace is not None:
             self.trace.append(logits.view(rows, shape.steps, -1))
         scores, ids = self.ops.propose(logits, self.shapes.beams(shape))

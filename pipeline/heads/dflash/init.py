@@ -193,9 +193,9 @@ def copy_layers(head: DflashHead, sources: Sequence[Mapping[str, Tensor]]) -> li
 def _copy_layer(own: BlockLayer, source: Mapping[str, Tensor]) -> list[str]:
     copied = copy_plain_layer(own, source)
     for name in ("q", "k"):
-        norm, wanted = source.get(f"self_attn.{name}_norm.weight"), own.self_attn.head_dim
+        norm, head_dim = source.get(f"self_attn.{name}_norm.weight"), own.self_attn.head_dim
         weight = getattr(own.self_attn, f"{name}_norm").weight
-        if norm is not None and norm.shape == (wanted,):
+        if norm is not None and norm.shape == (head_dim,):
             weight.copy_(norm)
         elif norm is None:
             projection = getattr(own.self_attn, f"{name}_proj").weight
@@ -343,10 +343,10 @@ def _seen(
 def _direction(ours: Tensor, others: Tensor) -> Tensor:
     """u [H] with u · x near 1 for rows of `ours` and near -1 for those of `others`."""
     rows = torch.cat((ours, others)).double()
-    wanted = torch.cat((rows.new_ones(len(ours)), -rows.new_ones(len(others))))
+    signs = torch.cat((rows.new_ones(len(ours)), -rows.new_ones(len(others))))
     gram = rows.T @ rows
     gram.diagonal().add_(_PROBE_RIDGE * gram.diagonal().mean())
-    return torch.as_tensor(torch.linalg.solve(gram, rows.T @ wanted).float())
+    return torch.as_tensor(torch.linalg.solve(gram, rows.T @ signs).float())
 
 
 def _choose_values(
@@ -406,5 +406,5 @@ class _MixedRows:
         position = torch.arange(size - 1, device=predicted.device)
         weight = torch.exp(-0.5 * position / self._decay).expand(len(tokens), -1)[predicted]
         y = batch.teacher_states[blocks.labels[predicted]] * self._inverse
-        wanted = y - self._embedding[head.shape.mask_token_id]
-        return mixed[:, 1:][predicted] * weight[:, None], wanted * weight[:, None]
+        residual = y - self._embedding[head.shape.mask_token_id]
+        return mixed[:, 1:][predicted] * weight[:, None], residual * weight[:, None]

@@ -63,13 +63,6 @@ from pipeline.target.open import Target
 from pipeline.target.rotary import RotaryTable
 from pipeline.target.weights import TargetWeights
 
-#: Fields of `train.head_config` that decide tensors of any head, and those of one head's.
-#: A fine-tuned head keeps its own.
-_FIXED = (*SIZES, "fc_norm", "norm_output")
-
-
-EAGLE3_FIXED = (*_FIXED, "heads", "chain_input")
-
 
 def choose_shape(
     section: TrainSection, target_directory: Path, contract: TargetContract
@@ -183,7 +176,7 @@ def _copy_attention(head: Eagle3Head, layer: Mapping[str, Tensor]) -> list[str]:
 
 
 #: What the parts that read the hidden state keep of their first values.
-_KEPT = 0.1
+_HIDDEN_SCALE = 0.1
 
 
 @torch.no_grad()
@@ -260,7 +253,7 @@ def _factorise_values(head: Eagle3Head, token: Tensor, covariance: Tensor) -> No
     repeated = write.view(-1, groups, 1, size).expand(-1, groups, heads, size) / heads
     attention.o_proj.weight.copy_(repeated.reshape(shape.hidden_size, -1))  # [H, G, Q/G, d]
     attention.v_proj.weight[:, : shape.hidden_size].copy_(read)
-    attention.v_proj.weight[:, shape.hidden_size :].mul_(_KEPT)
+    attention.v_proj.weight[:, shape.hidden_size :].mul_(_HIDDEN_SCALE)
 
 
 def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
@@ -274,8 +267,8 @@ def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch, active = stored.to(embedding.device, torch.float32), list[Tensor]()
-        longest = max(batch.lengths) + 1
-        rotary = RotaryTable(rope, longest, device=embedding.device, dtype=torch.float32)
+        max_length = max(batch.lengths) + 1
+        rotary = RotaryTable(rope, max_length, device=embedding.device, dtype=torch.float32)
         hook = head.midlayer.mlp.down_proj.register_forward_pre_hook(
             lambda _module, inputs: active.append(inputs[0])
         )

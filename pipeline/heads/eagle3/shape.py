@@ -62,16 +62,16 @@ class _DraftLayer(nn.Module):
         embedding: Tensor,
         hidden: Tensor,
         rows: Tensor | None = None,
-        kept: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All before attention: [.., H] each → query [.., Q, d], key and value [.., G, d].
 
-        With `rows` [A] of [N, H], queries are those of the rows alone; kept [.., 2H] are factors of
+        With `rows` [A] of [N, H], queries are those of the rows alone; mask [.., 2H] are factors of
         what is read, as training's dropout draws them.
         """
         normed = (self.input_layernorm(embedding), self.hidden_norm(hidden))
         joined = torch.cat(normed, dim=-1)  # [.., 2H]
-        return self.self_attn.project_qkv(joined if kept is None else joined * kept, rows)
+        return self.self_attn.project_qkv(joined if mask is None else joined * mask, rows)
 
     def after_attention(self, hidden: Tensor, attention_output: Tensor) -> Tensor:
         """All after it: hidden [.., H], attention output [.., Q, d] → un-normed output [.., H]."""

@@ -65,8 +65,8 @@ class TttModel(UnrolledModel[Eagle3Head]):
     ) -> None:
         """As of `UnrolledModel`; dropout is a share as of `draw_dropout`, by seed; the last two as
         of `Layer`."""
-        given = head, embedding, target_lm_head, objective
-        super().__init__(*given, max_length=max_length, dtype=dtype)
+        parts = head, embedding, target_lm_head, objective
+        super().__init__(*parts, max_length=max_length, dtype=dtype)
         computing = self._compute.head if self._compute else head
         self._layer = Layer.of(computing, checkpointing=checkpointing, compiled=compiled)
         self._dropout, self._seed = dropout, seed
@@ -130,10 +130,10 @@ class Layer(NamedTuple):
         embedding and hidden [N, H] at step 0, [A, H] later.
         """
         rows = None if past else attention.rows
-        kept = dropout(len(embedding)) if dropout else None
+        mask = dropout(len(embedding)) if dropout else None
 
         def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            projected = self.project_qkv(embedding, hidden, rows, kept)
+            projected = self.project_qkv(embedding, hidden, rows, mask)
             attention_output, own = attention.attend(k, *projected, past)
             carried = hidden if rows is None else hidden[rows]
             return self.after_attention(carried, attention_output), *own
@@ -164,7 +164,8 @@ def unroll(
     """
     layer = layer or Layer.of(head)
     attention = UnrolledAttention(batch.lengths, rows, rotary, head.shape.draft_window)
-    inputs = embed_tokens(embedding, batch, _all_positions(batch) + 1)
+    following = torch.arange(1, batch.tokens + 1, device=batch.token_ids.device)
+    inputs = embed_tokens(embedding, batch, following)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [], dropout)
     outputs, past = [hidden], [own]
     for k in range(1, steps):
@@ -173,17 +174,6 @@ def unroll(
         outputs.append(hidden)
         past.append(own)
     return Unroll(tuple(outputs), rows, rows_by_position(batch, rows))
-
-
-def step_logits(
-    head: Eagle3Head, embedding: Tensor, batch: TrainBatch, rotary: RotaryTable, *, steps: int
-) -> list[Tensor]:
-    """Logits [N, Vd] of every step at every position, as the decoder would draft them.
-
-    The last k+1 positions of a document have no input at step k; their rows mean nothing.
-    """
-    unrolled = unroll(head, embedding, batch, rotary, rows=_all_positions(batch), steps=steps)
-    return [head.logits(output) for output in unrolled.outputs]
 
 
 def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> Dropout:
@@ -196,14 +186,10 @@ def draw_dropout(batch: TrainBatch, share: float, *, seed: int, width: int) -> D
     generator = torch.Generator(states.device).manual_seed(number.getrandbits(63))
 
     def draw(rows: int) -> Tensor:
-        kept = states.new_empty(rows, width).bernoulli_(1 - share, generator=generator)
-        return kept.div_(1 - share)
+        mask = states.new_empty(rows, width).bernoulli_(1 - share, generator=generator)
+        return mask.div_(1 - share)
 
     return draw
-
-
-def _all_positions(batch: TrainBatch) -> Tensor:
-    return torch.arange(batch.tokens, device=batch.token_ids.device)
 
 
 def trained_model(

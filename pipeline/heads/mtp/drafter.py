@@ -63,8 +63,8 @@ class ChainedDrafter(TreeDrafter):
         self.planes = (PlaneShape(1, *key, model.dtype),) * head.shape.heads
         self._load(head, model)
         #: Of all heads but the last, which nobody continues; of one head, what proposes depth 1.
-        self._kept = max(len(self.links) - 1, 1)
-        self.state = RowState(self._kept * head.shape.hidden_size, model.dtype)
+        self._num_states = max(len(self.links) - 1, 1)
+        self.state = RowState(self._num_states * head.shape.hidden_size, model.dtype)
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
 
@@ -80,20 +80,20 @@ class ChainedDrafter(TreeDrafter):
             rows.cu_seqlens_q[:-1],
             (rows.cu_seqlens_q[1:] - 1)[rows.row],
         )  # of each token's row
-        hidden, kept = self._first_hidden(read.aux), list[Tensor]()
+        hidden, states = self._first_hidden(read.aux), list[Tensor]()
         for k, link in enumerate(self.links):
             if k:
                 hidden = self._moved(k, hidden, batch, rows)
-            behind = replace(batch, seq_lens=(batch.seq_lens - k).clamp(min=0))
-            metadata = behind.metadata(self.ops, self.rotary, rows)
+            shifted = replace(batch, seq_lens=(batch.seq_lens - k).clamp(min=0))
+            metadata = shifted.metadata(self.ops, self.rotary, rows)
             missing = (k - batch.seq_lens).clamp(min=0)  # [B] tokens in front of head k's first
             tokens = next_tokens[torch.minimum(index + missing[rows.row], last)]
-            if k == self._kept:  # the last head's output is nobody's
+            if k == self._num_states:  # the last head's output is nobody's
                 self._write_keys(link, tokens, hidden, metadata, planes.drafter[k])
                 break
             hidden = self.step(k, tokens, hidden, metadata, planes.drafter[k])
-            kept.append(hidden[starts + (read.counts - 1 - missing).clamp(min=0)])
-        batch.drafter_state.copy_(torch.cat(kept, dim=-1))
+            states.append(hidden[starts + (read.counts - 1 - missing).clamp(min=0)])
+        batch.drafter_state.copy_(torch.cat(states, dim=-1))
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         place = DraftedRows(self.rotary, batch.block_table, batch.seq_lens, batch.seq_lens)
@@ -111,9 +111,9 @@ class ChainedDrafter(TreeDrafter):
         """
         index = torch.arange(len(hidden), device=hidden.device)
         before = hidden[(index - 1).clamp(min=0)]
-        first, kept = (rows.within == 0)[:, None], self._states(batch)[rows.row, k - 1]
-        behind = (batch.seq_lens >= k)[rows.row, None]
-        return torch.where(behind, torch.where(first, kept, before), hidden)
+        first, last_state = (rows.within == 0)[:, None], self._states(batch)[rows.row, k - 1]
+        has_earlier = (batch.seq_lens >= k)[rows.row, None]
+        return torch.where(has_earlier, torch.where(first, last_state, before), hidden)
 
     def step(
         self,
@@ -157,7 +157,7 @@ class ChainedDrafter(TreeDrafter):
 
     def _states(self, batch: DecodeBatch) -> Tensor:
         """What each row keeps [B, K - 1, H]: head k's output at its last certain entry."""
-        return batch.drafter_state.view(len(batch), self._kept, -1)
+        return batch.drafter_state.view(len(batch), self._num_states, -1)
 
     def _first_hidden(self, aux: Tensor) -> Tensor:
         """Aux states [T, 3H] → what head 0 reads [T, H]."""

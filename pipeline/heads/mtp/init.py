@@ -215,8 +215,8 @@ def _mlp_rows(head: ChainedHead, embedding: Tensor, inverse: Tensor) -> Rows:
         joined = layer.join(tokens_of(embedding, batch, 0), head.project(batch.aux_states))
         attention = UnrolledAttention(batch.lengths, at, rotary)
         mixed, _ = attention.attend(0, *layer.project_qkv(joined, at), [])
-        active, given = _entering(layer, lambda: layer.after_attention(joined[at], mixed))
-        return active, batch.teacher_states * inverse - given
+        active, normed_input = _entering(layer, lambda: layer.after_attention(joined[at], mixed))
+        return active, batch.teacher_states * inverse - normed_input
 
     return rows
 
@@ -231,18 +231,18 @@ def _entering(layer: ChainedLayer, run: Callable[[], Tensor]) -> tuple[Tensor, T
     run()
     for hook in hooks:
         hook.remove()
-    active, given = read
-    return active, given
+    active, normed_input = read
+    return active, normed_input
 
 
 def _rotary(head: ChainedHead, batch: TrainBatch) -> RotaryTable:
-    longest, device = max(batch.lengths) + 1, batch.token_ids.device
+    max_length, device = max(batch.lengths) + 1, batch.token_ids.device
     rope = head.shape.rope_config()
-    return RotaryTable(rope, longest, device=device, dtype=torch.float32)
+    return RotaryTable(rope, max_length, device=device, dtype=torch.float32)
 
 
 #: What the layer of a head keeps of its first output: input_proj alone begins as an identity.
-_KEPT = 0.1
+_LAYER_SCALE = 0.1
 
 
 def init_chain(
@@ -283,8 +283,8 @@ def copy_layers(head: ChainedHead, source: Mapping[str, Tensor]) -> list[str]:
     with torch.no_grad():
         for layer in head.layers:
             copied = copy_plain_layer(layer, _without_head_norms(layer, source))
-            layer.self_attn.o_proj.weight.mul_(_KEPT)
-            layer.mlp.down_proj.weight.mul_(_KEPT)
+            layer.self_attn.o_proj.weight.mul_(_LAYER_SCALE)
+            layer.mlp.down_proj.weight.mul_(_LAYER_SCALE)
     return copied
 
 

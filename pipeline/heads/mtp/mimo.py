@@ -221,8 +221,8 @@ def _head(shape: ChainedShape, tensors: dict[str, Tensor], where: str) -> Chaine
 
 def _load(directory: Path, where: str) -> dict[str, Tensor]:
     """What is not the model's own."""
-    wanted = (*_MAPS, _EMBEDDING, _LM_HEAD)
-    tensors = read_tensors(directory, lambda name: name in wanted or _LAYERS in name)
+    own_names = (*_MAPS, _EMBEDDING, _LM_HEAD)
+    tensors = read_tensors(directory, lambda name: name in own_names or _LAYERS in name)
     if not any(name.startswith(_LAYERS) for name in tensors):
         problem = f"has no tensor {_LAYERS}… in its weights"
         raise HeadError(problem, where=where, fix="import a checkpoint with MTP layers")

@@ -65,7 +65,7 @@ def evaluate_server(config: RunConfig) -> ServerResult:
     questions = [first_question(prompt, template) for prompt in prompts]
     template.set_clock(None)  # the server's own template, with which it is compared, knows today's
     report = report_of(config)
-    seen, failures = asyncio.run(_ask(config, template, prompts, questions, report))
+    seen, failures = asyncio.run(_measure(config, template, prompts, questions, report))
     result = _result(config, questions, seen, failures)
     where = _store(stage_location(config.run.uri, "eval").child(SERVERS), result)
     print_server(result)
@@ -74,7 +74,7 @@ def evaluate_server(config: RunConfig) -> ServerResult:
     return result
 
 
-async def _ask(
+async def _measure(
     config: RunConfig,
     template: ChatTemplate,
     prompts: Sequence[Prompt],

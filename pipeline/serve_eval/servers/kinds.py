@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+from pipeline.config import OWNER
 from pipeline.errors import EndpointError
 from pipeline.reports import RoundCounters
 from pipeline.serve_eval.servers.client import LiveClient, ServerGone
@@ -91,10 +92,10 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
     first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
     owner = str(first.get("owned_by", "")) if kind == "auto" else kind
     info = None
-    if owner not in ("vllm", "eagle3"):
+    if owner not in ("vllm", OWNER):
         info = await client.json_page("/server_info") or await client.json_page("/get_server_info")
-    if owner == "eagle3":
-        known: Kind = "eagle3"
+    if owner == OWNER:
+        known: Kind = OWNER
     elif owner == "sglang" or (isinstance(info, dict) and "internal_states" in info):
         known = "sglang"
     elif owner == "vllm" or (

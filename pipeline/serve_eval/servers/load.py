@@ -153,7 +153,7 @@ class LiveMeasure:
             nonlocal detail
             for question in left:
                 try:
-                    done.append(await self._ask(question, alone=concurrency == 1))
+                    done.append(await self._send(question, alone=concurrency == 1))
                 except AttemptFailed as failure:
                     failed[str(failure)] += 1
                     detail = detail or failure.detail
@@ -177,7 +177,7 @@ class LiveMeasure:
         pooled = counted.rounds() if counted and not reported else None
         return LoadRun(concurrency, tuple(done), failed, seconds, counted, pooled, detail)
 
-    async def _ask(self, question: Question, *, alone: bool) -> LiveReply:
+    async def _send(self, question: Question, *, alone: bool) -> LiveReply:
         """One request; `alone`: all that the server counts meanwhile is this one's."""
         counts = alone and not self._server.reports_requests
         before = await self._metrics() if counts else None

@@ -265,7 +265,7 @@ BACKOFF_SECONDS, MAX_BACKOFF, _MAX_RETRY_AFTER = 1.0, 60.0, 600.0
 #: Seconds of nothing but 429, 502 or 503 after which the stage stops: a quota by the hour is over.
 BUSY_SECONDS = 3600.0
 #: Shorter waits for busy endpoints are nobody's business.
-_TOLD_SECONDS = 10.0
+_NOTICE_SECONDS = 10.0
 #: Whether an endpoint replies to a short request. Raises EndpointError when it refuses it: then the
 #: configuration is at fault; EndpointBusy when it cannot be told now.
 HealthCheck = Callable[[str], Awaitable[bool]]
@@ -314,7 +314,7 @@ class EndpointPool:
         self._changed = asyncio.Event()
         self._outage_start: float | None = None  # of failures since which nobody has answered
         self._busy_start: float | None = None  # of refusals since which nobody has replied
-        self._is_told = False
+        self._is_noticed = False
         self._recoveries: set[asyncio.Task[None]] = set()
         observe("endpoints_healthy", len(urls))
 
@@ -337,11 +337,11 @@ class EndpointPool:
 
     def mark_success(self, endpoint: Endpoint) -> None:
         """It replied."""
-        if self._is_told and self._busy_start is not None:
+        if self._is_noticed and self._busy_start is not None:
             waited = readable_duration(time.monotonic() - self._busy_start)
             notice("synth", f"endpoints reply again, after {waited}")
         self._outage_start = self._busy_start = None
-        self._is_told = False
+        self._is_noticed = False
         endpoint.busy_in_a_row = 0
         endpoint.limit += 1
         self._wake()
@@ -351,13 +351,13 @@ class EndpointPool:
 
         Raises EndpointsUnavailable when none has replied for BUSY_SECONDS.
         """
-        now, longest = time.monotonic(), BUSY_SECONDS
+        now, busy_seconds = time.monotonic(), BUSY_SECONDS
         self._outage_start = None
         self._busy_start = now if self._busy_start is None else self._busy_start
-        end = self._busy_start + longest
+        end = self._busy_start + busy_seconds
         if now >= end:
             raise EndpointsUnavailable(
-                f"too busy, or the quota is used up, for {longest:g} s (HTTP 429, 502 or 503)",
+                f"too busy, or the quota is used up, for {busy_seconds:g} s (HTTP 429, 502 or 503)",
                 where=_WHERE,
                 fix="run the same command later, finished shards are kept; or lower "
                 "generator.concurrency",
@@ -365,9 +365,9 @@ class EndpointPool:
         endpoint.slow_down(retry_after, sent=sent, backoff=BACKOFF_SECONDS)
         endpoint.paused_until = min(endpoint.paused_until, end)
         until = min((endpoint.paused_until for endpoint in self._healthy()), default=now)
-        if until - self._busy_start >= _TOLD_SECONDS and not self._is_told:
-            self._is_told = True
-            most = readable_duration(longest)
+        if until - self._busy_start >= _NOTICE_SECONDS and not self._is_noticed:
+            self._is_noticed = True
+            most = readable_duration(busy_seconds)
             busy = "all endpoints are busy, or the quota is used up (HTTP 429, 502 or 503)"
             notice("synth", f"{busy}: waiting for them, {most} at most")
 

@@ -229,7 +229,7 @@ class TokenIdReader:
         if not _read_our_prompt(request, sent):
             return Reply(request.request_id, rejected="remote:other_prompt")
         exact = sent.token_ids is not None
-        ids = self._given(request, sent) if exact else self._encoded(request, sent)
+        ids = self._server_ids(request, sent) if exact else self._encoded(request, sent)
         if isinstance(ids, str):
             return Reply(request.request_id, rejected=f"remote:{ids}")
         problem = self._problem(request, ids)
@@ -238,7 +238,7 @@ class TokenIdReader:
         stopped = ids[-1] in request.stop_ids
         return Reply(request.request_id, ids, "stop" if stopped else "length", exact=exact)
 
-    def _given(self, request: Request, sent: ServerReply) -> tuple[int, ...] | str:
+    def _server_ids(self, request: Request, sent: ServerReply) -> tuple[int, ...] | str:
         """The server's ids, with the token that ended the reply."""
         ids = sent.token_ids
         assert ids is not None

@@ -39,13 +39,13 @@ class Analyzer:
     entities that only other spaCy pipelines tag; asked for, they would silently never be found.
     """
 
-    def __init__(self, section: PiiSection, wanted: Iterable[str]) -> None:
+    def __init__(self, section: PiiSection, entities: Iterable[str]) -> None:
         # presidio logs about languages and labels, which do not matter here, and values in debug.
         logging.getLogger("presidio-analyzer").setLevel(logging.ERROR)
-        self._wanted = sorted(wanted)
+        self._requested = sorted(entities)
         self._nlp = _load_nlp(section.spacy_model)
         ner_entities = _ner_entities(self._nlp)
-        self.uses_ner = bool(ner_entities & set(self._wanted))
+        self.uses_ner = bool(ner_entities & set(self._requested))
         if not self.uses_ner:
             self._nlp.get_nlp(_LANGUAGE).select_pipes(enable=[_LEMMAS])
         self._engine = _build_engine(self._nlp, section)
@@ -55,8 +55,8 @@ class Analyzer:
             if recognizer.name != "SpacyRecognizer"
             for entity in recognizer.supported_entities
         }
-        self._entities = [entity for entity in self._wanted if entity in self.supported_entities]
-        self._analyses_every_text = self.uses_ner or not set(self._wanted) <= _NUMERIC
+        self._entities = [entity for entity in self._requested if entity in self.supported_entities]
+        self._analyses_every_text = self.uses_ner or not set(self._requested) <= _NUMERIC
         self._drop_unused_recognizers()
 
     def analyse(self, texts: Sequence[str]) -> Iterator[tuple[list[Finding], Any]]:
@@ -92,11 +92,11 @@ class Analyzer:
         return self._analyses_every_text or _NUMERIC_CHARACTERS.search(text) is not None
 
     def _drop_unused_recognizers(self) -> None:
-        registry, wanted = self._engine.registry, set(self._wanted)
+        registry, requested = self._engine.registry, set(self._requested)
         registry.recognizers = [
             recognizer
             for recognizer in registry.recognizers
-            if wanted & set(recognizer.supported_entities)
+            if requested & set(recognizer.supported_entities)
             and (self.uses_ner or recognizer.name != "SpacyRecognizer")
         ]
 

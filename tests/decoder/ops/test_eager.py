@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.backends import pick_ops
+from pipeline.decoder.model import pick_ops
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.ops.layer import PAGE, AttentionMetadata

@@ -280,10 +280,10 @@ class CpuOps(TorchOps):
         tensors = score, gained, proposed, beam_mask, hidden, bits
         inputs = [tensor.contiguous() for tensor in tensors]
         rows, k = score.shape
-        best, token, kept_mask = torch.empty(3, rows, k, dtype=torch.int64).unbind()
-        total, kept_score = torch.empty(rows, k * k), torch.empty(rows, k)
-        kept_hidden = torch.empty_like(inputs[4])
-        outputs = total, best, kept_score, token, kept_mask, kept_hidden
+        best, token, selected_mask = torch.empty(3, rows, k, dtype=torch.int64).unbind()
+        total, selected_score = torch.empty(rows, k * k), torch.empty(rows, k)
+        selected_hidden = torch.empty_like(inputs[4])
+        outputs = total, best, selected_score, token, selected_mask, selected_hidden
         bytes_each = hidden.shape[1] * hidden.element_size()
         self._library.eagle3_select_beams(*addresses(*inputs, *outputs), rows, k, bytes_each)
         return Beams(*outputs)

@@ -73,21 +73,9 @@ def tree_attention_kernel(
         return
     m = tile + tl.arange(0, ROWS_BLOCK)  # [m]
     node, real = m // GROUP_SIZE, m < count * GROUP_SIZE
-    if CAUSAL:
-        row_mask = tl.where(real, node, -1)  # the last entry after the prefix that is seen
-        reach = tl.max(row_mask, axis=0) + 1
-        whole = (seq_len + tile // GROUP_SIZE + 1) // PAGE  # pages that all rows see
-    else:
-        row_mask = tl.load(mask + start + node, mask=real, other=0)  # bits
-        in_page = PAGE - seq_len % PAGE  # entries of the window in the page where it begins
-        spilled = tl.max(((row_mask >> tl.minimum(in_page, PAGE - 1)) != 0).to(tl.int32), axis=0)
-        reach = tl.where(spilled > 0, PAGE, in_page)
-        whole = seq_len // PAGE
-    # Nothing after the last row of the tile is read.
-    used = tl.minimum(tl.cdiv(seq_len + reach, PAGE), pages)
-    first = tl.program_id(2) * chunk
-    last = tl.where(chunks > 1, tl.minimum(first + chunk, used), used)
-    whole = tl.minimum(whole, last)
+    row_mask, first, whole, last = _pages_of_chunk(
+        mask, start, seq_len, node, real, tile // GROUP_SIZE, pages, chunk, chunks, PAGE, CAUSAL
+    )
 
     column = tl.arange(0, DIM_BLOCK)
     stored = real[:, None] & (column < DIM)[None, :]
@@ -133,10 +121,42 @@ def _chunks_of(
     CAUSAL: tl.constexpr,
 ) -> Block:
     """Into how many chunks a row is cut; `room` is how many the grid has."""
-    behind = count if CAUSAL else PAGE
-    used = tl.minimum(tl.cdiv(seq_len + behind, PAGE), pages)
+    window = count if CAUSAL else PAGE
+    used = tl.minimum(tl.cdiv(seq_len + window, PAGE), pages)
     chunks = tl.minimum(tl.cdiv(used, chunk), room)
     return tl.where(count <= MOST_SPLIT, tl.maximum(chunks, 1), 1)
+
+
+@jit
+def _pages_of_chunk(
+    mask: Table,
+    start: Scalar,
+    seq_len: Scalar,
+    node: Block,
+    real: Block,
+    first_node: Scalar,
+    pages: Scalar,
+    chunk: Scalar,
+    chunks: Scalar,
+    PAGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> Block:
+    """What each row [m] sees after the prefix; the chunk's first page, that up to which all rows
+    see everything, and that up to which any row sees anything."""
+    if CAUSAL:
+        row_mask = tl.where(real, node, -1)  # the last entry after the prefix that is seen
+        reach = tl.max(row_mask, axis=0) + 1
+        whole = (seq_len + first_node + 1) // PAGE
+    else:
+        row_mask = tl.load(mask + start + node, mask=real, other=0)  # bits
+        in_page = PAGE - seq_len % PAGE  # entries of the window in the page where it begins
+        spilled = tl.max(((row_mask >> tl.minimum(in_page, PAGE - 1)) != 0).to(tl.int32), axis=0)
+        reach = tl.where(spilled > 0, PAGE, in_page)
+        whole = seq_len // PAGE
+    used = tl.minimum(tl.cdiv(seq_len + reach, PAGE), pages)
+    first = tl.program_id(2) * chunk
+    last = tl.where(chunks > 1, tl.minimum(first + chunk, used), used)
+    return row_mask, first, tl.minimum(whole, last), last
 
 
 @jit

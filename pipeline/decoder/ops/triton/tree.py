@@ -18,10 +18,10 @@ def select_beams_kernel(
     bits: Table,
     total: Table,
     best: Table,
-    kept_score: Table,
-    kept_token: Table,
-    kept_mask: Table,
-    kept_hidden: Pointer,
+    selected_score: Table,
+    selected_token: Table,
+    selected_mask: Table,
+    selected_hidden: Pointer,
     K: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,12 +45,12 @@ def select_beams_kernel(
     chosen, out = index_of(bar), row * K + rank
     beam = row * K + chosen // K
     tl.store(best + out, chosen)
-    tl.store(kept_score + out, value_of(bar))
-    tl.store(kept_token + out, tl.load(proposed + row * (K * K) + chosen))
-    tl.store(kept_mask + out, tl.load(beam_mask + beam) | tl.load(bits + out))
+    tl.store(selected_score + out, value_of(bar))
+    tl.store(selected_token + out, tl.load(proposed + row * (K * K) + chosen))
+    tl.store(selected_mask + out, tl.load(beam_mask + beam) | tl.load(bits + out))
     column = tl.arange(0, SIZE_BLOCK)
     state = tl.load(hidden + beam * SIZE + column, mask=column < SIZE)
-    tl.store(kept_hidden + out * SIZE + column, state, mask=column < SIZE)
+    tl.store(selected_hidden + out * SIZE + column, state, mask=column < SIZE)
 
 
 @jit
