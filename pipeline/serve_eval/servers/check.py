@@ -130,12 +130,12 @@ def _replay(
     location = head_location(config.run.uri, config.eval.head)
     needs_head = config.eval.drafter.needs_head
     questions = [Question(each.id, "", each.prompt_ids) for each in golden.prompts]
-    longest = max(len(each.context) for each in questions)
+    most_tokens = max(len(each.context) for each in questions)
     own = Comparison(
         *(config, target, open_head(location, expected=target.contract)[0] if needs_head else None),
         target.template(),
         dtype=target.dtype,
-        max_length=longest + golden.max_new_tokens,
+        max_length=most_tokens + golden.max_new_tokens,
     )
     with long_step("check", f"replaying {shape.label} on {len(questions)} prompts"):
         replies = replay_group(own, questions, golden.stop_ids, golden.max_new_tokens, [shape])

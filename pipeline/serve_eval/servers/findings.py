@@ -147,12 +147,12 @@ class SeenServer:
         """Of replies whose token ids are known and not the decoder's."""
         replies, golden = self.runs[0].replies, self.golden
         ids = {each.question.request_id: each.token_ids for each in replies}
-        found = []
+        partings = []
         for prompt in golden.prompts if golden else ():
             if golden and (theirs := ids.get(prompt.id)):
                 parting = parting_of(prompt, theirs, golden.stop_ids)
-                found += [parting] if parting else []
-        return found
+                partings += [parting] if parting else []
+        return partings
 
     @property
     def exact(self) -> bool:
@@ -233,11 +233,11 @@ def failures(seen: SeenServer) -> Iterator[ServerFinding]:
             fix = "look at the server's log; figures are of the others"
             yield finding("error", "requests_failed", text, fix)
     limit = seen.server.settings.get("max_model_len", seen.server.settings.get("context_length"))
-    longest = max((len(each.question.context) for each in seen.runs[0].replies), default=0)
-    if isinstance(limit, int) and 0 < limit < longest + seen.new_tokens:
+    sent = max((len(each.question.context) for each in seen.runs[0].replies), default=0)
+    if isinstance(limit, int) and 0 < limit < sent + seen.new_tokens:
         text = f"it takes {limit} tokens, and the longest prompt with its reply has "
-        fix = f"start it with a context of at least {longest + seen.new_tokens}"
-        yield finding("error", "context_cut", f"{text}{longest + seen.new_tokens}", fix)
+        fix = f"start it with a context of at least {sent + seen.new_tokens}"
+        yield finding("error", "context_cut", f"{text}{sent + seen.new_tokens}", fix)
 
 
 def _not_plain(seen: SeenServer) -> Iterator[ServerFinding]:
