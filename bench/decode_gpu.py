@@ -420,8 +420,5 @@ PARTS: dict[str, tuple[int, _Workloads]] = {
     "context 4k": _contexts(4096, "4k", (1, 8, 32)),
     "context 16k": _contexts(16384, "16k", (1, 8)),
     "context 32k": _contexts(32768, "32k", (1, 4)),
-    "ragged": (
-        LONG + ROUNDS * (TREE.steps + 1),
-        {"ragged": _ragged, "joining": _joining},
-    ),
+    "ragged": (LONG + ROUNDS * (TREE.steps + 1), {"ragged": _ragged, "joining": _joining}),
 }

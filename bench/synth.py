@@ -25,14 +25,7 @@ import torch
 
 from bench.report import ROOT, interleaved, peak_gigabytes, publish, rounded
 from bench.rivals import hf_generate
-from pipeline.config import (
-    PiiSection,
-    SourceSpec,
-    SynthSection,
-    TargetSection,
-    TreeSection,
-    parse,
-)
+from pipeline.config import PiiSection, SourceSpec, SynthSection, TargetSection, TreeSection, parse
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.heads.eagle3.drafter import Eagle3Drafter

@@ -80,12 +80,7 @@ def _options() -> argparse.Namespace:
     option, cores = parser.add_argument, len(os.sched_getaffinity(0))
     option("--threads", type=int, default=cores, help="CPU threads")
     option("--runs", type=int, default=7, help="interleaved runs of which the median counts")
-    option(
-        "--max-tokens",
-        type=int,
-        default=CURVE[-1],
-        help="end of the memory curve",
-    )
+    option("--max-tokens", type=int, default=CURVE[-1], help="end of the memory curve")
     option("--only", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)}")
     option("--level", choices=machine_levels(), help="measure as on a machine of this level")
     option("--out", type=Path, help="folder of the JSON file, default runs/bench")

@@ -24,13 +24,7 @@ from typing import Any
 
 from pipeline.config import RunConfig, take_settings
 from pipeline.console import notice, progress_bar
-from pipeline.errors import (
-    ConfigError,
-    Eagle3Error,
-    MissingPackage,
-    WorkersDied,
-    memory_explained,
-)
+from pipeline.errors import ConfigError, Eagle3Error, MissingPackage, WorkersDied, memory_explained
 from pipeline.records import Manifest, Stage
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.shards import SHARDS, committed

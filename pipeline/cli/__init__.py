@@ -36,14 +36,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import pipeline
 from pipeline.config import DRAFTERS, PiiSection, RunConfig, load
-from pipeline.console import (
-    discard_output,
-    fail,
-    logs_json,
-    open_streams,
-    output,
-    readable_bytes,
-)
+from pipeline.console import discard_output, fail, logs_json, open_streams, output, readable_bytes
 from pipeline.errors import ConfigError, Eagle3Error
 from pipeline.planning.decode import DecodePlan, MachineRates, parse_acceptance, plan_on_paper
 from pipeline.records import STAGES, Plan, Stage, ZeroMemory

@@ -79,14 +79,15 @@ def check_endpoint(url: str, *, with_key: bool) -> None:
         raise ValueError("endpoints must start with http:// or https:// and name a host")
     if parts.username is not None or "?" in url or "#" in url:
         raise ValueError("endpoints must be addresses alone, without user, key or query")
-    if with_key and parts.scheme == "http" and not _is_this_machine(host):
+    if with_key and parts.scheme == "http" and not is_this_machine(host):
         raise ValueError(
             "the API key would cross the network unencrypted; use https://, "
             "or set allow_plain_http=true beside it where nobody else can listen"
         )
 
 
-def _is_this_machine(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
+    """Whether nobody else can listen at an address, or reach it."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

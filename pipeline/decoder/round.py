@@ -187,11 +187,7 @@ def prefill(
 
 
 def prefill_prompt(
-    model: DecoderModel,
-    planes: Planes,
-    drafter: Drafter | None,
-    batch: DecodeBatch,
-    prompt: Tensor,
+    model: DecoderModel, planes: Planes, drafter: Drafter | None, batch: DecodeBatch, prompt: Tensor
 ) -> None:
     """Read a whole prompt [n] into a batch of one row, and draw its first token."""
     rows = TokenRows.even(1, len(prompt), prompt.device)

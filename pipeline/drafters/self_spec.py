@@ -78,14 +78,7 @@ class SnapKvDrafter(TreeDrafter):
     """The target over what the end of the prompt attends to, and what is recent."""
 
     def __init__(
-        self,
-        model: DecoderModel,
-        trees: Trees,
-        *,
-        budget: int,
-        recent: int,
-        window: int,
-        pool: int,
+        self, model: DecoderModel, trees: Trees, *, budget: int, recent: int, window: int, pool: int
     ) -> None:
         """Drafts attend to `budget` entries, of which `recent` R are the latest; `window` W tokens
         observe, their attention is pooled over `pool` neighbours."""

@@ -7,12 +7,7 @@ from torch import Tensor
 
 from pipeline.decoder.batch import TokenRows
 from pipeline.decoder.model import DecoderModel
-from pipeline.decoder.ops.draft import (
-    BeamStep,
-    Candidates,
-    DraftedRows,
-    ProposalHead,
-)
+from pipeline.decoder.ops.draft import BeamStep, Candidates, DraftedRows, ProposalHead
 from pipeline.decoder.ops.layer import AttentionMetadata, entry_slots
 
 

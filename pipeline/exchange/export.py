@@ -21,12 +21,7 @@ Format = Literal["sglang", "speculators", "mtp"]
 
 
 def export_head(
-    head_uri: str,
-    *,
-    format: Format,
-    out: str,
-    target: str | None = None,
-    report: str | None = None,
+    head_uri: str, *, format: Format, out: str, target: str | None = None, report: str | None = None
 ) -> None:
     """Write the head at `head_uri` to `out` (directories or fsspec URIs), with a model card.
 

@@ -11,8 +11,8 @@ from pipeline.config import RunConfig
 from pipeline.errors import StoreError
 from pipeline.planning.targets import TargetShape, shape_of
 from pipeline.records import Manifest, Plan
-from pipeline.store.manifest import find_manifest, stage_location
-from pipeline.store.shards import ENTRY, SHARDS
+from pipeline.store.manifest import find_manifest, finished_state, stage_location
+from pipeline.store.shards import SHARDS, committed_state
 from pipeline.target.arithmetic import target_dtype
 
 #: Shards whose states are in memory together: computed, waiting, written, the written one's bytes.
@@ -158,11 +158,6 @@ def _memory(config: RunConfig, target: TargetShape, samples: _Samples) -> dict[s
 
 def _state(config: RunConfig, parent: Manifest, expected: int) -> str:
     """What is on storage for this config and parent."""
-    manifest = find_manifest(config.run.uri, "features")
-    if manifest:
-        stored = (manifest.config_hash, manifest.parent_hash)
-        same = stored == (config.section_hash("features"), parent.content_hash)
-        return "complete" if same else "complete for another config or parent"
-    names = stage_location(config.run.uri, "features").child(SHARDS).names()
-    committed = sum(name.endswith(ENTRY) for name in names)
-    return f"{committed} of about {expected} shards committed" if committed else "not started"
+    location = stage_location(config.run.uri, "features")
+    finished = finished_state(config, "features", parent)
+    return finished or committed_state(location, f"about {expected}")

@@ -18,12 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.config import RunConfig
-from pipeline.features.capture import (
-    Rendering,
-    capture_shard,
-    check_replies,
-    load_matching_target,
-)
+from pipeline.features.capture import Rendering, capture_shard, check_replies, load_matching_target
 from pipeline.features.packing import Part, cut, parts_of
 from pipeline.records import Manifest, Sample, Shard, TargetContract
 from pipeline.store.manifest import stage_location

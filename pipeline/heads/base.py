@@ -122,8 +122,8 @@ class _SwiGlu(torch.autograd.Function):
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class CausalAttention(nn.Module):
-    """The projections around attention that someone else computes."""
+class AttentionProjections(nn.Module):
+    """The projections around attention, which the caller computes."""
 
     def __init__(self, shape: DraftShape, width: int, *, bias: bool = False) -> None:
         """Queries, keys and values read inputs of `width`."""

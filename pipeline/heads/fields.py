@@ -168,8 +168,7 @@ LAYER_RULES: dict[str, Rule] = {
         "the head borrows the target's embedding, so this and hidden_size are one",
     ),
     "target_vocab_size": Rule(
-        lambda value, body: value == body.get("vocab_size"),
-        "the target's vocabulary is vocab_size",
+        lambda value, body: value == body.get("vocab_size"), "the target's vocabulary is vocab_size"
     ),
 }
 
@@ -268,8 +267,7 @@ EAGLE3_RULES = {
     "num_aux_hidden_states": only(3, reason="the head reads three aux states"),
     "tie_word_embeddings": only(False, reason="the head has an lm_head of its own"),
     "norm_before_fc": only(
-        False,
-        reason="one norm over the joined aux states is not supported, `fc_norm` over each is",
+        False, reason="one norm over the joined aux states is not supported, `fc_norm` over each is"
     ),
     "norm_before_residual": only(False, reason="the head's residual stream is un-normed"),
 }

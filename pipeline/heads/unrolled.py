@@ -89,12 +89,7 @@ class UnrolledModel(TrainedModel[Kind]):
         raise NotImplementedError
 
     def _compare(
-        self,
-        head: Kind,
-        unrolled: Unroll,
-        batch: TrainBatch,
-        counted: Tensor,
-        divisor: float,
+        self, head: Kind, unrolled: Unroll, batch: TrainBatch, counted: Tensor, divisor: float
     ) -> StepResult:
         """Loss and accuracy; counted [S]: labels that give loss."""
         steps, decay = self.objective.steps, self.objective.decay

@@ -55,11 +55,7 @@ class UnrolledAttention:
     """
 
     def __init__(
-        self,
-        lengths: tuple[int, ...],
-        rows: Tensor,
-        rotary: RotaryTable,
-        window: int = 0,
+        self, lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, window: int = 0
     ) -> None:
         """rows [A] ascending flat positions; rotary covers the longest document plus the steps;
         window is the head's `draft_window`.

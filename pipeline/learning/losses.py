@@ -148,11 +148,7 @@ def _comparison(scales: Tensor) -> Comparison:
 
 
 def _compare_in_place(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    scales: Tensor,
-    draft_ids: Tensor,
-    loss: Loss,
+    logits: Tensor, teacher_logits: Tensor, scales: Tensor, draft_ids: Tensor, loss: Loss
 ) -> tuple[Tensor, Tensor]:
     """Scaled sum of the divergences, and hits [K]; gradients overwrite the logits [K, c, Vd].
 

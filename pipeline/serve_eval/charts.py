@@ -260,9 +260,7 @@ def _short(name: str) -> str:
     return one_line(name, MAX_NAME)
 
 
-def _drawn(
-    draw: Callable[Concatenate[Axes, _Arguments], object],
-) -> Callable[_Arguments, str]:
+def _drawn(draw: Callable[Concatenate[Axes, _Arguments], object]) -> Callable[_Arguments, str]:
     """A function that draws into axes → one that returns the drawing as an `<svg>` element."""
 
     @wraps(draw)

@@ -17,13 +17,7 @@ import numpy as np
 
 from pipeline.config import RivalSection
 from pipeline.errors import DataError, Regression
-from pipeline.reports import (
-    EvalReport,
-    PairedComparison,
-    PromptResult,
-    RoundCounters,
-    Verdict,
-)
+from pipeline.reports import EvalReport, PairedComparison, PromptResult, RoundCounters, Verdict
 from pipeline.serve_eval.intervals import drawn_sums, estimate
 
 if TYPE_CHECKING:

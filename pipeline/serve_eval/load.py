@@ -380,8 +380,7 @@ def simulate(config: RunConfig, lengths: Sequence[float]) -> SimulatedLoad:
             *(config, target, head, template),
             dtype=target.dtype,
             max_length=min(
-                positions,
-                max(context + section.max_new_tokens, filled_length(section, positions)),
+                positions, max(context + section.max_new_tokens, filled_length(section, positions))
             ),
         )
     contexts = fitting_contexts(own, prompts, {"": template})[""]

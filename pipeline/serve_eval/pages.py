@@ -18,13 +18,7 @@ from pipeline.console import console, logs_json, markdown_text, notice, one_line
 from pipeline.planning.decode import DecodePlan, PlannedDecoding
 from pipeline.reports import REPORT, EvalReport, LoadPoint, ServerResult
 from pipeline.serve_eval import wording
-from pipeline.serve_eval.charts import (
-    MAX_NAME,
-    charts_of,
-    curve_name,
-    is_plain,
-    speedup_by_context,
-)
+from pipeline.serve_eval.charts import MAX_NAME, charts_of, curve_name, is_plain, speedup_by_context
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_report, stage_location
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.config import EvalSection, RunConfig
 from pipeline.planning.targets import shape_of
 from pipeline.records import Manifest, Plan
-from pipeline.store.manifest import find_manifest
+from pipeline.store.manifest import find_manifest, finished_state
 from pipeline.target.arithmetic import decoder_weight_bytes, target_dtype
 
 _REPORT_BYTES = 500 << 10
@@ -56,9 +56,4 @@ def _state(config: RunConfig, head: Manifest | None) -> str:
     own = config.eval.drafter.needs_head and not config.eval.head  # the run's own head
     if own and head is None:
         return "waiting for train"
-    manifest = find_manifest(config.run.uri, "eval")
-    if manifest is None:
-        return "not started"
-    parent = head.content_hash if own and head else None
-    same = (manifest.config_hash, manifest.parent_hash) == (config.section_hash("eval"), parent)
-    return "complete" if same else "complete for another config or parent"
+    return finished_state(config, "eval", head if own else None) or "not started"

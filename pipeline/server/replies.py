@@ -85,12 +85,7 @@ class ReplyStyle:
     def _head(self, *, streamed: bool) -> dict[str, Any]:
         kind = "chat.completion" if self.chat else "text_completion"
         kind += ".chunk" if streamed and self.chat else ""
-        return {
-            "id": self.reply_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-        }
+        return {"id": self.reply_id, "object": kind, "created": self.created, "model": self.model}
 
     def _event(self, choices: list[dict[str, Any]], more: dict[str, Any] | None = None) -> bytes:
         return event(self._head(streamed=True) | {"choices": choices} | (more or {}))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import os
 import secrets
 import signal
@@ -22,14 +21,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from pipeline import __version__
-from pipeline.config import (
-    OWNER,
-    BatchTrees,
-    RunConfig,
-    ServeSection,
-    prepare_process,
-    tree_labels,
-)
+from pipeline.config import OWNER, BatchTrees, RunConfig, ServeSection, prepare_process, tree_labels
+from pipeline.config.credentials import is_this_machine
 from pipeline.console import long_step, notice
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
@@ -90,7 +83,7 @@ def check_address(section: ServeSection) -> str | None:
             where="serve.api_key_env",
             fix="set it to the key that clients must send",
         )
-    if key is None and not section.allow_anonymous and not _is_loopback(section.host):
+    if key is None and not section.allow_anonymous and not is_this_machine(section.host):
         raise ConfigError(
             f"{section.host} can be reached from other machines, and no key is asked for",
             where="serve.host",
@@ -300,13 +293,6 @@ def _listen(section: ServeSection) -> socket.socket:
         problem = f"cannot listen at {section.host}:{section.port}: {error}"
         fix = "choose another serve.port or serve.host"
         raise ConfigError(problem, where="serve.port", fix=fix) from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _head(config: RunConfig, target: Target) -> DraftingHead | None:

@@ -37,12 +37,7 @@ class ReplyPiece:
 class Job:
     """One request on its way between a connection and the engine."""
 
-    def __init__(
-        self,
-        request: Request,
-        pieces: TextPieces,
-        arrived: Callable[[], None],
-    ) -> None:
+    def __init__(self, request: Request, pieces: TextPieces, arrived: Callable[[], None]) -> None:
         """`arrived` is called, on the thread of `run`, whenever there is something to take."""
         self.request, self.times = request, RequestTimes()
         self.stop_reason: int | str | None = None

@@ -50,6 +50,17 @@ def find_manifest(run_uri: str, stage: Stage) -> Manifest | None:
     return parse_manifest(location, location.read(MANIFEST), stage)
 
 
+def finished_state(config: RunConfig, stage: Stage, parent: Manifest | None = None) -> str | None:
+    """For a plan: whether the finished stage is of this config and parent; None: not finished."""
+    manifest = find_manifest(config.run.uri, stage)
+    if manifest is None:
+        return None
+    expected = config.section_hash(stage), parent.content_hash if parent else None
+    if (manifest.config_hash, manifest.parent_hash) == expected:
+        return "complete"
+    return f"complete for another config{' or parent' if parent or manifest.parent_hash else ''}"
+
+
 def parse_manifest(location: Location, data: bytes, stage: Stage) -> Manifest:
     """The manifest in `data`, read from the stage at `location`; raises as `find_manifest`."""
     where, restore = location.where(MANIFEST), f"restore the file, or run `eagle3 {stage} --force`"

@@ -83,6 +83,12 @@ def read_shard(location: Location, shard: Shard) -> bytes:
     return data
 
 
+def committed_state(location: Location, expected: str) -> str:
+    """For a plan: how many of the `expected` shards of the stage at `location` are committed."""
+    committed = sum(name.endswith(ENTRY) for name in location.child(SHARDS).names())
+    return f"{committed} of {expected} shards committed" if committed else "not started"
+
+
 def verify_sizes(location: Location, shards: tuple[Shard, ...]) -> None:
     """Check that all shards are there with their sizes, from one listing. Raises CorruptShard."""
     files = location.child(SHARDS).files() if shards else {}

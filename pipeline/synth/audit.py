@@ -194,9 +194,7 @@ def _quantile(values: Sequence[int], counts: Mapping[int, int], share: float) ->
     raise AssertionError("a share is at most 1")
 
 
-def _findings(
-    findings: Mapping[str, Mapping[str, Mapping[str, int]]],
-) -> dict[str, dict[str, Any]]:
+def _findings(findings: Mapping[str, Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, Any]]:
     """prompts, replies, metadata → entity → findings, values, hashes of the most frequent."""
     listed: dict[str, dict[str, Any]] = {}
     for where, entities in sorted(findings.items()):

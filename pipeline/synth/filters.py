@@ -167,8 +167,7 @@ _DOING = (
 )
 _SUBJECT = r"(?:but )?(?:that )?(?:i[\'\u2019]?m|i am|i)?"
 _REFUSAL = re.compile(
-    rf"\W*{_REGRET}[\s,.!\-\u2014]*{_SUBJECT}\s*{_CANNOT}\b[^.\n]{{0,40}}?\b{_DOING}",
-    re.IGNORECASE,
+    rf"\W*{_REGRET}[\s,.!\-\u2014]*{_SUBJECT}\s*{_CANNOT}\b[^.\n]{{0,40}}?\b{_DOING}", re.IGNORECASE
 )
 
 

@@ -11,8 +11,8 @@ from pipeline.console import readable_bytes
 from pipeline.errors import ConfigError
 from pipeline.planning.targets import shape_of
 from pipeline.records import Plan
-from pipeline.store.manifest import find_manifest, stage_location
-from pipeline.store.shards import ENTRY, SHARDS
+from pipeline.store.manifest import finished_state, stage_location
+from pipeline.store.shards import committed_state
 from pipeline.synth.select import find_selection, prompt_counts, synth_section
 from pipeline.target.arithmetic import decoder_weight_bytes
 
@@ -126,10 +126,5 @@ def _reply_tokens(section: SynthSection) -> int:
 
 def _state(config: RunConfig, expected: int) -> str:
     """What is on storage for this config."""
-    manifest = find_manifest(config.run.uri, "synth")
-    if manifest:
-        same = manifest.config_hash == config.section_hash("synth")
-        return "complete" if same else "complete for another config"
-    names = stage_location(config.run.uri, "synth").child(SHARDS).names()
-    committed = sum(name.endswith(ENTRY) for name in names)
-    return f"{committed} of {expected} shards committed" if committed else "not started"
+    location = stage_location(config.run.uri, "synth")
+    return finished_state(config, "synth") or committed_state(location, f"{expected}")

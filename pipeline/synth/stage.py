@@ -203,10 +203,7 @@ class SynthPipeline:
             notice("synth", f"by the chat template {ends} (docs/synth.md){fix}")
 
     def make(
-        self,
-        stage_run: StageRun,
-        shards: Iterable[PromptShard],
-        advance: Callable[[int], None],
+        self, stage_run: StageRun, shards: Iterable[PromptShard], advance: Callable[[int], None]
     ) -> None:
         """Generate the samples of `shards` and commit them as they finish.
 
@@ -432,10 +429,7 @@ def finish(
 
 
 def _details(
-    config: RunConfig,
-    selection: Selection,
-    template: ChatTemplate,
-    tallies: Mapping[str, Any],
+    config: RunConfig, selection: Selection, template: ChatTemplate, tallies: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What the manifest says of this stage alone."""
     section = synth_section(config)

@@ -12,7 +12,7 @@ from pipeline.heads.registry import algorithm, solves_least_squares
 from pipeline.planning.heads import ZERO_STAGES, HeadSize, init_bytes, zero_memory
 from pipeline.planning.targets import TargetShape, known_shape, shape_of
 from pipeline.records import Manifest, Plan, ZeroMemory
-from pipeline.store.manifest import find_manifest, stage_location
+from pipeline.store.manifest import find_manifest, finished_state, stage_location
 from pipeline.target.arithmetic import decoder_weight_bytes, planned_dtype
 
 #: Master and two moments of AdamW.
@@ -190,11 +190,8 @@ def _initialising_bytes(training: _Training) -> int:
 
 def _state(config: RunConfig, parent: Manifest) -> str:
     """What is on storage for this config and parent."""
-    manifest = find_manifest(config.run.uri, "train")
-    if manifest:
-        expected = config.section_hash("train"), parent.content_hash
-        same = (manifest.config_hash, manifest.parent_hash) == expected
-        return "complete" if same else "complete for another config or parent"
+    if finished := finished_state(config, "train", parent):
+        return finished
     names = stage_location(config.run.uri, "train").child("checkpoints").names()
     markers = [name.removesuffix(".json") for name in names if name.endswith(".json")]
     newest = max(markers, key=lambda name: (len(name), name), default=None)

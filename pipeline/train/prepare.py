@@ -39,13 +39,7 @@ from pipeline.heads.init import (
     fc_scale,
     lend_rows,
 )
-from pipeline.heads.registry import (
-    algorithm,
-    algorithm_of,
-    check_algorithm,
-    empty_head,
-    open_head,
-)
+from pipeline.heads.registry import algorithm, algorithm_of, check_algorithm, empty_head, open_head
 from pipeline.learning.batches import Schedule, shards_together
 from pipeline.learning.corpus import (
     Corpus,

@@ -335,11 +335,7 @@ def make_optimizer(
 
 def _adamw(groups: list[dict[str, Any]], section: TrainSection) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        groups,
-        lr=section.learning_rate,
-        betas=BETAS,
-        weight_decay=section.weight_decay,
-        fused=True,
+        groups, lr=section.learning_rate, betas=BETAS, weight_decay=section.weight_decay, fused=True
     )
 
 

@@ -210,12 +210,7 @@ def open_batch(
     )
     state, width = (drafter.state, drafter.drafter_pages) if drafter else (None, 0)
     batch = DecodeBatch.empty(
-        rows,
-        pages=pages,
-        emitted=emitted,
-        state=state,
-        device=device,
-        drafter_pages=width,
+        rows, pages=pages, emitted=emitted, state=state, device=device, drafter_pages=width
     )
     block_table = torch.arange(1, pools.shared.pages, device=device).view(rows, pages)
     drafter_block_table = torch.arange(1, pools.drafter_pages.pages, device=device).view(

@@ -244,10 +244,7 @@ Traced = tuple[DrafterFactory, Traces]
 
 
 def trace_variants(
-    model: DecoderModel,
-    factory: DrafterFactory,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    model: DecoderModel, factory: DrafterFactory, prompts: Sequence[Sequence[int]], new_tokens: int
 ) -> list[Traced]:
     """Every variant that is worth a try after prompts of this length, traced."""
     context = sum(map(len, prompts)) // len(prompts)
@@ -274,11 +271,7 @@ def trace_drafter(
 
 
 def plan_cell(
-    model: DecoderModel,
-    name: str,
-    traced: Sequence[Traced],
-    rows: int,
-    context: int,
+    model: DecoderModel, name: str, traced: Sequence[Traced], rows: int, context: int
 ) -> PlannedCell:
     """Time a round's pieces for `rows` rows of `context` entries, and choose variant and shape."""
     cells = [_plan_variant(model, name, *each, rows, context) for each in traced]
@@ -286,12 +279,7 @@ def plan_cell(
 
 
 def _plan_variant(
-    model: DecoderModel,
-    name: str,
-    factory: DrafterFactory,
-    traces: Traces,
-    rows: int,
-    context: int,
+    model: DecoderModel, name: str, factory: DrafterFactory, traces: Traces, rows: int, context: int
 ) -> PlannedCell:
     drafter = factory(widest_for(factory))
     steps = sorted({*(step for step in _STEPS if step <= drafter.depth), drafter.depth})

@@ -23,11 +23,11 @@ from pipeline.synth.select import prompt_counts, select
 Configs = Callable[..., RunConfig]
 
 
-def lines(count: int, **fields: Any) -> str:
+def lines(count: int, last_turn: str = "And then?!", **fields: Any) -> str:
     """Records of two turns, 100 characters together; every fourth is not licensed."""
     records = (
         {
-            "turns": [f"{index:90d}", "And then?!"],
+            "turns": [f"{index:90d}", last_turn],
             "license": "MIT" if index % 4 else "GPL-3.0-only",
             **fields,
         }
@@ -63,16 +63,18 @@ def test_a_selection_is_believed(make_config: Configs, prompts_file: Path) -> No
 
 @pytest.mark.usefixtures("large")
 def test_large_sources_are_estimated(make_config: Configs, prompts_file: Path) -> None:
-    text = lines(6000)
+    text, other, third = (
+        lines(6000, last_turn) for last_turn in ("And then?!", "Why so???", "Where?")
+    )
     prompts_file.write_text(text)
     packed = prompts_file.with_name("packed.jsonl.gz")
-    parts = (text[at : at + 9000].encode() for at in range(0, len(text), 9000))
+    parts = (other[at : at + 9000].encode() for at in range(0, len(other), 9000))
     packed.write_bytes(b"".join(map(gzip.compress, parts)))
     table = prompts_file.with_name("table.parquet")
-    pq.write_table(pa.Table.from_pylist([json.loads(line) for line in text.splitlines()]), table)
+    pq.write_table(pa.Table.from_pylist([json.loads(line) for line in third.splitlines()]), table)
     sources = [{"source": str(path)} for path in (prompts_file, packed, table)]
     sources += [{"source": prompt_set("instructions")}]
-    counts = prompt_counts(make_config(sources=sources, quality={"duplicates": False}))
+    counts = prompt_counts(make_config(sources=sources))
     assert counts.loaded == pytest.approx(3 * 6000 + 770, rel=0.05)
     assert counts.prompts == pytest.approx(3 * 4500 + 770, rel=0.05)
     assert counts.basis.startswith("estimated from 204 records and the sizes of the sources")

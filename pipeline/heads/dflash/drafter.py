@@ -39,12 +39,7 @@ class DflashDrafter(TreeDrafter):
     """One head, and a tree from each of its blocks. It keeps no state beside its planes."""
 
     def __init__(
-        self,
-        head: DflashHead,
-        model: DecoderModel,
-        trees: Trees,
-        *,
-        block_size: int | None = None,
+        self, head: DflashHead, model: DecoderModel, trees: Trees, *, block_size: int | None = None
     ) -> None:
         """The head's weights are copied; the target's embedding, type, device and operations are
         used. `block_size` tokens are drafted at a time, root included; None: as it was trained.

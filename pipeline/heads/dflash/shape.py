@@ -28,7 +28,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from pipeline.heads.base import DraftingHead, DraftShape, RmsNorm, SwiGluMlp
+from pipeline.heads.base import AttentionProjections, DraftingHead, DraftShape, RmsNorm, SwiGluMlp
 
 #: A block's entries have to fit beside a tree's bits, and no published head drafts more.
 MOST_BLOCK = 16
@@ -62,16 +62,9 @@ class DflashShape(DraftShape):
     target_lm_head: bool = False  # logits by the target's rows, of its whole vocabulary
 
 
-class _BlockAttention(nn.Module):
+class _BlockAttention(AttentionProjections):
     def __init__(self, shape: DflashShape) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
-        query = shape.num_attention_heads * shape.head_dim
-        key = shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, key, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, key, bias=False)
-        self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
+        super().__init__(shape, shape.hidden_size)
         self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
 
@@ -83,10 +76,6 @@ class _BlockAttention(nn.Module):
         """x [.., H] → normed keys and values [.., G, d]."""
         key = torch.as_tensor(self.k_norm(self._by_head(self.k_proj(x))))
         return key, self._by_head(self.v_proj(x))
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """[.., heads·d] → [.., heads, d]; there may be no rows."""
-        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
 
 class BlockLayer(nn.Module):
@@ -104,7 +93,7 @@ class BlockLayer(nn.Module):
         normed = self.input_layernorm(hidden)
         block = BlockQkv(self.self_attn.project_query(normed), *self.self_attn.project_keys(normed))
         mixed = attend(block, ContextKeys(*self.self_attn.project_keys(context)))
-        hidden = hidden + self.self_attn.o_proj(mixed.flatten(-2))
+        hidden = hidden + self.self_attn.project_output(mixed)
         return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 

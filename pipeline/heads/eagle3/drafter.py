@@ -150,10 +150,7 @@ class Eagle3Drafter(TreeDrafter):
             return weights[f"{name}.weight"].to(device, self.dtype)
 
         rotary = RotaryTable(
-            self.shape.rope_config(),
-            model.max_length + HEADROOM,
-            device=device,
-            dtype=self.dtype,
+            self.shape.rope_config(), model.max_length + HEADROOM, device=device, dtype=self.dtype
         )
         layers = (fuse_layer(inside, ops, device),)
         self._head = DraftHead(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from pipeline.heads.base import (
     Attend,
-    CausalAttention,
+    AttentionProjections,
     DraftingHead,
     DraftShape,
     RmsNorm,
@@ -53,7 +53,7 @@ class _DraftLayer(nn.Module):
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = CausalAttention(shape, 2 * shape.hidden_size)
+        self.self_attn = AttentionProjections(shape, 2 * shape.hidden_size)
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = SwiGluMlp(shape)
 

@@ -169,10 +169,7 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
         layer,
         where,
         read=(*LAYER_FIELDS, "model_type", "architectures"),
-        rules={
-            **EAGLE3_RULES,
-            "draft_vocab_size": _equal(body, "draft_vocab_size"),
-        },
+        rules={**EAGLE3_RULES, "draft_vocab_size": _equal(body, "draft_vocab_size")},
         prefix=f"{_LAYER}.",
     )
     check_layer_types(layer, where, prefix=f"{_LAYER}.")

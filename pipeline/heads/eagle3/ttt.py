@@ -34,13 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.config import TrainSection
 from pipeline.heads.eagle3.shape import Eagle3Head
-from pipeline.heads.unrolled import (
-    Objective,
-    Unroll,
-    UnrolledModel,
-    embed_tokens,
-    rows_by_position,
-)
+from pipeline.heads.unrolled import Objective, Unroll, UnrolledModel, embed_tokens, rows_by_position
 from pipeline.learning.attention import KeyValue, UnrolledAttention
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.rotary import RotaryTable

@@ -36,10 +36,7 @@ from pipeline.target.open import Target
 _LAYERS = "target_layer_ids"
 
 
-_READ = (
-    *("architectures", "draft_vocab_size", "heads", "chain_input", "attention_bias"),
-    _LAYERS,
-)
+_READ = (*("architectures", "draft_vocab_size", "heads", "chain_input", "attention_bias"), _LAYERS)
 
 
 _RULES = {

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from pipeline.heads.base import CausalAttention, DraftingHead, DraftShape, RmsNorm, SwiGluMlp
+from pipeline.heads.base import AttentionProjections, DraftingHead, DraftShape, RmsNorm, SwiGluMlp
 
 
 class ChainedShape(DraftShape):
@@ -54,7 +54,7 @@ class ChainedLayer(nn.Module):
         self.hidden_layernorm = RmsNorm(size, eps)
         self.input_proj = nn.Linear(2 * size, size, bias=False)  # reads [hidden ; token]
         self.input_layernorm = RmsNorm(size, eps)
-        self.self_attn = CausalAttention(shape, size, bias=shape.attention_bias)
+        self.self_attn = AttentionProjections(shape, size, bias=shape.attention_bias)
         self.post_attention_layernorm = RmsNorm(size, eps)
         self.mlp = SwiGluMlp(shape)
         self.final_layernorm = RmsNorm(size, eps)

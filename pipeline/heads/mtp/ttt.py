@@ -67,11 +67,7 @@ def unroll_chain(
 
 
 def run_heads(
-    head: ChainedHead,
-    embedding: Tensor,
-    batch: TrainBatch,
-    rotary: RotaryTable,
-    count: int,
+    head: ChainedHead, embedding: Tensor, batch: TrainBatch, rotary: RotaryTable, count: int
 ) -> list[Tensor]:
     """What heads 0 … count read, each [N, H]: the last one's is what head count - 1 gives."""
     hidden = [head.project(batch.aux_states)]

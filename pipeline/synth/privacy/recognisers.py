@@ -486,10 +486,7 @@ FINDERS: dict[str, tuple[Finder, ...]] = {
         pattern_finder("PHONE_NUMBER", _PHONE_PATTERNS, digits=5),
         _find_phones_beside_email,
     ),
-    "CREDIT_CARD": (
-        _find_valid_cards,
-        pattern_finder("CREDIT_CARD", _CARD_PATTERNS, digits=12),
-    ),
+    "CREDIT_CARD": (_find_valid_cards, pattern_finder("CREDIT_CARD", _CARD_PATTERNS, digits=12)),
     "IBAN_CODE": (
         pattern_finder("IBAN_CODE", [(_ANNOUNCED_IBAN, _FORMATTED), (_IBAN_FIELD, _NAMED)]),
     ),
