@@ -31,7 +31,6 @@ SLOW = (
     "decoder/ops/test_aot.py",
     "train/test_distributed.py",
     "decoder/ops/test_triton.py",
-    "decoder/ops/test_triton_attention.py",
     "end_to_end/",
     "target/test_smollm2.py",
     "target/test_parallel.py",

@@ -159,16 +159,16 @@ def eight_tokens(directory: Path, max_length: int) -> tuple[DecoderModel, Eagle3
     LlamaForCausalLM(config).save_pretrained(directory)
     # Scaled, so that attention and positions weigh something.
     head = random_head(config, torch.arange(8), intermediate_size=64, seed=3, scale=12)
-    return _load(directory, max_length), head
+    return load_model(directory, max_length), head
 
 
-def _load(directory: Path, max_length: int = 160, ops: TorchOps | None = None) -> DecoderModel:
-    """In float32 on the CPU, by the operations that this machine picks where none are given."""
+def load_model(directory: Path, max_length: int = 160, ops: TorchOps | None = None) -> DecoderModel:
+    """On the CPU; in float32, by the operations that this machine picks, where none are given."""
     return DecoderModel.load(
         directory,
         CAPTURE,
         device=torch.device("cpu"),
-        dtype=torch.float32,
+        dtype=ops.dtype if ops else torch.float32,
         max_length=max_length,
         ops=ops,
     )
@@ -176,13 +176,13 @@ def _load(directory: Path, max_length: int = 160, ops: TorchOps | None = None) -
 
 @pytest.fixture
 def model(make_target: Callable[[str], Path]) -> DecoderModel:
-    return _load(make_target("llama"))
+    return load_model(make_target("llama"))
 
 
 @pytest.fixture
 def torch_model(make_target: Callable[[str], Path]) -> DecoderModel:
     """The same target, computed by the definition of every operation."""
-    return _load(make_target("llama"), ops=TorchOps())
+    return load_model(make_target("llama"), ops=TorchOps())
 
 
 @pytest.fixture

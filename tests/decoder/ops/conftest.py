@@ -12,6 +12,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,61 +20,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
+from pipeline.decoder.ops.layer import AttentionMetadata
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 
 _ROOT = Path(__file__).resolve().parents[3]
 _OUTCOMES = pytest.StashKey[dict[str, str | None]]()
 
 
-def tree_metadata(block_table: Tensor, seq_lens: Tensor, mask: Tensor) -> AttentionMetadata:
-    """Metadata of trees of N nodes a row: block_table [B, P], seq_lens [B], mask [B, N].
-
-    Without rotary tables and with positions of zero: for attention alone.
-    """
-    rows, count = mask.shape
-    return _metadata(block_table, seq_lens, [count] * rows, mask.flatten())
-
-
-def chain_metadata(
-    block_table: Tensor, seq_lens: Tensor, counts: Sequence[int]
-) -> AttentionMetadata:
-    """Metadata of a chain of counts[b] tokens in row b; otherwise as `tree_metadata`."""
-    return _metadata(block_table, seq_lens, counts, None)
-
-
-def slot_metadata(
-    rotary: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor
-) -> AttentionMetadata:
-    """Metadata of tokens with these positions and slots [T], for `rope_write` alone."""
-    none = torch.zeros(1, dtype=torch.int64, device=slots.device)
-    starts = torch.tensor([0, len(slots)], device=slots.device)
-    return AttentionMetadata(
-        rotary, positions, slots, none[None], none, starts, max_query_len=len(slots), mask=None
-    )
-
-
-def _metadata(
+def attention_metadata(
     block_table: Tensor, seq_lens: Tensor, counts: Sequence[int], mask: Tensor | None
 ) -> AttentionMetadata:
+    """Metadata of counts[b] tokens in row b: block_table [B, P], seq_lens [B], mask [T].
+
+    Without rotary tables, positions and slots: for attention alone.
+    """
     device = seq_lens.device
-    tokens_of = torch.tensor(counts, device=device)  # [B]
-    ends = tokens_of.cumsum(0)
-    row = torch.arange(len(counts), device=device).repeat_interleave(tokens_of)  # [T]
-    within = torch.arange(sum(counts), device=device) - (ends - tokens_of)[row]
-    entries = seq_lens[row] + within
-    # A table may be narrower than what follows the last entry that anybody sees.
-    page = (entries // PAGE).clamp(max=block_table.shape[1] - 1)
+    none = torch.zeros(sum(counts), dtype=torch.int64, device=device)
     table = torch.zeros(0, 2, device=device)
+    starts = torch.tensor([0, *accumulate(counts)], device=device)
     return AttentionMetadata(
-        rotary=(table, table),
-        positions=torch.zeros_like(entries),
-        slot_mapping=block_table[row, page] * PAGE + entries % PAGE,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=torch.cat((ends.new_zeros(1), ends)),
-        max_query_len=max(counts),
-        mask=mask,
+        (table, table), none, none, block_table, seq_lens, starts, max(counts), mask
     )
 
 
@@ -110,20 +76,17 @@ def _is_kernel_test(item: pytest.Item) -> bool:
 def _interpret(tests: list[str]) -> dict[str, str | None]:
     """Module and name of each test → what was wrong with it, None if nothing was."""
     with TemporaryDirectory() as directory:
-        return _run(tests, Path(directory) / "report.xml")
-
-
-def _run(tests: list[str], report: Path) -> dict[str, str | None]:
-    quietly = "-q", "-p", "no:cacheprovider", f"--junitxml={report}"
-    command = [sys.executable, "-m", "pytest", *quietly, *tests]
-    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=_ROOT, env=interpreted, capture_output=True, text=True)
-    if not report.exists():
-        return {"no report": done.stdout + done.stderr}
-    return {
-        f"{case.attrib['classname']}.{case.attrib['name']}": _problem(case)
-        for case in ElementTree.parse(report).iter("testcase")
-    }
+        report = Path(directory) / "report.xml"
+        quietly = "-q", "-p", "no:cacheprovider", f"--junitxml={report}"
+        command = [sys.executable, "-m", "pytest", *quietly, *tests]
+        interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(command, cwd=_ROOT, env=interpreted, capture_output=True, text=True)
+        if not report.exists():
+            return {"no report": done.stdout + done.stderr}
+        return {
+            f"{case.attrib['classname']}.{case.attrib['name']}": _problem(case)
+            for case in ElementTree.parse(report).iter("testcase")
+        }
 
 
 def _problem(case: ElementTree.Element) -> str | None:

@@ -1,4 +1,4 @@
-"""Triton kernels on hidden states and the cache against the reference, on random shapes.
+"""Triton kernels against the reference, operation by operation, and what is Triton's alone.
 
 Without a GPU these tests run in Triton's interpreter, see conftest.py.
 """
@@ -7,73 +7,34 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.layer import PAGE
-from pipeline.decoder.ops.triton.launch import INTERPRETED
-from pipeline.decoder.ops.triton.ops import TritonOps
-from tests.decoder.ops.compare import OPS, REFERENCE, TOLERANCE, TYPES, error, seeded
-from tests.decoder.ops.conftest import slot_metadata
+import pipeline.decoder.ops.triton.ops as choices
+from pipeline.decoder.ops import draws as philox
+from pipeline.decoder.ops.draws import keep_top
+from pipeline.decoder.ops.triton.launch import Pointer, Table, jit
+from pipeline.decoder.ops.triton.logits import gumbel, threshold_kernel
+from pipeline.decoder.ops.triton.ops import TritonOps, chunks_of
+from tests.decoder.ops.backends import FP32, TYPES, Backend, triton_backend
+from tests.decoder.ops.operations import OPERATIONS, SAMPLING, sampling_of
 
-# Rows --------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def backend(device: torch.device) -> Backend:
+    torch.manual_seed(0)
+    return triton_backend(FP32, device)
 
 
+# Products are cuBLAS's.
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "linear"])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("count", "size"), [(1, 64), (3, 100), (7, 576), (2, 4096)])
-def test_add_rms_norm(device: torch.device, dtype: torch.dtype, count: int, size: int) -> None:
-    seeded(size)
-    x, update, weight = (
-        torch.randn(shape, dtype=dtype, device=device)
-        for shape in ((count, size), (count, size), (size,))
-    )
-    for added in (update, None):
-        normed, total = OPS.add_rms_norm(x, added, weight, 1e-5)
-        # The interpreter truncates to bfloat16, a GPU rounds: up to one step apart.
-        assert error(total, x if added is None else x + added) <= (
-            2**-7 if INTERPRETED and dtype == torch.bfloat16 else 0
-        )
-        wanted, _ = REFERENCE.add_rms_norm(total.double(), None, weight.double(), 1e-5)
-        assert normed.dtype == dtype and error(normed, wanted) < TOLERANCE[dtype]
+def test_operations(device: torch.device, operation: str, dtype: torch.dtype) -> None:
+    OPERATIONS[operation](triton_backend(dtype, device))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("count", "size"), [(1, 64), (5, 100), (3, 1536)])
-def test_silu_mul(device: torch.device, dtype: torch.dtype, count: int, size: int) -> None:
-    seeded(size)
-    x = torch.randn(count, 2 * size, dtype=dtype, device=device) * 4
-    x[0, 0] = -200.0  # exp(200) is infinite in float32
-    assert error(OPS.silu_mul(x), REFERENCE.silu_mul(x.double())) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("count", "size"), [(1, 64), (5, 100)])
-def test_embed_concat(device: torch.device, dtype: torch.dtype, count: int, size: int) -> None:
-    seeded(size)
-    embedding, states, *norms = (
-        torch.randn(shape, device=device).to(dtype)
-        for shape in ((30, size), (count, 2 * size), (size,), (size,))
-    )
-    tokens, hidden = torch.randint(0, 30, (count,), device=device), states[:, :size]  # a view
-    got = OPS.embed_concat(tokens, embedding, hidden, norms[0], norms[1], 1e-5)
-    wide = norms[0].double(), norms[1].double()
-    wanted = REFERENCE.embed_concat(tokens, embedding.double(), hidden.double(), *wide, 1e-5)
-    assert got.dtype == dtype and got.is_contiguous()
-    assert error(got, wanted) < TOLERANCE[dtype]
-
-
-def test_views_are_read_as_what_they_are(device: torch.device) -> None:
-    """Every second row, and columns in the middle: strides that no kernel knows."""
-    seeded(0)
-    x, update = torch.randn(2, 8, 96, device=device)[..., 16:80][:, ::2]
-    weight = torch.randn(64, device=device)
-    got = *OPS.add_rms_norm(x, update, weight, 1e-5), OPS.silu_mul(x)
-    wanted = *REFERENCE.add_rms_norm(x, update, weight, 1e-5), REFERENCE.silu_mul(x)
-    assert all(error(*pair) < 1e-5 for pair in zip(got, wanted, strict=True))
-
-
-def test_a_kernel_refuses_a_view_whose_strides_it_does_not_know(device: torch.device) -> None:
-    weight = torch.randn(128, device=device)[::2]
+def test_a_kernel_refuses_a_view_whose_strides_it_does_not_know(backend: Backend) -> None:
     with pytest.raises(AssertionError, match=r"add_rms_norm_kernel reads a view of shape \[64\]"):
-        OPS.add_rms_norm(torch.randn(1, 64, device=device), None, weight, 1e-5)
+        backend.ops.add_rms_norm(backend.numbers(1, 64), None, backend.numbers(128)[::2], 1e-5)
 
 
 def test_weights_take_the_type_of_the_activations(device: torch.device) -> None:
@@ -85,66 +46,70 @@ def test_weights_take_the_type_of_the_activations(device: torch.device) -> None:
         assert ops.linear(torch.randn(2, 8, dtype=dtype, device=device), packed).shape == (2, 4)
 
 
-# Cache -------------------------------------------------------------------------------------------
+def test_wide_tables_have_few_chunks() -> None:
+    """Longer ones: what is left of them and of the merge stays bounded."""
+    assert chunks_of(1) == (1, 4) and chunks_of(128) == (32, 4) and chunks_of(910) == (32, 29)
+    assert all(chunks_of(pages)[0] <= 32 for pages in range(1, 5000))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "groups", "size"), [(3, 3, 64), (6, 2, 80), (8, 2, 96), (8, 1, 128), (4, 2, 8)]
-)
-def test_rope_write(
-    device: torch.device, dtype: torch.dtype, normed: bool, heads: int, groups: int, size: int
+# Draws -------------------------------------------------------------------------------------------
+
+
+@jit
+def gumbel_kernel(
+    seed: Table, position: Table, out: Pointer, GROUPS: tl.constexpr, FIRST: tl.constexpr
 ) -> None:
-    seeded(size + heads)
-    count, pages = 9, 3
-    qkv = torch.randn(count, (heads + 2 * groups) * size, dtype=dtype, device=device)
-    rotary = (
-        torch.randn(500, size, device=device).to(dtype),
-        torch.randn(500, size, device=device).to(dtype),
-    )
-    norms = (
-        (torch.randn(size, device=device).to(dtype), torch.randn(size, device=device).to(dtype))
-        if normed
-        else None
-    )
-    positions = torch.randint(0, 500, (count,), device=device)
-    slots = torch.randperm(pages * PAGE, device=device)[:count]
-    # A slice of a larger pool, as the model passes it; what is not written must stay as it is.
-    pool = torch.full((2, 2, pages, groups, PAGE, size), float("nan"), dtype=dtype, device=device)
-    wanted_pool = pool.double()
-    where = slot_metadata(rotary, positions, slots)
-    query = OPS.rope_write(qkv, norms, 1e-6, where, *pool[1])
-    wide_norms = None if norms is None else (norms[0].double(), norms[1].double())
-    wide = slot_metadata((rotary[0].double(), rotary[1].double()), positions, slots)
-    wanted = REFERENCE.rope_write(qkv.double(), wide_norms, 1e-6, wide, *wanted_pool[1])
-    tolerance = TOLERANCE[dtype] * (
-        3 if normed else 1
-    )  # bfloat16 rounds once more, before the rotation
-    assert error(query, wanted) < tolerance
-    assert torch.equal(pool.isnan(), wanted_pool.isnan())
-    assert error(pool.nan_to_num(0), wanted_pool.nan_to_num(0)) < tolerance
-    assert torch.equal(
-        pool[1, 1].double().nan_to_num(0), wanted_pool[1, 1].nan_to_num(0)
-    )  # values are copied
+    group = tl.arange(0, GROUPS)
+    at = group[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out + at, gumbel(tl.load(seed), tl.load(position), group + FIRST))
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**63 - 1, 5), (12345678901234, 2**40)])
+def test_noise(device: torch.device, seed: int, position: int) -> None:
+    """The words of every token, by their Gumbel numbers."""
+    first = 1000
+    got = torch.full((4096,), float("nan"), device=device)
+    where = torch.tensor([seed], device=device), torch.tensor([position], device=device)
+    gumbel_kernel[(1,)](*where, got, GROUPS=1024, FIRST=first)
+    wanted = philox.gumbel(*where, 4 * first + 4096)[0, 4 * first :]
+    assert float((got - wanted).abs().max()) < 4e-6
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("size", "moved"), [(64, 7), (80, 17), (128, 1)])
-def test_compact(device: torch.device, dtype: torch.dtype, size: int, moved: int) -> None:
-    chance = seeded(size)
-    rows, groups, pages = 3, 2, 4
-    planes = torch.randn(2, 2, rows * pages, groups, PAGE, size, device=device).to(dtype)
-    block_table = torch.randperm(rows * pages, device=device).view(rows, pages)
-    seq_lens = torch.tensor(
-        [0, 60, 127], device=device
-    )  # within a page, across its end, at its end
-    path = torch.zeros(rows, moved, dtype=torch.int64)
-    for row in range(rows):
-        real = chance.randint(1, moved)
-        path[row, :real] = torch.tensor([0, *sorted(chance.sample(range(1, 40), real - 1))])
-        path[row, real:] = path[row, real - 1]
-    wanted = planes.clone()
-    REFERENCE.compact(wanted, block_table, seq_lens, path.to(device))
-    OPS.compact(planes, block_table, seq_lens, path.to(device))
-    assert torch.equal(planes, wanted)
+@pytest.mark.parametrize(("near", "capacity"), [(16.0, 4096), (0.5, 4096), (16.0, 64)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_kept_set(
+    device: torch.device, dtype: torch.dtype, near: float, capacity: int, ties: bool
+) -> None:
+    """The same tokens survive top-k and top-p, ties included.
+
+    With a small `near` the candidates do not suffice, with a small `capacity` they do not fit.
+    """
+    torch.manual_seed(0)
+    backend, cases = triton_backend(dtype, device), [case for case in SAMPLING if case[0] > 0.01]
+    sampling = sampling_of(backend, cases, 1)
+    logits = backend.numbers(len(cases), 3000, scale=3)
+    logits[:, 7] = float("-inf")
+    logits = (logits * 4).round() / 4 if ties else logits
+    least = torch.full((len(cases),), float("nan"), device=device)
+    by_row = sampling.temperature, sampling.top_p, sampling.top_k
+    scratch = torch.full((len(cases), capacity), float("nan"), device=device).to(dtype)
+    sizes = {"SIZE": 3000, "CAPACITY": capacity, "NEAR": near, "BLOCK": 1024, "WAYS": 4}
+    threshold_kernel[(len(cases),)](logits, *by_row, scratch, least, 1, **sizes)
+    scaled = logits.float() / sampling.temperature.clamp(min=1e-6)[:, None]
+    wanted = keep_top(scaled, sampling) > float("-inf")
+    for row, case in enumerate(cases):
+        kept = scaled[row] >= least[row]
+        kept[7] = wanted[row, 7]
+        assert torch.equal(kept, wanted[row]), case
+    assert (least == float("-inf")).tolist() == [p >= 1 and k in (0, 70000) for _, p, k in cases]
+
+
+def test_few_candidates_fit(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operation passes its limits on, and draws the same beyond them."""
+    sampling = sampling_of(backend, SAMPLING, 1)
+    logits = backend.numbers(len(SAMPLING), 900)
+    positions = torch.arange(len(SAMPLING), device=backend.device)
+    wanted = backend.ops.draw(logits, sampling, positions)
+    monkeypatch.setattr(choices, "CAPACITY", 32)
+    assert torch.equal(backend.ops.draw(logits, sampling, positions), wanted)

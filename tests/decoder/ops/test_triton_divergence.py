@@ -15,7 +15,7 @@ from pipeline.config.train import Loss
 from pipeline.learning import losses as divergence
 from pipeline.learning.losses import OutputLoss, Teacher
 from pipeline.learning.losses_kernel import compare_in_place
-from tests.decoder.ops.compare import TYPES, seeded
+from tests.decoder.ops.backends import TYPES
 from tests.train.formulas import divergence_of
 
 LOSSES: tuple[Loss, ...] = get_args(Loss)
@@ -34,7 +34,7 @@ def test_loss_hits_and_gradients(
     loss: Loss,
     dtype: torch.dtype,
 ) -> None:
-    seeded(size)
+    torch.manual_seed(size)
     # Few values: the largest is often tied, and p is never so near q that rounding decides.
     logits, teacher_logits = (
         (4 * torch.randn(*shape, device=device)).round(decimals=1).to(dtype)
@@ -62,7 +62,7 @@ def test_teacher_logits_of_minus_infinity_have_no_probability(
     loss: Loss, device: torch.device
 ) -> None:
     """A whole block of them and single ones; as plain torch does it."""
-    seeded(3)
+    torch.manual_seed(3)
     logits, teacher_logits = (torch.randn(*s, device=device) for s in ((2, 2, 4500), (2, 4500)))
     teacher_logits[..., :4096] = teacher_logits[..., 4200:4300] = -torch.inf
     given = torch.rand(2, 2, device=device), torch.full((2, 2), 4400, device=device), loss
@@ -79,7 +79,7 @@ def test_the_output_layer_takes_the_kernel(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunk by chunk, with the results of plain torch."""
-    seeded(1)
+    torch.manual_seed(1)
     states, weight = torch.randn(3, 5, 8, device=device), torch.randn(40, 8, device=device)
     rows = torch.randn(40, 8, device=device)
     teacher = Teacher(torch.randn(5, 8, device=device), rows)
