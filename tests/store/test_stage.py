@@ -220,7 +220,7 @@ def test_keys_that_shape_nothing_and_later_defaults_do_not_conflict(tmp_path: Pa
     open_synth(make_config(tmp_path, synth={"batch_size": 3}))
     for changed, key in (
         ({"temperature": 0.5}, "synth.temperature 0.0 → 0.5"),
-        ({"quality": {"refusals": "drop"}}, "synth.quality.refusals keep → drop"),
+        ({"quality": {"refusals": "drop"}}, 'synth.quality.refusals "keep" → "drop"'),
     ):
         with pytest.raises(StageConflict, match=re.escape(key)):
             open_synth(make_config(tmp_path, synth=changed))
