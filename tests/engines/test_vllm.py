@@ -139,10 +139,9 @@ def _plant(head: Path, fault: Fault) -> None:
     config = json.loads((head / "config.json").read_text())
     changes = dict(fault.config)
     if shift_by := changes.pop("aux", 0):
-        layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [
-            each + shift_by for each in layers
-        ]
+        key = "eagle_aux_hidden_state_layer_ids"
+        for section in (config, config["eagle_config"]):
+            section[key] = [each + shift_by for each in section[key]]
     (head / "config.json").write_text(json.dumps(config | changes))
 
 
