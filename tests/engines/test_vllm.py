@@ -43,8 +43,8 @@ def test_a_right_server_in_bf16(line: Line, tmp_path: Path) -> None:
     with vllm_server(line.target, line.head, tmp_path / "log", dtype="bfloat16") as server:
         seen, findings = line.held_against(server)
     assert errors(findings) == {}
-    paired = seen.paired
-    assert paired is not None and abs(paired.difference.value) < 0.03 * paired.decoder.value
+    # Its text parts from the report's at near-ties, and from there on its rounds are other ones.
+    assert seen.paired is not None and not seen.paired.differs(0.03)
 
 
 @dataclass(frozen=True)
