@@ -342,10 +342,11 @@ def golden_figure(
     for item in sorted(picked, key=usable.index):
         ids, counters = item.speculative.token_ids, item.speculative.statistics.counters()
         shapes: dict[str, RoundCounters] = {}
-        if reply := replayed.replies.get(item.question.request_id):
+        reply = replayed.replies.get(item.question.request_id)
+        if reply and tree.label in reply.counters:
             # In bf16 the two may part at a near-tie; figures of one reply belong together.
             ids, shapes = reply.token_ids, reply.counters
-            counters = shapes.get(tree.label, counters)
+            counters = shapes[tree.label]
         others, gaps = runners_up(item.question.context, ids)
         chosen.append(
             GoldenPrompt(

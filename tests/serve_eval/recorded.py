@@ -35,6 +35,10 @@ class Faults:
     broken: frozenset[str] = frozenset()  # prompts whose stream ends with an error
     cut: frozenset[str] = frozenset()  # prompts whose stream ends without its end
     no_head: bool = False  # drafts and accepts nothing
+    one_more_round: frozenset[str] = (
+        frozenset()
+    )  # prompts whose reply takes one, with no draft kept
+    max_model_len: int = 4096  # that vLLM reports
     plain: bool = False  # knows nothing of speculation
     other_tokens: bool = False  # decodes something else
     more_prompt_tokens: int = 0  # of its chat template
@@ -59,6 +63,16 @@ class RecordedServer:
         reply, counters = list(each.reply_ids), self.counters_of(each)
         if self.faults.other_tokens:
             reply = [reply[0], *(token ^ 1 for token in reply[1:])]
+        if each.id in self.faults.one_more_round:
+            none, *more = counters.accepted_lengths
+            counters = counters.model_copy(
+                update={
+                    "rounds": counters.rounds + 1,
+                    "drafted": counters.drafted + len(counters.proposed),
+                    "accepted_lengths": (none + 1, *more),
+                    "proposed": tuple(count + 1 for count in counters.proposed),
+                }
+            )
         if self.faults.no_head:
             rounds, depth = len(reply) - 1, len(counters.proposed)
             counters = RoundCounters(
@@ -210,7 +224,9 @@ class RecordedVllm(RecordedServer):
 
     async def models(self, request: Request) -> Response:
         card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": MODEL}
-        data = [card | {"parent": None, "max_model_len": 4096, "permission": []}]
+        data = [
+            card | {"parent": None, "max_model_len": self.faults.max_model_len, "permission": []}
+        ]
         return JSONResponse({"object": "list", "data": data})
 
     async def version(self, request: Request) -> Response:

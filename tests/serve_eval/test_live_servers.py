@@ -125,6 +125,32 @@ def test_a_server_without_its_head(recorded: Recorded, kind: type[RecordedServer
 
 
 @BOTH
+def test_one_prompt_with_another_round_is_named_in_fp32(
+    recorded: Recorded, kind: type[RecordedServer]
+) -> None:
+    name = recorded.golden.prompts[3].id
+    url, _ = recorded.start(kind, Faults(one_more_round=frozenset({name})))
+    names = _names(recorded.evaluate(url))
+    assert names["rounds_differ"].startswith("1 of 8 replies with the decoder's own text took")
+    assert f"first {name}: " in names["rounds_differ"]
+    assert not check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+def test_a_context_that_is_too_short_is_named(recorded: Recorded) -> None:
+    url, _ = recorded.start(RecordedVllm, Faults(max_model_len=40))
+    assert "it takes 40 tokens" in _names(recorded.evaluate(url))["context_cut"]
+    assert not check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+def test_the_number_of_drafts_is_checked_with_and_without_a_report(recorded: Recorded) -> None:
+    url, _ = recorded.start(RecordedVllm)
+    elsewhere = f"run.uri={recorded.config.run.uri}-elsewhere"
+    for more in ([], [elsewhere]):
+        names = _names(recorded.evaluate(url, "eval.server.drafts=5", *more))
+        assert names["tree_differs"] == "it drafts 3 tokens a round, and should draft 5"
+
+
+@BOTH
 def test_a_server_that_tells_nothing(recorded: Recorded, kind: type[RecordedServer]) -> None:
     url, _ = recorded.start(kind, Faults(plain=True))
     result = recorded.evaluate(url)

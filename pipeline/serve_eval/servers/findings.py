@@ -118,6 +118,14 @@ class SeenServer:
         return golden if golden and golden.max_new_tokens == self.new_tokens else None
 
     @property
+    def golden_prompts(self) -> list[GoldenPrompt]:
+        """Those that were sent as the report has them: another template makes other tokens of a
+        prompt of the same name."""
+        sent = {each.question.request_id: each.question.context for each in self.runs[0].replies}
+        prompts = self.golden.prompts if self.golden else ()
+        return [each for each in prompts if sent.get(each.id) == each.prompt_ids]
+
+    @property
     def shape(self) -> TreeSection | None:
         """What it drafts, as it reports or as its counters show; None where neither does."""
         return drafted_shape(self.server, self.runs[0])
@@ -128,7 +136,7 @@ class SeenServer:
         shape, tree = self.shape, self.report.settings.tree if self.report else None
         if self.replayed or shape is None or tree is None or shape == tree:
             return self.replayed or self.own
-        prompts = self.golden.prompts if self.golden else ()
+        prompts = self.golden_prompts
         return {each.id: each.shapes[shape.label] for each in prompts if shape.label in each.shapes}
 
     @property
@@ -148,7 +156,7 @@ class SeenServer:
         replies, golden = self.runs[0].replies, self.golden
         ids = {each.question.request_id: each.token_ids for each in replies}
         partings = []
-        for prompt in golden.prompts if golden else ():
+        for prompt in self.golden_prompts:
             if golden and (theirs := ids.get(prompt.id)):
                 parting = parting_of(prompt, theirs, golden.stop_ids)
                 partings += [parting] if parting else []
@@ -286,12 +294,12 @@ def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
 def against_report(seen: SeenServer) -> Iterator[ServerFinding]:
     """Rounds by prompt, τ over all, and the shape, which is another's where the report's own tree
     is not what the server drafts."""
+    yield from _shape(seen)
     if seen.report is None:
         text = "no report of the decoder to compare with: figures stand alone"
         fix = "run `eagle3 eval` first, where the decoder runs this target"
         yield finding("note", "no_report", text, fix)
         return
-    yield from _shape(seen)
     yield from _rounds(seen)
     fix = "compare head and target with the report's; quantised weights change τ a little"
     tau, figures = seen.runs[0].acceptance_length, seen.report.acceptance
@@ -314,18 +322,18 @@ def _shape(seen: SeenServer) -> Iterator[ServerFinding]:
     """Another one than the report's tree, or than `eval.server.drafts`."""
     shape, drafts = seen.shape, seen.section.drafts
     tree = seen.report.settings.tree if seen.report else None
-    if shape is None or tree is None:
-        return
-    if drafts and shape.nodes - 1 != drafts:
+    if shape and drafts and shape.nodes - 1 != drafts:
         text = f"it drafts {shape.nodes - 1} tokens a round, and should draft {drafts}"
         fix = "start the server with so many, or set eval.server.drafts"
         yield finding("error", "tree_differs", text, fix)
-    elif shape != tree and seen.expected:
+    elif shape is None or tree is None or shape == tree:
+        return
+    elif seen.expected:
         text = f"it drafts {shape.label} (steps/top-k/tokens) where the report's tree is "
         text += f"{tree.label}: compared with the decoder's rounds of {shape.label}"
         fix = "nothing, or start the server with the report's tree"
         yield finding("warning", "tree_differs", text, fix)
-    elif shape != tree:
+    else:
         text = f"it drafts {shape.label} (steps/top-k/tokens), the report's tree is {tree.label}, "
         text += f"and the report does not know the decoder's rounds with {shape.label}"
         fix = "add the shape to eval.shapes and evaluate again, or start the server with the tree"
@@ -336,7 +344,8 @@ def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
     """Of replies that are the decoder's own text: the same text takes the same rounds."""
     expected, parted = seen.expected, {each.prompt for each in seen.partings}
     known = {each.question.request_id for each in seen.runs[0].replies if each.token_ids}
-    same = [name for name in seen.reported if name in expected and name in known - parted]
+    golden = {each.id for each in seen.golden_prompts}  # of others the text is not in the report
+    same = [name for name in seen.reported if name in expected and name in golden & known - parted]
     vllm = seen.server.kind == "vllm"
     other = [
         name
