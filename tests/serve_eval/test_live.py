@@ -16,6 +16,7 @@ from pipeline.cli import main
 from pipeline.config import RunConfig, ServeSection, load
 from pipeline.reports import EvalReport, ServerResult
 from pipeline.serve_eval.pages import load_rows, read_results
+from pipeline.serve_eval.servers.check import check_run
 from pipeline.serve_eval.servers.evaluate import evaluate_server
 from pipeline.server.start import _listen
 from tests.serve_eval.conftest import Serving
@@ -201,3 +202,12 @@ def test_first_tokens_of_a_stream_are_not_held_back() -> None:
     """Without TCP_NODELAY a small packet waits for the acknowledgement of the one before: 40 ms."""
     with _listen(ServeSection(port=0)) as listening:
         assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_shape_that_the_report_does_not_know_is_replayed_on_the_spot(
+    finished: Path, serving: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = serving(load(finished, ["eval.tree={top_k: 2, steps: 2, nodes: 4}"]))
+    assert check_run(load(finished, [f"eval.server.url={url}"]))
+    printed = "".join(capsys.readouterr()).replace("\n", " ")
+    assert "compared with the decoder's rounds of 2/2/4" in " ".join(printed.split())
