@@ -238,6 +238,14 @@ class GoldenPrompt(Record):
     shapes: dict[str, RoundCounters] = Field({})
     """Of the same reply with other trees, by name as in `shapes`, replayed: chains of every depth,
     and `eval.shapes`."""
+    accepted_at: dict[str, tuple[int, ...]] = Field({})
+    """For each of them, how many drafted tokens a round that begins at each token of the reply but
+    the last accepts, whatever the rounds before it did."""
+    chain_margins: tuple[tuple[float, ...], ...] = ()
+    """For each token of the reply but the last, and each further token up to the first that a chain
+    drafts wrong: by how much the drafted one leads, in nats, over the likeliest other, or over the
+    right one. Where it is small, another arithmetic may draft the other; it counts as 0 where it is
+    not known."""
 
 
 class GoldenFigure(Record):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipeline.config import RunConfig, SourceSpec
 from pipeline.console import notice
@@ -17,6 +17,8 @@ from pipeline.prompts import balanced, load_prompts
 from pipeline.records import Prompt, Span, Stage
 from pipeline.store.manifest import read_begin, stage_location
 from pipeline.target.template import ChatTemplate
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -169,3 +171,9 @@ def _unreadable(prompt: Prompt, template: ChatTemplate) -> str | None:
 
 def _with_tools(template: ChatTemplate, prompt: Prompt) -> ChatTemplate:
     return template.varied(tools=json.loads(prompt.tools)) if prompt.tools else template
+
+
+def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
+    """At most `most` of them, spread over all."""
+    count = min(most, len(values))
+    return [values[index * len(values) // count] for index in range(count)]

@@ -19,11 +19,11 @@ from pipeline.console import long_step, notice
 from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.ops.tree import WINDOW
 from pipeline.errors import ConfigError, DataError
-from pipeline.reports import RoundCounters, ShapeAcceptance
+from pipeline.reports import GoldenPrompt, RoundCounters, ShapeAcceptance
 from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
-from pipeline.serve_eval.questions import Question
-from pipeline.tuning.trace import replay_counters, trace
+from pipeline.serve_eval.questions import Question, evenly
+from pipeline.tuning.trace import accepted_at, margins, replay_counters, trace
 
 #: Replies traced together, fewer where their keys and values would be more entries than these.
 _SLOTS = 8
@@ -35,6 +35,10 @@ class ReplayedReply(NamedTuple):
 
     token_ids: tuple[int, ...]
     counters: dict[str, RoundCounters]
+    #: What a round that begins at each token but the last accepts.
+    accepted_at: dict[str, tuple[int, ...]]
+    #: `draft_margins` of a chain that begins there; () where they are not known.
+    margins: tuple[tuple[float, ...], ...]
 
 
 class ReplayedShapes(NamedTuple):
@@ -52,7 +56,7 @@ def replay_shapes(
     """Of `eval.shapes` and the tree that is measured, on the first turns of at most
     `eval.shape_prompts` prompts, evenly over `questions`."""
     first = [question for question in questions if question.turn == 1]
-    chosen = first[:: max(1, -(-len(first) // section.shape_prompts))]
+    chosen = evenly(first, section.shape_prompts)
     if not section.shapes or not chosen:
         return ReplayedShapes((), {}, {})
     shapes = list(dict.fromkeys((*section.shapes, own.tree)))
@@ -67,8 +71,13 @@ def replay_shapes(
             for name, reply in replay_group(
                 own, chosen, stop_ids, section.max_new_tokens, group
             ).items():
-                earlier = replies.setdefault(name, reply)
-                earlier.counters.update(reply.counters)
+                earlier = replies.get(name, reply)
+                replies[name] = ReplayedReply(
+                    earlier.token_ids,
+                    earlier.counters | reply.counters,
+                    earlier.accepted_at | reply.accepted_at,
+                    earlier.margins or reply.margins,
+                )
     records = (_record(shape, replies, own=shape == own.tree) for shape in drafted)
     return ReplayedShapes(tuple(each for each in records if each), left_out, replies)
 
@@ -150,10 +159,23 @@ def replay_group(
         return {}
     chains = [TreeSection.chain(depth) for depth in range(1, steps + 1)] if 1 in widths else []
     replies = {
-        question.request_id: ReplayedReply(ids, {})
-        for question, ids in zip(questions, traces.replies, strict=True)
+        question.request_id: ReplayedReply(ids, {}, {}, leads)
+        for question, ids, leads in zip(questions, traces.replies, margins(traces), strict=True)
     }
     for shape in dict.fromkeys((*shapes, *chains)):
-        for reply, counters in zip(replies.values(), replay_counters(traces, shape), strict=True):
+        parts = replay_counters(traces, shape), accepted_at(traces, shape)
+        for reply, counters, accepted in zip(replies.values(), *parts, strict=True):
             reply.counters[shape.label] = counters
+            reply.accepted_at[shape.label] = accepted
     return replies
+
+
+def with_replay(prompt: GoldenPrompt, reply: ReplayedReply) -> GoldenPrompt:
+    """The prompt, and what the replay of its reply knows."""
+    return prompt.model_copy(
+        update={
+            "shapes": prompt.shapes | reply.counters,
+            "accepted_at": prompt.accepted_at | reply.accepted_at,
+            "chain_margins": reply.margins or prompt.chain_margins,
+        }
+    )

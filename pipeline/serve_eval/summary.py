@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -40,14 +40,12 @@ from pipeline.reports import (
 from pipeline.serve_eval.compare import compare_rivals
 from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Measured
-from pipeline.serve_eval.questions import LeftOut
-from pipeline.serve_eval.shapes import ReplayedShapes
+from pipeline.serve_eval.questions import LeftOut, evenly
+from pipeline.serve_eval.shapes import ReplayedShapes, with_replay
 from pipeline.tuning.tune import Choice
 
 #: Prompts of a golden figure, and the tokens of the longest: a report stays readable.
 _GOLDEN_PROMPTS, _GOLDEN_TOKENS = 16, 4096
-
-_Value = TypeVar("_Value")
 
 
 class Measurements(NamedTuple):
@@ -341,22 +339,25 @@ def golden_figure(
     chosen = []
     for item in sorted(picked, key=usable.index):
         ids, counters = item.speculative.token_ids, item.speculative.statistics.counters()
-        shapes: dict[str, RoundCounters] = {}
+        own = GoldenPrompt(
+            id=item.question.request_id,
+            prompt_ids=item.question.context,
+            reply_ids=ids,
+            counters=counters,
+        )
         reply = replayed.replies.get(item.question.request_id)
         if reply and tree.label in reply.counters:
             # In bf16 the two may part at a near-tie; figures of one reply belong together.
-            ids, shapes = reply.token_ids, reply.counters
-            counters = shapes[tree.label]
-        others, gaps = runners_up(item.question.context, ids)
+            own = with_replay(own, reply).model_copy(
+                update={"reply_ids": reply.token_ids, "counters": reply.counters[tree.label]}
+            )
+        others, gaps = runners_up(own.prompt_ids, own.reply_ids)
         chosen.append(
-            GoldenPrompt(
-                id=item.question.request_id,
-                prompt_ids=item.question.context,
-                reply_ids=ids,
-                counters=counters,
-                runner_up_ids=tuple(others),
-                runner_up_gaps=tuple(round(gap, 4) for gap in gaps),
-                shapes=shapes,
+            own.model_copy(
+                update={
+                    "runner_up_ids": tuple(others),
+                    "runner_up_gaps": tuple(round(gap, 4) for gap in gaps),
+                }
             )
         )
     figures = acceptance_figures([each.counters for each in chosen], [each.id for each in chosen])
@@ -379,9 +380,3 @@ def golden_figure(
 def prompts_digest(prompts: Sequence[Sequence[int]]) -> str:
     """SHA-256 over token ids."""
     return digest([list(each) for each in prompts])
-
-
-def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
-    """At most `most` of them, spread over all."""
-    count = min(most, len(values))
-    return [values[index * len(values) // count] for index in range(count)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class Traces:
     best: Mapping[int, Tensor]
     #: By beams, [T, D] int64: candidates of a draft of s + 1 steps.
     sizes: Mapping[int, Tensor]
+    #: By beams, [T, D] float32: see `draft_margins`.
+    margins: Mapping[int, Tensor]
     #: Token ids of each reply, a stop token included.
     replies: tuple[tuple[int, ...], ...] = ()
 
@@ -124,6 +127,7 @@ def trace(
             by_row = (
                 continuation_ranks(drafted, following),  # [B, P, D, D]
                 *proposed_ranks(drafted, shape.steps),  # [B, P, D, D], [B, P, D]
+                draft_margins(drafted, following),  # [B, P, D]
             )
             for row, count in enumerate(positions):
                 traced[width].append([part[row, :count] for part in by_row])
@@ -137,10 +141,10 @@ def trace(
         width: [torch.cat(parts).cpu() for parts in zip(*rows, strict=True)]
         for width, rows in traced.items()
     }
-    ranks, best, sizes = (
-        {width: parts[index] for width, parts in joined.items()} for index in range(3)
+    ranks, best, sizes, leads = (
+        {width: parts[index] for width, parts in joined.items()} for index in range(4)
     )
-    return Traces(tuple(lengths), ranks, best, sizes, tuple(texts))
+    return Traces(tuple(lengths), ranks, best, sizes, leads, tuple(texts))
 
 
 def replay(traces: Traces, shape: TreeSection) -> list[int]:
@@ -177,6 +181,24 @@ def replay_counters(traces: Traces, shape: TreeSection) -> list[RoundCounters]:
             )
         )
     return counters
+
+
+def accepted_at(traces: Traces, shape: TreeSection) -> list[tuple[int, ...]]:
+    """By reply, what a round that begins at each of its tokens but the last would accept."""
+    every = _in_tree(traces, traces.ranks, shape)  # [T]
+    return [tuple(some.tolist()) for some in torch.split(every, list(traces.lengths))]
+
+
+def margins(traces: Traces) -> list[tuple[tuple[float, ...], ...]]:
+    """By reply and token but the last, `draft_margins` of the widest draft without the zeros at the
+    end; () where every draft has one beam, and so no second token."""
+    beams = max(traces.margins, default=1)
+    if beams == 1:
+        return [()] * len(traces.lengths)
+    known = (traces.margins[beams] > 0).int().flip(1).cummax(1).values.sum(1)  # [T] to the last
+    rows = zip(traces.margins[beams].tolist(), known.tolist(), strict=True)
+    trimmed = (tuple(round(each, 3) for each in row[:count]) for row, count in rows)
+    return [tuple(islice(trimmed, length)) for length in traces.lengths]
 
 
 def _in_tree(traces: Traces, ranks: Mapping[int, Tensor], shape: TreeSection) -> Tensor:
@@ -289,6 +311,35 @@ def continuation_ranks(drafts: _Drafts, following: Tensor) -> Tensor:
         counted = (better.float() @ drafted_by).int()  # [T, D]
         ranks[:, step] = torch.where(alive & (steps >= step), counted, _NEVER)
     return ranks.view(rows, positions, depth, depth)
+
+
+def draft_margins(drafts: _Drafts, following: Tensor) -> Tensor:
+    """How clear each decision of a chain is along the continuations, in nats: [B, P, D].
+
+    Entry d: by how much the likeliest token d + 1 leads, over the likeliest other where it is the
+    continuation's, over the continuation's where it is not, or over the least likely child where
+    that is not even drafted: a lower bound. After such a miss, and where nothing was drafted below
+    the continuation, it is 0.
+    """
+    rows, positions, depth = following.shape
+    targets = following.flatten(0, 1)  # [T, D], T = B·P
+    stacked = [torch.stack(parts, dim=1) for parts in list(zip(*drafts, strict=True))[:3]]
+    tokens, parents, scores = (part.flatten(0, 1) for part in stacked)  # each [T, C]
+    node = torch.full_like(targets[:, :1], -1)
+    alive = torch.ones_like(node, dtype=torch.bool)
+    margins = scores.new_zeros(targets.shape)
+    for step in range(depth):
+        children = (parents == node) & (drafts[0].depths == step + 1) & (scores > -torch.inf)
+        own = children & (tokens == targets[:, step : step + 1])  # [T, C]
+        ours = scores.where(own, -torch.inf).amax(1)  # [T]
+        best_other = scores.where(children & ~own, -torch.inf).amax(1)
+        least = scores.where(children, torch.inf).amin(1)
+        lead = (ours.where(own.any(1), least) - best_other).abs()
+        decided = alive[:, 0] & (children.sum(1) > 1)
+        margins[:, step] = lead.where(decided, 0.0)
+        node = own.int().argmax(1, keepdim=True)
+        alive &= decided[:, None] & (ours > best_other)[:, None]
+    return margins.view(rows, positions, depth)
 
 
 def proposed_ranks(drafts: _Drafts, depth: int) -> tuple[Tensor, Tensor]:

@@ -101,10 +101,10 @@ def test_a_share_of_the_prompts_is_tried_and_later_turns_are_not(
     (first, second) = replayed.shapes
     assert (first.name, second.name, second.own) == ("2/2/4", "5/4/16", True)
     shape = TreeSection(steps=2, top_k=2, nodes=4)
-    chosen = [questions[0], questions[3]]
+    chosen = [questions[0], questions[2]]
     assert traced == [[question.context for question in chosen]], "once, for both shapes"
     counted = _counted(own, chosen, stop_ids, shape)
-    assert first.acceptance == acceptance_figures(counted, ["s/0", "s/3"])
+    assert first.acceptance == acceptance_figures(counted, ["s/0", "s/2"])
     none = config.eval.model_copy(update={"shapes": ()})
     assert replay_shapes(own, questions, stop_ids, none) == ReplayedShapes((), {}, {})
 

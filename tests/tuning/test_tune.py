@@ -171,7 +171,7 @@ def test_replay_by_hand() -> None:
     twice = [[0, 0], [never, 1]]
     once = [[0, 0], [never, never]]
     not_once = [[never, never], [never, never]]
-    traces = Traces((3, 1), {1: torch.tensor([twice, not_once, once, once])}, {}, {})
+    traces = Traces((3, 1), {1: torch.tensor([twice, not_once, once, once])}, {}, {}, {})
     two, one = (TreeSection(top_k=1, steps=steps, nodes=steps + 1) for steps in (2, 1))
     assert replay(traces, two) == [1, 1]
     assert replay(traces, one) == [2, 1]  # two tokens, then two of which one is left

@@ -8,7 +8,7 @@ configuration the decoder's rounds with it are then replayed on the spot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from pipeline.config import (
 )
 from pipeline.console import long_step, notice
 from pipeline.errors import ConfigError, DataError
-from pipeline.reports import REPORT, EvalReport, GoldenFigure, RoundCounters, ServerFinding
+from pipeline.reports import REPORT, EvalReport, GoldenFigure, ServerFinding
 from pipeline.serve_eval.pages import report_of
-from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.questions import Question, evenly
 from pipeline.serve_eval.servers.client import ServerGone, gone, open_client
 from pipeline.serve_eval.servers.findings import (
     SeenServer,
@@ -34,10 +34,12 @@ from pipeline.serve_eval.servers.findings import (
     print_finding,
     texts,
 )
-from pipeline.serve_eval.servers.kinds import LiveServer, identify
-from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
-from pipeline.serve_eval.summary import evenly
+from pipeline.serve_eval.servers.kinds import identify
+from pipeline.serve_eval.servers.load import LiveMeasure, LiveReply
 from pipeline.store.manifest import stage_location
+
+#: Adds to a golden figure the decoder's rounds with a shape.
+Replay = Callable[[GoldenFigure, TreeSection], GoldenFigure]
 
 
 def check_run(config: RunConfig) -> bool:
@@ -66,7 +68,7 @@ def check(
     section: LiveServerSection,
     *,
     where: str,
-    replay: Callable[[GoldenFigure, TreeSection], Mapping[str, RoundCounters]] | None = None,
+    replay: Replay | None = None,
 ) -> bool:
     """Send, compare and print: whether no finding is an error; otherwise as `compare_golden`."""
     seen, findings = compare_golden(report, section, where=where, replay=replay)
@@ -84,24 +86,24 @@ def compare_golden(
     section: LiveServerSection,
     *,
     where: str,
-    replay: Callable[[GoldenFigure, TreeSection], Mapping[str, RoundCounters]] | None = None,
+    replay: Replay | None = None,
 ) -> tuple[SeenServer, list[ServerFinding]]:
-    """Send the golden prompts; `replay` makes the decoder's rounds with a shape that the report
-    does not know. Raises ConfigError for a report without a golden τ."""
+    """Send the golden prompts; `replay` adds the decoder's rounds with a shape that the report does
+    not know. Raises ConfigError for a report without a golden τ."""
     golden = report.golden
     if golden is None:
         fix = "evaluate again: `eagle3 eval --force`, with a drafter that drafts"
         raise ConfigError("the report has no golden τ", where=where, fix=fix)
-    server, run = asyncio.run(_send(golden, section))
-    own = {each.id: each.counters for each in golden.prompts}
-    seen = SeenServer(server, section, [run], golden.max_new_tokens, report=report, own=own)
+    seen = asyncio.run(_send(report, golden, section))
     if replay and (shape := seen.shape) and not seen.expected:
-        seen = replace(seen, replayed=replay(golden, shape))
+        golden = replay(golden, shape)
+        seen = replace(seen, report=report.model_copy(update={"golden": golden}))
     return seen, [*failures(seen), *_acceptance(seen), *texts(seen)]
 
 
-async def _send(golden: GoldenFigure, section: LiveServerSection) -> tuple[LiveServer, LoadRun]:
+async def _send(report: EvalReport, golden: GoldenFigure, section: LiveServerSection) -> SeenServer:
     url = str(section.url)
+    own = {each.id: each.counters for each in golden.prompts}
     chosen = evenly(golden.prompts, section.check_prompts)
     questions = [Question(each.id, "", each.prompt_ids) for each in chosen]
     async with open_client(section) as client:
@@ -109,19 +111,34 @@ async def _send(golden: GoldenFigure, section: LiveServerSection) -> tuple[LiveS
             server = await identify(client, url, section.kind, section.model)
         except ServerGone:
             raise gone(url) from None
-        measure = LiveMeasure(
-            client, server, url=url, new_tokens=golden.max_new_tokens, stop_ids=golden.stop_ids
-        )
-        return server, await measure.run(questions, 1, lambda amount: None)
+        measure = partial(LiveMeasure, client, server, url=url, stop_ids=golden.stop_ids)
+        limit = golden.max_new_tokens
+        run = await measure(new_tokens=limit).run(questions, 1, lambda amount: None)
+        seen = SeenServer(server, section, [run], limit, report=report, own=own)
+        return replace(seen, cut=await _cut(seen, measure))
 
 
-def _replay(
-    config: RunConfig, golden: GoldenFigure, shape: TreeSection
-) -> Mapping[str, RoundCounters]:
-    """The run's target and head, with a shape that its report does not know."""
+async def _cut(seen: SeenServer, measure: Callable[..., LiveMeasure]) -> dict[str, LiveReply]:
+    """Replies that part from the decoder's, once more and only up to there: of these the server's
+    counters can be held against the decoder's rounds."""
+    first = {each.question.request_id: each for each in seen.runs[0].replies}
+    cut = {}
+    for parting in seen.partings:
+        reply, limit = first[parting.prompt], parting.position
+        if limit < 2 or reply.rounds is None or reply.rounds.in_order or seen.exact:
+            continue
+        run = await measure(new_tokens=limit).run([reply.question], 1, lambda amount: None)
+        (again,) = run.replies
+        if again.token_ids == (reply.token_ids or ())[:limit]:
+            cut[parting.prompt] = again
+    return cut
+
+
+def _replay(config: RunConfig, golden: GoldenFigure, shape: TreeSection) -> GoldenFigure:
+    """With the run's target and head: what its report does not know of a shape."""
     from pipeline.heads.registry import open_head
     from pipeline.serve_eval.measure import Comparison
-    from pipeline.serve_eval.shapes import replay_group
+    from pipeline.serve_eval.shapes import replay_group, with_replay
     from pipeline.store.manifest import head_location
     from pipeline.target.open import open_target
 
@@ -139,12 +156,13 @@ def _replay(
     )
     with long_step("check", f"replaying {shape.label} on {len(questions)} prompts"):
         replies = replay_group(own, questions, golden.stop_ids, golden.max_new_tokens, [shape])
-    texts_of = {each.id: each.reply_ids for each in golden.prompts}
-    return {
-        name: reply.counters[shape.label]
-        for name, reply in replies.items()
-        if reply.token_ids == texts_of[name]
-    }
+    prompts = [
+        with_replay(each, reply)
+        if (reply := replies.get(each.id)) and reply.token_ids == each.reply_ids
+        else each
+        for each in golden.prompts
+    ]
+    return golden.model_copy(update={"prompts": tuple(prompts)})
 
 
 def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:

@@ -31,6 +31,7 @@ from pipeline.serve_eval.pages import SERVERS, renew_pages, report_of
 from pipeline.serve_eval.questions import (
     Question,
     clock_of,
+    evenly,
     first_question,
     load_evaluation_prompts,
     readable,
@@ -39,7 +40,7 @@ from pipeline.serve_eval.servers.client import LiveClient, ServerGone, gone, ope
 from pipeline.serve_eval.servers.findings import SeenServer, findings_of, print_server
 from pipeline.serve_eval.servers.kinds import LiveServer, identify
 from pipeline.serve_eval.servers.load import LiveMeasure, LiveReply, LoadRun
-from pipeline.serve_eval.summary import evenly, prompts_digest
+from pipeline.serve_eval.summary import prompts_digest
 from pipeline.store.location import Location
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_template

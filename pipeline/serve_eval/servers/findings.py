@@ -4,8 +4,8 @@ Like is compared with like: the shape that the server drafts, a chain or a tree,
 and the decoder's rounds with just that shape are the report's, replayed where its own tree is
 another. Prompts are the same, replies greedy, so three things must hold, from sharp to blunt:
 
-    rounds     a reply of the decoder's own tokens took the decoder's rounds, drafts and accepted
-               tokens: in fp32 on every prompt, in bf16 on most
+    rounds     where a reply is the decoder's own text, its rounds accept what the decoder's do: in
+               fp32 all of them, in bf16 those whose drafts are no near-ties
     text       another reply parts from the decoder's where two tokens are all but equally likely
     τ          over all prompts it is the decoder's, up to `eval.server.tolerance`, or up to a
                difference whose 95 % interval holds 0
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -34,15 +35,17 @@ from pipeline.reports import (
 )
 from pipeline.serve_eval.intervals import drawn_sums, estimate
 from pipeline.serve_eval.servers.kinds import LiveServer, ServerRounds
-from pipeline.serve_eval.servers.load import LoadRun
+from pipeline.serve_eval.servers.load import LiveReply, LoadRun
 
 #: A head that fits accepts something; below this τ nothing useful was drafted.
 _NOTHING_ACCEPTED = 1.05
 #: A right server's text parts where the next token is no further below, in nats: bf16, and fp32.
-NEAR_TIE, EXACT_TIE = 0.3, 0.01
-#: More of the replies with the decoder's own text than this share take other rounds: in bf16 a few
-#: drafts fall to the other side of a near-tie, in fp32 none does.
-_OTHER_ROUNDS = 0.5
+NEAR_TIE, EXACT_TIE = 0.5, 0.01
+#: Drafts in bf16 are others than the decoder's, on a right server, only where these lead by little:
+#: by so many nats all together, and by so many more for each round.
+NEAR_DRAFTS, NEAR_DRAFT = 0.4, 0.001
+#: Of trees in bf16, whose near-ties are not known: so many more or fewer rounds, as a share.
+_OTHER_ROUNDS = 0.04
 #: How far τ may move between concurrencies, by near-ties and by prompts that are sent again.
 _UNDER_LOAD = 0.10
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}  # the gravest first
@@ -109,7 +112,8 @@ class SeenServer:
     template: Sequence[tuple[str, int, int, bool]] = ()  # prompt, its tokens, ours, the same ids
     report: EvalReport | None = None
     own: Mapping[str, RoundCounters] = field(default_factory=dict)  # by prompt, with its own tree
-    replayed: Mapping[str, RoundCounters] = field(default_factory=dict)  # with the server's shape
+    #: Replies that had parted from the decoder's, sent again up to there.
+    cut: Mapping[str, LiveReply] = field(default_factory=dict)
 
     @property
     def golden(self) -> GoldenFigure | None:
@@ -134,8 +138,8 @@ class SeenServer:
     def expected(self) -> Mapping[str, RoundCounters]:
         """The decoder's rounds with the server's shape, by prompt; {} where they are not known."""
         shape, tree = self.shape, self.report.settings.tree if self.report else None
-        if self.replayed or shape is None or tree is None or shape == tree:
-            return self.replayed or self.own
+        if shape is None or tree is None or shape == tree:
+            return self.own
         prompts = self.golden_prompts
         return {each.id: each.shapes[shape.label] for each in prompts if shape.label in each.shapes}
 
@@ -148,19 +152,34 @@ class SeenServer:
     def reported(self) -> dict[str, ServerRounds]:
         """By prompt."""
         replies = self.runs[0].replies
-        return {each.question.request_id: each.rounds for each in replies if each.rounds}
+        return {each.question.request_id: each.rounds for each in reversed(replies) if each.rounds}
 
     @property
     def partings(self) -> list[Parting]:
         """Of replies whose token ids are known and not the decoder's."""
         replies, golden = self.runs[0].replies, self.golden
-        ids = {each.question.request_id: each.token_ids for each in replies}
+        ids = {each.question.request_id: each.token_ids for each in reversed(replies)}
         partings = []
         for prompt in self.golden_prompts:
             if golden and (theirs := ids.get(prompt.id)):
                 parting = parting_of(prompt, theirs, golden.stop_ids)
                 partings += [parting] if parting else []
         return partings
+
+    @property
+    def compared(self) -> list[ComparedRounds]:
+        """Of replies that are the decoder's own text, or begin as it does: the rounds before a
+        parting are known where the server lists them, or was asked for that much again."""
+        parted, expected = {each.prompt: each.position for each in self.partings}, self.expected
+        known = {each.question.request_id for each in self.runs[0].replies if each.token_ids}
+        compared = []
+        for prompt in self.golden_prompts:
+            theirs, tokens = self.reported.get(prompt.id), parted.get(prompt.id)
+            if tokens is not None and not (theirs and theirs.in_order):
+                theirs = self.cut[prompt.id].rounds if prompt.id in self.cut else None
+            if theirs and prompt.id in known and prompt.id in expected:
+                compared.append(ComparedRounds(prompt, theirs, expected[prompt.id], tokens))
+        return compared
 
     @property
     def exact(self) -> bool:
@@ -181,6 +200,74 @@ def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
         (len(each.counters.proposed) for each in run.rounds if each.counters), default=0
     )
     return TreeSection.chain(positions) if server.kind == "vllm" and positions else None
+
+
+class ComparedRounds(NamedTuple):
+    """The server's rounds for a golden prompt, and the decoder's."""
+
+    prompt: GoldenPrompt
+    theirs: ServerRounds
+    ours: RoundCounters  # of the whole reply
+    tokens: int | None  # from which on the text is another; None: all of it is the decoder's
+
+    def rounds(self, shape: TreeSection) -> int:
+        """The decoder's, for as much of the text as is the same."""
+        accepted_at = self.prompt.accepted_at.get(shape.label, ())
+        if self.tokens is None or self.theirs.in_order or not accepted_at:
+            return self.ours.rounds
+        position = rounds = 0
+        while position < self.tokens - 1:
+            position += accepted_at[position] + 1
+            rounds += 1
+        return rounds
+
+    def other_drafts(self, chain: TreeSection) -> Iterator[tuple[float, str]]:
+        """Drafts that are not the decoder's: by how much, in nats, its own lead, and where."""
+        accepted_at, position = self.prompt.accepted_at[chain.label], 0
+        for accepted in self.theirs.in_order:
+            if position >= len(accepted_at):
+                break
+            ours = accepted_at[position]
+            bonus = position + max(accepted, ours) + 1  # the last token that either comes to
+            if accepted != ours and (self.tokens is None or bonus < self.tokens):
+                lead = self._lead(position, min(accepted, ours))
+                where = f"the round at token {position + 1} accepted {accepted} drafted tokens, "
+                yield lead, f"{where}the decoder's {ours}, whose draft leads by {lead:.2f} nats"
+            position += accepted + 1
+        if not self.theirs.in_order and (lead := self._least_lead(chain)):
+            taken = f"{self.theirs.rounds} rounds accepted {self.theirs.accepted} tokens, to which "
+            yield lead, f"{taken}the decoder comes by drafts that lead by {lead:.2f} nats"
+
+    def _least_lead(self, chain: TreeSection) -> float:
+        """By how much the drafts lead together, in nats, that must be others for the decoder to
+        come to these counters; the least of all ways, infinite where there is none."""
+        accepted_at = self.prompt.accepted_at[chain.label]
+        end = (self.tokens or len(self.prompt.reply_ids)) - 1
+        costs: list[dict[tuple[int, int], float]] = [{} for _ in range(end + 1)]
+        costs[0][0, 0] = 0.0  # by rounds and accepted tokens until each position
+        for position in range(end):
+            ours = accepted_at[position]
+            ways = {each: self._lead(position, each) for each in range(ours)} | {ours: 0.0}
+            if ours < chain.steps:  # how far another draft would go on is not known
+                lead = self._lead(position, ours)
+                ways |= dict.fromkeys(range(ours + 1, chain.steps + 1), lead)
+            for accepted, lead in ways.items():
+                after = costs[min(position + accepted + 1, end)]
+                for (rounds, total), cost in costs[position].items():
+                    counters = rounds + 1, total + accepted
+                    after[counters] = min(after.get(counters, inf), cost + lead)
+        counted = (self.theirs.rounds, self.theirs.accepted)
+        if self.tokens is None:
+            return costs[end].get(counted, inf)
+        # The last round may go on into text that is not the decoder's.
+        return min(
+            (cost for (each, _), cost in costs[end].items() if each == counted[0]), default=inf
+        )
+
+    def _lead(self, position: int, depth: int) -> float:
+        """Of the draft that is `depth` tokens deep."""
+        margins = self.prompt.chain_margins[position]
+        return margins[depth] if depth < len(margins) else 0.0
 
 
 class Parting(NamedTuple):
@@ -341,26 +428,52 @@ def _shape(seen: SeenServer) -> Iterator[ServerFinding]:
 
 
 def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
-    """Of replies that are the decoder's own text: the same text takes the same rounds."""
-    expected, parted = seen.expected, {each.prompt for each in seen.partings}
-    known = {each.question.request_id for each in seen.runs[0].replies if each.token_ids}
-    golden = {each.id for each in seen.golden_prompts}  # of others the text is not in the report
-    same = [name for name in seen.reported if name in expected and name in golden & known - parted]
-    vllm = seen.server.kind == "vllm"
-    other = [
-        name
-        for name in same
-        if _counted(seen.reported[name], vllm) != _counted(expected[name], vllm)
-    ]
-    if not other or not (seen.exact or len(other) > _OTHER_ROUNDS * len(same)):
+    """Where the text is the decoder's own, so are the rounds."""
+    compared, shape = seen.compared, seen.shape
+    if shape is None or not compared:
         return
-    theirs, ours = seen.reported[other[0]], expected[other[0]]
-    text = f"{len(other)} of {len(same)} replies with the decoder's own text took other rounds, "
-    text += f"first {other[0]}: {_in_words(_counted(theirs, vllm))} against "
-    text += f"{_in_words(_counted(ours, vllm))} of the decoder"
-    fix = "the head computes something else there: compare its weights, aux layers, rotary "
-    fix += "settings and norms with the head directory (`eagle3 inspect HEAD`)"
-    yield finding("error", "rounds_differ", text, fix)
+    known = shape.top_k == 1 and all(each.prompt.chain_margins for each in compared)
+    text = _other_drafts(compared, shape) if known and not seen.exact else _other_rounds(seen)
+    if text:
+        fix = "the head computes something else there: compare its weights, aux layers, rotary "
+        fix += "settings and norms with the head directory (`eagle3 inspect HEAD`)"
+        yield finding("error", "rounds_differ", text, fix)
+
+
+def _other_drafts(compared: Sequence[ComparedRounds], chain: TreeSection) -> str:
+    """Drafts that lead clearly and yet are not the server's; "" where few do, and by little."""
+    other = [
+        (lead, f"in {each.prompt.id} {what}")
+        for each in compared
+        for lead, what in each.other_drafts(chain)
+    ]
+    total, rounds = sum(lead for lead, _ in other), sum(each.theirs.rounds for each in compared)
+    if total <= NEAR_DRAFTS + NEAR_DRAFT * rounds:
+        return ""
+    text = f"other tokens are drafted where the decoder's lead by {total:.2f} nats together, in "
+    return f"{text}{rounds} rounds; first of all {max(other)[1]}"
+
+
+def _other_rounds(seen: SeenServer) -> str:
+    """Replies that took other rounds: any in fp32, in bf16 if there are many more rounds, or fewer;
+    "" for none."""
+    vllm, shape = seen.server.kind == "vllm", seen.shape
+    pairs = [
+        (each.prompt.id, _counted(each.theirs, vllm), _counted(each.ours, vllm))
+        for each in seen.compared
+        if each.tokens is None
+    ]
+    other = [pair for pair in pairs if pair[1] != pair[2]]
+    if not seen.exact and shape:
+        rounds = [(each.theirs.rounds, each.rounds(shape)) for each in seen.compared]
+        apart = sum(abs(theirs - ours) for theirs, ours in rounds)
+        if apart <= _OTHER_ROUNDS * sum(ours for _, ours in rounds):
+            return ""
+    if not other:
+        return ""
+    name, theirs, ours = other[0]
+    text = f"{len(other)} of {len(pairs)} replies with the decoder's own text took other rounds, "
+    return f"{text}first {name}: {_in_words(theirs)} against {_in_words(ours)} of the decoder"
 
 
 def _counted(rounds: ServerRounds | RoundCounters, vllm: bool) -> tuple[int, int, int]:

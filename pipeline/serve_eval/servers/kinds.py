@@ -3,8 +3,9 @@
     sglang   POST /generate with input_ids; meta_info of the last event; /server_info (before 0.5:
              /get_server_info) with the speculative_* arguments
              (managers/tokenizer_manager.py, entrypoints/http_server.py)
-    vllm     POST /v1/completions with the ids as prompt; nothing about rounds in a reply: counters
-             of /metrics, read before and after (v1/spec_decode/metrics.py)
+    vllm     POST /v1/completions with the ids as prompt; with --per-request-spec-decode-metrics
+             (0.32) the last event has `metrics.speculative_decoding`, else counters of /metrics are
+             read before and after (v1/metrics/stats.py, v1/spec_decode/metrics.py)
     eagle3   POST /v1/completions; meta_info under SGLang's names in the last event
 
 SGLang has renamed some fields; the newer name is read first.
@@ -143,14 +144,17 @@ class ServerRounds:
     drafted: int = 0
     accepted: int = 0
     counters: RoundCounters | None = None  # None: it does not report what each round accepted
+    in_order: tuple[int, ...] = ()  # accepted by each round; (): it does not list them
 
 
 def rounds_of(meta: dict[str, Any], completion: int, depth: int | None) -> ServerRounds | None:
-    """Of a request, from its `meta_info`; None where it has no rounds.
+    """Of a request, from its `meta_info` or vLLM's metrics; None where it has no rounds.
 
     `completion` counts prefill's token, which no round made. `depth`: positions that a round
     drafts, where it is known; else as many as any round accepted.
     """
+    if "num_spec_steps" in meta:
+        return _drafts_of(meta)
     rounds = meta.get("spec_verify_ct")
     if not isinstance(rounds, int) or rounds < 1:
         return None
@@ -173,6 +177,29 @@ def rounds_of(meta: dict[str, Any], completion: int, depth: int | None) -> Serve
         proposed=(rounds,) * positions,
     )
     return ServerRounds(rounds, tokens, counters.drafted, counters.accepted_tokens, counters)
+
+
+def _drafts_of(metrics: dict[str, Any]) -> ServerRounds | None:
+    """From vLLM's `speculative_decoding`, which counts rounds with a draft, each uncut."""
+    try:
+        lengths = [int(each) for each in metrics["acceptance_histogram"]]
+        drafted, depth = int(metrics["num_draft_tokens"]), int(metrics["num_spec_tokens"])
+        in_order = tuple(int(each) for each in metrics.get("per_step_accepted") or ())
+    except (KeyError, TypeError, ValueError):
+        return None
+    rounds, accepted = sum(lengths), sum(index * count for index, count in enumerate(lengths))
+    if rounds < 1 or min(lengths) < 0 or len(lengths) > depth + 1:
+        return None
+    while len(lengths) > 1 and not lengths[-1]:
+        lengths.pop()
+    counters = RoundCounters(
+        rounds=rounds,
+        tokens=rounds + accepted,
+        drafted=drafted,
+        accepted_lengths=tuple(lengths),
+        proposed=(rounds,) * depth,
+    )
+    return ServerRounds(rounds, rounds + accepted, drafted, accepted, counters, in_order)
 
 
 def _first(meta: dict[str, Any], *names: str) -> Any:

@@ -194,7 +194,7 @@ class LiveMeasure:
         if not tokens:
             raise AttemptFailed("empty")
         rounds = rounds_of(reading.meta, tokens, self._server.depth)
-        if counts:
+        if counts and rounds is None:
             counted = await self._counted(before, tokens)
             if counted and counted.generated == tokens:
                 rounds = counted.rounds()
@@ -254,7 +254,8 @@ class _Reading:
     def take(self, event: dict[str, Any]) -> None:
         if self._native:
             return self._take_native(event)
-        self.meta = event.get("meta_info") or self.meta
+        metrics = event.get("metrics") or {}
+        self.meta = event.get("meta_info") or metrics.get("speculative_decoding") or self.meta
         usage = event.get("usage") or {}
         self._completion = usage.get("completion_tokens") or self._completion
         self.prompt_tokens = usage.get("prompt_tokens") or self.prompt_tokens
