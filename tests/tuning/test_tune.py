@@ -21,7 +21,10 @@ from pipeline.tuning.cost import Costs
 from pipeline.tuning.trace import (
     Traces,
     acceptance,
+    accepted_at,
     continuation_ranks,
+    draft_margins,
+    margins,
     replay,
     replay_counters,
     trace,
@@ -242,3 +245,48 @@ def test_what_cannot_be_traced(pair: Pair) -> None:
     spoilt.embedding = model.embedding * float("nan")
     with pytest.raises(TargetError, match="NaN"):
         trace(spoilt, drafter, [[1]], 4, shape, widths=widths)
+
+
+def test_what_a_round_accepts_at_every_token(traces: Traces) -> None:
+    """Walking over it gives the rounds."""
+    chain = TreeSection.chain(3)
+    for accepted, counters in zip(
+        accepted_at(traces, chain), replay_counters(traces, chain), strict=True
+    ):
+        position, taken = 0, list[int]()
+        while position < len(accepted):
+            taken.append(accepted[position])
+            position += accepted[position] + 1
+        assert (len(taken), sum(taken)) == (counters.rounds, counters.accepted_tokens)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_margins_of_a_chains_drafts(seed: int) -> None:
+    """Against a walk from child to child, over candidates of two beams and two steps."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([[0, 1, 0, 1, 0, 1]])  # siblings propose different tokens
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1]])
+    steps = -torch.rand(1, 6, generator=generator)
+    scores = steps.clone()
+    scores[0, 2:4] += steps[0, 0]
+    scores[0, 4:] += steps[0, 1]
+    draft = Candidates(tokens, parents, scores, torch.tensor([1, 1, 2, 2, 2, 2]))
+    for continuation in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2)):
+        following = torch.tensor([[continuation]])  # [B, P, D]
+        first, *rest = draft_margins([draft], following)[0, 0].tolist()
+        lead = abs(float(scores[0, 0] - scores[0, 1]))
+        assert first == pytest.approx(lead)
+        right = continuation[0] == int(scores[0, 1] > scores[0, 0])
+        below = scores[0, 2 + 2 * min(continuation[0], 1) :][:2]
+        expected = float(below.max() - below.min()) if right else 0.0
+        assert rest == pytest.approx([expected], abs=1e-6)
+
+
+def test_margins_are_known_up_to_the_first_wrong_draft(traces: Traces) -> None:
+    """In most drafts; of wide ones, as a beam may be pushed out of the narrower."""
+    accepted = [each for reply in accepted_at(traces, TreeSection.chain(3)) for each in reply]
+    known = [each for reply in margins(traces) for each in reply]
+    assert len(known) == len(accepted)
+    deep = [len(row) > hits for row, hits in zip(known, accepted, strict=True) if hits < 3]
+    assert sum(deep) > 0.9 * len(deep)
+    assert all(each >= 0 for row in known for each in row)
