@@ -27,9 +27,9 @@ from tests.engines.servers import EngineServer
 FOLDER = ROOT / ".venvs/line"
 TRAINING = ["synth.max_prompts=120", "synth.shard_prompts=120", "synth.max_new_tokens=96"]
 EVALUATION = [
-    "target.dtype=float32",
+    "run.threads=1",
     "eval.tree={top_k: 4, steps: 4, nodes: 8}",
-    "eval.shapes=[{top_k: 1, steps: 3, nodes: 4}, {top_k: 4, steps: 5, nodes: 8}]",
+    "eval.shapes=[{top_k: 1, steps: 7, nodes: 8}, {top_k: 4, steps: 5, nodes: 8}]",
     "eval.hf_prompts=2",
 ]
 
@@ -40,28 +40,44 @@ class Line:
 
     target: Path  # a directory that engines open
     head: Path
-    report: EvalReport
+    reports: dict[str, EvalReport]  # by the decoder's dtype
+
+    @property
+    def report(self) -> EvalReport:
+        """In fp32."""
+        return self.reports["float32"]
 
     def held_against(
-        self, server: EngineServer, **section: object
+        self, server: EngineServer, *, dtype: str = "float32", **section: object
     ) -> tuple[SeenServer, list[ServerFinding]]:
-        """What check-serving finds."""
+        """What check-serving finds, with the report in that type."""
         given = LiveServerSection.model_validate({"url": server.url, **section})
-        return compare_golden(self.report, given, where="the report")
+        return compare_golden(self.reports[dtype], given, where="the report")
 
 
 @pytest.fixture(scope="session")
 def line() -> Line:
+    return make_line()
+
+
+def make_line() -> Line:
+    """Runs what is not there yet."""
     demo, head = ROOT / "configs/demo.yaml", os.environ.get("EAGLE3_HEAD")
     if head is None:
         run(load(demo, [f"run.uri={FOLDER / 'run'}", *TRAINING]), "synth", "features", "train")
         head = str(FOLDER / "run/train/head")
-    # A head has one report here: other weights, another directory.
-    where = FOLDER / f"fp32-{digest_of(Path(head) / 'model.safetensors')[:8]}"
-    config = load(demo, [f"run.uri={where}", f"eval.head={head}", *EVALUATION])
-    run(config, "eval")
-    report = EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")
-    return Line(open_target(config.target).directory, Path(head), report)
+    target = open_target(load(demo).target).directory
+    reports = {dtype: _report(demo, head, dtype) for dtype in ("float32", "bfloat16")}
+    return Line(target, Path(head), reports)
+
+
+def _report(demo: Path, head: str, dtype: str) -> EvalReport:
+    # A head has one report of a kind here: other weights or settings, another directory.
+    settings = [f"target.dtype={dtype}", *EVALUATION]
+    weights = digest_of(Path(head) / "model.safetensors")
+    where = FOLDER / f"{dtype}-{hashlib.sha256(repr((weights, settings)).encode()).hexdigest()[:8]}"
+    run(load(demo, [f"run.uri={where}", f"eval.head={head}", *settings]), "eval")
+    return EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")
 
 
 def digest_of(file: Path) -> str:

@@ -7,10 +7,14 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -59,7 +63,7 @@ def vllm_server(
     *,
     dtype: str = "float32",
     drafts: int = 3,
-    method: str = "eagle3",
+    speculative: Mapping[str, Any] = MappingProxyType({}),
     options: Sequence[str] = (),
 ) -> Iterator[EngineServer]:
     """`vllm serve` of `target` with the exported head `head`, which proposes `drafts` tokens.
@@ -68,40 +72,81 @@ def vllm_server(
     engine's arithmetic alone.
     """
     port = _free_port()
-    command = [str(VLLM.make().with_name("vllm")), "serve", str(target), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", dtype, "--enforce-eager"]
-    command += ["--max-model-len", "1024", "--max-num-seqs", "4", "--no-enable-prefix-caching"]
+    command = ["serve", str(target), "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--dtype", dtype, "--enforce-eager", "--max-model-len", "1024"]
+    command += ["--max-num-seqs", "16", "--per-request-spec-decode-metrics", "detailed"]
+    if "--enable-prefix-caching" not in options:
+        command.append("--no-enable-prefix-caching")
     if head:
-        speculative = {"method": method, "model": str(head), "num_speculative_tokens": drafts}
-        command += ["--speculative-config", json.dumps(speculative)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with log.open("wb") as output:
+        settings = {"method": "eagle3", "model": str(head), "num_speculative_tokens": drafts}
+        settings |= speculative
+        given = {key: value for key, value in settings.items() if value is not None}
+        command += ["--speculative-config", json.dumps(given)]
+    with Forks.of_vllm().start([*command, *options], log) as alive:
+        yield _answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
+
+
+class Forks:
+    """The process that `vllm_forks` is, and the servers that it starts."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    @staticmethod
+    @cache
+    def of_vllm() -> Forks:
+        """One for all tests; it ends with them."""
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
         process = subprocess.Popen(
-            [*command, *options], env=environment, stdout=output, stderr=subprocess.STDOUT
+            [str(VLLM.make()), str(Path(__file__).with_name("vllm_forks.py"))],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        forks = Forks(process)
+        while (line := forks._line()) != "ready":
+            assert line, "ended before it had imported vLLM"
+        return forks
+
+    @contextmanager
+    def start(self, arguments: Sequence[str], log: Path) -> Iterator[Callable[[], bool]]:
+        """`vllm` with these arguments; gives a check whether it is alive. One at a time."""
+        log.unlink(missing_ok=True)
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"arguments": [*arguments], "log": str(log)}) + "\n")
+        self._process.stdin.flush()
+        server = int(self._line())
+        ended = Thread(target=self._line)  # of "ended"
+        ended.start()
         try:
-            yield _answering(process, EngineServer(f"http://127.0.0.1:{port}", log))
+            yield ended.is_alive
         finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            for signal in (SIGTERM, SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(server, signal)
+                ended.join(30)
+            # Its engine and worker are of its group, and may outlive it.
+            with suppress(ProcessLookupError):
+                os.killpg(server, SIGKILL)
+
+    def _line(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
 
 
-def _answering(process: subprocess.Popen[bytes], server: EngineServer) -> EngineServer:
+def _answering(alive: Callable[[], bool], server: EngineServer) -> EngineServer:
     until = time.monotonic() + _START
     while time.monotonic() < until:
-        assert process.poll() is None, f"ended with {process.returncode}: {_end(server.log)}"
+        assert alive(), f"ended: {_end(server.log)}"
         try:
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return server

@@ -1,9 +1,9 @@
 """Starts `vllm serve` many times and imports vLLM once; runs with the interpreter of .venvs/vllm.
 
 Each server is a fork of this process, and so are its engine and its worker, where vLLM on a CPU
-would start a new interpreter for each: 10 s of imports, three times, for each of dozens of servers.
-Nothing else of vLLM is changed. Lines on stdin, as JSON: {"arguments": [...], "log": FILE}
-starts a server and prints its process id; one server at a time, ended by its signal.
+would start a new interpreter for each: three times 10 s of imports, for each of dozens of servers.
+Nothing else of vLLM is changed. A line on stdin, {"arguments": [...], "log": FILE}, starts a
+server; its process id is printed, and "ended" once it has. One server at a time.
 """
 
 from __future__ import annotations
@@ -45,3 +45,4 @@ if __name__ == "__main__":
             serve(**json.loads(line))
         print(server, flush=True)
         os.waitpid(server, 0)
+        print("ended", flush=True)

@@ -318,7 +318,7 @@ def finding(
 
 
 def failures(seen: SeenServer) -> Iterator[ServerFinding]:
-    """Failed requests, by concurrency."""
+    """Failed requests, by concurrency, and replies that are cut short."""
     for run in seen.runs:
         if failed := run.failed.total():
             reasons = ", ".join(f"{count} x {name}" for name, count in run.failed.most_common())
@@ -327,6 +327,12 @@ def failures(seen: SeenServer) -> Iterator[ServerFinding]:
             text += f"; the server says: {run.detail}" if run.detail else ""
             fix = "look at the server's log; figures are of the others"
             yield finding("error", "requests_failed", text, fix)
+    lengths = [each.tokens for each in seen.runs[0].replies if each.finish_reason == "length"]
+    if cut := [length for length in lengths if length < seen.new_tokens]:
+        text = f"{len(cut)} of {len(seen.runs[0].replies)} replies end for their length, the first "
+        text += f"after {cut[0]} tokens, where {seen.new_tokens} were asked for"
+        fix = "look for a limit in its options and in the model's generation_config.json"
+        yield finding("error", "replies_cut", text, fix)
     limit = seen.server.settings.get("max_model_len", seen.server.settings.get("context_length"))
     sent = max((len(each.question.context) for each in seen.runs[0].replies), default=0)
     if isinstance(limit, int) and 0 < limit < sent + seen.new_tokens:

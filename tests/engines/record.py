@@ -1,0 +1,94 @@
+"""Serves every plan by a real vLLM and keeps what came back: `python -m tests.engines.record`.
+
+The recordings are judged by `make test`, which needs no engine. A plan that is recorded already is
+left as it is; about an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pipeline.config import LiveServerSection
+from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.servers.client import open_client
+from pipeline.serve_eval.servers.kinds import LiveServer, identify
+from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
+from tests.engines.conftest import Line, make_line
+from tests.engines.plans import FAULTS, RIGHT, Plan
+from tests.engines.servers import EngineServer, vllm_server
+from tests.serve_eval.recordings import FILE, RecordedReply, RecordedRun, Recording, Recordings
+
+
+def main() -> None:
+    """Record what is missing."""
+    line = make_line()
+    known = Recordings.read() if FILE.is_file() else Recordings(reports={}, servers=())
+    if known.reports != line.reports:
+        known = Recordings(reports=line.reports, servers=())
+    for plan in (*RIGHT, *FAULTS):
+        if plan.name not in {each.name for each in known.servers}:
+            recording = record(plan, line)
+            known = known.model_copy(update={"servers": (*known.servers, recording)})
+            known.write()
+            print(plan.name, file=sys.stderr)
+
+
+def record(plan: Plan, line: Line) -> Recording:
+    """Serve it, and send the golden prompts at each of its concurrencies."""
+    with TemporaryDirectory() as folder:
+        target, head = plan.plant(line.target, line.head, Path(folder))
+        log = Path(folder) / "log"
+        served = vllm_server(
+            target,
+            head if plan.drafter else None,
+            log,
+            dtype=plan.dtype,
+            drafts=plan.drafts,
+            speculative=dict(plan.speculative),
+            options=plan.options,
+        )
+        with served as server:
+            seen, runs = asyncio.run(_send(plan, line, server))
+    return Recording(
+        name=plan.name,
+        found=plan.found,
+        server={**asdict(seen), "model": "SmolLM2"},
+        drafts=plan.drafts,
+        runs=tuple(map(_recorded, runs)),
+    )
+
+
+async def _send(plan: Plan, line: Line, server: EngineServer) -> tuple[LiveServer, list[LoadRun]]:
+    golden = line.report.golden
+    assert golden
+    section = LiveServerSection.model_validate({"url": server.url})
+    questions = [Question(each.id, "", each.prompt_ids) for each in golden.prompts]
+    async with open_client(section) as client:
+        seen = await identify(client, server.url, section.kind, section.model)
+        measure = LiveMeasure(
+            client,
+            seen,
+            url=server.url,
+            new_tokens=golden.max_new_tokens,
+            stop_ids=golden.stop_ids,
+        )
+        runs = [await measure.run(questions, each, lambda _: None) for each in plan.concurrency]
+    return seen, runs
+
+
+def _recorded(run: LoadRun) -> RecordedRun:
+    replies: dict[str, RecordedReply] = {}
+    for each in run.replies:
+        accepted = each.rounds.in_order if each.rounds else None
+        reply = RecordedReply(each.token_ids or (), each.finish_reason, accepted)
+        replies.setdefault(each.question.request_id, reply)
+    failed = dict(run.failed)
+    return RecordedRun(run.concurrency, replies, failed, run.detail)
+
+
+if __name__ == "__main__":
+    main()
