@@ -66,7 +66,7 @@ class ServeSection(Section):
     """Name, in capitals, of the environment variable that holds the key which clients must send."""
     allow_anonymous: bool = False
     """Listen beyond this machine without a key: whoever reaches the port may use it."""
-    slots: int = Field(8, gt=0)
+    slots: int = Field(32, gt=0)
     """Requests that run at a time."""
     max_waiting: int = Field(64, ge=0)
     """Requests that wait for a slot; further ones get 429 and Retry-After."""

@@ -39,6 +39,9 @@ class Faults:
         frozenset()
     )  # prompts whose reply takes one, with no draft kept
     max_model_len: int = 4096  # that vLLM reports
+    by_request: bool = False  # vLLM reports each request's rounds in its reply
+    limit: int = 4096  # tokens of a vLLM's reply
+    parts_at: int = 4096  # the token from which on a vLLM's reply is another
     plain: bool = False  # knows nothing of speculation
     other_tokens: bool = False  # decodes something else
     more_prompt_tokens: int = 0  # of its chat template
@@ -64,15 +67,7 @@ class RecordedServer:
         if self.faults.other_tokens:
             reply = [reply[0], *(token ^ 1 for token in reply[1:])]
         if each.id in self.faults.one_more_round:
-            none, *more = counters.accepted_lengths
-            counters = counters.model_copy(
-                update={
-                    "rounds": counters.rounds + 1,
-                    "drafted": counters.drafted + len(counters.proposed),
-                    "accepted_lengths": (none + 1, *more),
-                    "proposed": tuple(count + 1 for count in counters.proposed),
-                }
-            )
+            counters = _with_one_more(counters)
         if self.faults.no_head:
             rounds, depth = len(reply) - 1, len(counters.proposed)
             counters = RoundCounters(
@@ -107,6 +102,19 @@ class RecordedServer:
         return JSONResponse({"object": "chat.completion", "choices": [choice], "usage": usage})
 
     template: dict[str, int] = field(default_factory=dict)  # text → tokens
+
+
+def _with_one_more(counters: RoundCounters) -> RoundCounters:
+    """A round that accepts nothing."""
+    none, *more = counters.accepted_lengths
+    return counters.model_copy(
+        update={
+            "rounds": counters.rounds + 1,
+            "drafted": counters.drafted + len(counters.proposed),
+            "accepted_lengths": (none + 1, *more),
+            "proposed": tuple(count + 1 for count in counters.proposed),
+        }
+    )
 
 
 def _sse(body: dict[str, Any]) -> bytes:
@@ -265,6 +273,10 @@ class RecordedVllm(RecordedServer):
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         golden, reply, counters = self.reply(body["prompt"])
+        if (limit := min(self.faults.limit, body["max_tokens"])) < len(reply):
+            reply, counters = reply[:limit], self.counters_until(golden, limit)
+        at = self.faults.parts_at
+        reply = [*reply[:at], *(token ^ 1 for token in reply[at:])]
         head = {"id": "cmpl-a", "object": "text_completion", "created": 1, "model": MODEL}
         made = 0
         for piece in _pieces(reply, counters):
@@ -281,8 +293,35 @@ class RecordedVllm(RecordedServer):
         asked = len(golden.prompt_ids)
         usage = {"prompt_tokens": asked, "total_tokens": asked + made, "completion_tokens": made}
         self.counting.append(asyncio.create_task(self._count(made, counters)))
-        yield _sse(head | {"choices": [], "usage": usage})
+        reported = {"metrics": {"speculative_decoding": self._speculative_decoding(counters)}}
+        reported = reported if self.faults.by_request else {}
+        yield _sse(head | {"choices": [], "usage": usage} | reported)
         yield b"data: [DONE]\n\n"
+
+    def counters_until(self, prompt: GoldenPrompt, tokens: int) -> RoundCounters:
+        """Of a reply that a limit ends."""
+        accepted_at = prompt.accepted_at[TreeSection.chain(self.drafts).label]
+        taken, position = list[int](), 0
+        while position < tokens - 1:
+            taken.append(accepted_at[position])
+            position += taken[-1] + 1
+        counters = RoundCounters(
+            rounds=len(taken),
+            tokens=tokens - 1,
+            drafted=self.drafts * len(taken),
+            accepted_lengths=tuple(taken.count(each) for each in range(max(taken, default=0) + 1)),
+            proposed=(len(taken),) * self.drafts,
+        )
+        return _with_one_more(counters) if prompt.id in self.faults.one_more_round else counters
+
+    def _speculative_decoding(self, counters: RoundCounters) -> dict[str, Any]:
+        return {
+            "acceptance_histogram": list(counters.accepted_lengths),
+            "num_spec_steps": counters.rounds,
+            "num_accepted_draft_tokens": counters.accepted_tokens,
+            "num_draft_tokens": counters.drafted,
+            "num_spec_tokens": self.drafts,
+        }
 
     async def _count(self, made: int, counters: RoundCounters) -> None:
         await asyncio.sleep(0.03)  # its counters follow the tokens

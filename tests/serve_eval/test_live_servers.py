@@ -13,7 +13,7 @@ from pipeline.config import RunConfig, load
 from pipeline.errors import EndpointError, EndpointsUnavailable
 from pipeline.reports import EvalReport, ServerResult, VllmNames
 from pipeline.serve_eval.questions import first_question, load_evaluation_prompts
-from pipeline.serve_eval.servers.check import check
+from pipeline.serve_eval.servers.check import check, compare_golden
 from pipeline.serve_eval.servers.evaluate import evaluate_server
 from pipeline.serve_eval.servers.kinds import parse_metrics, rounds_of
 from pipeline.target.open import open_template
@@ -112,6 +112,54 @@ def test_a_right_vllm(recorded: Recorded) -> None:
     assert together and together.acceptance_length.low == together.acceptance_length.high
     assert check(recorded.report, recorded.of(url).eval.server, where="report")
     assert {body["model"] for body in served.asked} == {"org/target"}
+
+
+def test_a_vllm_that_reports_every_request(recorded: Recorded) -> None:
+    """As with --per-request-spec-decode-metrics: nothing is pooled."""
+    url, _ = recorded.start(RecordedVllm, Faults(by_request=True, others=9))
+    result = recorded.evaluate(url)
+    assert {"acceptance_pooled"}.isdisjoint(_names(result)) and result.passed
+    for point in result.curve.points:
+        tau = point.acceptance and point.acceptance.acceptance_length
+        assert tau and tau.low < tau.value < tau.high
+    assert check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+def test_replies_that_a_limit_ends_are_named(recorded: Recorded) -> None:
+    url, _ = recorded.start(RecordedVllm, Faults(limit=5))
+    names = _names(recorded.evaluate(url))
+    assert "replies end for their length, the first after 5 tokens" in names["replies_cut"]
+    assert not check(recorded.report, recorded.of(url).eval.server, where="report")
+
+
+def test_in_bf16_a_reply_that_parts_is_asked_for_up_to_there(recorded: Recorded) -> None:
+    """Its text may part; its rounds until then may not."""
+    settings = recorded.report.settings.model_copy(update={"dtype": "bfloat16"})
+    near = recorded.golden.model_copy(
+        update={
+            "prompts": tuple(
+                each.model_copy(
+                    update={
+                        "runner_up_ids": tuple(token ^ 1 for token in each.reply_ids),
+                        "runner_up_gaps": (0.1,) * len(each.reply_ids),
+                        "chain_margins": ((3.0,) * 8,) * (len(each.reply_ids) - 1),
+                    }
+                )
+                for each in recorded.golden.prompts
+            )
+        }
+    )
+    report = recorded.report.model_copy(update={"settings": settings, "golden": near})
+    url, served = recorded.start(RecordedVllm, Faults(parts_at=6))
+    section = recorded.of(url).eval.server
+    seen, findings = compare_golden(report, section, where="report")
+    assert {each.name for each in findings} == {"tree_differs", "acceptance", "near_ties"}
+    longer = [each for each in near.prompts if len(each.reply_ids) > 6]
+    assert [each["max_tokens"] for each in served.asked].count(6) == len(longer) > 1
+    assert {each.tokens for each in seen.compared} == {6}
+    more = frozenset(each.id for each in longer)
+    url, _ = recorded.start(RecordedVllm, Faults(parts_at=6, one_more_round=more))
+    assert not check(report, recorded.of(url).eval.server, where="report")
 
 
 @BOTH
