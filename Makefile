@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick test-gemma test-engines check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale leaderboard fingerprint gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick test-gemma test-engines check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale bench-engines leaderboard fingerprint gpu-check clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -83,6 +83,9 @@ bench-features: $(READY) ## Size, capture and reading of states on this machine
 
 bench-scale: $(READY) ## Start, resume and plan of a run of 100,000 shards and 100 million prompts
 	@$(BIN)/python -m bench.scale $(ARGS)
+
+bench-engines: $(READY) ## Our server beside vLLM's, plain and drafting; ARGS='--head DIR'
+	@$(BIN)/python -m bench.engines $(ARGS)
 
 leaderboard: $(READY) ## Train the rows of experiments/ and compare τ; ARGS='--prompts FILE --evaluation FILE …'
 	@$(BIN)/python -m bench.leaderboard $(ARGS)

@@ -168,6 +168,9 @@ RIGHT = (
     Plan("bfloat16, pages of 32", options=("--block-size", "32"), concurrency=(5, 16)),
     # vLLM takes the states in the order of the layers, whatever the order of the list.
     Plan("bfloat16, aux layers listed backwards", config=_backwards, concurrency=(6, 16)),
+    Plan("float32, pages of 32", dtype="float32", options=("--block-size", "32")),
+    Plan("float16, 5 drafts", dtype="float16", drafts=5, concurrency=(8, 16)),
+    Plan("bfloat16, 4 drafts", drafts=4, concurrency=(4, 16)),
     Plan("bfloat16, two rows at most", options=("--max-num-seqs", "2"), concurrency=(7,)),
     Plan("float32, two rows at most", dtype="float32", options=("--max-num-seqs", "2")),
 )

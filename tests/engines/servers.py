@@ -71,7 +71,7 @@ def vllm_server(
     One thread, no compilation, no prefix cache: so that what differs from our decoder is the
     engine's arithmetic alone.
     """
-    port = _free_port()
+    port = free_port()
     command = ["serve", str(target), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", dtype, "--enforce-eager", "--max-model-len", "1024"]
     command += ["--max-num-seqs", "16", "--per-request-spec-decode-metrics", "detailed"]
@@ -160,7 +160,8 @@ def _end(log: Path) -> str:
     return log.read_text(errors="replace")[-3000:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """That nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

