@@ -151,7 +151,7 @@ _CHUNKS = "--max-num-batched-tokens", "64", "--max-num-seqs", "8"
 
 RIGHT = (
     *(
-        Plan(f"{dtype}, {drafts} drafts", dtype=dtype, drafts=drafts, concurrency=(3, 8, 16))
+        Plan(f"{dtype}, {drafts} drafts", dtype=dtype, drafts=drafts, concurrency=(7, 11, 16))
         for dtype, every in (
             ("bfloat16", (1, 2, 3, 5, 7)),
             ("float32", (1, 2, 3, 5)),
