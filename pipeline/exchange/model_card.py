@@ -158,10 +158,13 @@ def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | No
     chain = next((each for each in shapes if each.top_k == 1), None)
     tree = (own.steps, own.top_k, own.nodes) if own else (3, 1, 4)
     tokens = chain.steps if chain else 3
-    serve = algorithm_of(head).serve_command(format, target, tree, tokens)
+    serve = algorithm_of(head).serve_command(head.shape, format, target, tree, tokens)
     if serve is None:
         return "## Serving\n\nSee docs/head-format.md of the pipeline for who reads this format."
-    command, other, expected = serve.command, serve.other, chain if serve.chain else own
+    command, other, expected = serve.command, serve.other, own
+    if serve.chain:
+        chains = (each for each in shapes if each.top_k == 1 and each.steps == serve.chain)
+        expected = next(chains, None)
     where = "HEAD is this directory" + (", TARGET the target’s" if target == "TARGET" else "")
     return (
         f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} The "
