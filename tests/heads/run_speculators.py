@@ -59,6 +59,7 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
 def blocks(exported: str, _own: str, target: str, inputs: str, folder: str, _: str) -> None:
     import torch
     from safetensors.torch import load_file, save_file
+    from speculators.losses import resolve_loss_config  # type: ignore[import-not-found]
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
@@ -79,6 +80,7 @@ def blocks(exported: str, _own: str, target: str, inputs: str, folder: str, _: s
             verifier_last_hidden_states=states[..., :hidden],
             document_ids=torch.zeros_like(anchors),
             max_anchors=count,
+            loss_config=resolve_loss_config("kl_div", "eager"),  # the default wants a GPU
         )
     (computed,) = logits
     save_file(

@@ -157,7 +157,7 @@ def test_speculators_computes_the_logits_of_our_blocks(
     of_target = ["embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"]
     assert facts["missing"] == of_target and facts["surplus"] == []
     for anchor, computed in zip((1, 7, 15), logits["blocks"], strict=True):
-        expected = block_logits(head, embedding.bfloat16(), tokens[: anchor + 1], aux)
+        expected = block_logits(head, embedding, tokens[: anchor + 1], aux)
         difference, largest = (expected - computed).abs().max(), expected.abs().max()
         print(f"anchor {anchor}: largest difference {difference:.1e}, logits up to {largest:.1f}")
         torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
