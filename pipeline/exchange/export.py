@@ -47,7 +47,12 @@ def export_head(
         raise ConfigError(problem, where="--verifier", fix="leave it out")
     evaluated = read_report(report) if report else None
     described = model_card(
-        head, published(card), format=format, report=evaluated, where=report or ""
+        head,
+        published(card),
+        format=format,
+        verifier=verifier,
+        report=evaluated,
+        where=report or "",
     )
     with output_directory(out) as folder:
         request = Export(

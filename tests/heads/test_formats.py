@@ -148,6 +148,7 @@ def test_the_verifier_is_written_as_it_is(own: Path, tmp_path: Path) -> None:
     export_head(str(own), format="speculators", out=str(out), verifier="org/model")
     about = json.loads((out / CONFIG).read_text())["speculators_config"]
     assert about["verifier"]["name_or_path"] == "org/model"
+    assert "which names org/model as the target" in (out / "README.md").read_text()
     with pytest.raises(ConfigError, match="--verifier: --format sglang has no field for it"):
         export_head(str(own), format="sglang", out=str(tmp_path / "no"), verifier="org/model")
     assert not (tmp_path / "no").exists()

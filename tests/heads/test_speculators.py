@@ -125,9 +125,8 @@ def block_logits(head: DflashHead, embedding: Tensor, tokens: Tensor, aux: Tenso
         keys = rotate(torch.cat((context.key, block.key)), *rotary.at(torch.arange(past + size)))
         query = rotate(block.query, *rotary.at(torch.arange(past, past + size)))
         values = torch.cat((context.value, block.value))
-        return F.scaled_dot_product_attention(
-            *(each.transpose(0, 1) for each in (query, keys, values)), enable_gqa=True
-        ).transpose(0, 1)
+        query, keys, values = (each.transpose(0, 1) for each in (query, keys, values))
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(0, 1)
 
     embedded = embedding.float()[head.block_tokens(tokens[-1:])[0]]
     return torch.as_tensor(head.lm_head(head.run(embedded, head.context(aux[:past]), attend)))

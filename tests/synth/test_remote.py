@@ -384,7 +384,7 @@ def test_the_model_is_the_one_that_the_server_lists_and_the_version_is_recorded(
     with TargetServer(target, kind=backend) as server:
         server.models = ["as served"]
         generator = {"backend": backend}
-        section = GeneratorSection(backend=backend, endpoints=(server.url,))  # type: ignore[arg-type]
+        section = GeneratorSection(backend=backend, endpoints=(server.url,))
         known = asyncio.run(remote.identify(section, "the source"))
         if backend != "openai":
             manifest = run(configure("a", server.url, generator=generator, max_prompts=3))
