@@ -17,11 +17,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline.api import run
-from pipeline.config import load
+from pipeline.api import open_engine, run
+from pipeline.config import TreeSection, load
+from pipeline.decoder.request import Request
 from pipeline.exchange.export import export_head
-from pipeline.reports import REPORT, EvalReport
-from tests.engines.conftest import EVALUATION, FOLDER, TRAINING, Line
+from pipeline.reports.acceptance import VllmNames
+from tests.engines.conftest import FOLDER, TRAINING, Line
 from tests.engines.environments import ROOT, VLLM
 from tests.engines.servers import EngineServer, vllm_server
 
@@ -119,40 +120,39 @@ def test_the_cards_command_serves_the_head(line: Line, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def block_line(line: Line) -> Line:
-    """A block drafter; EAGLE3_BLOCK_HEAD=DIR takes a trained one."""
-    head = os.environ.get("EAGLE3_BLOCK_HEAD")
-    if head is None:
-        where = FOLDER / "blocks"
-        run(load(DEMO, [f"run.uri={where}", *TRAINING, *BLOCKS]), "synth", "features", "train")
-        head = str(where / "train/head")
-    shapes = [
-        "eval.tree={top_k: 1, steps: 7, nodes: 8}",
-        "eval.shapes=[{top_k: 1, steps: 7, nodes: 8}]",
-        "eval.drafter.name=dflash",
-    ]
-    where = FOLDER / "blocks-fp32"
-    config = load(DEMO, [f"run.uri={where}", f"eval.head={head}", *EVALUATION, *shapes])
-    run(config, "eval")
-    report = EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")
-    return Line(line.target, Path(head), report)
+def block_head() -> Path:
+    """A block drafter for the same target; EAGLE3_BLOCK_HEAD=DIR takes a trained one."""
+    if head := os.environ.get("EAGLE3_BLOCK_HEAD"):
+        return Path(head)
+    where = FOLDER / "blocks"
+    run(load(DEMO, [f"run.uri={where}", *TRAINING, *BLOCKS]), "synth", "features", "train")
+    return where / "train/head"
 
 
-def test_a_block_drafter_takes_the_decoders_rounds(block_line: Line, tmp_path: Path) -> None:
-    """In fp32, with whole blocks; then by the card's command."""
-    head, target = tmp_path / "head", block_line.target
+def test_a_block_drafter_takes_the_decoders_rounds(
+    line: Line, block_head: Path, tmp_path: Path
+) -> None:
+    """In fp32, with whole blocks: the same tokens, drafts and accepted ones. By the card's command
+    too it drafts."""
+    target, given = str(line.target), tmp_path / "given"
     export_head(
-        str(block_line.head),
-        format="speculators",
-        out=str(head),
-        target=str(target),
-        verifier=str(target),
+        str(block_head), format="speculators", out=str(given), target=target, verifier=target
     )
-    served = vllm_server(target, head, tmp_path / "log", method="dflash", drafts=7)
+    assert line.report.golden is not None
+    prompts = [each.prompt_ids for each in line.report.golden.prompts[:4]]
+    chain = TreeSection(top_k=1, steps=7, nodes=8)
+    engine, _ = open_engine(target, head=str(block_head), tree=chain, dtype="float32")
+    ours = [*engine.generate([Request(str(i), ids, 48, ()) for i, ids in enumerate(prompts)])]
+    ours.sort(key=lambda completion: int(completion.request_id))
+    counted = VllmNames.of([completion.statistics.counters() for completion in ours])
+    print(f"ours: τ {counted.spec_decode_acceptance_length:.3f}")
+    served = vllm_server(line.target, given, tmp_path / "log", method="dflash", drafts=7)
     with served as server:
-        seen, findings = block_line.held_against(server)
-    assert [each for each in findings if each.severity == "error"] == []
-    assert seen.exact and seen.paired is not None
-    assert seen.paired.server == seen.paired.decoder.value > 1.05
-    with started(card_command(head, target), tmp_path / "log") as server:
-        check_drafts(server, block_line, tokens=7)
+        replies = [server.complete(ids, 48, ignore_eos=True) for ids in prompts]
+        theirs = server.counters()
+    print("vLLM's:", theirs)
+    assert replies == [list(completion.token_ids) for completion in ours]
+    assert theirs == {name: getattr(counted, name) for name in theirs}
+    assert counted.num_accepted_tokens > 0
+    with started(card_command(given, line.target), tmp_path / "log") as server:
+        check_drafts(server, line, tokens=7)

@@ -390,7 +390,7 @@ def test_the_model_is_the_one_that_the_server_lists_and_the_version_is_recorded(
             manifest = run(configure("a", server.url, generator=generator, max_prompts=3))
             location = stage_location(configure("a").run.uri, "synth")
             [first, *_] = read_samples(location, manifest.shards[0])
-            assert f", {known}, eagle3" in first.generator
+            assert f", {backend} 1.2.3 server of " in first.generator
         asked = {payload.get("model") for payload in server.payloads}
     version, model = {
         "vllm": (" 1.2.3", "as served"),
