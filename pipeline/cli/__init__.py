@@ -12,7 +12,7 @@ eagle3 serve  -c run.yaml … [--host ADDRESS] [--port N] [--head DIR]    OpenAI
 eagle3 eval   -c run.yaml … --server URL        a running SGLang, vLLM or eagle3 server
 eagle3 check-serving --server URL -c run.yaml | --report FILE   its τ against the report's
 eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance, metrics of a head
-eagle3 export HEAD --format sglang|speculators|mtp --out DIR [--target SOURCE]
+eagle3 export HEAD --format sglang|speculators|mtp --out DIR [--target SOURCE] [--verifier PATH]
 eagle3 import DIR --target SOURCE --out HEAD
 eagle3 pii-score FILE… [-c run.yaml] [--json]   recall and precision of the personal-data filter
 eagle3 verify URI                re-check every byte of a run, and how its stages hang together
@@ -301,6 +301,7 @@ def _export(arguments: argparse.Namespace) -> int:
         format=arguments.format,
         out=arguments.out,
         target=arguments.target,
+        verifier=arguments.verifier,
         report=arguments.report,
     )
     return 0
@@ -730,6 +731,12 @@ def _add_heads(commands: Commands) -> None:
         "--target",
         metavar="SOURCE",
         help="where the target is now, for its embedding; default: where the head was trained",
+    )
+    export.add_argument(
+        "--verifier",
+        metavar="PATH_OR_ID",
+        help="with --format speculators: where `vllm serve HEAD` finds the target, written as it "
+        "is; default: its hub id, or the name of its directory without a path",
     )
     export.add_argument(
         "--report",

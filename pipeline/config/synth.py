@@ -190,7 +190,7 @@ class GeneratorSection(Section):
     endpoints: tuple[str, ...] = Field((), repr=False)
     """Base URLs, for example http://gpu-1:8000/v1 (openai, vllm) or http://gpu-1:30000 (sglang)."""
     model: str | None = None
-    """Name by which the servers know the target; None takes target.source."""
+    """Name by which the servers know the target; None takes the one that they list."""
     api_key_env: VariableName | None = Field(None, repr=False)
     """Name, in capitals, of the environment variable that holds the servers' API key."""
     allow_plain_http: bool = False

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.console import notice
-from pipeline.errors import StoreError
+from pipeline.errors import ConfigError, StoreError
 from pipeline.exchange.model_card import MODEL_CARD, model_card
+from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import CARD, published
-from pipeline.heads.registry import algorithm_of, open_head, save_head
+from pipeline.heads.registry import algorithm_of, open_head
 from pipeline.store.location import Location
 from pipeline.store.manifest import read_report
 from pipeline.target.open import open_contracted_target
@@ -21,29 +22,43 @@ Format = Literal["sglang", "speculators", "mtp"]
 
 
 def export_head(
-    head_uri: str, *, format: Format, out: str, target: str | None = None, report: str | None = None
+    head_uri: str,
+    *,
+    format: Format,
+    out: str,
+    target: str | None = None,
+    verifier: str | None = None,
+    report: str | None = None,
 ) -> None:
     """Write the head at `head_uri` to `out` (directories or fsspec URIs), with a model card.
 
     `report` is the report.json of its evaluation, or the URI of the run, for the card's figures.
 
     `target` says where the target is now; the default is the contract's own source, which an
-    exported head names without its path. SGLang's dialect does not need it. Raises HeadError,
-    TargetError or ContractMismatch.
+    exported head names without its path. SGLang's dialect of an EAGLE-3 head does not need it.
+    `verifier` is where a server of speculators' dialect finds the target, written as it is. Raises
+    HeadError, TargetError, ContractMismatch, or ConfigError for a verifier that no file would name.
     """
     head, card = open_head(head_uri)
     chosen, where = algorithm_of(head), f"head {head_uri}"
     chosen.check_format(format, where=where)
+    if verifier is not None and format != "speculators":
+        problem = f"--format {format} has no field for it: the server's command names the target"
+        raise ConfigError(problem, where="--verifier", fix="leave it out")
     evaluated = read_report(report) if report else None
     described = model_card(
-        head, published(card), format=format, report=evaluated, where=report or ""
+        head,
+        published(card),
+        format=format,
+        verifier=verifier,
+        report=evaluated,
+        where=report or "",
     )
     with output_directory(out) as folder:
-        if format == "sglang":
-            save_head(folder, head, published(card))
-        else:
-            opened = open_contracted_target(card.contract, target, where=where)
-            chosen.checkpoint.export(folder, head, published(card), format, opened)
+        request = Export(
+            format, lambda: open_contracted_target(card.contract, target, where=where), verifier
+        )
+        chosen.checkpoint.export(folder, head, published(card), request)
         (folder / MODEL_CARD).write_text(described, encoding="utf-8")
     notice("export", f"{format}: {out}")
 

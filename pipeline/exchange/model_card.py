@@ -35,10 +35,14 @@ def model_card(
     card: HeadCard,
     *,
     format: str,
+    verifier: str | None = None,
     report: EvalReport | None = None,
     where: str = "--report",
 ) -> str:
-    """Raises DataError for a report of another target, or of a drafter without a head."""
+    """`verifier` is where config.json of speculators' dialect says that the target is, if it does.
+
+    Raises DataError for a report of another target, or of a drafter without a head.
+    """
     if report is not None:
         _check_report(card, report, where)
     base = card.contract.source
@@ -47,7 +51,7 @@ def model_card(
         f"# Draft head for {markdown_text(base)}",
         _about(head, card),
         _measured(report) if report else "",
-        _serving(head, base, format, report),
+        _serving(head, base, format, verifier, report),
         _made_of(card),
         _limits(card),
     ]
@@ -150,7 +154,9 @@ def _golden(report: EvalReport) -> list[str]:
     ]
 
 
-def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | None) -> str:
+def _serving(
+    head: DraftingHead, base: str, format: str, verifier: str | None, report: EvalReport | None
+) -> str:
     """Commands of servers that read this format; they were not run for this head."""
     target = base if is_hub_id(base) else "TARGET"
     shapes = report.shapes if report else ()
@@ -158,11 +164,17 @@ def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | No
     chain = next((each for each in shapes if each.top_k == 1), None)
     tree = (own.steps, own.top_k, own.nodes) if own else (3, 1, 4)
     tokens = chain.steps if chain else 3
-    serve = algorithm_of(head).serve_command(format, target, tree, tokens)
+    serve = algorithm_of(head).serve_command(head.shape, format, target, tree, tokens)
     if serve is None:
         return "## Serving\n\nSee docs/head-format.md of the pipeline for who reads this format."
-    command, other, expected = serve.command, serve.other, chain if serve.chain else own
+    command, other, expected = serve.command, serve.other, own
+    if serve.chain:
+        chains = (each for each in shapes if each.top_k == 1 and each.steps == serve.chain)
+        expected = next(chains, None)
     where = "HEAD is this directory" + (", TARGET the target’s" if target == "TARGET" else "")
+    if verifier is not None:
+        alone = "`vllm serve HEAD` does the same with as many tokens as config.json says"
+        where += f". {alone}, which names {markdown_text(verifier)} as the target"
     return (
         f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} The "
         "command follows the server's documentation; it was not run for this head. `eagle3 eval "

@@ -58,8 +58,16 @@ class ServeCommand(NamedTuple):
     """How a server is started with an exported head, for the model card."""
 
     command: str
-    chain: bool  # the server drafts a chain; otherwise the tree of the evaluation
+    chain: int  # tokens of the chain that the server drafts; 0: the tree of the evaluation
     other: str  # which format another server reads
+
+
+class Export(NamedTuple):
+    """What an export was asked for."""
+
+    format: str  # one of the algorithm's `formats`
+    target: Callable[[], Target]  # opens it: not every format needs its weights
+    verifier: str | None = None  # path or id under which a server finds it; None: its source's name
 
 
 class ShapeFile(Protocol):
@@ -135,8 +143,8 @@ class CheckpointFile(Protocol):
     def read_foreign(self, directory: Path) -> ForeignHead | None:
         """A head that another trainer wrote; None: it is not of this algorithm."""
 
-    def export(self, folder: Path, head: Any, card: HeadCard, format: str, target: Target) -> None:
-        """Write the head in another system's format, one of the algorithm's `formats`."""
+    def export(self, folder: Path, head: Any, card: HeadCard, request: Export) -> None:
+        """Write the head in another system's format."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +159,11 @@ class HeadAlgorithm:
     size: Callable[[TrainSection, TargetShape], HeadSize]  # for --plan
     describe: Callable[[Any], str]  # head → "an EAGLE-3 draft head", for the model card
     drafter_name: str = ""  # value of drafter.name that drafts with such a head; "": `name`
-    formats: tuple[str, ...] = ()  # that `export` writes; sglang: our own directory
+    formats: tuple[str, ...] = ()  # that `export` writes
     #: Why a format of other algorithms has no place for such a head.
     refusals: Mapping[str, str] = field(default_factory=dict)
-    #: (format, target, (steps, top_k, nodes), tokens) → for the model card
-    serve_command: Callable[[str, str, tuple[int, int, int], int], ServeCommand | None] = (
+    #: (shape, format, target, (steps, top_k, nodes), tokens) → for the model card
+    serve_command: Callable[[Any, str, str, tuple[int, int, int], int], ServeCommand | None] = (
         lambda *_: None
     )
 

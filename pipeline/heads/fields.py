@@ -248,7 +248,7 @@ Layers = tuple[int, int, int]
 
 
 #: EAGLE-3.1's switches and the draft window, written only when on: a reader that does not know them
-#: then still reads a plain head right. Servers know no window: there such a head sees everything.
+#: then still reads a plain head right. `window_fields` say the window to servers.
 SWITCHES = ("fc_norm", "norm_output", "draft_window")
 
 
@@ -294,6 +294,21 @@ def layer_config(shape: DraftShape) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
     }
+
+
+def window_fields(window: Any) -> dict[str, Any]:
+    """How a draft window is said to vLLM and speculators, whose layer sees so many recent positions
+    and no first ones. SGLang has an option of its command line for it.
+    """
+    if not window:
+        return {}
+    return {"layer_types": ["sliding_attention"], "sliding_window": window}
+
+
+def without_window_fields(layer: Mapping[str, Any], window: Any) -> dict[str, Any]:
+    """The layer's fields less those that say again what `draft_window` says."""
+    said = window_fields(window)
+    return {name: value for name, value in layer.items() if name not in said or value != said[name]}
 
 
 def shape_fields(kind: type[Shape], body: dict[str, Any], where: str) -> Shape:

@@ -67,7 +67,7 @@ from pipeline.store.shards import (
 )
 
 #: What a key that differs belongs to, by its first word, where that is not the configuration.
-_KINDS = {"parent": "parent", "target": "target", "pii": "filter"}
+_KINDS = {"server": "server", "parent": "parent", "target": "target", "pii": "filter"}
 #: Committed shards of which the arithmetic is looked up when a stage is continued.
 _LOOKED_AT = 64
 CLAIMS = "claims"

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__
 from pipeline.config import RunConfig, SynthSection, prepare_process
@@ -64,6 +64,9 @@ from pipeline.synth.select import CleanReasons, find_selection, select, synth_se
 from pipeline.target.arithmetic import reason, server_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from pipeline.synth.generate.remote import Served
 
 #: Facts of the target that decide the samples, beside its key in the configuration: a name may
 #: stand for other weights today than when the stage was begun. Of a stage that an earlier version
@@ -184,10 +187,10 @@ class SynthPipeline:
         self.clean_reasons = screen.metadata.clean_reasons
         self._screening = partial(Screening, screen, section, seed=seed)
         facts = {name: getattr(self.contract, fact) for name, fact in _OF_THE_TARGET.items()}
-        self.made_with = facts | screened_with(section)
-        self._backend, self._arithmetic = _open_backend(section, target, self.template)
+        self._backend, self._arithmetic, served = _open_backend(section, target, self.template)
+        self.made_with = facts | screened_with(section) | (served.made_with() if served else {})
         self._why = reason(self._arithmetic, config.target.dtype)
-        name = _generator_name(section, self.contract)
+        name = _generator_name(self.contract, served)
         self._runner = ConversationRunner(section, self.template, seed=seed, name=name)
         self._limit = RejectionLimit(section)
         # Of shards in flight: prompts dropped by reason, findings in prompts.
@@ -284,27 +287,25 @@ def _is_finished(config: RunConfig) -> bool:
 
 def _open_backend(
     section: SynthSection, target: Target, template: ChatTemplate
-) -> tuple[GeneratorBackend, Arithmetic]:
-    """What generates the replies, and what it computes with."""
+) -> tuple[GeneratorBackend, Arithmetic, Served | None]:
+    """What generates the replies, what it computes with, and the servers if it is any."""
     generator, contract = section.generator, target.contract
     if generator.backend == "local":
         from pipeline.synth.generate.local import open_local
 
         local = open_local(section, target)
-        return local, local.arithmetic
+        return local, local.arithmetic, None
     from pipeline.synth.generate.remote import open_remote
 
     source, vocabulary = contract.source, contract.vocab_size
-    remote = open_remote(generator, template, source=source, vocabulary=vocabulary)
-    return remote, server_arithmetic(generator.backend)
+    remote, served = open_remote(generator, template, source=source, vocabulary=vocabulary)
+    return remote, server_arithmetic(generator.backend), served
 
 
-def _generator_name(section: SynthSection, contract: TargetContract) -> str:
+def _generator_name(contract: TargetContract, served: Served | None) -> str:
     """What the samples say produced them; without addresses, which are nobody's business."""
-    generator, served = section.generator, ""
-    if generator.backend != "local":
-        served = f", {generator.backend} server of {generator.model or contract.source}"
-    return f"{contract.source}@{contract.revision}{served}, eagle3 {__version__}"
+    by = f", {served}" if served else ""
+    return f"{contract.source}@{contract.revision}{by}, eagle3 {__version__}"
 
 
 def _refuse_foreign(stage_run: StageRun, selection: Selection) -> None:

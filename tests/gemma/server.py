@@ -36,7 +36,14 @@ class GenerateServer:
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with owner._lock:  # one seed, one reply
-                    body = json.dumps(owner._reply(asked)).encode()
+                    self._send(owner._reply(asked))
+
+            def do_GET(self) -> None:
+                """/v1/models, whatever is asked for."""
+                self._send({"data": [{"id": "the target"}]})
+
+            def _send(self, reply: dict[str, Any]) -> None:
+                body = json.dumps(reply).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))

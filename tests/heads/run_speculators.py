@@ -1,11 +1,12 @@
 """Run by an interpreter that has `speculators` (and not this package).
 
-    python run_speculators.py EXPORTED OWN TARGET INPUTS FOLDER STEPS
+    python run_speculators.py EXPORTED OWN TARGET INPUTS FOLDER STEPS      an EAGLE-3 head
+    python run_speculators.py EXPORTED OWN TARGET INPUTS FOLDER anchors    a block drafter
 
 EXPORTED   our export in their dialect: loaded with their class, run, and written to FOLDER/resaved
 OWN        our head directory, in SGLang's dialect: written to FOLDER/converted by their converter
-INPUTS     token_ids [T] and aux_states [T, 3H]
-FOLDER     logits.safetensors receives step_0, … [T-1, Vd]
+INPUTS     token_ids [T] and aux_states [T, 3H]; of a block drafter also anchors [T], 1 or 0
+FOLDER     logits.safetensors receives step_0, … [T-1, Vd]; of a block drafter blocks [A, b, Vd]
 
 The last line of the output is JSON about what was loaded.
 """
@@ -55,5 +56,47 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
     print(json.dumps(facts))
 
 
+def blocks(exported: str, _own: str, target: str, inputs: str, folder: str, _: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from speculators.losses import resolve_loss_config  # type: ignore[import-not-found]
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig  # type: ignore[import-not-found]
+
+    torch.set_num_threads(1)
+    config = DFlashSpeculatorConfig.from_pretrained(exported)
+    config.speculators_config.verifier.name_or_path = target  # a path is not exported
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = DFlashDraftModel.from_pretrained(exported, config=config, dtype=torch.float32).eval()
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
+    given = load_file(inputs)
+    anchors, states = given["anchors"][None], given["aux_states"][None]
+    count, hidden = int(anchors.sum()), model.hidden_size
+    with torch.no_grad():
+        model(
+            hidden_states=states,
+            input_ids=given["token_ids"][None],
+            loss_mask=anchors,
+            verifier_last_hidden_states=states[..., :hidden],
+            document_ids=torch.zeros_like(anchors),
+            max_anchors=count,
+            loss_config=resolve_loss_config("kl_div", "eager"),  # the default wants a GPU
+        )
+    (computed,) = logits
+    save_file(
+        {"blocks": computed.view(count, model.block_size, -1).contiguous()},
+        f"{folder}/logits.safetensors",
+    )
+    model.to(torch.bfloat16).save_pretrained(f"{folder}/resaved")
+    shipped = load_file(f"{exported}/model.safetensors").keys()
+    facts = {
+        "version": version("speculators"),
+        "layers": model.config.aux_hidden_state_layer_ids,
+        "missing": sorted(model.state_dict().keys() - shipped),
+        "surplus": sorted(shipped - model.state_dict().keys()),
+    }
+    print(json.dumps(facts))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (blocks if sys.argv[-1] == "anchors" else main)(*sys.argv[1:])

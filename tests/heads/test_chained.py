@@ -255,7 +255,7 @@ def test_servers_compute_what_was_trained(target: Target, tmp_path: Path, bias: 
     [
         ({"chain_input": "aux"}, "mtp", "head 0 reads aux states"),
         ({}, "sglang", "SGLang's EAGLE-3 class has one head"),
-        ({}, "speculators", "speculators has no place for a head of algorithm mtp"),
+        ({}, "speculators", "speculators' MTP layers norm queries and keys"),
     ],
     ids=str,
 )

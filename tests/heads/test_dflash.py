@@ -10,14 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.errors import HeadError
-from pipeline.exchange.export import export_head
 from pipeline.exchange.inspect import inspect_head
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.dflash.init import copy_layers, dflash_shape_for
 from pipeline.heads.dflash.shape import DflashHead, DflashShape
 from pipeline.heads.init import random_init
-from pipeline.heads.registry import load_head, save_head
+from pipeline.heads.registry import save_head
 from tests.heads.test_checkpoint import CONTRACT
 
 H, V, VD = 16, CONTRACT.vocab_size, 10
@@ -99,15 +97,10 @@ def test_transformers_reads_the_config_as_qwen3(directory: Path) -> None:
     assert read.rope_parameters["rope_theta"] == 5000.0
 
 
-def test_it_is_inspected_and_exported(directory: Path, tmp_path: Path) -> None:
+def test_it_is_inspected(directory: Path) -> None:
     shown = inspect_head(str(directory))
     assert shown.parameters == DflashHead(shape_of()).count_parameters()
     assert shown.shape["block_size"] == 6
-    export_head(str(directory), format="sglang", out=str(tmp_path / "out"))
-    again, _ = load_head(tmp_path / "out")
-    assert again.shape == shape_of()
-    with pytest.raises(HeadError, match="for EAGLE-3 heads alone"):
-        export_head(str(directory), format="speculators", out=str(tmp_path / "other"))
 
 
 TARGET: dict[str, Any] = {

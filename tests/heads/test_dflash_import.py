@@ -35,14 +35,12 @@ def drafter(tiny_target: Path, **changes: Any) -> DflashHead:
 
     shape = dflash_shape_for(
         AutoConfig.from_pretrained(tiny_target),
-        layers=2,
         block_size=6,
         mask_token_id=4,
-        draft_vocab_size=VD,
         intermediate_size=40,
         num_attention_heads=None,
         num_key_value_heads=None,
-        **changes,
+        **{"layers": 2, "draft_vocab_size": VD, **changes},
     )
     head = DflashHead(shape)
     random_init(head, 3)
@@ -54,10 +52,9 @@ def drafter(tiny_target: Path, **changes: Any) -> DflashHead:
 
 @pytest.fixture
 def directory(tiny_target: Path, contract: TargetContract, tmp_path: Path) -> Path:
-    """As export writes it."""
+    """Ours, whose lm_head was trained."""
     card = HeadCard(contract, PROVENANCE, METRICS)
-    save_head(tmp_path / "own", drafter(tiny_target), card)
-    export_head(str(tmp_path / "own"), format="sglang", out=str(tmp_path / "exported"))
+    save_head(tmp_path / "exported", drafter(tiny_target), card)
     return tmp_path / "exported"
 
 
@@ -97,6 +94,84 @@ def test_what_is_exported_comes_back_bit_for_bit(
     head, card = load_head(back, expected=contract)
     assert isinstance(head, DflashHead) and card.metrics == METRICS
     assert card.provenance["format"] == "dflash"
+
+
+def frozen(head: DflashHead, tiny_target: Path) -> DflashHead:
+    """The head with the target's rows, as train_lm_head=false leaves them."""
+    with torch.no_grad():
+        head.lm_head.weight.copy_(TargetWeights(tiny_target).lm_head()[head.target_ids()])
+    return head
+
+
+def test_sglang_gets_no_lm_head_that_it_would_not_use(
+    directory: Path, contract: TargetContract, tiny_target: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "given"
+    with pytest.raises(HeadError, match=r"SGLang drafts with the target's.*--format speculators"):
+        export_head(str(directory), format="sglang", out=str(out))
+    assert not out.exists()
+    save_head(tmp_path / "own", frozen(drafter(tiny_target), tiny_target), HeadCard(contract))
+    export_head(str(tmp_path / "own"), format="sglang", out=str(out))
+    same_tensors(tmp_path / "own", out)
+
+
+@pytest.mark.parametrize("rows", ["trained", "frozen", "none"])
+def test_speculators_dialect_there_and_back(
+    rows: str, tiny_target: Path, contract: TargetContract, bring: Import, tmp_path: Path
+) -> None:
+    """Rows: of a part of the vocabulary, trained or not; or the target's, of all of it."""
+    whole = {"target_lm_head": True} if rows == "none" else {}
+    head, own, given = drafter(tiny_target, **whole), tmp_path / "own", tmp_path / "given"
+    if rows == "frozen":
+        head = frozen(head, tiny_target)
+    save_head(own, head, HeadCard(contract, PROVENANCE, METRICS))
+    export_head(str(own), format="speculators", out=str(given), verifier="/models/target")
+    body = json.loads((given / CONFIG).read_text())
+    assert body["speculators_model_type"] == "dflash" and body["block_size"] == 6
+    assert body["aux_hidden_state_layer_ids"] == [index + 1 for index in contract.capture_layers]
+    assert body["sliding_window_non_causal"] is True, "vLLM takes false for causal blocks"
+    about = body["speculators_config"]
+    assert about["verifier"]["name_or_path"] == "/models/target"
+    assert about["proposal_methods"][0]["speculative_tokens"] == 5, "all of a block but its root"
+    stored = load_file(given / WEIGHTS).keys()
+    assert (stored >= {*_VOCABULARY}) is (rows != "none") and "embed_tokens.weight" not in stored
+    back = bring(given)
+    same_tensors(own, back)
+    assert (back / CONFIG).read_text() == (own / CONFIG).read_text()
+    assert load_head(back, expected=contract)[1].provenance["format"] == "speculators"
+
+
+def test_speculators_has_no_rows_for_a_whole_vocabulary(
+    tiny_target: Path, contract: TargetContract, bring: Import, tmp_path: Path
+) -> None:
+    whole = drafter(tiny_target, draft_vocab_size=contract.vocab_size)
+    save_head(tmp_path / "own", whole, HeadCard(contract))
+    with pytest.raises(HeadError, match="speculators takes the target's for a whole vocabulary"):
+        export_head(str(tmp_path / "own"), format="speculators", out=str(tmp_path / "given"))
+    save_head(tmp_path / "own", frozen(whole, tiny_target), HeadCard(contract))
+    export_head(str(tmp_path / "own"), format="speculators", out=str(tmp_path / "given"))
+    assert not {*_VOCABULARY} & load_file(tmp_path / "given" / WEIGHTS).keys()
+    head = load_head(bring(tmp_path / "given"))[0]
+    assert isinstance(head, DflashHead) and head.shape.target_lm_head
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sample_from_anchor": True}, "sample_from_anchor is True"),
+        ({"aux_hidden_state_layer_ids": [0, 2, 3]}, "aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": ...}, r"lacks dflash_config\.target_layer_ids"),
+        ({"new": 1}, "new is 1"),
+        ({"block_size": 40}, "block_size is 40"),
+    ],
+)
+def test_fields_of_speculators_dialect_count(
+    change: dict[str, Any], message: str, directory: Path, bring: Import, tmp_path: Path
+) -> None:
+    export_head(str(directory), format="speculators", out=str(tmp_path / "given"))
+    edit(tmp_path / "given", **change)
+    with pytest.raises(HeadError, match=message):
+        bring(tmp_path / "given")
 
 
 def test_rows_that_are_missing_are_the_target_s(

@@ -217,7 +217,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     "speculators": [
         ("", {"target_vocab_size": 7}, "target_vocab_size is 7"),
         ("", {"norm_output": "no"}, "norm_output is 'no'"),
-        ("", {"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'"),
+        ("", {"speculators_model_type": "dflash2"}, "speculators_model_type is 'dflash2'"),
         ("", {"norm_before_residual": None}, "vLLM takes that for true"),
         ("", {"norm_before_fc": True}, "norm_before_fc is True"),
         ("", {"transformer_layer_config": None}, "lacks transformer_layer_config"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from pipeline.errors import HeadError
+from pipeline.errors import ConfigError, HeadError
 from pipeline.exchange.export import Format, export_head
 from pipeline.exchange.imports import import_head
 from pipeline.heads.base import DraftingHead
@@ -117,6 +117,41 @@ def test_the_config_says_what_speculators_and_vllm_read(
     assert about["verifier"] == verifier
     (method,) = about["proposal_methods"]
     assert method["speculative_tokens"] == 4, "as many as the head was unrolled for"
+
+
+@pytest.mark.parametrize("format", ["sglang", "speculators"])
+def test_a_draft_window_is_written_in_the_fields_that_servers_read(
+    format: Format,
+    shape: HeadShape,
+    contract: TargetContract,
+    import_back: Callable[[Path], tuple[Eagle3Head, HeadCard]],
+    tmp_path: Path,
+) -> None:
+    head = make_head(shape.model_copy(update={"draft_window": 128}))
+    own, out = tmp_path / "own", tmp_path / "given"
+    save_head(own, head, HeadCard(contract))
+    assert load_head(own)[0].shape == head.shape
+    export_head(str(own), format=format, out=str(out))
+    body = json.loads((out / CONFIG).read_text())
+    layer = body["transformer_layer_config"] if format == "speculators" else body
+    assert (layer["layer_types"], layer["sliding_window"]) == (["sliding_attention"], 128)
+    window = "--speculative-draft-window-size 128"
+    assert (window in (out / "README.md").read_text()) is (format == "sglang")
+    layer["sliding_window"] = 64
+    (out / CONFIG).write_text(json.dumps(body))
+    with pytest.raises(HeadError, match="sliding_window is 64"):
+        import_back(out)
+
+
+def test_the_verifier_is_written_as_it_is(own: Path, tmp_path: Path) -> None:
+    out = tmp_path / "given"
+    export_head(str(own), format="speculators", out=str(out), verifier="org/model")
+    about = json.loads((out / CONFIG).read_text())["speculators_config"]
+    assert about["verifier"]["name_or_path"] == "org/model"
+    assert "which names org/model as the target" in (out / "README.md").read_text()
+    with pytest.raises(ConfigError, match="--verifier: --format sglang has no field for it"):
+        export_head(str(own), format="sglang", out=str(tmp_path / "no"), verifier="org/model")
+    assert not (tmp_path / "no").exists()
 
 
 def test_sglangs_config_names_the_layers_for_sglang_and_for_vllm(

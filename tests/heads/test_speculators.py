@@ -18,15 +18,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from pipeline.errors import HeadError
 from pipeline.exchange.export import export_head
 from pipeline.exchange.imports import import_head
+from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.dflash.shape import BlockQkv, ContextKeys, DflashHead
+from pipeline.heads.eagle3.shape import HeadShape
 from pipeline.heads.registry import load_head, save_head
 from pipeline.records import TargetContract
+from pipeline.target.rotary import RotaryTable, rotate
 from tests.heads.conftest import logits_of, make_head, sequence
+from tests.heads.test_dflash_import import drafter as block_drafter
 
 PYTHON = os.environ.get("EAGLE3_SPECULATORS_PYTHON")
 STEPS = 3
@@ -37,11 +42,16 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_speculators(
-    exported: Path, own: Path, target: Path, inputs: dict[str, Tensor], folder: Path
+    exported: Path,
+    own: Path,
+    target: Path,
+    inputs: dict[str, Tensor],
+    folder: Path,
+    steps: int | str = STEPS,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Facts and the logits of every step; `folder` also holds what they saved and converted."""
     save_file(inputs, folder / "inputs.safetensors")
-    arguments = [exported, own, target, folder / "inputs.safetensors", folder, STEPS]
+    arguments = [exported, own, target, folder / "inputs.safetensors", folder, steps]
     command = [
         str(PYTHON),
         str(Path(__file__).with_name("run_speculators.py")),
@@ -101,7 +111,59 @@ def test_speculators_computes_our_logits(
         import_head(converted, target=str(tiny_target), out=back)
 
 
-def check_import(written: Path, target: Path, contract: TargetContract, head: Eagle3Head) -> None:
+@torch.no_grad()
+def block_logits(head: DflashHead, embedding: Tensor, tokens: Tensor, aux: Tensor) -> Tensor:
+    """Logits [b, Vd] of the block after `tokens` [T], whose last one is its root: no mask at all,
+    for a block sees the states [T-1, 3H] of all tokens before it and the whole block.
+    """
+    past, size = len(tokens) - 1, head.shape.block_size
+    rotary = RotaryTable(
+        head.shape.rope_config(), past + size, device=torch.device("cpu"), dtype=torch.float32
+    )
+
+    def attend(block: BlockQkv, context: ContextKeys) -> Tensor:
+        keys = rotate(torch.cat((context.key, block.key)), *rotary.at(torch.arange(past + size)))
+        query = rotate(block.query, *rotary.at(torch.arange(past, past + size)))
+        values = torch.cat((context.value, block.value))
+        query, keys, values = (each.transpose(0, 1) for each in (query, keys, values))
+        return F.scaled_dot_product_attention(query, keys, values, enable_gqa=True).transpose(0, 1)
+
+    embedded = embedding.float()[head.block_tokens(tokens[-1:])[0]]
+    return torch.as_tensor(head.lm_head(head.run(embedded, head.context(aux[:past]), attend)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, 2])
+def test_speculators_computes_the_logits_of_our_blocks(
+    layers: int, contract: TargetContract, embedding: Tensor, tiny_target: Path, tmp_path: Path
+) -> None:
+    head = block_drafter(tiny_target, layers=layers)
+    with torch.no_grad():
+        for parameter in head.parameters():  # what bfloat16 holds exactly
+            parameter.copy_((parameter * (4 if parameter.dim() > 1 else 1)).bfloat16())
+    own, exported = tmp_path / "own", tmp_path / "exported"
+    save_head(own, head, HeadCard(contract))
+    export_head(str(own), format="speculators", out=str(exported), verifier=str(tiny_target))
+    generator = torch.Generator().manual_seed(9)
+    tokens = torch.randint(0, contract.vocab_size, (24,), generator=generator)
+    aux = torch.randn(24, 3 * contract.hidden_size, generator=generator)
+    anchors = torch.zeros(24, dtype=torch.long)
+    anchors[[1, 7, 15]] = 1
+    inputs = {"token_ids": tokens, "aux_states": aux, "anchors": anchors}
+    facts, logits = run_speculators(exported, own, tiny_target, inputs, tmp_path, "anchors")
+    print(facts)
+    assert facts["layers"] == [layer + 1 for layer in contract.capture_layers]
+    of_target = ["embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"]
+    assert facts["missing"] == of_target and facts["surplus"] == []
+    for anchor, computed in zip((1, 7, 15), logits["blocks"], strict=True):
+        expected = block_logits(head, embedding, tokens[: anchor + 1], aux)
+        difference, largest = (expected - computed).abs().max(), expected.abs().max()
+        print(f"anchor {anchor}: largest difference {difference:.1e}, logits up to {largest:.1f}")
+        torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-5)
+    check_import(tmp_path / "resaved", tiny_target, contract, head)
+
+
+def check_import(written: Path, target: Path, contract: TargetContract, head: DraftingHead) -> None:
     """Import what they wrote and find our head again."""
     import_head(str(written), target=str(target), out=str(written.with_name("back")))
     back, _ = load_head(written.with_name("back"), expected=contract)

@@ -66,6 +66,8 @@ class TargetServer:
         self.headers: dict[str, str] = {}
         self.payloads: list[dict[str, Any]] = []
         self.dead = threading.Event()  # set: every request is cut off
+        self.version = "1.2.3"
+        self.models = ["tiny"]
         self._target, self._lock, self._closing = target, threading.Lock(), threading.Event()
         owner = self
 
@@ -74,6 +76,9 @@ class TargetServer:
 
             def do_POST(self) -> None:
                 owner._handle(self)
+
+            def do_GET(self) -> None:
+                owner._show(self)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -98,6 +103,20 @@ class TargetServer:
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
+
+    def _show(self, http: BaseHTTPRequestHandler) -> None:
+        """Pages about the server."""
+        version = "/server_info" if self.kind == "sglang" else "/version"
+        models = [{"id": name, "owned_by": self.kind} for name in self.models]
+        pages = {"/v1/models": {"data": models}, version: {"version": self.version}}
+        if self.dead.is_set():
+            http.close_connection = True
+            return
+        data = json.dumps(pages.get(http.path, {})).encode()
+        http.send_response(200 if http.path in pages else 404)
+        http.send_header("Content-Length", str(len(data)))
+        http.end_headers()
+        http.wfile.write(data)
 
     def _handle(self, http: BaseHTTPRequestHandler) -> None:
         payload = json.loads(http.rfile.read(int(http.headers["Content-Length"])))

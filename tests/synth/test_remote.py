@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from pipeline.config import GeneratorSection, RunConfig, RunSection, SourceSpec, SynthSection
 from pipeline.decoder.engine import Engine
-from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable
+from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable, StageConflict
 from pipeline.records import Prompt, Sample
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.samples import read_samples
@@ -85,7 +86,7 @@ def ask(
         {"backend": backend, "endpoints": urls, **QUICK, **generator}
     )
     vocabulary = served.model.vocabulary
-    remote = RemoteBackend(section, served.template, source="tiny", vocabulary=vocabulary)
+    remote = RemoteBackend(section, served.template, model="tiny", vocabulary=vocabulary)
     remote.check()
     return converse(served, remote)
 
@@ -368,11 +369,76 @@ def test_when_all_endpoints_are_gone_the_run_stops_and_can_be_continued(
         manifest = run(continued)
     assert stored(continued) == stored(configure("local"))
     [first, *_] = read_samples(stage_location(continued.run.uri, "synth"), manifest.shards[0])
-    assert "vllm server of" in first.generator
+    assert ", vllm 1.2.3 server of tiny, " in first.generator
     files = [path for path in Path(continued.run.uri).rglob("*") if path.is_file()]
     assert not any(b"127.0.0.1" in path.read_bytes() for path in files), (
         "addresses are nobody's business"
     )
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "openai"])
+def test_the_model_is_the_one_that_the_server_lists_and_the_version_is_recorded(
+    backend: str, served: ServedTarget, letters_target: Path, configure: Configure
+) -> None:
+    target = ServedTarget(letters_target) if backend == "openai" else served
+    with TargetServer(target, kind=backend) as server:
+        server.models = ["as served"]
+        generator = {"backend": backend}
+        section = GeneratorSection(backend=backend, endpoints=(server.url,))
+        known = asyncio.run(remote.identify(section, "the source"))
+        if backend != "openai":
+            manifest = run(configure("a", server.url, generator=generator, max_prompts=3))
+            location = stage_location(configure("a").run.uri, "synth")
+            [first, *_] = read_samples(location, manifest.shards[0])
+            assert f", {backend} 1.2.3 server of " in first.generator
+        asked = {payload.get("model") for payload in server.payloads}
+    version, model = {
+        "vllm": (" 1.2.3", "as served"),
+        "sglang": (" 1.2.3", "the source"),  # its requests name none
+        "openai": ("", "as served"),
+    }[backend]
+    assert str(known) == f"{backend}{version} server of {model}"
+    assert asked == {"vllm": {"as served"}, "sglang": {None}, "openai": set()}[backend]
+
+
+@pytest.mark.parametrize(
+    ("models", "problem"),
+    [
+        (["a", "b"], r"/v1/models: lists the models a, b \(fix: set synth\.generator\.model"),
+        ([], r"/v1/models: lists no model"),
+    ],
+)
+def test_a_server_of_several_models_wants_a_name(
+    models: list[str], problem: str, served: ServedTarget, configure: Configure
+) -> None:
+    with TargetServer(served) as server:
+        server.models = models
+        with pytest.raises(EndpointError, match=problem):
+            run(configure("a", server.url))
+        run(configure("a", server.url, generator={"model": "a"}, max_prompts=2))
+        assert {payload["model"] for payload in server.payloads} == {"a"}
+
+
+def test_servers_of_two_versions_are_not_mixed(served: ServedTarget, configure: Configure) -> None:
+    """Neither at once nor one after the other: a resumed run ends with the same bytes or not."""
+    with TargetServer(served) as server, TargetServer(served) as newer:
+        newer.version = "1.3.0"
+        with pytest.raises(EndpointError, match=r"vllm 1\.3\.0 server of tiny, and .* 1\.2\.3"):
+            run(configure("both", server.url, newer.url))
+        server.fault = lambda ids, before: server.dead.set() if server.asked.total() > 22 else None
+        quick = {"outage_seconds": 0.4, "concurrency": 2}
+        config = configure("remote", server.url, generator=quick)
+        with pytest.raises(EndpointsUnavailable):
+            run(config)
+        committed = sorted(Path(config.run.uri).rglob("*.entry.json"))
+        assert committed
+        message = r'another server: server\.version "1\.2\.3" → "1\.3\.0" \(fix: pass --force'
+        with pytest.raises(StageConflict, match=message):
+            run(configure("remote", newer.url))
+        assert sorted(Path(config.run.uri).rglob("*.entry.json")) == committed
+        newer.version = "1.2.3"
+        continued, whole = configure("remote", newer.url), configure("whole", newer.url)
+        assert run(continued).shards == run(whole).shards
 
 
 def test_mistakes_are_found_at_the_first_contact(

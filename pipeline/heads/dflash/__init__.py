@@ -4,14 +4,20 @@ shape.py        the module
 init.py         its first weights: copied from the target, and solved by least squares
 blocks.py       the objective: blocks after anchors
 drafter.py      the tree of a block's marginals
-checkpoint.py   directories, ours and other trainers'
+checkpoint.py   directories, ours and other trainers'; speculators.py is the other format
 """
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING
+
 from pipeline.config import TrainSection
-from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings
+from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings, ServeCommand
 from pipeline.planning.heads import BlockHeadSize
+
+if TYPE_CHECKING:
+    from pipeline.heads.dflash.shape import DflashShape
 
 #: Keys of `train.dflash` that decide the shape, and its field.
 FIXED = {
@@ -32,6 +38,19 @@ def _settings(section: TrainSection) -> HeadSettings:
     return HeadSettings(head, "train.dflash", FIXED, head.max_share_of_target, solved)
 
 
+def _serve_command(
+    shape: DflashShape, format: str, target: str, tree: tuple[int, int, int], tokens: int
+) -> ServeCommand | None:
+    """vLLM's, of whole blocks, which the head was trained on."""
+    del tree, tokens
+    if format != "speculators":
+        return None
+    chain = shape.block_size - 1
+    draft = {"method": "dflash", "model": "HEAD", "num_speculative_tokens": chain}
+    command = f"vllm serve {target} --speculative-config '{json.dumps(draft)}'"
+    return ServeCommand(command, chain, "")
+
+
 ALGORITHM = HeadAlgorithm(
     name="dflash",
     architecture="DFlashDraftModel",
@@ -40,9 +59,7 @@ ALGORITHM = HeadAlgorithm(
     settings=_settings,
     size=BlockHeadSize.of,
     describe=lambda _head: "a block drafter (DFlash)",
-    formats=("sglang",),
-    refusals={
-        "mtp": "MTP layers predict one token each, this head a block",
-        "speculators": "this version writes speculators' format for EAGLE-3 heads alone",
-    },
+    formats=("sglang", "speculators"),
+    refusals={"mtp": "MTP layers predict one token each, this head a block"},
+    serve_command=_serve_command,
 )

@@ -6,7 +6,8 @@
     eagle3.json        contract, provenance and metrics, as of every head
 
 vLLM drafts with lm_head and d2t. SGLang and the authors' own code know no draft vocabulary: they
-take the target's lm_head, which is what a head trained with train_lm_head=false has, too.
+take the target's lm_head, which is what a head trained with train_lm_head=false has, too; any other
+is not exported for SGLang. speculators.py is the other format.
 
 A block drafter of another trainer, in the layout of DFlashDraftModel, read and checked.
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import HeadError
+from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import (
     CONFIG,
     ForeignHead,
@@ -35,8 +37,9 @@ from pipeline.heads.checkpoint import (
     fill_head,
     read_json,
     read_tensors,
+    write_files,
 )
-from pipeline.heads.dflash import ALGORITHM
+from pipeline.heads.dflash import ALGORITHM, speculators
 from pipeline.heads.dflash.shape import MOST_BLOCK, DflashHead, DflashShape
 from pipeline.heads.fields import (
     LAYER_FIELDS,
@@ -52,8 +55,8 @@ from pipeline.heads.fields import (
     validated,
 )
 from pipeline.heads.rope import rope_parameters
+from pipeline.heads.speculators import MODEL_TYPE
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
-from pipeline.target.open import Target
 
 _SETTINGS, _LAYERS, _BORROWED = "dflash_config", "target_layer_ids", "target_lm_head"
 
@@ -189,7 +192,10 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     The rows of an lm_head that it lacks are for the caller to fill (`lacks_rows`).
     """
     body, where = read_json(directory / CONFIG), f"{directory}/{CONFIG}"
-    if ALGORITHM.architecture not in architectures_of(body, where):
+    dialect = "speculators" if body.get(MODEL_TYPE) == speculators.NAME else "dflash"
+    if dialect == "speculators":
+        body = speculators.as_own_config(body, where)
+    elif ALGORITHM.architecture not in architectures_of(body, where):
         return None
     tensors = {name.removeprefix("model."): each for name, each in read_tensors(directory).items()}
     embedding = tensors.pop(_EMBEDDING, None)
@@ -201,9 +207,16 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     if lacks_rows:
         tensors[_LM_HEAD] = torch.zeros(shape.draft_vocab_size, shape.hidden_size)
     head = fill_head(DflashHead, shape, tensors, where=str(directory))
-    return ForeignHead("dflash", layers, head, embedding, lacks_rows)
+    return ForeignHead(dialect, layers, head, embedding, lacks_rows)
 
 
-def export(folder: Path, head: DflashHead, card: HeadCard, format: str, target: Target) -> None:
-    """Our own directory is what SGLang reads; there is no other format."""
-    raise AssertionError(format)
+def export(folder: Path, head: DflashHead, card: HeadCard, request: Export) -> None:
+    """Write the dialect of speculators, or our own directory, which SGLang reads.
+
+    Raises HeadError for an lm_head that SGLang would not use.
+    """
+    if request.format == "speculators":
+        speculators.export_speculators(folder, head, card, request)
+        return
+    speculators.check_rows(head, request, "SGLang drafts with the target's")
+    write_files(folder, head_config(head.shape, card.contract), head.state_dict(), card)

@@ -10,10 +10,14 @@ checkpoint.py   directories, ours and other trainers'; sglang.py and speculators
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from pipeline.config import TrainSection
 from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings, ServeCommand
 from pipeline.planning.heads import HeadSize
+
+if TYPE_CHECKING:
+    from pipeline.heads.eagle3.shape import HeadShape
 
 #: Keys of `train.head_config` that decide tensors.
 FIXED = (
@@ -29,7 +33,7 @@ def _settings(section: TrainSection) -> HeadSettings:
 
 
 def _serve_command(
-    format: str, target: str, tree: tuple[int, int, int], tokens: int
+    shape: HeadShape, format: str, target: str, tree: tuple[int, int, int], tokens: int
 ) -> ServeCommand:
     if format == "sglang":
         steps, top_k, nodes = tree
@@ -39,10 +43,12 @@ def _serve_command(
             f"    --speculative-num-steps {steps} --speculative-eagle-topk {top_k} "
             f"--speculative-num-draft-tokens {nodes}"
         )
-        return ServeCommand(command, False, "For vLLM, export with `--format speculators`.")
+        if shape.draft_window:
+            command += f" \\\n    --speculative-draft-window-size {shape.draft_window}"
+        return ServeCommand(command, 0, "For vLLM, export with `--format speculators`.")
     draft = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": tokens}
     command = f"vllm serve {target} --speculative-config '{json.dumps(draft)}'"
-    return ServeCommand(command, True, "For SGLang, export with `--format sglang`.")
+    return ServeCommand(command, tokens, "For SGLang, export with `--format sglang`.")
 
 
 ALGORITHM = HeadAlgorithm(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.errors import HeadError
+from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import (
     CONFIG,
     ForeignHead,
@@ -16,12 +17,13 @@ from pipeline.heads.checkpoint import (
     fill_head,
     read_json,
     read_tensors,
+    write_files,
 )
 from pipeline.heads.eagle3 import sglang, speculators
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.fields import Layers, architectures_of
+from pipeline.heads.speculators import MODEL_TYPE
 from pipeline.records import TargetContract
-from pipeline.target.open import Target
 
 #: SGLang's older names of the three norms before fc.
 _LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
@@ -44,11 +46,11 @@ def read_foreign(directory: Path) -> ForeignHead:
 
 def _detect(body: dict[str, Any], where: str) -> str:
     """The dialect of a config.json. Raises HeadError for what is no EAGLE-3 head."""
-    if speculators.MODEL_TYPE in body:
+    if MODEL_TYPE in body:
         return "speculators"
     if sglang.ARCHITECTURE in architectures_of(body, where) or "draft_vocab_size" in body:
         return "sglang"
-    known = f"{speculators.MODEL_TYPE} nor architectures [{sglang.ARCHITECTURE}]"
+    known = f"{MODEL_TYPE} nor architectures [{sglang.ARCHITECTURE}]"
     problem = f"is no EAGLE-3 head's: it has neither {known} nor draft_vocab_size"
     raise HeadError(problem, where=where, fix=_PASS_A_HEAD)
 
@@ -71,13 +73,15 @@ def read_config(
 ) -> tuple[HeadShape, Layers | None]:
     """Shape and aux layers of a config.json. Raises HeadError."""
     del tensors
-    if speculators.MODEL_TYPE in body:
+    if MODEL_TYPE in body:
         fix = "eagle3 import DIRECTORY --target SOURCE --out HEAD"
         raise HeadError("is in the dialect of speculators", where=where, fix=fix)
     return sglang.read_config(body, where)
 
 
-def export(folder: Path, head: Eagle3Head, card: HeadCard, format: str, target: Target) -> None:
-    """Write the dialect of speculators; SGLang's is our own directory."""
-    assert format == "speculators"
-    speculators.export_speculators(folder, head, card, target)
+def export(folder: Path, head: Eagle3Head, card: HeadCard, request: Export) -> None:
+    """Write the dialect of speculators, or SGLang's, which is our own directory."""
+    if request.format == "speculators":
+        speculators.export_speculators(folder, head, card, request)
+    else:
+        write_files(folder, head_config(head.shape, card.contract), head.state_dict(), card)

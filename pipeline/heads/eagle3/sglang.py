@@ -22,6 +22,8 @@ from pipeline.heads.fields import (
     refuse_unknown,
     section,
     shape_fields,
+    window_fields,
+    without_window_fields,
 )
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 
@@ -69,6 +71,7 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
     return {
         "architectures": [ARCHITECTURE],
         **layer_config(shape),
+        **window_fields(shape.draft_window),
         "draft_vocab_size": shape.draft_vocab_size,
         **{name: value for name in SWITCHES if (value := getattr(shape, name))},
         _LAYERS: [layer + 1 for layer in contract.capture_layers],
@@ -83,6 +86,7 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
 def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | None]:
     """Shape and aux layers (output indices; None: the loaders' default). Raises HeadError."""
     _check_kind(body, where)
+    body = without_window_fields(body, body.get("draft_window"))
     eagle = section(body, "eagle_config", where)
     read = (*LAYER_FIELDS, *SWITCHES, *_READ)
     refuse_unknown(body, where, read=read, rules={**EAGLE3_RULES, **_EAGLE_RULES})

@@ -6,16 +6,15 @@ reader that finds none fills it from the verifier when it can reach one, and oth
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pipeline.console import notice
 from pipeline.errors import HeadError
-from pipeline.heads.checkpoint import CONFIG, HeadCard, write_files
+from pipeline.heads.algorithm import Export
+from pipeline.heads.checkpoint import HeadCard, write_files
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.fields import (
     EAGLE3_RULES,
@@ -30,13 +29,17 @@ from pipeline.heads.fields import (
     refuse_unknown,
     section,
     shape_fields,
+    window_fields,
+    without_window_fields,
+)
+from pipeline.heads.speculators import (
+    HOW_TO_DRAFT,
+    LAYER,
+    MODEL_TYPE,
+    SETTINGS,
+    drafting_section,
 )
 from pipeline.records import TargetContract
-from pipeline.target.open import Target
-
-#: The field whose presence tells this dialect from the other.
-MODEL_TYPE = "speculators_model_type"
-
 
 EMBEDDING = "embed_tokens.weight"
 
@@ -47,12 +50,9 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 _CONVENTION = "entering-layer"  # id i + 1 is the stream that enters layer i + 1, our output index i
 
 
-_LAYER, _SETTINGS = "transformer_layer_config", "speculators_config"
-
-
 #: Honoured, or facts about the file and its training.
 _READ = (
-    *(MODEL_TYPE, "draft_vocab_size", _LAYERS, _LAYER, _SETTINGS),
+    *(MODEL_TYPE, "draft_vocab_size", _LAYERS, LAYER, SETTINGS),
     *("architectures", "model_type", "speculators_version", "embed_requires_grad"),
 )
 
@@ -63,26 +63,13 @@ _TOP_RULES = {
 }
 
 
-#: Of `speculators_config`: how to draft and for which target, not what the head computes.
-_HOW_TO_DRAFT = ("proposal_methods", "default_proposal_method", "verifier")
-
-
 _ALGORITHM = {"algorithm": only("eagle3", reason="the head is an EAGLE-3 head")}
 
 
 def speculators_config(
-    shape: HeadShape,
-    contract: TargetContract,
-    *,
-    verifier: str,
-    architectures: Sequence[str],
-    speculative_tokens: int,
+    shape: HeadShape, contract: TargetContract, drafting: dict[str, Any]
 ) -> dict[str, Any]:
-    """config.json for speculators ≥ 0.3 and vLLM.
-
-    verifier: hub id or path of the target; architectures: those of its config.json;
-    speculative_tokens: how many tokens vLLM drafts a round unless told otherwise.
-    """
+    """config.json for speculators ≥ 0.3 and vLLM; `drafting` is its `speculators_config`."""
     return {
         "architectures": ["Eagle3Speculator"],
         MODEL_TYPE: "eagle3",
@@ -97,20 +84,8 @@ def speculators_config(
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": speculative_tokens,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
-        },
-        "transformer_layer_config": layer_config(shape),
+        SETTINGS: drafting,
+        LAYER: {**layer_config(shape), **window_fields(shape.draft_window)},
     }
 
 
@@ -144,13 +119,13 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
     if kind != "eagle3":
         problem = f"{MODEL_TYPE} is {kind!r}"
         raise HeadError(problem, where=where, fix="import a head of type eagle3")
-    layer = section(body, _LAYER, where)
+    layer = without_window_fields(section(body, LAYER, where), body.get("draft_window"))
     if not layer:
         fix = "save the head again with speculators"
-        raise HeadError(f"lacks {_LAYER}", where=where, fix=fix)
+        raise HeadError(f"lacks {LAYER}", where=where, fix=fix)
     # Without a type, speculators builds a Qwen3 layer, whose queries and keys are normed.
     if layer.get("model_type") != "llama":
-        problem = f"{_LAYER}.model_type is {layer.get('model_type')!r}"
+        problem = f"{LAYER}.model_type is {layer.get('model_type')!r}"
         raise HeadError(problem, where=where, fix="import a head whose layer is a Llama layer")
     if body.get("norm_before_residual") is None:
         problem = "norm_before_residual is missing: vLLM takes that for true, speculators for false"
@@ -163,16 +138,16 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
         read=(*SWITCHES, *_READ),
         rules={**_TOP_RULES, **_sized(sizes)},
     )
-    settings = section(body, _SETTINGS, where)
-    refuse_unknown(settings, where, read=_HOW_TO_DRAFT, rules=_ALGORITHM, prefix=f"{_SETTINGS}.")
+    settings = section(body, SETTINGS, where)
+    refuse_unknown(settings, where, read=HOW_TO_DRAFT, rules=_ALGORITHM, prefix=f"{SETTINGS}.")
     refuse_unknown(
         layer,
         where,
         read=(*LAYER_FIELDS, "model_type", "architectures"),
         rules={**EAGLE3_RULES, "draft_vocab_size": _equal(body, "draft_vocab_size")},
-        prefix=f"{_LAYER}.",
+        prefix=f"{LAYER}.",
     )
-    check_layer_types(layer, where, prefix=f"{_LAYER}.")
+    check_layer_types(layer, where, prefix=f"{LAYER}.")
     layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
     top_level = {name: body.get(name) for name in ("draft_vocab_size", *SWITCHES)}
     return shape_fields(HeadShape, {**layer, **top_level}, where), layers
@@ -200,28 +175,12 @@ def _sized(sizes: Mapping[str, Any]) -> dict[str, Rule]:
 _SPECULATIVE_TOKENS = 3
 
 
-def export_speculators(folder: Path, head: Eagle3Head, card: HeadCard, target: Target) -> None:
+def export_speculators(folder: Path, head: Eagle3Head, card: HeadCard, request: Export) -> None:
     """Write `head` as speculators and vLLM read it, with its card beside it."""
-    body = json.loads((target.directory / CONFIG).read_text(encoding="utf-8"))
+    target = request.target()
     steps = card.provenance.get("config", {}).get("train", {}).get("ttt_steps")
-    config = speculators_config(
-        head.shape,
-        card.contract,
-        verifier=_public_name(target),
-        architectures=body.get("architectures") or [],
-        speculative_tokens=steps if isinstance(steps, int) and steps > 0 else _SPECULATIVE_TOKENS,
-    )
+    tokens = steps if isinstance(steps, int) and steps > 0 else _SPECULATIVE_TOKENS
+    drafting = drafting_section("eagle3", tokens, target, request)
+    config = speculators_config(head.shape, card.contract, drafting)
     tensors = speculators_tensors(head.state_dict(), target.weights.embedding())
     write_files(folder, config, tensors, card)
-
-
-def _public_name(target: Target) -> str:
-    """What transformers can load: the hub id. Of a directory only its name, to be completed."""
-    resolved = target.resolved
-    on_hub = resolved.revision != "local" and not resolved.source.startswith("package:")
-    if on_hub:
-        return resolved.source
-    name = resolved.directory.resolve().name
-    fix = "before serving HEAD alone, set verifier.name_or_path to its directory"
-    notice("export", f"config.json calls the target {name}, without a path: {fix}")
-    return name

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import CONFIG, ForeignHead, HeadCard, read_json
 from pipeline.heads.fields import (
     EAGLE3_RULES,
@@ -31,7 +32,6 @@ from pipeline.heads.mtp import ALGORITHM, mimo
 from pipeline.heads.mtp.shape import ChainedHead, ChainedShape
 from pipeline.heads.rope import rope_parameters
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
-from pipeline.target.open import Target
 
 _LAYERS = "target_layer_ids"
 
@@ -79,8 +79,9 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     return mimo.read_mtp(directory) if mimo.is_mtp(read_json(directory / CONFIG)) else None
 
 
-def export(folder: Path, head: ChainedHead, card: HeadCard, format: str, target: Target) -> None:
+def export(folder: Path, head: ChainedHead, card: HeadCard, request: Export) -> None:
     """Write MiMo's layout."""
-    assert format == "mtp"
-    embedding, lm_head = target.weights.embedding(), target.weights.lm_head()
+    assert request.format == "mtp"
+    weights = request.target().weights
+    embedding, lm_head = weights.embedding(), weights.lm_head()
     mimo.export_mtp(folder, head, card, embedding=embedding, lm_head=lm_head)

@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.config import GeneratorSection
+from pipeline.config import OWNER, GeneratorSection
 from pipeline.config.credentials import key_headers
 from pipeline.console import notice, readable_duration
 from pipeline.decoder.request import Request
@@ -54,16 +54,34 @@ _HEALTH_CHECK_SECONDS = 60.0
 _WHERE = "synth.generator.endpoints"
 
 
+@dataclass(frozen=True)
+class Served:
+    """What servers say they are. Endpoints that say so at the same time say the same."""
+
+    software: str  # by its own word, else the backend's name
+    version: str  # "": not said
+    model: str
+
+    def __str__(self) -> str:
+        version = self.version and f" {self.version}"
+        return f"{self.software}{version} server of {self.model}"
+
+    def made_with(self) -> dict[str, str]:
+        """What may not change while a stage is being made: other versions give other replies."""
+        known = {"software": self.software, "version": self.version, "model": self.model}
+        return {f"server.{name}": value for name, value in known.items() if value}
+
+
 class RemoteBackend:
-    """The servers that the section names."""
+    """The servers that the section names, which know the target as `model`."""
 
     batch_invariant = True  # nobody promises more: a server batches with whatever else it is asked
 
     def __init__(
-        self, section: GeneratorSection, template: ChatTemplate, *, source: str, vocabulary: int
+        self, section: GeneratorSection, template: ChatTemplate, *, model: str, vocabulary: int
     ) -> None:
         self._section = section
-        self._api = pick_api(section, template, model=source)
+        self._api = pick_api(section, template, model=model)
         self._reader = TokenIdReader(template, vocabulary=vocabulary)
         prompt_ids = tuple(template.start("Hello."))
         self._health_check = Request("health check", prompt_ids, 1, template.stop_ids)
@@ -237,16 +255,89 @@ class _Session:
 
 def open_remote(
     section: GeneratorSection, template: ChatTemplate, *, source: str, vocabulary: int
-) -> RemoteBackend:
-    """The section's servers, checked once. Raises EndpointError, ConfigError or MissingPackage."""
+) -> tuple[RemoteBackend, Served]:
+    """The section's servers, checked once, and what they are. `source` names the target where no
+    request does. Raises EndpointError, ConfigError or MissingPackage.
+    """
     try:
         import httpx  # noqa: F401
     except ImportError:
         problem, fix = "needs the pip package httpx", "pip install httpx"
         raise MissingPackage(problem, where="synth.generator.backend", fix=fix) from None
-    backend = RemoteBackend(section, template, source=source, vocabulary=vocabulary)
+    served = asyncio.run(identify(section, source))
+    backend = RemoteBackend(section, template, model=served.model, vocabulary=vocabulary)
     backend.check()
-    return backend
+    return backend, served
+
+
+async def identify(section: GeneratorSection, source: str) -> Served:
+    """What the endpoints that answer say they are.
+
+    Raises EndpointError where they list no model or several and the section names none, where they
+    differ, or where one refuses the key.
+    """
+    async with open_http(section) as http:
+        urls = [url.rstrip("/") for url in section.endpoints]
+        said = await asyncio.gather(*(_identify(http, section, url, source) for url in urls))
+    servers = {url: each for url, each in zip(urls, said, strict=True) if each}
+    if not servers:  # nobody will be asked for a reply either
+        return Served(section.backend, "", section.model or source)
+    (first, served), *others = servers.items()
+    for url, other in others:
+        if other != served:
+            problem = f"{url} is a {other}, and {first} a {served}"
+            fix = "serve the same model with one version, or list only servers of one"
+            raise EndpointError(problem, where=_WHERE, fix=fix)
+    return served
+
+
+#: Where a server's software says its version. SGLang's second page is that of older versions.
+_VERSION_PAGES = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
+
+
+async def _identify(
+    http: httpx.AsyncClient, section: GeneratorSection, url: str, source: str
+) -> Served | None:
+    """What one endpoint says it is; None where it does not answer."""
+    import httpx
+
+    root = url.removesuffix("/v1")
+    try:
+        listed = await _page(http, f"{root}/v1/models")
+        rows = listed.get("data")
+        models = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        row = models[0] if models else {}
+        owner = row.get("owned_by")
+        software = str(owner) if owner in (OWNER, *_VERSION_PAGES) else section.backend
+        version = row.get("version") if software == OWNER else None
+        for page in _VERSION_PAGES.get(software, ()):
+            version = version or (await _page(http, root + page)).get("version")
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+    model = section.model or (source if section.backend == "sglang" else None)
+    return Served(software, str(version or ""), model or _only_model(models, f"{root}/v1/models"))
+
+
+async def _page(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """A page's JSON object, empty where there is none. Raises EndpointError for a refused key."""
+    response = await http.get(url, timeout=_HEALTH_CHECK_SECONDS)
+    if response.status_code == 401:
+        raise _misconfigured(url, "HTTP 401")
+    try:
+        body = response.json() if response.status_code == 200 else {}
+    except ValueError:
+        body = {}
+    return body if isinstance(body, dict) else {}
+
+
+def _only_model(models: Sequence[dict[str, Any]], page: str) -> str:
+    """The one model that a server lists. Raises EndpointError."""
+    names = [str(row["id"]) for row in models if row.get("id")]
+    if len(names) == 1:
+        return names[0]
+    problem = f"lists the models {', '.join(names)}" if names else "lists no model"
+    fix = "set synth.generator.model to the name under which the servers know the target"
+    raise EndpointError(problem, where=page, fix=fix)
 
 
 def _misconfigured(url: str, problem: str) -> EndpointError:

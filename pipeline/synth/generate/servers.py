@@ -68,12 +68,12 @@ class ServerApi(Protocol):
 
 
 def pick_api(section: GeneratorSection, template: ChatTemplate, *, model: str) -> ServerApi:
-    """The API of the servers that the section names."""
+    """The API of the servers that the section names, which know the target as `model`."""
     if section.backend == "sglang":
         return SglangApi()
     as_text = template if section.prompt == "text" else None
     extended = section.backend == "vllm"
-    return CompletionsApi(section.model or model, extended=extended, as_text=as_text)
+    return CompletionsApi(model, extended=extended, as_text=as_text)
 
 
 class CompletionsApi:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.heads.algorithm import Export
 from pipeline.heads.checkpoint import ForeignHead, HeadCard
 from pipeline.heads.fields import Layers, layer_ids, refuse_unknown, validated
 from pipeline.records import TargetContract
-from pipeline.target.open import Target
 
 from .shape import ToyHead, ToyShape
 
@@ -36,5 +36,5 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     return None
 
 
-def export(folder: Path, head: ToyHead, card: HeadCard, format: str, target: Target) -> None:
+def export(folder: Path, head: ToyHead, card: HeadCard, request: Export) -> None:
     raise AssertionError("formats is empty")

@@ -1,0 +1,158 @@
+"""The model card's vLLM commands, as they are written: only HEAD and TARGET become paths.
+
+And what they serve: a block drafter in speculators' dialect takes our decoder's rounds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pipeline.api import open_engine, run
+from pipeline.config import TreeSection, load
+from pipeline.decoder.request import Request
+from pipeline.exchange.export import export_head
+from pipeline.reports.acceptance import VllmNames
+from tests.engines.conftest import FOLDER, TRAINING, Line
+from tests.engines.environments import ROOT, VLLM
+from tests.engines.servers import EngineServer, vllm_server
+
+#: vLLM's default, which the card's commands leave as it is.
+URL = "http://127.0.0.1:8000"
+#: Seconds until a server answers that compiles its model first.
+START = 900.0
+DEMO = ROOT / "configs/demo.yaml"
+BLOCKS = [
+    "train.algorithm=dflash",
+    "train.head_config={}",
+    "train.dflash={draft_vocab_size: 4096, intermediate_size: 768, block_size: 8, anchors: 64}",
+    "train.max_steps=12",
+    "train.dtype=float32",
+]
+
+
+@contextmanager
+def started(command: str, log: Path) -> Iterator[EngineServer]:
+    """A shell's command that starts a server, until it is no longer needed."""
+    environment = {
+        **os.environ,
+        "PATH": f"{VLLM.make().parent}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            until = time.monotonic() + START
+            while not answers():
+                said = log.read_text(errors="replace")[-3000:]
+                assert process.poll() is None and time.monotonic() < until, said
+                time.sleep(1)
+            yield EngineServer(URL, log)
+        finally:
+            for each in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, each)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(30)
+
+
+def answers() -> bool:
+    try:
+        return httpx.get(f"{URL}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def card_command(head: Path, target: Path) -> str:
+    """The command of a card, with paths in place of HEAD and TARGET."""
+    text = (head / "README.md").read_text()
+    found = re.search(r"```bash\n(vllm .*?)\n```", text, re.S)
+    assert found is not None, text
+    return found[1].replace("HEAD", str(head)).replace("TARGET", str(target))
+
+
+def drafts(server: EngineServer, prompt: list[int]) -> dict[str, float]:
+    """What the server counts for one reply."""
+    assert len(server.complete(prompt, 32, ignore_eos=True)) == 32
+    return server.counters()
+
+
+def check_drafts(server: EngineServer, line: Line, tokens: int) -> None:
+    """Raise where it does not draft so many tokens a round, or none is accepted."""
+    assert line.report.golden is not None
+    counted = drafts(server, list(line.report.golden.prompts[0].prompt_ids))
+    assert counted["num_draft_tokens"] == tokens * counted["num_drafts"] > 0
+    assert counted["num_accepted_tokens"] > 0
+
+
+def test_the_cards_command_serves_the_head(line: Line, tmp_path: Path) -> None:
+    """And `vllm serve HEAD` alone does, where the export names the verifier's path."""
+    assert not answers(), "another server uses vLLM's port"
+    head = tmp_path / "head"
+    verifier = str(line.target)
+    export_head(
+        str(line.head), format="speculators", out=str(head), target=verifier, verifier=verifier
+    )
+    with started(card_command(head, line.target), tmp_path / "log") as server:
+        check_drafts(server, line, tokens=3)
+    with started(f"vllm serve {head}", tmp_path / "log") as server:
+        check_drafts(server, line, tokens=4)  # as many as it was unrolled for
+
+
+@pytest.fixture(scope="session")
+def block_head() -> Path:
+    """A block drafter for the same target; EAGLE3_BLOCK_HEAD=DIR takes a trained one."""
+    if head := os.environ.get("EAGLE3_BLOCK_HEAD"):
+        return Path(head)
+    where = FOLDER / "blocks"
+    run(load(DEMO, [f"run.uri={where}", *TRAINING, *BLOCKS]), "synth", "features", "train")
+    return where / "train/head"
+
+
+def test_a_block_drafter_takes_the_decoders_rounds(
+    line: Line, block_head: Path, tmp_path: Path
+) -> None:
+    """In fp32, with whole blocks: the same tokens, drafts and accepted ones. By the card's command
+    too it drafts."""
+    target, given = str(line.target), tmp_path / "given"
+    export_head(
+        str(block_head), format="speculators", out=str(given), target=target, verifier=target
+    )
+    assert line.report.golden is not None
+    prompts = [each.prompt_ids for each in line.report.golden.prompts[:4]]
+    chain = TreeSection(top_k=1, steps=7, nodes=8)
+    engine, _ = open_engine(target, head=str(block_head), tree=chain, dtype="float32")
+    ours = [*engine.generate([Request(str(i), ids, 48, ()) for i, ids in enumerate(prompts)])]
+    ours.sort(key=lambda completion: int(completion.request_id))
+    counted = VllmNames.of([completion.statistics.counters() for completion in ours])
+    print(f"ours: τ {counted.spec_decode_acceptance_length:.3f}")
+    served = vllm_server(line.target, given, tmp_path / "log", method="dflash", drafts=7)
+    with served as server:
+        replies = [server.complete(ids, 48, ignore_eos=True) for ids in prompts]
+        theirs = server.counters()
+    print("vLLM's:", theirs)
+    assert replies == [list(completion.token_ids) for completion in ours]
+    assert theirs == {name: getattr(counted, name) for name in theirs}
+    assert counted.num_accepted_tokens > 0
+    with started(card_command(given, line.target), tmp_path / "log") as server:
+        check_drafts(server, line, tokens=7)
