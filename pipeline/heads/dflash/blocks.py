@@ -132,7 +132,7 @@ class DflashModel(TrainedModel[DflashHead]):
             )
             loss = loss + own_loss
             hits.append(own_hits)
-        coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
+        coarse_rows = count_coarse_rows(batch.trained(batch.aux_states), self.head.shape.aux_layers)
         return StepResult(loss, torch.cat(hits), (blocks.labels >= 0).sum(0), coarse_rows)
 
 

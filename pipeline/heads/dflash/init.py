@@ -258,7 +258,7 @@ def solve_least_squares(
     first = _blank_layers(head)
     linear = solve_ridge(batches, _rows(first, embedding, inverse))
     size = head.shape.hidden_size
-    head.fc.weight.copy_(linear.weights[: 3 * size].T)
+    head.fc.weight.copy_(linear.weights[:-size].T)
     few = list(islice(batches, _MEASURED))
     _point_attention(head, first, embedding, few)
     _choose_values(head, first, linear, few)
@@ -284,12 +284,12 @@ def _blank_layers(head: DflashHead) -> BlockLayer:
 
 
 def _rows(layer: BlockLayer, embedding: Tensor, inverse: Tensor) -> Rows:
-    """Regressors (aux before the root, root's e) [R, 4H] and y of position 1 [R, H] of a batch."""
+    """Regressors (aux before the root, root's e) [R, (L + 1) H] and y of position 1 [R, H] of a batch."""
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch = stored.to(embedding.device, torch.float32)
         roots = layer.input_layernorm(embedding[batch.token_ids[batch.labels - 1]])  # [R, H]
-        states = batch.aux_states[batch.labels - 2]  # [R, 3H]
+        states = batch.aux_states[batch.labels - 2]  # [R, L · H]
         return torch.cat((states, roots), dim=-1), batch.teacher_states * inverse
 
     return rows
@@ -357,8 +357,8 @@ def _choose_values(
     Both have a mean square of one over what they are of.
     """
     size, rows = head.shape.hidden_size, layer.self_attn.v_proj.weight
-    of_root = linear.weights[3 * size :].T  # B [H, H]
-    covariance = linear.moments[3 * size :, 3 * size :].clone()
+    of_root = linear.weights[-size:].T  # B [H, H]
+    covariance = linear.moments[-size:, -size:].clone()
     covariance.diagonal().add_(1e-4)
     root = torch.linalg.cholesky(covariance)
     count = len(rows) // 2

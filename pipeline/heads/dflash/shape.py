@@ -1,6 +1,6 @@
 """A block drafter (DFlash, Chen et al. 2026, arXiv:2602.06036), with DFlashDraftModel's names.
 
-    aux states [N, 3H] ──fc──► hidden_norm ──► context [N, H]         entries before the root
+    aux states [N, L·H] ──fc──► hidden_norm ──► context [N, H]         entries before the root
                                                   │
                                                   ├─ k_proj, v_proj of each layer, no queries
                                                   ▼
@@ -10,12 +10,12 @@
                     └──────┴─ layers ──────┴─► norm ─► lm_head: position k predicts the token
                                                        k behind the root
 
-The marginals of all b-1 tokens come from one forward. A layer is one of Qwen3 without biases: q and
+The marginals of all b-1 tokens come from one forward. A layer is one of Qwen3: q and
 k of each head pass norms before rotary embedding. The mask is the embedding of `mask_token_id`, and
 embeddings are the target's. A head for a part of the vocabulary carries its lm_head, d2t and t2d,
 as vLLM reads them beside the layers; one with `target_lm_head` uses the target's rows instead.
 
-Shapes: N context entries, T block tokens, b block size, H hidden size, Q query heads, G key/value
+Shapes: L aux layers, N context entries, T block tokens, b block size, H hidden size, Q query heads, G key/value
 heads, d head size.
 """
 
@@ -59,23 +59,8 @@ class DflashShape(DraftShape):
     num_hidden_layers: int = Field(gt=0, le=256)
     block_size: int  # root included
     mask_token_id: int  # whose embedding stands for a token to predict
+    attention_bias: bool = False  # of all four projections
     target_lm_head: bool = False  # logits by the target's rows, of its whole vocabulary
-
-
-class _BlockAttention(AttentionProjections):
-    def __init__(self, shape: DflashShape) -> None:
-        super().__init__(shape, shape.hidden_size)
-        self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
-
-    def project_query(self, x: Tensor) -> Tensor:
-        """x [.., H] → normed queries [.., Q, d]."""
-        return torch.as_tensor(self.q_norm(self._by_head(self.q_proj(x))))
-
-    def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [.., H] → normed keys and values [.., G, d]."""
-        key = torch.as_tensor(self.k_norm(self._by_head(self.k_proj(x))))
-        return key, self._by_head(self.v_proj(x))
 
 
 class BlockLayer(nn.Module):
@@ -84,7 +69,10 @@ class BlockLayer(nn.Module):
     def __init__(self, shape: DflashShape) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = _BlockAttention(shape)
+        bias = shape.attention_bias
+        self.self_attn = AttentionProjections(
+            shape, shape.hidden_size, bias=bias, output_bias=bias, head_norms=True
+        )
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = SwiGluMlp(shape)
 
@@ -105,14 +93,14 @@ class DflashHead(DraftingHead):
     def __init__(self, shape: DflashShape) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = nn.Linear(shape.aux_layers * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self._add_vocabulary(shape, borrowed=shape.target_lm_head)
 
     def context(self, aux_states: Tensor) -> Tensor:
-        """Aux states [N, 3H] → what every layer's keys and values of the context read [N, H]."""
+        """Aux states [N, L · H] → what every layer's keys and values of the context read [N, H]."""
         return torch.as_tensor(self.hidden_norm(self.fc(aux_states)))
 
     def run(self, embedded: Tensor, context: Tensor, attend: AttendBlocks) -> Tensor:

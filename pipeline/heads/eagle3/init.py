@@ -208,19 +208,19 @@ def _solve_linear(
     """
     size = head.shape.hidden_size
     linear = solve_ridge(batches, rows_of)
-    head.fc.weight.copy_(linear.weights[: 3 * size].T)
-    covariance = linear.moments[3 * size :, 3 * size :].clone()
+    head.fc.weight.copy_(linear.weights[:-size].T)
+    covariance = linear.moments[-size:, -size:].clone()
     covariance.diagonal().add_(1e-4)
-    _factorise_values(head, linear.weights[3 * size :].T, covariance)
+    _factorise_values(head, linear.weights[-size:].T, covariance)
     return fit_of(linear), linear.cosine
 
 
 def _rows(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
-    """Regressors (aux, e) [R, 4H] and y [R, H] of a batch."""
+    """Regressors (aux, e) [R, (L + 1) H] and y [R, H] of a batch."""
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch = stored.to(embedding.device, torch.float32)
-        states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, 3H]
+        states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, L · H]
         tokens = embedding[batch.token_ids[batch.labels - 1]]
         normed = head.midlayer.input_layernorm(tokens)  # [R, H]
         return torch.cat((states, normed), dim=-1), batch.teacher_states * inverse
@@ -262,7 +262,7 @@ def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
     What the layer gives is taken in front of the norm that `norm_output` puts behind it: `down`
     adds to that.
     """
-    layer = Layer(head.midlayer.project_qkv, head.midlayer.after_attention)
+    layer = Layer.of(head)._replace(output=lambda hidden: hidden)
     rope = head.shape.rope_config()
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:

@@ -257,7 +257,7 @@ def init_chain(
     with torch.no_grad():
         if head.shape.chain_input == "aux":
             head.fc.weight.mul_(0.1)
-            head.fc.weight[:, 2 * size :] += torch.eye(size)
+            head.fc.weight[:, -size:] += torch.eye(size)
             begun.append("fc: identity on the high layer")
         else:
             head.target_norm.copy_(target_final_norm)
