@@ -34,6 +34,7 @@ def export_head(
     head, card = open_head(head_uri)
     chosen, where = algorithm_of(head), f"head {head_uri}"
     chosen.check_format(format, where=where)
+    chosen.check_fields(format, head, where=where)
     evaluated = read_report(report) if report else None
     described = model_card(
         head, published(card), format=format, report=evaluated, where=report or ""

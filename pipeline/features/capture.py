@@ -261,7 +261,7 @@ def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> 
 
 def _layers(aux: Tensor, final: Tensor) -> list[Tensor]:
     """The aux states from low to high and the final state, each [T, H]."""
-    return [*aux.split(final.shape[1], dim=1), final]
+    return [*aux.chunk(aux.shape[1] // final.shape[1], dim=1), final]
 
 
 def _check_alone(

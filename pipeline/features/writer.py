@@ -131,8 +131,8 @@ def take_part(config: RunConfig, group: Group) -> Manifest:
 class ShardWriter:
     """Stores shards that are handed over with `put`; also a block, which ends when all are stored.
 
-    What writing raises comes out of a later `put` or `wait`. `hidden_size` is the width of a state, of
-    which a token has `aux_layers` and a final one.
+    What writing raises comes out of a later `put` or `wait`. `hidden_size` is the width of a state,
+    of which a token has `aux_layers` and a final one.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ keeps three float32 tensors of a norm's size in bfloat16 training, and the activ
 SwiGLU. Both are cheaper to compute again than to hold for every step of an unroll.
 Values are those of the plain operations, to the bit.
 
-Shapes: H hidden size, L aux layers, V target vocabulary, Vd draft vocabulary, Q query heads, G key/value heads,
-d head size; `..` any leading dimensions.
+Shapes: H hidden size, L aux layers, V target vocabulary, Vd draft vocabulary, Q query heads,
+G key/value heads, d head size; `..` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -143,10 +143,8 @@ class AttentionProjections(nn.Module):
         *,
         bias: bool = False,
         output_bias: bool = False,
-        head_norms: bool = False,
     ) -> None:
-        """Queries, keys and values read inputs of `width`; with `head_norms` each head of queries
-        and keys is normed, as Qwen3's."""
+        """Queries, keys and values read inputs of `width`."""
         super().__init__()
         self.head_dim = shape.head_dim
         query = shape.num_attention_heads * shape.head_dim
@@ -155,29 +153,43 @@ class AttentionProjections(nn.Module):
         self.k_proj = nn.Linear(width, key, bias=bias)
         self.v_proj = nn.Linear(width, key, bias=bias)
         self.o_proj = nn.Linear(query, shape.hidden_size, bias=output_bias)
-        self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps) if head_norms else None
-        self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps) if head_norms else None
 
     def project_qkv(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [.., width] → query [.., Q, d] of all or of `rows`, key and value [.., G, d]."""
         return self.project_query(x if rows is None else x[rows]), *self.project_keys(x)
 
     def project_query(self, x: Tensor) -> Tensor:
-        """x [.., width] → queries [.., Q, d], normed where heads are."""
-        return self._by_head(self.q_proj(x), self.q_norm)
+        """x [.., width] → queries [.., Q, d]."""
+        return self._by_head(self.q_proj(x))
 
     def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [.., width] → keys, normed where heads are, and values [.., G, d]."""
-        return self._by_head(self.k_proj(x), self.k_norm), self._by_head(self.v_proj(x))
+        """x [.., width] → keys and values [.., G, d]."""
+        return self._by_head(self.k_proj(x)), self._by_head(self.v_proj(x))
 
-    def _by_head(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+    def _by_head(self, x: Tensor) -> Tensor:
         """[.., heads·d] → [.., heads, d]; there may be no rows."""
-        heads = x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
-        return heads if norm is None else torch.as_tensor(norm(heads))
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
     def project_output(self, attention_output: Tensor) -> Tensor:
         """[.., Q, d] → [.., H]."""
         return torch.as_tensor(self.o_proj(attention_output.flatten(-2)))
+
+
+class NormedProjections(AttentionProjections):
+    """Each head of queries and keys is normed, as Qwen3's."""
+
+    def __init__(self, shape: DraftShape, width: int, *, bias: bool = False) -> None:
+        """With `bias` all four projections have one."""
+        super().__init__(shape, width, bias=bias, output_bias=bias)
+        self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def project_query(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.q_norm(super().project_query(x)))
+
+    def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = super().project_keys(x)
+        return torch.as_tensor(self.k_norm(key)), value
 
 
 class SwiGluMlp(nn.Module):

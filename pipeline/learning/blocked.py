@@ -65,8 +65,8 @@ def cut_blocks(
     """Blocks of rows at `positions`.
 
     Document i has rows bounds[i]…bounds[i+1] and keys from starts[i]. Behind its sinks a row does
-    not see its `hidden` keys; a block's rows have the same number of them. Below its `lowest` key it
-    sees none; a block has the keys from its first row's on, and a mask of them all.
+    not see its `hidden` keys; a block's rows have the same number of them. Below its `lowest` key
+    it sees none; a block has the keys from its first row's on, and a mask of them all.
     """
     at, none = positions.tolist(), [0] * len(positions)
     unseen = none if seen.hidden is None else seen.hidden.tolist()

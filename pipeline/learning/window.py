@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE
 
+
 class Seen(NamedTuple):
     """What windows leave of the keys before rows [A]; None: all of them."""
 

@@ -488,9 +488,9 @@ def encode_states(
 ) -> bytes:
     """One safetensors file of samples with bf16 states; equal samples give equal bytes.
 
-    Without any sample, `hidden_size` and `aux_layers` say how wide the rows would be. `agreements` of replies with
-    the teacher, one a sample or none at all, stand beside the ids. States are encoded on their
-    device. Raises DataError for those that the encoding cannot hold.
+    Without any sample, `hidden_size` and `aux_layers` say how wide the rows would be. `agreements`
+    of replies with the teacher, one a sample or none at all, stand beside the ids. States are
+    encoded on their device. Raises DataError for those that the encoding cannot hold.
     """
     assert samples or hidden_size, "nothing tells the width of the rows"
     for sample in samples:

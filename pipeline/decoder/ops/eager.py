@@ -239,9 +239,12 @@ class _Forward:
         entry = first_entry[:, None] + torch.arange(PAGE)  # [n, PAGE]
         offset = (entry - self.metadata.seq_lens[owner][:, None])[:, None]  # [n, 1, PAGE]
         if self.metadata.mask is None:
-            return offset <= torch.arange(self.max_query_len)[:, None]
-        bit = self._mask[owner][:, :, None] >> offset.clamp(0, WINDOW - 1) & 1
-        return (offset < 0) | ((offset < WINDOW) & bit.bool())
+            seen = offset <= torch.arange(self.max_query_len)[:, None]
+        else:
+            bit = self._mask[owner][:, :, None] >> offset.clamp(0, WINDOW - 1) & 1
+            seen = (offset < 0) | ((offset < WINDOW) & bit.bool())
+        first_seen = self.metadata.first_seen
+        return seen if first_seen is None else seen & (entry >= first_seen[owner][:, None])[:, None]
 
     @cached_property
     def _mask(self) -> Tensor:
@@ -313,9 +316,10 @@ def _attend_prompts(query: Tensor, keys: Tensor, values: Tensor, forward: _Forwa
             plane[pages].transpose(0, 1).flatten(1, 2)[None, :, : prefix + count]
             for plane in (keys, values)
         )  # [1, G, S, d]
-        seen = None
-        if prefix:
+        seen, first_seen = None, metadata.first_seen
+        if prefix or first_seen is not None:
             seen = torch.ones(count, prefix + count, dtype=torch.bool).tril_(prefix)
+            seen[:, : 0 if first_seen is None else first_seen[row]] = False
         piece = F.scaled_dot_product_attention(
             query[first:last].transpose(0, 1)[None],
             key,

@@ -70,7 +70,8 @@ def choose_shape(
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
     settings = section.dflash
-    shape = dflash_shape_for(target, **{name: getattr(settings, name) for name in FIXED})
+    sizes = {name: getattr(settings, name) for name in FIXED}
+    shape = dflash_shape_for(target, **sizes, aux_layers=len(contract.capture_layers))
     check_sizes(shape, "train.dflash")
     for key, value, most, what in (
         ("mask_token_id", shape.mask_token_id, contract.vocab_size - 1, "token"),
@@ -143,6 +144,7 @@ def dflash_shape_for(
     num_attention_heads: int | None,
     num_key_value_heads: int | None,
     target_lm_head: bool = False,
+    aux_layers: int = 3,
 ) -> DflashShape:
     """A drafter for a transformers target configuration; None takes the target's own value.
 
@@ -160,6 +162,7 @@ def dflash_shape_for(
         num_hidden_layers=layers,
         block_size=block_size,
         target_lm_head=target_lm_head,
+        aux_layers=aux_layers,
         mask_token_id=_unused_token(target_config) if mask_token_id is None else mask_token_id,
     )
 
@@ -284,7 +287,7 @@ def _blank_layers(head: DflashHead) -> BlockLayer:
 
 
 def _rows(layer: BlockLayer, embedding: Tensor, inverse: Tensor) -> Rows:
-    """Regressors (aux before the root, root's e) [R, (L + 1) H] and y of position 1 [R, H] of a batch."""
+    """Regressors (aux before the root, root's e) [R, (L + 1) H], y of position 1 [R, H]."""
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch = stored.to(embedding.device, torch.float32)
@@ -401,7 +404,11 @@ class _MixedRows:
         own = self._layer.self_attn
         block = BlockQkv(own.project_query(normed), *own.project_keys(normed))
         context = ContextKeys(*own.project_keys(head.context(batch.aux_states)))
-        mixed = attention(block, context).flatten(1).view(-1, size, own.o_proj.in_features)
+        mixed = (
+            attention(block, context, self._layer.sight)
+            .flatten(1)
+            .view(-1, size, own.o_proj.in_features)
+        )
         predicted = blocks.labels >= 0  # [A, b-1]
         position = torch.arange(size - 1, device=predicted.device)
         weight = torch.exp(-0.5 * position / self._decay).expand(len(tokens), -1)[predicted]

@@ -36,9 +36,10 @@ from torch import Tensor
 
 from pipeline.config import HeadSection, TrainSection
 from pipeline.console import notice
+from pipeline.errors import ConfigError
 from pipeline.heads.algorithm import check_fixed
 from pipeline.heads.eagle3 import ALGORITHM
-from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape, has_other_window
 from pipeline.heads.eagle3.ttt import Layer, unroll
 from pipeline.heads.init import (
     LEAST_SURE,
@@ -68,8 +69,8 @@ def choose_shape(
     section: TrainSection, target_directory: Path, contract: TargetContract
 ) -> HeadShape:
     """The head's shape for the target in `target_directory`. Raises ConfigError."""
-    del contract
-    return head_shape(section.head_config, target_directory)
+    shape = head_shape(section.head_config, target_directory)
+    return shape.model_copy(update={"aux_layers": len(contract.capture_layers)})
 
 
 def head_shape(section: HeadSection, target_directory: Path) -> HeadShape:
@@ -87,6 +88,9 @@ def continue_shape(section: TrainSection, head: Eagle3Head, where: str) -> HeadS
     """The shape of an earlier head; a draft window decides no tensor, so another one is taken."""
     check_fixed(ALGORITHM.settings(section), head.shape, where)
     window = section.head_config.draft_window
+    if window and (other := has_other_window(head.shape)):
+        problem = f"the head that training starts from has {other} ({where})"
+        raise ConfigError(problem, where="train.head_config.draft_window", fix="leave it out")
     return head.shape.model_copy(update={"draft_window": window}) if window else head.shape
 
 

@@ -49,6 +49,7 @@ from pipeline.heads.base import (
     Count,
     DraftingHead,
     DraftShape,
+    NormedProjections,
     RmsNorm,
     SwiGluMlp,
 )
@@ -78,6 +79,16 @@ class HeadShape(DraftShape):
         return "target_hidden_size" if self.target_hidden_size else "hidden_size"
 
 
+def has_other_window(shape: HeadShape) -> str:
+    """Why a head can have no draft window; empty: it can.
+
+    Behind the first layer a token's keys and values hold what the window before them showed.
+    """
+    if shape.sliding_window:
+        return "a sliding window"
+    return "several layers" if shape.num_hidden_layers > 1 else ""
+
+
 class _DraftLayer(nn.Module):
     """The first layer with `hidden_norm`, which reads embedding and hidden state; or one behind."""
 
@@ -87,12 +98,11 @@ class _DraftLayer(nn.Module):
         self.input_layernorm = RmsNorm(size, eps)
         if first:
             self.hidden_norm = RmsNorm(size, eps)
-        self.self_attn = AttentionProjections(
-            shape,
-            2 * size if first else size,
-            bias=bias,
-            output_bias=bias,
-            head_norms=shape.qk_norm,
+        width = 2 * size if first else size
+        self.self_attn = (
+            NormedProjections(shape, width, bias=bias)
+            if shape.qk_norm
+            else AttentionProjections(shape, width, bias=bias, output_bias=bias)
         )
         self.post_attention_layernorm = RmsNorm(size, eps)
         self.mlp = SwiGluMlp(shape)

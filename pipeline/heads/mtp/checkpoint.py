@@ -71,6 +71,7 @@ def read_config(
     fields = {name: body[name] for name in names if body.get(name) is not None}
     fields["rope_parameters"] = rope_parameters(body, where)
     layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=0)
+    fields["aux_layers"] = len(layers) if layers else 3
     return validated(ChainedShape, fields, where), layers
 
 

@@ -62,7 +62,7 @@ def choose_shape(
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
     sizes = {name: getattr(section.head_config, name) for name in FIXED}
-    shape = shape_for(ChainedShape, target, **sizes)
+    shape = shape_for(ChainedShape, target, **sizes, aux_layers=len(contract.capture_layers))
     check_sizes(shape, "train.head_config")
     last = contract.num_layers - 1
     if shape.chain_input == "final" and contract.capture_layers[-1] != last:
