@@ -4,8 +4,10 @@ it proposes the output is the target's own."""
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import join_marginals
+from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import draft_tree, prefill_prompt
 from pipeline.drafters.registry import load_drafter
@@ -33,6 +36,7 @@ from pipeline.learning.batches import TrainBatch
 from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import (
     VOCABULARY,
+    load_model,
     open_rows,
     poisoned_planes,
     random_tokens,
@@ -168,6 +172,51 @@ def test_draft_logits_equal_training_logits(
     torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=0)
     late = trained_logits(head, model, tokens, aux, PREFIX + 1)
     assert float((drafted - late).abs().max()) > 1e-2
+
+
+#: Fields of drafters of other trainers.
+FOREIGN: dict[str, dict[str, Any]] = {
+    "five states": {"aux_layers": 5},
+    "biases": {"attention_bias": True},
+    "causal": {"causal_layers": (0, 1, 2)},
+    "z-lab's windows": {"sliding_window": 64, "sliding_layers": (0, 1), "causal_layers": (0, 1)},
+    "MiMo's windows": {"sliding_window": 64, "sliding_layers": (0, 1, 2)},
+}
+
+
+@pytest.mark.parametrize("ops", [None, TorchOps, EagerOps], ids=["picked", "torch", "eager"])
+@pytest.mark.parametrize("fields", FOREIGN.values(), ids=FOREIGN)
+@torch.no_grad()
+def test_heads_of_other_trainers_draft_as_they_are_trained(
+    make_target: Callable[[str], Path], fields: dict[str, Any], ops: Any
+) -> None:
+    model = load_model(make_target("llama"), ops=ops and ops())
+    model.stack = replace(model.stack, captured=tuple(range(fields.get("aux_layers", 3))))
+    shape = block_head(model, layers=3).shape
+    head, plain = (DflashHead(shape.model_copy(update=each)) for each in (fields, {}))
+    generator = torch.Generator().manual_seed(6)
+    for name, tensor in head.state_dict().items():
+        if name not in ("d2t", "t2d"):
+            random = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(random * 0.2 + ("norm" in name))
+    head.set_vocabulary(torch.arange(shape.draft_vocab_size))
+    hidden = "sliding_window" in fields
+    for prefix in (100, 59, 63):
+        tokens = random_tokens(prefix + 9, seed=5)
+        aux = states_of(model, tokens).aux
+        drafting = _Drafting(head, model, 2)
+        drafting.read(1, aux[9:20], 11)  # a neighbour, which must not matter
+        drafting.read(0, aux[: prefix - 4], prefix - 4)
+        drafting.read(0, aux[prefix - 4 : prefix + 2], 4)
+        drafted = drafting.logits(int(tokens[prefix]))
+        expected = trained_logits(head, model, tokens, aux, prefix)
+        torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=0)
+        if not hidden and "causal_layers" not in fields:
+            continue
+        plain.load_state_dict(head.state_dict())
+        other = trained_logits(plain, model, tokens, aux, prefix)
+        seen = hidden and "causal_layers" not in fields and prefix + BLOCK <= 64
+        assert (float((drafted - other).abs().max()) > 1e-3) != seen
 
 
 @torch.no_grad()

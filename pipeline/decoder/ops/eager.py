@@ -307,19 +307,19 @@ def _attend_prompts(query: Tensor, keys: Tensor, values: Tensor, forward: _Forwa
     """Chains of many tokens: each row's keys and values are copied together, once a prompt."""
     metadata, mixed = forward.metadata, torch.empty_like(query)
     starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+    hidden = [0] * len(seq_lens) if metadata.first_seen is None else metadata.first_seen.tolist()
     for row, (first, last) in enumerate(pairwise(starts)):
-        prefix, count = seq_lens[row], last - first
+        prefix, count, begin = seq_lens[row], last - first, hidden[row]
         if count == 0:
             continue
         pages = metadata.block_table[row, : -(-(prefix + count) // PAGE)]
         key, value = (
-            plane[pages].transpose(0, 1).flatten(1, 2)[None, :, : prefix + count]
+            plane[pages].transpose(0, 1).flatten(1, 2)[None, :, begin : prefix + count]
             for plane in (keys, values)
         )  # [1, G, S, d]
-        seen, first_seen = None, metadata.first_seen
-        if prefix or first_seen is not None:
-            seen = torch.ones(count, prefix + count, dtype=torch.bool).tril_(prefix)
-            seen[:, : 0 if first_seen is None else first_seen[row]] = False
+        seen, before = None, prefix - begin
+        if before:
+            seen = torch.ones(count, before + count, dtype=torch.bool).tril_(before)
         piece = F.scaled_dot_product_attention(
             query[first:last].transpose(0, 1)[None],
             key,
