@@ -14,6 +14,9 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.layer import PAGE
 from pipeline.decoder.ops.tree import Tree
 from pipeline.decoder.round import draft_tree
+from pipeline.heads.dflash.blocks import BlockObjective, DflashModel, cut_blocks
+from pipeline.heads.dflash.drafter import DflashDrafter
+from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.heads.eagle3.ttt import unroll
@@ -104,3 +107,62 @@ def worst_difference(
         float((ours[0, 0] - theirs[prefix - 1]).abs().max())
         for ours, theirs in zip(drafted, expected, strict=True)
     )
+
+
+class BlockDrafting:
+    """A drafter over its own pages, which hold NaN, and a batch of empty rows."""
+
+    def __init__(self, head: DflashHead, model: DecoderModel, rows: int) -> None:
+        steps = head.shape.block_size - 1
+        self.tree = TreeSection(top_k=3, steps=steps, nodes=12)
+        self.drafter = DflashDrafter(head, model, self.tree)
+        self.planes = poisoned_planes(model, 2 * rows + 1, self.drafter)
+        self.batch = open_rows(model, rows, pages=2, drafter=self.drafter)
+
+    def read(self, row: int, aux: Tensor, count: int) -> None:
+        """Give a row states [E, 3H], `count` of them valid, and commit them."""
+        batch, each = self.batch.rows(row, row + 1), TokenRows.even(1, len(aux), aux.device)
+        none = torch.zeros(len(aux), dtype=torch.int64)
+        read = ReadTokens(each, none, none, aux, torch.tensor([count]))
+        self.drafter.extend(batch, self.planes, read)
+        batch.seq_lens.add_(count)
+
+    def logits(self, root: int) -> Tensor:
+        """Of the first row [steps, Vd]."""
+        self.batch.roots.fill_(root)
+        self.drafter.trace = []
+        self.drafter.candidates(self.batch, self.planes, self.tree)
+        return self.drafter.trace[0][0]
+
+
+def block_trained_on(
+    head: DflashHead, model: DecoderModel, tokens: Tensor, aux: Tensor, anchor: int
+) -> Tensor:
+    """What training computes behind token `anchor` of a text that goes on [b - 1, Vd]."""
+    label = torch.tensor([anchor + 1])
+    batch = TrainBatch(
+        ("x",), (len(tokens),), tokens, aux, label, label, aux[:1, : model.config.hidden_size]
+    )
+    lm_head = model.embedding
+    objective = BlockObjective(1, 4.0, 0)
+    trained = DflashModel(
+        head, model.embedding, lm_head, objective, max_length=len(tokens), dtype=torch.float32
+    )
+    states = trained.draft(batch, cut_blocks(batch, torch.tensor([0]), head.shape.block_size))
+    return torch.as_tensor(head.lm_head(states[0, 1:]))
+
+
+def worst_block_difference(model: DecoderModel, head: DflashHead, *, prefix: int) -> float:
+    """Likewise between a block's draft logits and training's; the last four tokens of the prefix
+    are read as a round's emission, over what an earlier block has left."""
+    tokens = random_tokens(prefix + head.shape.block_size + 4, seed=5)
+    aux = states_of(model, tokens).aux
+    drafting, read = BlockDrafting(head, model, 2), prefix - 4
+    drafting.read(1, aux[9:20], 11)  # a neighbour, which must not matter
+    drafting.read(0, aux[:read], read)
+    drafting.logits(3)
+    padding = torch.full((2, aux.shape[1]), 9.0)
+    drafting.read(0, torch.cat((aux[read:prefix], padding)), 4)
+    drafted = drafting.logits(int(tokens[prefix]))
+    expected = block_trained_on(head, model, tokens, aux, prefix)
+    return float((drafted - expected).abs().max())

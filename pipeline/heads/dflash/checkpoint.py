@@ -151,6 +151,8 @@ def read_dflash_config(
     settings = section(body, _SETTINGS, where)
     sights = _sights(body, settings, where)
     windows = WINDOW_FIELDS if sights["sliding_window"] else ()
+    # First what says the most.
+    body = {"model_type": body.get("model_type"), **body}
     refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ, *windows), rules=_RULES)
     inside = (*_READ, _WINDOW, _WINDOW_SIZE, _CAUSAL)
     refuse_unknown(settings, where, read=inside, rules=_SETTING_RULES, prefix=f"{_SETTINGS}.")
