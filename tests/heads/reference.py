@@ -157,9 +157,10 @@ def eagle3_logits(
         states = layers.norm("input_norm", states)
     if config("fc_norm"):
         parts = states.chunk(states.shape[1] // config("hidden_size"), -1)
-        normed = [layers.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)]
-        states = torch.cat(normed, -1)
-    hidden, logits = layers.linear("fc", states), []
+        states = torch.cat(
+            [layers.norm(f"fc_norm.{index}", part) for index, part in enumerate(parts)], -1
+        )
+    hidden, logits = layers.linear("fc", states), list[Tensor]()
     caches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.layers)]
     row = torch.arange(count)
     for step in range(steps):

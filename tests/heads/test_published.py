@@ -5,6 +5,7 @@ refused by the name of a field. heads.json holds the fields as published; sizes 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,6 +146,15 @@ def imported(made: Published, target: Path, out: Path) -> tuple[DraftingHead, He
     head, card = load_head(out)
     assert card.contract.capture_layers in (made.states, DEFAULT)
     return head, card
+
+
+def test_the_table_of_the_docs_is_of_these_heads() -> None:
+    page = Path(__file__).parents[2] / "docs/head-format.md"
+    rows = re.findall(r"^\| \[(.*?)\]\((.*?)\) \| (.*?) \|$", page.read_text(), re.M)
+    told = {name: f"refused: `{field}`" for name, field in REFUSED.items()}
+    assert rows == [
+        (head["name"], head["source"], told.get(head["name"], "imported")) for head in HEADS
+    ]
 
 
 IMPORTED = [each["name"] for each in HEADS if each["name"] not in REFUSED]

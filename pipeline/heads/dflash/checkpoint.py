@@ -112,7 +112,7 @@ def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
     sliding layers for causal ones and others for not, unless `causal` says so of all.
     """
     layers, causal = shape.num_hidden_layers, shape.causal_layers
-    told = {} if causal == shape.sliding_layers else {_CAUSAL: bool(causal)}
+    causality = {} if causal == shape.sliding_layers else {_CAUSAL: bool(causal)}
     return {
         "architectures": [ALGORITHM.architecture],
         **layer_config(shape),
@@ -129,7 +129,7 @@ def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
             _LAYERS: list(contract.capture_layers),
             "aux_layer_convention": CAPTURE_CONVENTION,
             **({_BORROWED: True} if shape.target_lm_head else {}),
-            **told,
+            **causality,
         },
     }
 
@@ -196,12 +196,12 @@ def _sights(body: dict[str, Any], settings: dict[str, Any], where: str) -> dict[
     elif sliding and settings.get(_WINDOW_SIZE) not in (None, window):
         problem = f"{_SETTINGS}.{_WINDOW_SIZE} contradicts sliding_window {window}"
         raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
-    for name, told in (("is_causal", body.get("is_causal")), (_CAUSAL, settings.get(_CAUSAL))):
-        if told is not None:
-            if not isinstance(told, bool):
-                problem = f"{name} is {told!r}"
+    for name, causality in (("is_causal", body.get("is_causal")), (_CAUSAL, settings.get(_CAUSAL))):
+        if causality is not None:
+            if not isinstance(causality, bool):
+                problem = f"{name} is {causality!r}"
                 raise HeadError(problem, where=where, fix="write true or false")
-            causal = every if told else ()
+            causal = every if causality else ()
             break
     return {"sliding_window": window, "sliding_layers": sliding, "causal_layers": causal}
 
