@@ -160,7 +160,7 @@ class TargetContract(Record):
     rope: dict[str, Any]
     """As transformers' rope_parameters: rope_theta, rope_type, …"""
     capture_layers: tuple[int, ...]
-    """Output indices of the three aux layers."""
+    """Output indices of the aux layers, low to high."""
     capture_convention: str = CAPTURE_CONVENTION
     """What a layer's index means."""
     final_state_normed: bool = True

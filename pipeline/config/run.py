@@ -183,8 +183,9 @@ class TargetSection(Section):
     float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the target and the head run; auto takes CUDA when present."""
-    capture_layers: Literal["auto"] | tuple[int, int, int] = "auto"
-    """Output indices of the three aux layers; auto is [1, L//2-1, L-4]."""
+    capture_layers: Literal["auto"] | tuple[int, ...] = "auto"
+    """Output indices of the aux layers, low to high; auto is [1, L//2-1, L-4]. A head reads as many
+    as it was made for: three but for imported ones."""
     chat_template: str | None = None
     """A Jinja chat template in place of the target's own, for base models that have none: the path
     of a file, which is read with the configuration, or the text itself. Part of the contract of

@@ -42,6 +42,7 @@ def export_head(
     head, card = open_head(head_uri)
     chosen, where = algorithm_of(head), f"head {head_uri}"
     chosen.check_format(format, where=where)
+    chosen.check_fields(format, head, where=where)
     if verifier is not None and format != "speculators":
         problem = f"--format {format} has no field for it: the server's command names the target"
         raise ConfigError(problem, where="--verifier", fix="leave it out")

@@ -77,8 +77,11 @@ def _read(source: str) -> tuple[ForeignHead, HeadCard | None]:
 
 def _contract(foreign: ForeignHead, contract: TargetContract, *, where: str) -> TargetContract:
     """The target's `contract` with the head's aux layers. Raises HeadError if they do not fit."""
-    for name in ("hidden_size", "vocab_size"):
-        of_target, of_head = getattr(contract, name), getattr(foreign.head.shape, name)
+    shape = foreign.head.shape
+    for name, of_head, of_target in (
+        (shape.width_field, shape.target_width, contract.hidden_size),
+        ("vocab_size", shape.vocab_size, contract.vocab_size),
+    ):
         if of_target != of_head:
             problem = f"{name} is {of_head}, the target's {of_target}"
             raise HeadError(problem, where=where, fix=_PASS_ITS_TARGET)

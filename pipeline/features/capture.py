@@ -37,7 +37,6 @@ from pipeline.errors import (
 )
 from pipeline.features.packing import into_forwards
 from pipeline.records import Manifest, Sample, Span, TargetContract
-from pipeline.store.encodings import AUX_LAYERS
 from pipeline.store.manifest import manifest_where
 from pipeline.store.states import StatesSample, teacher_positions
 from pipeline.target.agreement import (
@@ -250,7 +249,7 @@ def chosen_for_check(name: str, count: int) -> int:
 def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> list[float]:
     """Largest relative difference of a token, ‖packed - alone‖ / ‖alone‖, in each layer.
 
-    Both are (aux [T, 3H], final [T, H]): three aux layers and the final state.
+    Both are (aux [T, L · H], final [T, H]): the aux layers and the final state.
     """
     largest = []
     for ours, reference in zip(_layers(*packed), _layers(*alone), strict=True):
@@ -261,8 +260,8 @@ def differences(packed: tuple[Tensor, Tensor], alone: tuple[Tensor, Tensor]) -> 
 
 
 def _layers(aux: Tensor, final: Tensor) -> list[Tensor]:
-    """Low, middle, high and final state, each [T, H]."""
-    return [*aux.chunk(AUX_LAYERS, dim=1), final]
+    """The aux states from low to high and the final state, each [T, H]."""
+    return [*aux.chunk(aux.shape[1] // final.shape[1], dim=1), final]
 
 
 def _check_alone(

@@ -74,8 +74,9 @@ class ShardCapture:
             arithmetic = arithmetic.model_copy(update={"repeatable": "no"})
         stage_run.compute_with(arithmetic, why=reason(arithmetic, config.target.dtype))
         self._read: tuple[Shard, list[Sample]] | None = None  # the synth shard read last
-        hidden = contract.hidden_size
-        self._writer = ShardWriter(stage_run, self._section.encoding, hidden_size=hidden)
+        hidden, layers = contract.hidden_size, len(contract.capture_layers)
+        encoding = self._section.encoding
+        self._writer = ShardWriter(stage_run, encoding, hidden_size=hidden, aux_layers=layers)
 
     def make(self, name: str, part: Part) -> None:
         """Compute the states of `part`; they are committed as shard `name` in the background."""
@@ -130,14 +131,20 @@ def take_part(config: RunConfig, group: Group) -> Manifest:
 class ShardWriter:
     """Stores shards that are handed over with `put`; also a block, which ends when all are stored.
 
-    What writing raises comes out of a later `put` or `wait`. `hidden_size` is the width of states.
+    What writing raises comes out of a later `put` or `wait`. `hidden_size` is the width of a state,
+    of which a token has `aux_layers` and a final one.
     """
 
     def __init__(
-        self, stage_run: StageRun, encoding: Encoding, *, hidden_size: int | None = None
+        self,
+        stage_run: StageRun,
+        encoding: Encoding,
+        *,
+        hidden_size: int | None = None,
+        aux_layers: int = 3,
     ) -> None:
         self._stage_run, self._encoding, self._failed = stage_run, encoding, False
-        self._hidden_size = hidden_size
+        self._hidden_size, self._aux_layers = hidden_size, aux_layers
         self._threads = torch.get_num_threads()
         # More threads than cores slow each other down; the capture keeps its own number.
         self._pool = ThreadPoolExecutor(
@@ -202,6 +209,7 @@ class ShardWriter:
                 samples,
                 self._encoding,
                 hidden_size=self._hidden_size,
+                aux_layers=self._aux_layers,
                 agreements=[each.as_tally() for each in replies.agreements],
             )
             tokens = sum(len(sample.token_ids) for sample in samples)

@@ -14,7 +14,7 @@ The protocols below say what each function takes and gives; `section` is always 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -162,6 +162,8 @@ class HeadAlgorithm:
     formats: tuple[str, ...] = ()  # that `export` writes
     #: Why a format of other algorithms has no place for such a head.
     refusals: Mapping[str, str] = field(default_factory=dict)
+    #: (head, format) → fields of the head that the format's readers do not know, or misread
+    unread: Callable[[Any, str], Sequence[str]] = lambda *_: ()
     #: (shape, format, target, (steps, top_k, nodes), tokens) → for the model card
     serve_command: Callable[[Any, str, str, tuple[int, int, int], int], ServeCommand | None] = (
         lambda *_: None
@@ -204,6 +206,14 @@ class HeadAlgorithm:
             fix = f"export with --format {self.formats[0]}" if self.formats else "use it as it is"
             problem = f"{format} has no place for a head of algorithm {self.name}"
             raise HeadError(self.refusals.get(format, problem), where=where, fix=fix)
+
+    def check_fields(self, format: str, head: Any, *, where: str) -> None:
+        """Raise HeadError where readers of a format would draft with other maths."""
+        if unread := self.unread(head, format):
+            problem = f"{format} has no place for {', '.join(unread)}, which this head has"
+            others = [each for each in self.formats if not self.unread(head, each)]
+            fix = f"export with --format {others[0]}" if others else "use it as it is"
+            raise HeadError(problem, where=where, fix=fix)
 
 
 def check_fixed(settings: HeadSettings, shape: DraftShape, where: str) -> None:

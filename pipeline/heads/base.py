@@ -5,8 +5,8 @@ keeps three float32 tensors of a norm's size in bfloat16 training, and the activ
 SwiGLU. Both are cheaper to compute again than to hold for every step of an unroll.
 Values are those of the plain operations, to the bit.
 
-Shapes: H hidden size, V target vocabulary, Vd draft vocabulary, Q query heads, G key/value heads,
-d head size; `..` any leading dimensions.
+Shapes: H hidden size, L aux layers, V target vocabulary, Vd draft vocabulary, Q query heads,
+G key/value heads, d head size; `..` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -43,6 +43,17 @@ class DraftShape(BaseModel):
     rms_norm_eps: float = Field(gt=0, lt=1)
     rope_parameters: dict[str, Any]  # as transformers writes them; the target's
     max_position_embeddings: int = Field(gt=0)
+    aux_layers: Count = 3  # L, whose states the head reads side by side
+
+    @property
+    def target_width(self) -> int:
+        """The hidden size of the target, of whose states the head reads `aux_layers`."""
+        return self.hidden_size
+
+    @property
+    def width_field(self) -> str:
+        """The field that says `target_width`."""
+        return "hidden_size"
 
     def rope_config(self) -> Any:
         """A transformers configuration that carries the rotary parameters, of one head.
@@ -125,7 +136,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class AttentionProjections(nn.Module):
     """The projections around attention, which the caller computes."""
 
-    def __init__(self, shape: DraftShape, width: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        shape: DraftShape,
+        width: int,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+    ) -> None:
         """Queries, keys and values read inputs of `width`."""
         super().__init__()
         self.head_dim = shape.head_dim
@@ -134,16 +152,19 @@ class AttentionProjections(nn.Module):
         self.q_proj = nn.Linear(width, query, bias=bias)
         self.k_proj = nn.Linear(width, key, bias=bias)
         self.v_proj = nn.Linear(width, key, bias=bias)
-        self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
+        self.o_proj = nn.Linear(query, shape.hidden_size, bias=output_bias)
 
     def project_qkv(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [.., width] → query [.., Q, d] of all or of `rows`, key and value [.., G, d]."""
-        queried = x if rows is None else x[rows]
-        return (
-            self._by_head(self.q_proj(queried)),
-            self._by_head(self.k_proj(x)),
-            self._by_head(self.v_proj(x)),
-        )
+        return self.project_query(x if rows is None else x[rows]), *self.project_keys(x)
+
+    def project_query(self, x: Tensor) -> Tensor:
+        """x [.., width] → queries [.., Q, d]."""
+        return self._by_head(self.q_proj(x))
+
+    def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [.., width] → keys and values [.., G, d]."""
+        return self._by_head(self.k_proj(x)), self._by_head(self.v_proj(x))
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[.., heads·d] → [.., heads, d]; there may be no rows."""
@@ -152,6 +173,23 @@ class AttentionProjections(nn.Module):
     def project_output(self, attention_output: Tensor) -> Tensor:
         """[.., Q, d] → [.., H]."""
         return torch.as_tensor(self.o_proj(attention_output.flatten(-2)))
+
+
+class NormedProjections(AttentionProjections):
+    """Each head of queries and keys is normed, as Qwen3's."""
+
+    def __init__(self, shape: DraftShape, width: int, *, bias: bool = False) -> None:
+        """With `bias` all four projections have one."""
+        super().__init__(shape, width, bias=bias, output_bias=bias)
+        self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def project_query(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.q_norm(super().project_query(x)))
+
+    def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = super().project_keys(x)
+        return torch.as_tensor(self.k_norm(key)), value
 
 
 class SwiGluMlp(nn.Module):
@@ -202,7 +240,7 @@ class DraftingHead(nn.Module):
     """
 
     shape: DraftShape
-    fc: nn.Linear  # 3H → H
+    fc: nn.Linear  # L · H → H
     norm: RmsNorm  # of what lm_head reads
     lm_head: nn.Linear | BorrowedRows  # H → Vd
     d2t: Tensor
@@ -216,12 +254,17 @@ class DraftingHead(nn.Module):
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
 
     @property
+    def embedding(self) -> Tensor | None:
+        """The head's own embedding [V, H]; None where it reads the target's."""
+        return None
+
+    @property
     def aux_projection(self) -> nn.Linear | None:
         """What joins the aux states; None where the head reads none."""
         return self.fc
 
     def normed_aux(self, aux_states: Tensor) -> Tensor:
-        """What `fc` reads [.., 3H], of aux states [.., 3H]."""
+        """What `fc` reads [.., L · H], of aux states [.., L · H]."""
         return aux_states
 
     def normed_output(self, output: Tensor) -> Tensor:
@@ -243,7 +286,7 @@ class DraftingHead(nn.Module):
         """Raise HeadError where the head contradicts the sizes of a loaded target."""
         fix = "use the head that was trained for this target"
         for field, own, of_target in (
-            ("hidden_size", self.shape.hidden_size, hidden_size),
+            (self.shape.width_field, self.shape.target_width, hidden_size),
             ("vocab_size", self.shape.vocab_size, vocab_size),
         ):
             if own != of_target:

@@ -92,11 +92,14 @@ def open_files(directory: Path, expected: TargetContract | None) -> HeadCard:
 def check_card(card: HeadCard, shape: DraftShape, layers: Layers | None, where: str) -> None:
     """Raise HeadError where a config.json is of another target than the card beside it."""
     contract = card.contract
-    pairs = [(name, getattr(shape, name)) for name in ("hidden_size", "vocab_size")]
-    pairs += [("capture_layers", layers)] if layers else []
-    for name, value in pairs:
-        if value != getattr(contract, name):
-            problem = f"{name} is {value}, in {CARD} {getattr(contract, name)}"
+    pairs: list[tuple[str, Any, Any]] = [
+        (shape.width_field, shape.target_width, contract.hidden_size),
+        ("vocab_size", shape.vocab_size, contract.vocab_size),
+    ]
+    pairs += [("capture_layers", layers, contract.capture_layers)] if layers else []
+    for name, value, of_card in pairs:
+        if value != of_card:
+            problem = f"{name} is {value}, in {CARD} {of_card}"
             raise HeadError(problem, where=where, fix="export the head again")
 
 

@@ -13,6 +13,7 @@ write, and from the attributes that every transformers configuration has.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
@@ -243,13 +244,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-#: Output indices of the three aux layers, low to high.
-Layers = tuple[int, int, int]
+#: Output indices of the aux layers, low to high.
+Layers = tuple[int, ...]
 
 
-#: EAGLE-3.1's switches and the draft window, written only when on: a reader that does not know them
-#: then still reads a plain head right. `window_fields` say the window to servers.
-SWITCHES = ("fc_norm", "norm_output", "draft_window")
+#: What an EAGLE-3 head has beside its layers, written only when on: a reader that does not know a
+#: switch then still reads a plain head right. `window_fields` say a draft window to servers.
+SWITCHES = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "draft_window")
 
 
 #: Fields of a config.json that become part of any head's shape.
@@ -263,14 +264,113 @@ LAYER_FIELDS = (
 #: What an EAGLE-3 head of either dialect cannot carry, beside what no layer can.
 EAGLE3_RULES = {
     **LAYER_RULES,
-    "num_hidden_layers": only(1, reason="the head has one decoder layer"),
-    "num_aux_hidden_states": only(3, reason="the head reads three aux states"),
     "tie_word_embeddings": only(False, reason="the head has an lm_head of its own"),
-    "norm_before_fc": only(
-        False, reason="one norm over the joined aux states is not supported, `fc_norm` over each is"
+    "truncated_vocab_size": Rule(
+        lambda value, body: value == body.get("draft_vocab_size"), "it names draft_vocab_size"
     ),
-    "norm_before_residual": only(False, reason="the head's residual stream is un-normed"),
 }
+
+
+#: Fields of an EAGLE-3 head's shape, under their own names.
+EAGLE3_SHAPE = (
+    *("num_hidden_layers", "attention_bias", "qk_norm", "sliding_window", "aux_layers"),
+    *("target_hidden_size", "own_embedding"),
+)
+
+
+#: What an EAGLE-3 head of either dialect has beside fields of any layer.
+EAGLE3_FIELDS = (
+    *("num_hidden_layers", "attention_bias", "num_aux_hidden_states", "target_hidden_size"),
+    "own_embedding",
+)
+
+
+#: The shortest window that is honoured: longer than any draft, so that it hides entries alone.
+LEAST_WINDOW = 64
+
+
+def read_window(
+    body: Mapping[str, Any], layers: int, where: str, *, prefix: str = ""
+) -> tuple[int, tuple[int, ...]]:
+    """The sliding window of a layer's fields and the numbers of the layers that have it; 0: none.
+
+    `layer_types` decides, as in vLLM. Raises HeadError.
+    """
+    kinds = body.get("layer_types")
+    if kinds is None:
+        return 0, ()
+    name = f"{prefix}layer_types"
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        fix = f"write a list of {' and '.join(known)}, one a layer"
+        raise HeadError(f"{name} is {_shown(kinds)}", where=where, fix=fix)
+    sliding = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+    if len(kinds) != layers and sliding:
+        problem = f"{name} has {len(kinds)} entries, the head {layers} layers"
+        raise HeadError(problem, where=where, fix="write one entry a layer")
+    if not sliding:
+        return 0, ()
+    window, used = body.get("sliding_window"), body.get("use_sliding_window")
+    if used is False:
+        problem = f"{prefix}use_sliding_window is False, and {name} has sliding_attention"
+        raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
+    if type(window) is not int or window < LEAST_WINDOW:
+        problem = f"{prefix}sliding_window is {_shown(window)}, and {name} has sliding_attention"
+        fix = f"write the window of its training, of at least {LEAST_WINDOW} positions"
+        raise HeadError(problem, where=where, fix=fix)
+    return window, sliding
+
+
+#: What `read_window` honours where there is a window.
+WINDOW_FIELDS = ("sliding_window", "use_sliding_window")
+
+
+def window_fields(window: int, sliding: Collection[int], layers: int) -> dict[str, Any]:
+    """What `read_window` reads."""
+    kinds = [f"{'sliding' if number in sliding else 'full'}_attention" for number in range(layers)]
+    fields: dict[str, Any] = {"layer_types": kinds}
+    return {**fields, "sliding_window": window, "use_sliding_window": True} if window else fields
+
+
+def eagle3_windows(
+    body: Mapping[str, Any], where: str, *, draft_window: Any, prefix: str = ""
+) -> tuple[int, tuple[str, ...]]:
+    """The sliding window of an EAGLE-3 head's layers, and the fields that were read for it.
+
+    Beside a draft window they are what servers are told instead of it. Raises HeadError.
+    """
+    count = body.get("num_hidden_layers") or 1
+    if draft_window:
+        said = window_fields(draft_window, range(count), count)
+        for name in WINDOW_FIELDS:
+            if body.get(name) not in (None, said.get(name)):
+                problem = f"{prefix}{name} is {_shown(body[name])}, draft_window is {draft_window}"
+                raise HeadError(problem, where=where, fix="make the two say the same")
+        return 0, WINDOW_FIELDS
+    window, sliding = read_window(body, count, where, prefix=prefix)
+    if window and len(sliding) < count:
+        problem = f"{prefix}layer_types mixes sliding and full attention"
+        raise HeadError(problem, where=where, fix="use a head whose layers are all of one type")
+    return window, WINDOW_FIELDS if window else ()
+
+
+def eagle3_shape(body: Mapping[str, Any], layers: Layers | None, where: str) -> dict[str, Any]:
+    """Fields of the shape that follow from others: how many aux states, whose width, which
+    embedding. Raises HeadError."""
+    count, name = body.get("num_aux_hidden_states"), "num_aux_hidden_states"
+    if count is not None and count != (len(layers) if layers else 3):
+        listed = f"its list has {len(layers)}" if layers else "it names no layers"
+        problem = f"{name} is {_shown(count)}, and {listed}"
+        raise HeadError(problem, where=where, fix="name the layers that the head was trained on")
+    width = body.get("target_hidden_size")
+    other = width is not None and width != body.get("hidden_size")
+    # A head of another width cannot read the target's embedding.
+    own = other or body.get("own_embedding", False)
+    sizes = {"target_hidden_size": width if other else 0, "own_embedding": own}
+    if body.get("qk_norm") and body.get("attention_bias"):
+        problem = "attention_bias is True: vLLM's Qwen3 layer has no bias of its output, others do"
+        raise HeadError(problem, where=where, fix="use a head without biases, or of Llama layers")
+    return {**sizes, "aux_layers": len(layers) if layers else 3}
 
 
 def layer_config(shape: DraftShape) -> dict[str, Any]:
@@ -296,27 +396,13 @@ def layer_config(shape: DraftShape) -> dict[str, Any]:
     }
 
 
-def window_fields(window: Any) -> dict[str, Any]:
-    """How a draft window is said to vLLM and speculators, whose layer sees so many recent positions
-    and no first ones. SGLang has an option of its command line for it.
-    """
-    if not window:
-        return {}
-    return {"layer_types": ["sliding_attention"], "sliding_window": window}
-
-
-def without_window_fields(layer: Mapping[str, Any], window: Any) -> dict[str, Any]:
-    """The layer's fields less those that say again what `draft_window` says."""
-    said = window_fields(window)
-    return {name: value for name, value in layer.items() if name not in said or value != said[name]}
-
-
 def shape_fields(kind: type[Shape], body: dict[str, Any], where: str) -> Shape:
     """The shape that `body` describes, defaults as in transformers' Llama. Raises HeadError."""
     sizes = ("hidden_size", "num_attention_heads", "vocab_size")
     hidden, heads, vocabulary = (_positive(body, name, where) for name in sizes)
-    copied = ("intermediate_size", "rms_norm_eps", "max_position_embeddings", *SWITCHES)
-    fields = {name: body[name] for name in copied if body.get(name) is not None}
+    copied = ("intermediate_size", "rms_norm_eps", "max_position_embeddings")
+    known = [name for name in (*copied, *SWITCHES, *EAGLE3_SHAPE) if name in kind.model_fields]
+    fields = {name: body[name] for name in known if body.get(name) is not None}
     defaults = {
         "num_key_value_heads": heads,
         "head_dim": default_head_dim(body, where),
@@ -391,16 +477,15 @@ def layer_ids(ids: Any, where: str, name: str, *, offset: int) -> Layers | None:
     """Output indices from the `ids` of a dialect that counts `offset` higher; None without any."""
     if ids is None or ids == []:
         return None
-    whole = isinstance(ids, list) and all(type(layer) is int for layer in ids)
-    if not whole or len(ids) != 3:
-        problem = f"{name} is {ids!r}: the head reads three aux states"
-        raise HeadError(problem, where=where, fix="write the ids of three layers")
-    low, middle, high = (layer - offset for layer in ids)
-    if not 0 <= low < middle < high:
+    if not isinstance(ids, list) or any(type(layer) is not int for layer in ids):
+        problem = f"{name} is {ids!r}, not a list of layers"
+        raise HeadError(problem, where=where, fix="write the ids of the layers that fc reads")
+    layers = tuple(layer - offset for layer in ids)
+    if any(low >= high for low, high in pairwise((-1, *layers))):
         meaning = f"with ids that mean layer id - {offset}, these are no ascending layers"
         fix = "write the ids low to high; fc's columns follow that order"
         raise HeadError(f"{name} is {ids!r}: {meaning}", where=where, fix=fix)
-    return low, middle, high
+    return layers
 
 
 def _positive(body: dict[str, Any], name: str, where: str) -> int:

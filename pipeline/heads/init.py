@@ -105,7 +105,7 @@ def init_fc(head: DraftingHead) -> None:
     size = head.shape.hidden_size
     with torch.no_grad():
         head.fc.weight.mul_(0.1)
-        head.fc.weight[:, 2 * size :] += torch.eye(size)
+        head.fc.weight[:, -size:] += torch.eye(size)
 
 
 def init_lm_head(head: DraftingHead, target_lm_head: Tensor, target_final_norm: Tensor) -> None:

@@ -55,14 +55,16 @@ class ComputeHead(Generic[Kind]):
             path, _, own = name.rpartition(".")
             setattr(self.head.get_submodule(path), own, parameter.to(self._dtype))
         for name, buffer in self._of.named_buffers():
-            setattr(self.head, name, buffer)
+            path, _, own = name.rpartition(".")
+            setattr(self.head.get_submodule(path), own, buffer)
 
 
 class TrainedModel(nn.Module, Generic[Kind]):
     """A head with what it is trained against; `forward(batch, divisor)` gives a StepResult.
 
-    What is trained are the parameters of `head`. The target's embedding [V, H] and its output rows
-    of the draft vocabulary [Vd, H] are constants: buffers that no checkpoint holds.
+    What is trained are the parameters of `head`. The embedding [V, H], the target's unless the head
+    has its own, and the target's output rows of the draft vocabulary [Vd, H] are constants: buffers
+    that no checkpoint holds.
     """
 
     head: Kind
@@ -88,6 +90,7 @@ class TrainedModel(nn.Module, Generic[Kind]):
         super().__init__()
         self.head, self._loss, self._length = head, loss, length
         rows = target_lm_head[head.target_ids()].detach() / temperature
+        embedding = embedding if head.embedding is None else head.embedding
         self.register_buffer("embedding", embedding.detach().to(dtype), persistent=False)
         self.register_buffer("target_output_rows", rows.to(dtype), persistent=False)
         own = next(head.parameters()).dtype
@@ -141,10 +144,11 @@ class TrainedModel(nn.Module, Generic[Kind]):
         return value, hits
 
 
-def count_coarse_rows(aux_states: Tensor) -> Tensor:
-    """States of one token and layer, most of whose numbers are 0: int64 scalar. aux_states [N, 3H].
+def count_coarse_rows(aux_states: Tensor, layers: int) -> Tensor:
+    """States of one token and layer, most of whose numbers are 0: int64 scalar; aux_states
+    [N, L · H] of `layers` L.
 
     int8 has one scale a row and layer. Where a channel is 250 times the others, those become 0.
     """
-    numbers = aux_states.view(len(aux_states), 3, -1)  # [N, 3, H]
+    numbers = aux_states.view(len(aux_states), layers, -1)  # [N, L, H]
     return (2 * (numbers == 0).sum(-1) > numbers.shape[-1]).sum()

@@ -103,7 +103,7 @@ class UnrolledModel(TrainedModel[Kind]):
         states = head.normed_output(gather_predictions(unrolled, labels))  # [K, L, H]
         weights = (decay ** k.to(exact))[:, None] * own / divisor
         value, hits = self.compare(states, teacher_states, batch.token_ids[labels], weights, own)
-        coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
+        coarse_rows = count_coarse_rows(batch.trained(batch.aux_states), self.head.shape.aux_layers)
         return StepResult(value, hits, predicted.sum(1), coarse_rows)
 
 

@@ -17,7 +17,8 @@ Documents never attend to each other.
 
 `blocked.py` takes the queries in blocks of rows; on CUDA torch's FlexAttention replaces it
 (`flex.py`). With a draft window a row and its chain see the sinks and the window of the row's own
-position alone (`hidden_positions`).
+position alone (`hidden_positions`). A sliding window of W is another one: a query at position p
+sees keys at p-W+1 … p, and step k's stands at i+k, so each step sees step-0 keys from i+k-W+1 on.
 
 Shapes: N tokens of the batch, A rows that predict, Q query heads, G key/value heads, d head size.
 """
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 
 from pipeline.learning import blocked, flex
-from pipeline.learning.window import hidden_positions
+from pipeline.learning.window import Seen, hidden_positions
 from pipeline.target.rotary import RotaryTable, rotate
 
 #: (query, keys, values, chain keys, chain values) → attention output, as in `blocked.attend`
@@ -55,16 +56,23 @@ class UnrolledAttention:
     """
 
     def __init__(
-        self, lengths: tuple[int, ...], rows: Tensor, rotary: RotaryTable, window: int = 0
+        self,
+        lengths: tuple[int, ...],
+        rows: Tensor,
+        rotary: RotaryTable,
+        window: int = 0,
+        sliding: int = 0,
     ) -> None:
         """rows [A] ascending flat positions; rotary covers the longest document plus the steps;
-        window is the head's `draft_window`.
+        window is the head's `draft_window`, sliding its `sliding_window`, longer than the unroll.
         """
         device, self.rows, self._rotary = rows.device, rows, rotary
         # [N] position in its document
         every = torch.cat([torch.arange(length, device=device) for length in lengths])
         self._positions = every, every[rows]  # of step 0's keys, and of all else
-        self._kernel = _kernel(lengths, rows, every[rows], window, rotary.cos)
+        self._lengths, self._window, self._sliding = lengths, window, sliding
+        self._kernel = self._kernel_of(0)
+        self._moved: dict[int, Kernel] = {}  # of later steps, with which a sliding window moves on
 
     def attend(
         self, k: int, query: Tensor, key: Tensor, value: Tensor, past: list[KeyValue]
@@ -85,22 +93,32 @@ class UnrolledAttention:
             chain_values = torch.stack([step.value for step in chain], dim=2)
         else:
             chain_keys = chain_values = key.new_empty(len(query), key.shape[1], 0, key.shape[2])
-        return self._kernel(query, first.key, first.value, chain_keys, chain_values), own
+        kernel = self._kernel
+        if k and self._sliding:
+            kernel = self._moved[k] = self._moved.get(k) or self._kernel_of(k)
+        return kernel(query, first.key, first.value, chain_keys, chain_values), own
+
+    def _kernel_of(self, k: int) -> Kernel:
+        """Of step k's queries."""
+        _, positions = self._positions
+        hidden = hidden_positions(positions + 1, self._window) if self._window else None
+        lowest = (positions + (k + 1 - self._sliding)).clamp(min=0) if self._sliding else None
+        seen = Seen(hidden, lowest)
+        return _kernel(self._lengths, self.rows, positions, seen, self._rotary.cos)
 
 
 def _kernel(
-    lengths: tuple[int, ...], rows: Tensor, positions: Tensor, window: int, like: Tensor
+    lengths: tuple[int, ...], rows: Tensor, positions: Tensor, seen: Seen, like: Tensor
 ) -> Kernel:
     """The fastest way to attend for rows [A] at `positions` [A] of their documents.
 
     `like` [.., d] has their type and device.
     """
-    hidden = hidden_positions(positions + 1, window) if window else None
     if flex.has_kernel(like.device, like.shape[-1]) and len(rows):
-        mask = flex.block_mask(rows, positions, sum(lengths), hidden)
+        mask = flex.block_mask(rows, positions, sum(lengths), seen)
         return partial(flex.attend, mask=mask)
     starts = [0, *accumulate(lengths)]  # of the documents, and N
     # Rows before each of them.
     bounds = torch.searchsorted(rows, torch.tensor(starts, device=rows.device)).tolist()
-    blocks = blocked.cut_blocks(positions, bounds, starts, like.dtype, hidden)
+    blocks = blocked.cut_blocks(positions, bounds, starts, like.dtype, seen)
     return partial(blocked.attend, blocks=blocks)

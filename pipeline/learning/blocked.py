@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.learning.window import WINDOW_STEP
+from pipeline.learning.window import EVERYTHING, WINDOW_STEP, Seen
 
 #: Rows of a block: few enough for its scores to stay in a core's cache, enough for a fast matrix
 #: product.
@@ -60,15 +60,17 @@ def cut_blocks(
     bounds: list[int],
     starts: list[int],
     dtype: torch.dtype,
-    hidden: Tensor | None = None,
+    seen: Seen = EVERYTHING,
 ) -> list[Block]:
     """Blocks of rows at `positions`.
 
-    Document i has rows bounds[i]…bounds[i+1] and keys from starts[i]. Behind its sinks a
-    row does not see its `hidden` keys; a block's rows have the same number of them.
+    Document i has rows bounds[i]…bounds[i+1] and keys from starts[i]. Behind its sinks a row does
+    not see its `hidden` keys; a block's rows have the same number of them. Below its `lowest` key
+    it sees none; a block has the keys from its first row's on, and a mask of them all.
     """
-    at = positions.tolist()
-    unseen = [0] * len(at) if hidden is None else hidden.tolist()
+    at, none = positions.tolist(), [0] * len(positions)
+    unseen = none if seen.hidden is None else seen.hidden.tolist()
+    lowest = none if seen.lowest is None else seen.lowest.tolist()
     blocks = []
     for document, offset in enumerate(starts[:-1]):
         row, end = bounds[document], bounds[document + 1]
@@ -77,12 +79,16 @@ def cut_blocks(
             stop = min(row + size, end)
             stop = next((other for other in range(row, stop) if unseen[other] != unseen[row]), stop)
             first, last = at[row], at[stop - 1]
-            columns = torch.arange(first + 1, last + 1, device=positions.device)
+            width = last + 1 - lowest[row]
+            begin = first + 1 if seen.lowest is None else lowest[row]
+            columns = torch.arange(begin, last + 1, device=positions.device)
             masked = columns > positions[row:stop, None]  # [B, columns behind the first row]
+            if seen.lowest is not None:  # or all
+                masked = masked | (columns < seen.lowest[row:stop, None])
             mask = torch.zeros(masked.shape, dtype=dtype, device=masked.device)
             mask.masked_fill_(masked, torch.finfo(dtype).min)
-            keys = _seen_keys(offset, last + 1, unseen[row], positions.device)
-            blocks.append(Block(slice(row, stop), keys, last + 1 - unseen[row], mask))
+            keys = _seen_keys(offset + lowest[row], width, unseen[row], positions.device)
+            blocks.append(Block(slice(row, stop), keys, width - unseen[row], mask))
             row = stop
     return blocks
 

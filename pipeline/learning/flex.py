@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from pipeline.learning.window import WINDOW_STEP
+from pipeline.learning.window import WINDOW_STEP, Seen
 
 #: Rows and keys of a block of the mask: FlexAttention's own default.
 _BLOCK = 128
@@ -40,16 +40,16 @@ def has_kernel(device: torch.device, size: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def block_mask(rows: Tensor, positions: Tensor, keys: int, hidden: Tensor | None) -> BlockMask:
+def block_mask(rows: Tensor, positions: Tensor, keys: int, visible: Seen) -> BlockMask:
     """Which of `keys` keys each row sees, and which blocks need a look at the elements.
 
-    rows [A] ascending flat positions, of those `positions` in their documents; hidden [A] as in
-    `hidden_positions`, None: nothing.
+    rows [A] ascending flat positions, of those `positions` in their documents.
     """
-    first = rows - positions  # [A] a row sees keys first … rows
+    first, hidden = rows - positions, visible.hidden  # [A] a row sees keys begin … rows
+    begin = first if visible.lowest is None else first + visible.lowest  # ascending as well
 
     def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        seen = (key >= first[row]) & (key <= rows[row])
+        seen = (key >= begin[row]) & (key <= rows[row])
         if hidden is None:
             return seen
         offset = key - first[row]
@@ -57,8 +57,8 @@ def block_mask(rows: Tensor, positions: Tensor, keys: int, hidden: Tensor | None
 
     top, bottom = slice(0, None, _BLOCK), _last_rows(rows)  # of the blocks of rows
     block = torch.arange(-(-keys // _BLOCK), device=rows.device)
-    touched = (block >= first[top, None] // _BLOCK) & (block <= rows[bottom, None] // _BLOCK)
-    whole = (block * _BLOCK >= first[bottom, None]) & ((block + 1) * _BLOCK <= rows[top, None] + 1)
+    touched = (block >= begin[top, None] // _BLOCK) & (block <= rows[bottom, None] // _BLOCK)
+    whole = (block * _BLOCK >= begin[bottom, None]) & ((block + 1) * _BLOCK <= rows[top, None] + 1)
     if hidden is not None:
         whole = torch.zeros_like(whole)
     return BlockMask.from_kv_blocks(

@@ -10,10 +10,23 @@ that outgrow the model's; here verification reads all of them).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pipeline.decoder.ops.layer import PAGE
+
+
+class Seen(NamedTuple):
+    """What windows leave of the keys before rows [A]; None: all of them."""
+
+    hidden: Tensor | None = None  # int64 [A], as of `hidden_positions`
+    lowest: Tensor | None = None  # int64 [A], the first position that is seen
+
+
+EVERYTHING = Seen()
+
 
 #: A window moves in steps of so many positions, and so many in front are always seen: pages of the
 #: decoder's cache, which hides whole ones.

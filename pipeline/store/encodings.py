@@ -1,6 +1,7 @@
 """How states become bytes, and how they come back.
 
-A row is one token's states of L layers, each H wide: L = 3 for aux states, 1 for final states.
+A row is one token's states of L layers, each H wide: one for each aux layer in aux states, 3 for
+most heads; L = 1 in final states.
 
     bf16   2·L·H bytes   the values
     fp8      L·H + L     the values as e4m3, then one scale code a layer
@@ -35,8 +36,6 @@ import torch
 from torch import Tensor
 
 Encoding = Literal["bf16", "fp8", "int8"]
-#: Layers of an aux row, and of aux and final rows together.
-AUX_LAYERS, LAYERS = 3, 4
 #: Storage type of a row's bytes.
 ROW_TYPES: dict[Encoding, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -66,35 +65,36 @@ class Codec:
     """All that is needed to read rows of one shard."""
 
     encoding: Encoding
-    channels: Tensor | None = None  # bf16 [4, H], low, middle, high, final; int8 only
+    channels: Tensor | None = None  # bf16 [L + 1, H], the aux layers and final; int8 only
+    aux_layers: int = 3  # L of an aux row
 
     def is_like(self, other: Codec) -> bool:
         """Whether both read rows of the same shard, or of shards without scales of their own."""
-        return self.encoding == other.encoding and self.channels is other.channels
+        same = self.encoding == other.encoding and self.aux_layers == other.aux_layers
+        return same and self.channels is other.channels
 
     def encode_aux(self, states: Tensor) -> Tensor:
-        """bf16 [T, 3H] → rows. Raises OutOfRange."""
-        return self._encode(states, AUX_LAYERS)
+        """bf16 [T, L · H] → rows. Raises OutOfRange."""
+        return self._encode(states, self.aux_layers, self._channels(slice(None, -1), states))
 
     def encode_final(self, states: Tensor) -> Tensor:
         """bf16 [S, H] → rows. Raises OutOfRange."""
-        return self._encode(states, 1)
+        return self._encode(states, 1, self._channels(slice(-1, None), states))
 
     def decode_aux(self, rows: Tensor) -> Tensor:
-        """Rows → bf16 [T, 3H], on the rows' device."""
-        return self._decode(rows, AUX_LAYERS)
+        """Rows → bf16 [T, L · H], on the rows' device."""
+        return self._decode(rows, self.aux_layers, self._channels(slice(None, -1), rows))
 
     def decode_final(self, rows: Tensor) -> Tensor:
         """Rows → bf16 [S, H], on the rows' device."""
-        return self._decode(rows, 1)
+        return self._decode(rows, 1, self._channels(slice(-1, None), rows))
 
-    def _encode(self, states: Tensor, layers: int) -> Tensor:
+    def _encode(self, states: Tensor, layers: int, channels: Tensor | None) -> Tensor:
         hidden = states.shape[1] // layers
         shape = (len(states), row_width(self.encoding, hidden, layers))
         rows = torch.empty(shape, dtype=ROW_TYPES[self.encoding], device=states.device)
         if self.encoding == "bf16":
             return rows.copy_(states)
-        channels = self._channels(layers, states.device)
         for block in _blocks(len(states)):
             values = states[block].float().view(-1, layers, hidden)  # [n, L, H]
             if channels is not None:
@@ -105,12 +105,11 @@ class Codec:
             rows[block, states.shape[1] :] = codes.view(rows.dtype)
         return rows
 
-    def _decode(self, rows: Tensor, layers: int) -> Tensor:
+    def _decode(self, rows: Tensor, layers: int, channels: Tensor | None) -> Tensor:
         if self.encoding == "bf16":
             return rows
         width = rows.shape[1] - layers
         states = torch.empty(len(rows), width, dtype=torch.bfloat16, device=rows.device)
-        channels = self._channels(layers, rows.device)
         # On the CPU block by block for the cache's sake; a GPU takes all rows at once.
         for block in _blocks(len(rows), _BLOCK if rows.device.type == "cpu" else max(1, len(rows))):
             values, codes = rows[block, :width], rows[block, width:].contiguous().view(torch.int8)
@@ -120,13 +119,9 @@ class Codec:
             states[block] = (decoded if channels is None else decoded.mul_(channels)).flatten(1)
         return states
 
-    def _channels(self, layers: int, device: torch.device) -> Tensor | None:
-        """float32 [L, H]."""
-        if self.channels is None:
-            return None
-        is_aux = layers == AUX_LAYERS
-        channels = self.channels[:AUX_LAYERS] if is_aux else self.channels[AUX_LAYERS:]
-        return channels.to(device).float()
+    def _channels(self, layers: slice, like: Tensor) -> Tensor | None:
+        """float32 [L, H], where `like` is."""
+        return None if self.channels is None else self.channels[layers].to(like.device).float()
 
     def _codes(self, values: Tensor, first: int) -> Tensor:
         """The smallest scale of each row and layer that clips nothing; [n, L, H] → int8 [n, L]."""
@@ -151,11 +146,13 @@ def row_width(encoding: Encoding, hidden: int, layers: int) -> int:
 
 
 def calibrate(encoding: Encoding, aux: Tensor, final: Tensor) -> Codec:
-    """The codec of a shard whose states are aux [T, 3H] and final [S, H]; depends on them alone."""
+    """The codec of a shard whose states are aux [T, L · H] and final [S, H]; depends on them
+    alone."""
+    layers = aux.shape[1] // final.shape[1]
     if encoding != "int8":
-        return Codec(encoding)
-    channels = torch.cat([_percentiles(aux), _percentiles(final)]).view(LAYERS, final.shape[1])
-    return Codec(encoding, channels.to("cpu", torch.bfloat16))
+        return Codec(encoding, aux_layers=layers)
+    channels = torch.cat([_percentiles(aux), _percentiles(final)]).view(-1, final.shape[1])
+    return Codec(encoding, channels.to("cpu", torch.bfloat16), layers)
 
 
 def _percentiles(states: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
 """States of samples on storage: the one door to their format, docs/states-format.md.
 
-n samples, T tokens of all samples, S stored final states, H the target's hidden size:
+n samples, T tokens of all samples, S stored final states, H the target's hidden size, L aux layers:
 
     token_offsets   int64 [n+1]       sample s owns tokens [token_offsets[s], token_offsets[s+1])
     final_offsets   int64 [n+1]       … and final states likewise
     checksums       uint32 [n]        CRC-32 of all that belongs to a sample
     token_ids       int32 [T]         uint16 when every id is below 65,536
-    channel_scales  bf16 [4, H]       with int8 only
-    aux_states      rows of 3 layers  [T, …]
+    channel_scales  bf16 [L+1, H]     with int8 only
+    aux_states      rows of L layers  [T, …]
     final_states    rows of 1 layer   [S, …]
     supervised_mask uint8 [⌈T/8⌉]     one bit a token, the first one highest
 
@@ -39,8 +39,6 @@ from torch import Tensor
 from pipeline.errors import CorruptShard, DataError
 from pipeline.records import STATES_FORMAT, Shard, canonical_json
 from pipeline.store.encodings import (
-    AUX_LAYERS,
-    LAYERS,
     ROW_TYPES,
     Codec,
     Encoding,
@@ -93,7 +91,7 @@ class StatesSample:
     source: str
     token_ids: Tensor  # int32 [T]
     supervised_mask: Tensor  # uint8 [T], 1 where the target generated the token
-    aux_states: Tensor  # [T, 3H], low, middle and high layer
+    aux_states: Tensor  # [T, L · H], layers from low to high
     final_states: Tensor  # [S, H], after the target's last norm
     final_positions: Tensor  # int32 [S], ascending: the position of each final state
     codec: Codec | None = None
@@ -181,6 +179,7 @@ class Layout(NamedTuple):
 
     encoding: Encoding
     hidden_size: int
+    aux_layers: int
     samples: list[tuple[str, str]]  # id, source
     tokens: int  # T
     finals: int  # S
@@ -204,7 +203,8 @@ def read_layout(header: bytes | bytearray, first: int, size: int) -> Layout:
         _check_range(name, tensor, size)
     _check_shapes(tensors, encoding, len(samples))
     tokens, finals = tensors["token_ids"].shape[0], tensors["final_states"].shape[0]
-    return Layout(encoding, _hidden_size(tensors, encoding), samples, tokens, finals, tensors)
+    sizes = _hidden_size(tensors, encoding), _aux_layers(tensors)
+    return Layout(encoding, *sizes, samples, tokens, finals, tensors)
 
 
 def _stored(entry: Any, first: int) -> StoredTensor:
@@ -270,17 +270,19 @@ def _check_range(name: str, tensor: StoredTensor, size: int) -> None:
 
 def _check_shapes(tensors: dict[str, StoredTensor], encoding: Encoding, count: int) -> None:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if len(shapes["final_states"]) != 2 or len(shapes["token_ids"]) != 1:
+    dimensions = [len(shapes[name]) for name in ("aux_states", "final_states", "token_ids")]
+    if dimensions != [2, 2, 1]:
         finals, ids = list(shapes["final_states"]), list(shapes["token_ids"])
         raise BrokenLayout(f"final_states has shape {finals} and token_ids {ids}")
     tokens, hidden = shapes["token_ids"][0], _hidden_size(tensors, encoding)
+    layers = _aux_layers(tensors)
     expected = {
         "token_offsets": (count + 1,),
         "final_offsets": (count + 1,),
         "checksums": (count,),
-        "aux_states": (tokens, row_width(encoding, hidden, AUX_LAYERS)),
+        "aux_states": (tokens, row_width(encoding, hidden, layers)),
         MASK: (-(-tokens // 8),),
-        "channel_scales": (LAYERS, hidden),
+        "channel_scales": (layers + 1, hidden),
     }
     for name, shape in expected.items():
         if name in shapes and shapes[name] != shape:
@@ -290,6 +292,12 @@ def _check_shapes(tensors: dict[str, StoredTensor], encoding: Encoding, count: i
 def _hidden_size(tensors: dict[str, StoredTensor], encoding: Encoding) -> int:
     """A row of one layer is as wide as H, and what the encoding adds."""
     return tensors["final_states"].shape[1] - row_width(encoding, 0, 1)
+
+
+def _aux_layers(tensors: dict[str, StoredTensor]) -> int:
+    """How many layers' states a row of aux states holds; what is left over shows in its width."""
+    one_layer = max(1, tensors["final_states"].shape[1])
+    return max(1, tensors["aux_states"].shape[1] // one_layer)
 
 
 class StatesReader:
@@ -319,7 +327,7 @@ class StatesReader:
         self._channels_checksum = crc32(channels)
         self._front = bytearray()
         #: How this shard's states are encoded.
-        self.codec = Codec(self._layout.encoding, channels)
+        self.codec = Codec(self._layout.encoding, channels, self._layout.aux_layers)
         #: Tokens of each sample.
         self.lengths: list[int] = np.diff(self._token_offsets).tolist()
         self._final_positions = self._find_positions()
@@ -475,13 +483,14 @@ def encode_states(
     encoding: Encoding = "bf16",
     *,
     hidden_size: int | None = None,
+    aux_layers: int = 3,
     agreements: Sequence[Mapping[str, Any]] = (),
 ) -> bytes:
     """One safetensors file of samples with bf16 states; equal samples give equal bytes.
 
-    Without any sample, `hidden_size` says how wide the rows would be. `agreements` of replies with
-    the teacher, one a sample or none at all, stand beside the ids. States are encoded on their
-    device. Raises DataError for those that the encoding cannot hold.
+    Without any sample, `hidden_size` and `aux_layers` say how wide the rows would be. `agreements`
+    of replies with the teacher, one a sample or none at all, stand beside the ids. States are
+    encoded on their device. Raises DataError for those that the encoding cannot hold.
     """
     assert samples or hidden_size, "nothing tells the width of the rows"
     for sample in samples:
@@ -493,7 +502,7 @@ def encode_states(
         supervised_mask = torch.cat([sample.supervised_mask for sample in samples])
     else:
         final = torch.empty(0, hidden_size or 0, dtype=torch.bfloat16)
-        aux = final.repeat(1, AUX_LAYERS)
+        aux = final.repeat(1, aux_layers)
         token_ids, supervised_mask = torch.empty(2, 0, dtype=torch.int32).unbind()
         supervised_mask = supervised_mask.byte()
     codec = calibrate(encoding, aux, final)
@@ -565,7 +574,8 @@ def _assert_sound(sample: StatesSample) -> None:
     assert sample.token_ids.dtype == torch.int32 and sample.supervised_mask.dtype == torch.uint8
     assert sample.aux_states.dtype == sample.final_states.dtype == torch.bfloat16
     assert sample.supervised_mask.shape == (tokens,)
-    assert sample.aux_states.shape == (tokens, 3 * hidden)
+    assert sample.aux_states.ndim == 2 and len(sample.aux_states) == tokens
+    assert sample.aux_states.shape[1] % hidden == 0
     assert sample.final_positions.shape == (finals,)
     # Positions are not stored: the mask and their number say which they are.
     assert torch.equal(sample.final_positions, teacher_positions(sample.supervised_mask, finals)), (

@@ -5,7 +5,7 @@ The residual stream of a target with L layers; id i is the output of decoder lay
     embed ─ layer 0 ─┬─ layer 1 ─ … ─┬─ layer m ─ … ─┬─ layer h ─ … ─ layer L-1 ─ norm ─┬─ lm_head
                     id 0            id 1 = low      id m = middle   id h = high     final state
 
-    aux states   [T, 3H] = concat(low, middle, high)
+    aux states   [T, L·H] = concat of the L aux layers, low to high
     final state  [T, H], after the last norm: lm_head(final) are the target's logits
 
 Documents are packed into one row without padding; attention stays inside each document:

@@ -19,6 +19,7 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -351,19 +352,20 @@ def recheck_weights(contract: TargetContract, *, where: str) -> str | None:
     return None
 
 
-def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, int, int]:
-    """Output indices of the low, middle and high aux layer; auto is [1, L//2-1, L-4].
+def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, ...]:
+    """Output indices of the aux layers, low to high; auto is [1, L//2-1, L-4].
 
-    Raises ConfigError when a layer does not exist or the three are not ascending.
+    Raises ConfigError when a layer does not exist or they are not ascending.
     """
     chosen = target.capture_layers
-    low, middle, high = (1, num_layers // 2 - 1, num_layers - 4) if chosen == "auto" else chosen
-    if not 0 <= low < middle < high < num_layers:
-        layers = f"three ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
-        problem = f"{[low, middle, high]} do not name {layers}"
-        fix = "choose three existing output indices, low to high"
+    layers = (1, num_layers // 2 - 1, num_layers - 4) if chosen == "auto" else chosen
+    ascending = all(low < high for low, high in pairwise((-1, *layers, num_layers)))
+    if not layers or not ascending:
+        those = f"ascending layers of a target that has {num_layers} (0…{num_layers - 1})"
+        problem = f"{list(layers)} do not name {those}"
+        fix = "choose existing output indices, low to high; most heads read three"
         raise ConfigError(problem, where="target.capture_layers", fix=fix)
-    return low, middle, high
+    return layers
 
 
 def _tokenizer_hash(directory: Path, where: str) -> str:

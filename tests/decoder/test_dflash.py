@@ -4,8 +4,10 @@ it proposes the output is the target's own."""
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,32 +15,32 @@ import torch
 from torch import Tensor
 
 from pipeline.config import DrafterSection, TreeSection
-from pipeline.decoder.batch import DecodeBatch, TokenRows
-from pipeline.decoder.drafter import ReadTokens
+from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draft import join_marginals
+from pipeline.decoder.ops.eager import EagerOps
 from pipeline.decoder.request import Request
 from pipeline.decoder.round import draft_tree, prefill_prompt
 from pipeline.drafters.registry import load_drafter
 from pipeline.errors import ConfigError, HeadError
-from pipeline.heads.dflash.blocks import BlockObjective, DflashModel, cut_blocks
 from pipeline.heads.dflash.drafter import DflashDrafter
 from pipeline.heads.dflash.init import dflash_shape_for
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.init import random_init
-from pipeline.learning.batches import TrainBatch
 from pipeline.tuning.verification import draw_gap
 from tests.decoder.conftest import (
     VOCABULARY,
+    load_model,
     open_rows,
     poisoned_planes,
     random_tokens,
     states_of,
 )
 from tests.decoder.drafting import read_both_ways
+from tests.decoder.parity import BlockDrafting, block_trained_on
 
 BLOCK, PREFIX = 5, 17
 TREE = TreeSection(top_k=3, steps=4, nodes=12)
@@ -103,47 +105,6 @@ def replies(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...
     return {done.request_id: done.token_ids for done in engine.generate(requests)}
 
 
-class _Drafting:
-    """A drafter over its own pages, which hold NaN, and a batch of empty rows."""
-
-    def __init__(self, head: DflashHead, model: DecoderModel, rows: int) -> None:
-        self.drafter = DflashDrafter(head, model, TREE)
-        self.planes = poisoned_planes(model, 2 * rows + 1, self.drafter)
-        self.batch = open_rows(model, rows, pages=2, drafter=self.drafter)
-
-    def read(self, row: int, aux: Tensor, count: int) -> None:
-        """Give a row states [E, 3H], `count` of them valid, and commit them."""
-        batch, each = self.batch.rows(row, row + 1), TokenRows.even(1, len(aux), aux.device)
-        none = torch.zeros(len(aux), dtype=torch.int64)
-        read = ReadTokens(each, none, none, aux, torch.tensor([count]))
-        self.drafter.extend(batch, self.planes, read)
-        batch.seq_lens.add_(count)
-
-    def logits(self, root: int) -> Tensor:
-        """Of the first row [steps, Vd]."""
-        self.batch.roots.fill_(root)
-        self.drafter.trace = []
-        self.drafter.candidates(self.batch, self.planes, TREE)
-        return self.drafter.trace[0][0]
-
-
-def trained_logits(
-    head: DflashHead, model: DecoderModel, tokens: Tensor, aux: Tensor, anchor: int
-) -> Tensor:
-    """What training computes behind token `anchor` of a text that goes on [b - 1, Vd]."""
-    label = torch.tensor([anchor + 1])
-    batch = TrainBatch(
-        ("x",), (len(tokens),), tokens, aux, label, label, aux[:1, : model.config.hidden_size]
-    )
-    lm_head = model.embedding
-    objective = BlockObjective(1, 4.0, 0)
-    trained = DflashModel(
-        head, model.embedding, lm_head, objective, max_length=len(tokens), dtype=torch.float32
-    )
-    states = trained.draft(batch, cut_blocks(batch, torch.tensor([0]), BLOCK))
-    return torch.as_tensor(head.lm_head(states[0, 1:]))
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("extended", [0, 1, 4])
 @torch.no_grad()
@@ -155,7 +116,7 @@ def test_draft_logits_equal_training_logits(
     head = block_head(model, layers=layers)
     tokens = random_tokens(PREFIX + 9, seed=5)
     aux = states_of(model, tokens).aux
-    drafting, read = _Drafting(head, model, 2), PREFIX - extended
+    drafting, read = BlockDrafting(head, model, 2), PREFIX - extended
     drafting.read(1, aux[9:20], 11)  # a neighbour, which must not matter
     drafting.read(0, aux[:read], read)
     if extended:
@@ -163,20 +124,65 @@ def test_draft_logits_equal_training_logits(
         drafting.logits(3)  # what an earlier block has left
         drafting.read(0, torch.cat((aux[read:PREFIX], padding)), extended)
     drafted = drafting.logits(int(tokens[PREFIX]))
-    expected = trained_logits(head, model, tokens, aux, PREFIX)
+    expected = block_trained_on(head, model, tokens, aux, PREFIX)
     assert float(expected.std()) > 0.1
     torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=0)
-    late = trained_logits(head, model, tokens, aux, PREFIX + 1)
+    late = block_trained_on(head, model, tokens, aux, PREFIX + 1)
     assert float((drafted - late).abs().max()) > 1e-2
+
+
+#: Fields of drafters of other trainers.
+FOREIGN: dict[str, dict[str, Any]] = {
+    "five states": {"aux_layers": 5},
+    "biases": {"attention_bias": True},
+    "causal": {"causal_layers": (0, 1, 2)},
+    "z-lab's windows": {"sliding_window": 64, "sliding_layers": (0, 1), "causal_layers": (0, 1)},
+    "MiMo's windows": {"sliding_window": 64, "sliding_layers": (0, 1, 2)},
+}
+
+
+@pytest.mark.parametrize("ops", [None, TorchOps, EagerOps], ids=["picked", "torch", "eager"])
+@pytest.mark.parametrize("fields", FOREIGN.values(), ids=FOREIGN)
+@torch.no_grad()
+def test_heads_of_other_trainers_draft_as_they_are_trained(
+    make_target: Callable[[str], Path], fields: dict[str, Any], ops: Any
+) -> None:
+    model = load_model(make_target("llama"), ops=ops and ops())
+    model.stack = replace(model.stack, captured=tuple(range(fields.get("aux_layers", 3))))
+    shape = block_head(model, layers=3).shape
+    head, plain = (DflashHead(shape.model_copy(update=each)) for each in (fields, {}))
+    generator = torch.Generator().manual_seed(6)
+    for name, tensor in head.state_dict().items():
+        if name not in ("d2t", "t2d"):
+            random = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(random * 0.2 + ("norm" in name))
+    head.set_vocabulary(torch.arange(shape.draft_vocab_size))
+    hidden = "sliding_window" in fields
+    for prefix in (100, 59, 63):
+        tokens = random_tokens(prefix + 9, seed=5)
+        aux = states_of(model, tokens).aux
+        drafting = BlockDrafting(head, model, 2)
+        drafting.read(1, aux[9:20], 11)  # a neighbour, which must not matter
+        drafting.read(0, aux[: prefix - 4], prefix - 4)
+        drafting.read(0, aux[prefix - 4 : prefix + 2], 4)
+        drafted = drafting.logits(int(tokens[prefix]))
+        expected = block_trained_on(head, model, tokens, aux, prefix)
+        torch.testing.assert_close(drafted, expected, atol=1e-4, rtol=0)
+        if not hidden and "causal_layers" not in fields:
+            continue
+        plain.load_state_dict(head.state_dict())
+        other = block_trained_on(plain, model, tokens, aux, prefix)
+        seen = hidden and "causal_layers" not in fields and prefix + BLOCK <= 64
+        assert (float((drafted - other).abs().max()) > 1e-3) != seen
 
 
 @torch.no_grad()
 def test_a_planted_shift_of_the_context_is_seen(model: DecoderModel, head: DflashHead) -> None:
     tokens = random_tokens(PREFIX + 5, seed=5)
     aux = states_of(model, tokens).aux
-    drafting = _Drafting(head, model, 1)
+    drafting = BlockDrafting(head, model, 1)
     drafting.read(0, aux[:PREFIX].roll(1, 0), PREFIX)
-    expected = trained_logits(head, model, tokens, aux, PREFIX)
+    expected = block_trained_on(head, model, tokens, aux, PREFIX)
     assert float((drafting.logits(int(tokens[PREFIX])) - expected).abs().max()) > 1e-2
 
 
@@ -407,7 +413,7 @@ def test_every_backend_of_a_cpu_drafts_the_same(
     aux = states_of(model, tokens).aux
     drawn = []
     for target in (model, torch_model):
-        drafting = _Drafting(head, target, 3)
+        drafting = BlockDrafting(head, target, 3)
         for row in range(3):
             drafting.read(row, aux[row:], PREFIX - row)
         drawn.append(drafting.logits(4))

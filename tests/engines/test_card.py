@@ -146,7 +146,9 @@ def test_a_block_drafter_takes_the_decoders_rounds(
     ours.sort(key=lambda completion: int(completion.request_id))
     counted = VllmNames.of([completion.statistics.counters() for completion in ours])
     print(f"ours: τ {counted.spec_decode_acceptance_length:.3f}")
-    served = vllm_server(line.target, given, tmp_path / "log", method="dflash", drafts=7)
+    served = vllm_server(
+        line.target, given, tmp_path / "log", speculative={"method": "dflash"}, drafts=7
+    )
     with served as server:
         replies = [server.complete(ids, 48, ignore_eos=True) for ids in prompts]
         theirs = server.counters()

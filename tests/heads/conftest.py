@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +110,33 @@ def logits_of(
         head.shape.rope_config(), length + steps, device=torch.device("cpu"), dtype=torch.float32
     )
     hidden, logits = head.project(aux_states[:length]), []
-    keys: list[Tensor] = []  # of each step, [T-1, G, d]
-    values: list[Tensor] = []
+    count, window = head.shape.num_hidden_layers, head.shape.sliding_window
+    keys: list[list[Tensor]] = [[] for _ in range(count)]  # of each step [T-1, G, d], by layer
+    values: list[list[Tensor]] = [[] for _ in range(count)]
 
     for k in range(steps):
+        layers = iter(range(count))
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, k: int = k) -> Tensor:
+        def attend(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            k: int = k,
+            layers: Iterator[int] = layers,
+        ) -> Tensor:
             cos, sin = rotary.at(torch.arange(length) + k)
-            keys.append(rotate(key, cos, sin))
-            values.append(value)
+            layer = next(layers)
+            keys[layer].append(rotate(key, cos, sin))
+            values[layer].append(value)
             group = query.shape[1] // key.shape[1]
-            masks = [torch.ones(length, length).tril(), *(torch.eye(length) for _ in range(k))]
+            past = torch.ones(length, length).tril()
+            if window:
+                past = past.triu(k + 1 - window)
+            masks = [past, *(torch.eye(length) for _ in range(k))]
             mask = torch.cat(masks, dim=1).bool()  # [T-1, (k+1)(T-1)]
             all_keys, all_values = (
                 torch.cat(parts).repeat_interleave(group, dim=1).transpose(0, 1)
-                for parts in (keys, values)
+                for parts in (keys[layer], values[layer])
             )
             rotated = rotate(query, cos, sin).transpose(0, 1)
             output = F.scaled_dot_product_attention(rotated, all_keys, all_values, attn_mask=mask)
@@ -138,10 +150,10 @@ def logits_of(
 
 
 def sequence(shape: HeadShape, length: int = 24) -> tuple[Tensor, Tensor]:
-    """Random token ids [T] and aux states [T, 3H]."""
+    """Random token ids [T] and aux states [T, L · H]."""
     generator = torch.Generator().manual_seed(9)
     tokens = torch.randint(0, shape.vocab_size, (length,), generator=generator)
-    return tokens, torch.randn(length, 3 * shape.hidden_size, generator=generator)
+    return tokens, torch.randn(length, shape.aux_layers * shape.hidden_size, generator=generator)
 
 
 def edit(directory: Path, **change: Any) -> None:

@@ -44,7 +44,9 @@ def main(exported: str, own: str, target: str, inputs: str, folder: str, steps: 
     steps_logits = {f"step_{step}": tensor.contiguous() for step, tensor in enumerate(logits)}
     save_file(steps_logits, f"{folder}/logits.safetensors")
     model.to(torch.bfloat16).save_pretrained(f"{folder}/resaved")
-    Eagle3Converter().convert(own, f"{folder}/converted", target, validate=False)
+    layers = model.config.transformer_layer_config.num_hidden_layers
+    if layers == 1 and len(model.config.eagle_aux_hidden_state_layer_ids) == 3:  # what it converts
+        Eagle3Converter().convert(own, f"{folder}/converted", target, validate=False)
     shipped = load_file(f"{exported}/model.safetensors").keys()
     facts = {
         "version": version("speculators"),

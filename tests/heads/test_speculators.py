@@ -25,7 +25,7 @@ from pipeline.exchange.export import export_head
 from pipeline.exchange.imports import import_head
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard
-from pipeline.heads.dflash.shape import BlockQkv, ContextKeys, DflashHead
+from pipeline.heads.dflash.shape import BlockQkv, ContextKeys, DflashHead, Sight
 from pipeline.heads.eagle3.shape import HeadShape
 from pipeline.heads.registry import load_head, save_head
 from pipeline.records import TargetContract
@@ -35,6 +35,22 @@ from tests.heads.test_dflash_import import drafter as block_drafter
 
 PYTHON = os.environ.get("EAGLE3_SPECULATORS_PYTHON")
 STEPS = 3
+
+#: Fields of a head.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "eagle-3": {},
+    "eagle-3.1": {"fc_norm": True, "norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True, "norm_before_residual": True},
+    "biases": {"attention_bias": True},
+    "two layers of qwen3": {"num_hidden_layers": 2, "qk_norm": True},
+    "five states": {"aux_layers": 5, "norm_output": True},
+    # Their window stays where it is while the steps move on: the first step is what serving does.
+    "their defaults": {
+        **{"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+        "sliding_window": 64,
+    },
+}
 
 pytestmark = pytest.mark.skipif(
     not PYTHON, reason="EAGLE3_SPECULATORS_PYTHON names no interpreter that has speculators"
@@ -70,11 +86,9 @@ def run_speculators(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["eagle-3", "eagle-3.1"]
-)
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
 def test_speculators_computes_our_logits(
-    switches: dict[str, bool],
+    switches: dict[str, Any],
     shape: HeadShape,
     contract: TargetContract,
     embedding: Tensor,
@@ -82,10 +96,12 @@ def test_speculators_computes_our_logits(
     tmp_path: Path,
 ) -> None:
     head = make_head(shape.model_copy(update=switches))
+    if layers := switches.get("aux_layers"):
+        contract = contract.model_copy(update={"capture_layers": tuple(range(1, layers + 1))})
     own, exported = tmp_path / "own", tmp_path / "exported"
     save_head(own, head, HeadCard(contract))
     export_head(str(own), format="speculators", out=str(exported))
-    tokens, aux = sequence(head.shape)
+    tokens, aux = sequence(head.shape, 90)
     inputs = {"token_ids": tokens, "aux_states": aux}
     facts, logits = run_speculators(exported, own, tiny_target, inputs, tmp_path)
     print(facts)
@@ -93,8 +109,9 @@ def test_speculators_computes_our_logits(
     assert facts["rope_theta"] == 700.0
     from_target = ["verifier_lm_head.weight", "verifier_norm.weight"]
     assert facts["missing"] == from_target and facts["surplus"] == []
+    steps = 1 if head.shape.sliding_window else STEPS
     for step, expected in enumerate(
-        logits_of(head, embedding.bfloat16(), tokens, aux, steps=STEPS)
+        logits_of(head, embedding.bfloat16(), tokens, aux, steps=steps)
     ):
         computed = logits[f"step_{step}"][: len(expected)]  # later positions have no token to read
         difference, largest = (expected - computed).abs().max(), expected.abs().max()
@@ -104,11 +121,11 @@ def test_speculators_computes_our_logits(
     check_import(tmp_path / "resaved", tiny_target, contract, head)
     if not switches:
         check_import(tmp_path / "converted", tiny_target, contract, head)
-        return
     # Their converter drops the three tensors of fc_norm without a word.
-    converted, back = str(tmp_path / "converted"), str(tmp_path / "back")
-    with pytest.raises(HeadError, match=r"has no tensor fc_norm\.0\.weight"):
-        import_head(converted, target=str(tiny_target), out=back)
+    if switches.get("fc_norm"):
+        converted, back = str(tmp_path / "converted"), str(tmp_path / "back")
+        with pytest.raises(HeadError, match=r"has no tensor fc_norm\.0\.weight"):
+            import_head(converted, target=str(tiny_target), out=back)
 
 
 @torch.no_grad()
@@ -121,7 +138,7 @@ def block_logits(head: DflashHead, embedding: Tensor, tokens: Tensor, aux: Tenso
         head.shape.rope_config(), past + size, device=torch.device("cpu"), dtype=torch.float32
     )
 
-    def attend(block: BlockQkv, context: ContextKeys) -> Tensor:
+    def attend(block: BlockQkv, context: ContextKeys, sight: Sight) -> Tensor:
         keys = rotate(torch.cat((context.key, block.key)), *rotary.at(torch.arange(past + size)))
         query = rotate(block.query, *rotary.at(torch.arange(past, past + size)))
         values = torch.cat((context.value, block.value))

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.heads.eagle3.shape import Eagle3Head
 from pipeline.learning import flex
 from pipeline.learning.attention import KeyValue, UnrolledAttention
-from pipeline.learning.window import hidden_positions
+from pipeline.learning.window import Seen, hidden_positions
 from pipeline.target.rotary import RotaryTable
 
 QUERY_HEADS, KEY_HEADS, SIZE = 4, 2, 4
@@ -188,7 +188,7 @@ def test_no_block_of_the_mask_hides_a_key_or_shows_one(window: int) -> None:
     rows = torch.arange(len(every))[torch.arange(len(every)) % 5 > 1]
     positions = every[rows]
     hidden = hidden_positions(positions + 1, window) if window else None
-    mask = flex.block_mask(rows, positions, len(every), hidden)
+    mask = flex.block_mask(rows, positions, len(every), Seen(hidden))
     seen = mask.mask_mod(
         *(torch.zeros(()).long(),) * 2, torch.arange(len(rows))[:, None], torch.arange(len(every))
     )

@@ -124,7 +124,7 @@ def test_rows_that_int8_holds_badly_are_counted() -> None:
     states = torch.ones(4, 3, 8)
     states[1, 2, :5] = 0  # five of eight
     states[3, 0, :4] = 0  # half is not most
-    assert int(count_coarse_rows(states.view(4, 24))) == 1
+    assert int(count_coarse_rows(states.view(4, 24), 3)) == 1
 
 
 def test_memory_that_a_step_frees_serves_the_next() -> None:

@@ -181,7 +181,8 @@ class TorchOps:
 
         Every query of row b sees the entries below seq_lens[b]. Behind them it sees entry
         seq_lens[b] + m where bit m of its mask is set; without masks query n of its row sees
-        entries seq_lens[b] … seq_lens[b] + n. A query that sees nothing gets zeros.
+        entries seq_lens[b] … seq_lens[b] + n. With `first_seen` the row's first entries are hidden.
+        A query that sees nothing gets zeros.
         """
         mixed = torch.zeros_like(query)
         starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
@@ -201,6 +202,8 @@ class TorchOps:
             else:
                 bit = mask[first:last, None] >> offsets.clamp(0, WINDOW - 1) & 1
                 seen = (offsets < 0) | ((offsets < WINDOW) & bit.bool())  # [n, S]
+            if metadata.first_seen is not None:
+                seen = seen & (offsets >= metadata.first_seen[row] - prefix)
             mixed[first:last] = _attend(query[first:last], key, value, seen)
         return mixed
 
@@ -253,10 +256,12 @@ class TorchOps:
         metadata: AttentionMetadata,
         plane: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """A pass of the head's layer over tokens [T], hidden [T, H]: what `lm_head` reads [T, H],
+        """A pass of the head's layers over tokens [T], hidden [T, H]: what `lm_head` reads [T, H],
         and the next step's hidden [T, H]."""
         norms = head.embed_norm, head.hidden_norm, head.stack.eps
         joined = self.embed_concat(tokens, head.embedding, hidden, *norms)  # [T, 2H]
+        if head.norm_before_residual:
+            hidden = joined[:, hidden.shape[1] :]
         normed, output, _ = self.layers(head.stack, metadata, hidden, joined, plane)
         return normed, normed if head.norm_output else output
 
@@ -276,7 +281,7 @@ class TorchOps:
 
         state [B, H] is the head's output at the last committed entry; positions [B] are those of
         the first drafted tokens, seq_lens where no entries are hidden. Drafted keys and values go
-        after the committed entries, to `plane` [1, 2, pages, G, PAGE, d]. Every step's logits
+        after the committed entries, to `plane` [layers, 2, pages, G, PAGE, d]. Every step's logits
         [B, beams, Vd] are appended to `trace`, the root's first.
         """
 
@@ -287,8 +292,8 @@ class TorchOps:
 
         normed = state
         if not head.norm_output:
-            normed, _ = self.add_rms_norm(state, None, head.stack.norms[0], head.stack.eps)
-        rows = DraftedRows(head.rotary, block_table, seq_lens, positions)
+            normed, _ = self.add_rms_norm(state, None, head.stack.norms[-1], head.stack.eps)
+        rows = DraftedRows(head.rotary, block_table, seq_lens, positions, head.sliding_window)
         proposals = ProposalHead(head.lm_head, head.target_ids)
         return self.search_beams(step, proposals, normed, state, rows, steps, k, trace)
 

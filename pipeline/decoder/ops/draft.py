@@ -27,11 +27,13 @@ class DraftHead:
     embedding: Tensor  # [V, H] the target's
     embed_norm: Tensor  # [H]
     hidden_norm: Tensor  # [H]
-    stack: LayerStack  # one layer, and the norm before lm_head
+    stack: LayerStack  # one layer or several, and the norm before lm_head
     lm_head: Packed  # [Vd, H]
     target_ids: Tensor  # [Vd]
     norm_output: bool  # the next step reads the output as lm_head does
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
+    norm_before_residual: bool = False  # the first layer adds to the normed hidden
+    sliding_window: int = 0  # entries that a query sees, its own included; 0: all
 
 
 class Candidates(NamedTuple):
@@ -54,6 +56,7 @@ class DraftedRows(NamedTuple):
     block_table: Tensor  # [B, P]
     seq_lens: Tensor  # [B] entries that all beams see
     positions: Tensor  # [B] of the drafted tokens of depth 1
+    sliding_window: int = 0  # entries that a beam sees, its own included; 0: all
 
 
 class ProposalHead(NamedTuple):
@@ -104,7 +107,7 @@ def beam_metadata(
     drafted_rows: DraftedRows, steps: int, k: int
 ) -> tuple[list[AttentionMetadata], Tensor]:
     """Metadata, but for the masks, of draft steps of k beams; bits [steps, B, k] of entries."""
-    rotary, block_table, seq_lens, first = drafted_rows
+    rotary, block_table, seq_lens, first, sliding = drafted_rows
     rows = len(seq_lens)
     drafted, depths, bits, starts = _beam_constants(rows, steps, k, seq_lens.device)
     if steps == 0:
@@ -124,6 +127,7 @@ def beam_metadata(
             cu_seqlens_q=starts,
             max_query_len=k,
             mask=None,
+            first_seen=(seq_lens + (step + 1 - sliding)).clamp(min=0) if sliding else None,
         )
         for step in range(steps)
     ]

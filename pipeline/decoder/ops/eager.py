@@ -239,9 +239,12 @@ class _Forward:
         entry = first_entry[:, None] + torch.arange(PAGE)  # [n, PAGE]
         offset = (entry - self.metadata.seq_lens[owner][:, None])[:, None]  # [n, 1, PAGE]
         if self.metadata.mask is None:
-            return offset <= torch.arange(self.max_query_len)[:, None]
-        bit = self._mask[owner][:, :, None] >> offset.clamp(0, WINDOW - 1) & 1
-        return (offset < 0) | ((offset < WINDOW) & bit.bool())
+            seen = offset <= torch.arange(self.max_query_len)[:, None]
+        else:
+            bit = self._mask[owner][:, :, None] >> offset.clamp(0, WINDOW - 1) & 1
+            seen = (offset < 0) | ((offset < WINDOW) & bit.bool())
+        first_seen = self.metadata.first_seen
+        return seen if first_seen is None else seen & (entry >= first_seen[owner][:, None])[:, None]
 
     @cached_property
     def _mask(self) -> Tensor:
@@ -304,18 +307,19 @@ def _attend_prompts(query: Tensor, keys: Tensor, values: Tensor, forward: _Forwa
     """Chains of many tokens: each row's keys and values are copied together, once a prompt."""
     metadata, mixed = forward.metadata, torch.empty_like(query)
     starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+    hidden = [0] * len(seq_lens) if metadata.first_seen is None else metadata.first_seen.tolist()
     for row, (first, last) in enumerate(pairwise(starts)):
-        prefix, count = seq_lens[row], last - first
+        prefix, count, begin = seq_lens[row], last - first, hidden[row]
         if count == 0:
             continue
         pages = metadata.block_table[row, : -(-(prefix + count) // PAGE)]
         key, value = (
-            plane[pages].transpose(0, 1).flatten(1, 2)[None, :, : prefix + count]
+            plane[pages].transpose(0, 1).flatten(1, 2)[None, :, begin : prefix + count]
             for plane in (keys, values)
         )  # [1, G, S, d]
-        seen = None
-        if prefix:
-            seen = torch.ones(count, prefix + count, dtype=torch.bool).tril_(prefix)
+        seen, before = None, prefix - begin
+        if before:
+            seen = torch.ones(count, before + count, dtype=torch.bool).tril_(before)
         piece = F.scaled_dot_product_attention(
             query[first:last].transpose(0, 1)[None],
             key,

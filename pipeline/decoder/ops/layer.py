@@ -54,7 +54,7 @@ class AttentionMetadata:
 
     A token has a position, which rotates its query and key, and a slot of the paged cache, which
     its key and value go to. It attends over the pages of its row: to the entries below the row's
-    `seq_lens`, and after them as its mask says.
+    `seq_lens`, and after them as its mask says; never to those below `first_seen`.
     """
 
     rotary: tuple[Tensor, Tensor]  # cos, sin [S, d]
@@ -65,6 +65,7 @@ class AttentionMetadata:
     cu_seqlens_q: Tensor  # [B + 1] row b has tokens cu_seqlens_q[b] … cu_seqlens_q[b + 1] - 1
     max_query_len: int  # most tokens of a row, or more: what the host knows of cu_seqlens_q
     mask: Tensor | None  # [T] bits over the entries after seq_lens; None: each row is a chain
+    first_seen: Tensor | None = None  # [B] entries before it are hidden (sliding windows); None: 0
 
     @property
     def rows(self) -> int:

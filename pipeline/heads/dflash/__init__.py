@@ -10,7 +10,7 @@ checkpoint.py   directories, ours and other trainers'; speculators.py is the oth
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import TrainSection
 from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings, ServeCommand
@@ -51,6 +51,12 @@ def _serve_command(
     return ServeCommand(command, chain, "")
 
 
+def _unread(head: Any, format: str) -> list[str]:
+    """Not tried there: readers of speculators' dialect differ in what these mean."""
+    names = ("attention_bias", "sliding_layers", "causal_layers") if format == "speculators" else ()
+    return [name for name in names if getattr(head.shape, name)]
+
+
 ALGORITHM = HeadAlgorithm(
     name="dflash",
     architecture="DFlashDraftModel",
@@ -61,5 +67,6 @@ ALGORITHM = HeadAlgorithm(
     describe=lambda _head: "a block drafter (DFlash)",
     formats=("sglang", "speculators"),
     refusals={"mtp": "MTP layers predict one token each, this head a block"},
+    unread=_unread,
     serve_command=_serve_command,
 )

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from pipeline.config import TrainSection
 from pipeline.config.train import Loss
-from pipeline.heads.dflash.shape import BlockQkv, ContextKeys, DflashHead
+from pipeline.heads.dflash.shape import BlockQkv, ContextKeys, DflashHead, Sight
 from pipeline.heads.trained import StepResult, TrainedModel, count_coarse_rows
 from pipeline.learning.batches import TrainBatch
 from pipeline.target.rotary import RotaryTable, rotate
@@ -132,7 +132,7 @@ class DflashModel(TrainedModel[DflashHead]):
             )
             loss = loss + own_loss
             hits.append(own_hits)
-        coarse_rows = count_coarse_rows(batch.trained(batch.aux_states))
+        coarse_rows = count_coarse_rows(batch.trained(batch.aux_states), self.head.shape.aux_layers)
         return StepResult(loss, torch.cat(hits), (blocks.labels >= 0).sum(0), coarse_rows)
 
 
@@ -170,6 +170,9 @@ def cut_blocks(batch: TrainBatch, drawn: Tensor, size: int) -> Blocks:
     return Blocks(anchors, positions, labels.where(reached, -1))
 
 
+EVERYTHING = Sight()
+
+
 class BlockAttention:
     """Attention of all blocks of a batch, one document after the other, under one softmax each."""
 
@@ -191,7 +194,7 @@ class BlockAttention:
         ]
         self._positions = blocks.positions
 
-    def __call__(self, block: BlockQkv, context: ContextKeys) -> Tensor:
+    def __call__(self, block: BlockQkv, context: ContextKeys, sight: Sight = EVERYTHING) -> Tensor:
         """Block tokens [A · b, ..], context [N, G, d] → attention output [A · b, Q, d]."""
         query = rotate(block.query, *self._block_turns) * block.query.shape[-1] ** -0.5
         key = rotate(block.key, *self._block_turns)
@@ -205,6 +208,7 @@ class BlockAttention:
                 past[entries],
                 context.value[entries],
                 self._positions[anchors],
+                sight,
             )
             for entries, anchors in self._documents
         ]
@@ -212,7 +216,11 @@ class BlockAttention:
 
 
 def _attend(
-    blocks: Sequence[Tensor], past_key: Tensor, past_value: Tensor, positions: Tensor
+    blocks: Sequence[Tensor],
+    past_key: Tensor,
+    past_value: Tensor,
+    positions: Tensor,
+    sight: Sight,
 ) -> Tensor:
     """Of one document of n tokens: queries [A, b, Q, d], keys and values [A, b, G, d] of its
     blocks, past [n, G, d], positions [A] → [A · b, Q, d]."""
@@ -220,13 +228,23 @@ def _attend(
     count, size, heads, width = query.shape
     length, groups = past_key.shape[:2]
     # A group's query heads beside each other: r = b · Q/G rows of an anchor.
-    query = query.view(count, size, groups, -1, width).permute(2, 0, 1, 3, 4)
+    shared = heads // groups
+    query = query.view(count, size, groups, shared, width).permute(2, 0, 1, 3, 4)
     query = query.reshape(groups, count, -1, width)  # [G, A, r, d]
     key, value = (part.permute(2, 0, 1, 3) for part in (key, value))  # [G, A, b, d]
     past_key, past_value = past_key.transpose(0, 1), past_value.transpose(0, 1)  # [G, n, d]
     scores = (query.flatten(1, 2) @ past_key.mT).view(groups, count, -1, length)
-    unseen = torch.arange(length, device=query.device) >= positions[:, None, None]  # [A, 1, n]
-    scores = torch.cat((scores.masked_fill(unseen, float("-inf")), query @ key.mT), dim=-1)
+    entry, within = (torch.arange(each, device=query.device) for each in (length, size))
+    unseen = entry >= positions[:, None, None]  # [A, 1, n]
+    if sight.window:
+        lowest = positions[:, None] + (within + 1 - sight.window)  # [A, b]
+        hidden = entry < lowest[:, :, None]  # [A, b, n]
+        unseen = unseen | hidden.repeat_interleave(shared, dim=1)  # [A, r, n]
+    of_block = query @ key.mT  # [G, A, r, b]
+    if sight.causal:
+        ahead = (within > within[:, None]).repeat_interleave(shared, dim=0)  # [r, b]
+        of_block = of_block.masked_fill(ahead, float("-inf"))
+    scores = torch.cat((scores.masked_fill(unseen, float("-inf")), of_block), dim=-1)
     weights = scores.softmax(-1)  # [G, A, r, n + b]
     of_past = (weights[..., :length].flatten(1, 2) @ past_value).view_as(query)
     mixed = of_past + weights[..., length:] @ value

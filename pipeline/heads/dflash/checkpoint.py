@@ -40,19 +40,22 @@ from pipeline.heads.checkpoint import (
     write_files,
 )
 from pipeline.heads.dflash import ALGORITHM, speculators
-from pipeline.heads.dflash.shape import MOST_BLOCK, DflashHead, DflashShape
+from pipeline.heads.dflash.shape import MOST_BLOCK, MOST_LAYERS, DflashHead, DflashShape
 from pipeline.heads.fields import (
     LAYER_FIELDS,
     LAYER_RULES,
+    LEAST_WINDOW,
+    WINDOW_FIELDS,
     Layers,
     architectures_of,
-    check_layer_types,
     layer_config,
     layer_ids,
     only,
+    read_window,
     refuse_unknown,
     section,
     validated,
+    window_fields,
 )
 from pipeline.heads.rope import rope_parameters
 from pipeline.heads.speculators import MODEL_TYPE
@@ -65,7 +68,7 @@ _SETTINGS, _LAYERS, _BORROWED = "dflash_config", "target_layer_ids", "target_lm_
 _COPIED = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings", "num_hidden_layers"),
-    "draft_vocab_size",
+    *("draft_vocab_size", "attention_bias"),
 )
 
 
@@ -74,13 +77,19 @@ _COPIED = (
 _READ = (
     *("block_size", "mask_token_id", _LAYERS, _BORROWED, _SETTINGS, "num_target_layers"),
     *("architectures", "num_hidden_layers", "draft_vocab_size", "tie_word_embeddings"),
+    *("attention_bias", "is_causal"),
 )
+
+
+#: Of `dflash_config` alone: one window for all layers, and whether the block is causal in them.
+_WINDOW, _WINDOW_SIZE, _CAUSAL = "use_swa", "swa_window_size", "causal"
 
 
 _SETTING_RULES = {
     "aux_layer_convention": only(CAPTURE_CONVENTION, reason="ids are read as output indices"),
     "use_aux_hidden_state": only(True, reason="a block drafter reads aux states"),
-    "causal": only(False, reason="every position of a block sees the whole block"),
+    "attention_sink_bias": only(False, reason="attention has no sinks"),
+    "attention_value_scale": only(1, reason="values are not scaled"),
     "sample_from_anchor": only(False, reason="the root is a token of the target's"),
 }
 
@@ -91,23 +100,29 @@ _RULES = {
     **dict.fromkeys(
         ("qk_norm", "use_qk_norm", "qk_layernorm"), only(True, reason="a layer norms both")
     ),
-    # A drafter's block is not causal, and a trainer may say so of its attention.
-    "is_causal": only(True, False, reason="every position of a block sees the whole block"),
+    "add_swa_attention_sink_bias": only(False, reason="attention has no sinks"),
+    **dict.fromkeys(
+        ("is_neox_style", "rope_is_neox_style"),
+        only(True, reason="the head turns the halves of a head, not neighbours"),
+    ),
 }
 
 
 def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
     """config.json with all fields that SGLang, vLLM and the authors' code read.
 
-    `target_layer_ids` are output indices: state i is the one behind decoder layer i.
+    `target_layer_ids` are output indices: state i is the one behind decoder layer i. Servers take
+    sliding layers for causal ones and others for not, unless `causal` says so of all.
     """
-    layers = shape.num_hidden_layers
+    layers, causal = shape.num_hidden_layers, shape.causal_layers
+    causality = {} if causal == shape.sliding_layers else {_CAUSAL: bool(causal)}
     return {
         "architectures": [ALGORITHM.architecture],
         **layer_config(shape),
         "model_type": "qwen3",
         "num_hidden_layers": layers,
-        "layer_types": ["full_attention"] * layers,
+        "attention_bias": shape.attention_bias,
+        **window_fields(shape.sliding_window, shape.sliding_layers, layers),
         "num_target_layers": contract.num_layers,
         "block_size": shape.block_size,
         "draft_vocab_size": shape.draft_vocab_size,
@@ -117,6 +132,7 @@ def head_config(shape: DflashShape, contract: TargetContract) -> dict[str, Any]:
             _LAYERS: list(contract.capture_layers),
             "aux_layer_convention": CAPTURE_CONVENTION,
             **({_BORROWED: True} if shape.target_lm_head else {}),
+            **causality,
         },
     }
 
@@ -136,13 +152,17 @@ def read_dflash_config(
     Raises HeadError.
     """
     settings = section(body, _SETTINGS, where)
-    refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ), rules=_RULES)
-    refuse_unknown(settings, where, read=_READ, rules=_SETTING_RULES, prefix=f"{_SETTINGS}.")
-    check_layer_types(body, where)
+    sights = _sights(body, settings, where)
+    windows = WINDOW_FIELDS if sights["sliding_window"] else ()
+    # First what says the most.
+    body = {"model_type": body.get("model_type"), **body}
+    refuse_unknown(body, where, read=(*LAYER_FIELDS, *_READ, *windows), rules=_RULES)
+    inside = (*_READ, _WINDOW, _WINDOW_SIZE, _CAUSAL)
+    refuse_unknown(settings, where, read=inside, rules=_SETTING_RULES, prefix=f"{_SETTINGS}.")
     if has_rows and body.get("tie_word_embeddings"):
         problem = "tie_word_embeddings is True, and the weights hold an lm_head of their own"
         raise HeadError(problem, where=where, fix="write false, or use a head without lm_head")
-    fields = {name: body[name] for name in _COPIED if body.get(name) is not None}
+    fields = {name: body[name] for name in _COPIED if body.get(name) is not None} | sights
     fields.setdefault("num_key_value_heads", body.get("num_attention_heads"))
     for name in ("block_size", "mask_token_id"):
         if (value := _one_of(body, settings, name, where)) is not None:
@@ -153,10 +173,40 @@ def read_dflash_config(
     whole = fields.get("draft_vocab_size") == fields.get("vocab_size")
     borrowed = settings.get(_BORROWED)
     fields[_BORROWED] = whole and not has_rows if borrowed is None else borrowed
+    layers = layer_ids(_one_of(body, settings, _LAYERS, where), where, _LAYERS, offset=0)
+    fields["aux_layers"] = len(layers) if layers else 3
     shape = validated(DflashShape, fields, where)
     _check_numbers(shape, where)
-    ids = _one_of(body, settings, _LAYERS, where)
-    return shape, layer_ids(ids, where, _LAYERS, offset=0)
+    return shape, layers
+
+
+def _sights(body: dict[str, Any], settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """Which layers have a window, and in which the block is causal, as vLLM decides it.
+
+    Raises HeadError.
+    """
+    count = body.get("num_hidden_layers")
+    every = tuple(range(count)) if type(count) is int and 0 < count <= MOST_LAYERS else ()
+    window, sliding = read_window(body, len(every), where)
+    causal = sliding
+    if settings.get(_WINDOW) and not sliding:
+        size = settings.get(_WINDOW_SIZE, body.get("sliding_window"))
+        if type(size) is not int or size < LEAST_WINDOW:
+            problem = f"{_SETTINGS}.{_WINDOW_SIZE} is {size!r}, with {_WINDOW}"
+            fix = f"write the window of its training, of at least {LEAST_WINDOW} positions"
+            raise HeadError(problem, where=where, fix=fix)
+        window, sliding = size, every
+    elif sliding and settings.get(_WINDOW_SIZE) not in (None, window):
+        problem = f"{_SETTINGS}.{_WINDOW_SIZE} contradicts sliding_window {window}"
+        raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
+    for name, causality in (("is_causal", body.get("is_causal")), (_CAUSAL, settings.get(_CAUSAL))):
+        if causality is not None:
+            if not isinstance(causality, bool):
+                problem = f"{name} is {causality!r}"
+                raise HeadError(problem, where=where, fix="write true or false")
+            causal = every if causality else ()
+            break
+    return {"sliding_window": window, "sliding_layers": sliding, "causal_layers": causal}
 
 
 def _one_of(body: dict[str, Any], settings: dict[str, Any], name: str, where: str) -> Any:
@@ -201,7 +251,7 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     embedding = tensors.pop(_EMBEDDING, None)
     shape, layers = read_dflash_config(body, where, has_rows=_LM_HEAD in tensors)
     if layers is None:
-        fix = "write the output indices of the three layers that fc reads"
+        fix = "write the output indices of the layers that fc reads"
         raise HeadError("lacks dflash_config.target_layer_ids", where=where, fix=fix)
     lacks_rows = not shape.target_lm_head and _LM_HEAD not in tensors
     if lacks_rows:

@@ -15,6 +15,9 @@ fewer masks, which is cheaper and a little less right, for every position sees a
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,10 +28,10 @@ from pipeline.decoder.drafter import Drafter, DrafterFactory, ReadTokens, TreeDr
 from pipeline.decoder.kv import Planes, PlaneShape
 from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, join_marginals
-from pipeline.decoder.ops.layer import LayerStack, Packed
+from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack, Packed
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.errors import ConfigError
-from pipeline.heads.dflash.shape import DflashHead
+from pipeline.heads.dflash.shape import DflashHead, Sight
 from pipeline.target.rotary import RotaryTable
 
 #: The smallest block that is tried, root included.
@@ -71,20 +74,23 @@ class DflashDrafter(TreeDrafter):
         metadata = batch.metadata(self.ops, self._rotary, read.rows)
         states, eps = self.ops.linear(read.aux, self._fc), self.shape.rms_norm_eps
         context, _ = self.ops.add_rms_norm(states, None, self._hidden_norm, eps)  # [T, H]
-        layers = zip(self._stack.layers, self._keys_values, planes.drafter[0], strict=True)
-        for layer, projection, (keys, values) in layers:
-            both = self.ops.linear(context, projection)  # [T, 2G d]: nothing asks, so no queries
+        layers = zip(self._layers, self._keys_values, planes.drafter[0], strict=True)
+        for layer, (projection, bias), (keys, values) in layers:
+            # [T, 2G d]: nothing asks, so no queries
+            both = self.ops.linear(context, projection, bias)
             self.ops.rope_write(both, layer.head_norms, eps, metadata, keys, values)
 
     def candidates(self, batch: DecodeBatch, planes: Planes, shape: TreeSection) -> Candidates:
         rows, block = len(batch), self.block_size
         tokens = torch.cat((batch.roots[:, None], self._masks.expand(rows, -1)), 1)  # [B, b]
-        every = torch.full_like(tokens, (1 << block) - 1).flatten()
         even = TokenRows.even(rows, block, tokens.device)
-        metadata = batch.metadata(self.ops, self._rotary, even, mask=every)
-        embedded = F.embedding(tokens.flatten(), self._embedding)  # [B · b, H]
-        normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, self._stack.eps)
-        normed, _, _ = self.ops.layers(self._stack, metadata, hidden, normed, planes.drafter[0])
+        every = torch.full_like(tokens, (1 << block) - 1).flatten()
+        whole = batch.metadata(self.ops, self._rotary, even, mask=every)
+        embedded, eps = F.embedding(tokens.flatten(), self._embedding), self.shape.rms_norm_eps
+        normed, hidden = self.ops.add_rms_norm(embedded, None, self._input_norm, eps)  # [B · b, H]
+        for sight, layers, stack in self._stacks:
+            metadata, plane = self._seen(whole, even, sight), planes.drafter[0][layers]
+            normed, hidden, _ = self.ops.layers(stack, metadata, hidden, normed, plane)
         proposing = normed.view(rows, block, -1)[:, 1 : shape.steps + 1].flatten(0, 1)
         logits = self.ops.linear(proposing, self._lm_head)  # [B · steps, Vd]
         if self.trace is not None:
@@ -92,6 +98,25 @@ class DflashDrafter(TreeDrafter):
         scores, ids = self.ops.propose(logits, self.shapes.beams(shape))
         ids = self._target_ids[ids]
         return join_marginals(*(each.view(rows, shape.steps, -1) for each in (scores, ids)))
+
+    def _seen(self, whole: AttentionMetadata, rows: TokenRows, sight: Sight) -> AttentionMetadata:
+        """Of a block that is `whole`, what layers of such a sight see."""
+        mask, within = whole.mask, rows.within
+        if sight.causal:
+            mask = (2 << within) - 1
+        if not sight.window:
+            return replace(whole, mask=mask)
+        # Windows begin one later from token to token, so each is a row of its own.
+        lengths = whole.seq_lens[rows.row]
+        return replace(
+            whole,
+            block_table=whole.block_table[rows.row],
+            seq_lens=lengths,
+            cu_seqlens_q=torch.arange(len(within) + 1, device=within.device),
+            max_query_len=1,
+            mask=mask,
+            first_seen=(lengths + within + (1 - sight.window)).clamp(min=0),
+        )
 
     def _load(self, head: DflashHead, model: DecoderModel) -> None:
         """Copy the head's weights into the form that the operations want."""
@@ -115,13 +140,26 @@ class DflashDrafter(TreeDrafter):
         inputs = [norm(f"{prefix}input_layernorm") for prefix in names]
         layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
         norms = (*inputs[1:], norm("norm"))
-        self._input_norm = inputs[0]
-        self._stack = LayerStack(layers, norms, shape.rms_norm_eps, captured=())
-        self._keys_values: list[Packed] = [
-            ops.pack(
-                stored(torch.cat([layer[f"self_attn.{name}_proj.weight"] for name in "kv"]), device)
+        self._input_norm, self._layers = inputs[0], layers
+        #: Neighbours of one sight: what they see, which they are, and they.
+        self._stacks: list[tuple[Sight, slice, LayerStack]] = []
+        for sight, numbers in groupby(range(len(layers)), shape.sight):
+            first, *others = numbers
+            part = slice(first, first + len(others) + 1)
+            stack = LayerStack(layers[part], norms[part], shape.rms_norm_eps, captured=())
+            self._stacks.append((sight, part, stack))
+
+        def fused(layer: dict[str, Tensor], kind: str) -> Tensor:
+            both = [layer[f"self_attn.{name}_proj.{kind}"] for name in "kv"]
+            return stored(torch.cat(both), device)
+
+        biased = shape.attention_bias
+        self._keys_values: list[tuple[Packed, Tensor | None]] = [
+            (
+                ops.pack(fused(each, "weight")),
+                fused(each, "bias").to(self.dtype) if biased else None,
             )
-            for layer in inside
+            for each in inside
         ]
         self._hidden_norm, self._fc = (
             norm("hidden_norm"),

@@ -70,7 +70,8 @@ def choose_shape(
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
     settings = section.dflash
-    shape = dflash_shape_for(target, **{name: getattr(settings, name) for name in FIXED})
+    sizes = {name: getattr(settings, name) for name in FIXED}
+    shape = dflash_shape_for(target, **sizes, aux_layers=len(contract.capture_layers))
     check_sizes(shape, "train.dflash")
     for key, value, most, what in (
         ("mask_token_id", shape.mask_token_id, contract.vocab_size - 1, "token"),
@@ -143,6 +144,7 @@ def dflash_shape_for(
     num_attention_heads: int | None,
     num_key_value_heads: int | None,
     target_lm_head: bool = False,
+    aux_layers: int = 3,
 ) -> DflashShape:
     """A drafter for a transformers target configuration; None takes the target's own value.
 
@@ -160,6 +162,7 @@ def dflash_shape_for(
         num_hidden_layers=layers,
         block_size=block_size,
         target_lm_head=target_lm_head,
+        aux_layers=aux_layers,
         mask_token_id=_unused_token(target_config) if mask_token_id is None else mask_token_id,
     )
 
@@ -258,7 +261,7 @@ def solve_least_squares(
     first = _blank_layers(head)
     linear = solve_ridge(batches, _rows(first, embedding, inverse))
     size = head.shape.hidden_size
-    head.fc.weight.copy_(linear.weights[: 3 * size].T)
+    head.fc.weight.copy_(linear.weights[:-size].T)
     few = list(islice(batches, _MEASURED))
     _point_attention(head, first, embedding, few)
     _choose_values(head, first, linear, few)
@@ -284,12 +287,12 @@ def _blank_layers(head: DflashHead) -> BlockLayer:
 
 
 def _rows(layer: BlockLayer, embedding: Tensor, inverse: Tensor) -> Rows:
-    """Regressors (aux before the root, root's e) [R, 4H] and y of position 1 [R, H] of a batch."""
+    """Regressors (aux before the root, root's e) [R, (L + 1) H], y of position 1 [R, H]."""
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch = stored.to(embedding.device, torch.float32)
         roots = layer.input_layernorm(embedding[batch.token_ids[batch.labels - 1]])  # [R, H]
-        states = batch.aux_states[batch.labels - 2]  # [R, 3H]
+        states = batch.aux_states[batch.labels - 2]  # [R, L · H]
         return torch.cat((states, roots), dim=-1), batch.teacher_states * inverse
 
     return rows
@@ -357,8 +360,8 @@ def _choose_values(
     Both have a mean square of one over what they are of.
     """
     size, rows = head.shape.hidden_size, layer.self_attn.v_proj.weight
-    of_root = linear.weights[3 * size :].T  # B [H, H]
-    covariance = linear.moments[3 * size :, 3 * size :].clone()
+    of_root = linear.weights[-size:].T  # B [H, H]
+    covariance = linear.moments[-size:, -size:].clone()
     covariance.diagonal().add_(1e-4)
     root = torch.linalg.cholesky(covariance)
     count = len(rows) // 2
@@ -401,7 +404,11 @@ class _MixedRows:
         own = self._layer.self_attn
         block = BlockQkv(own.project_query(normed), *own.project_keys(normed))
         context = ContextKeys(*own.project_keys(head.context(batch.aux_states)))
-        mixed = attention(block, context).flatten(1).view(-1, size, own.o_proj.in_features)
+        mixed = (
+            attention(block, context, self._layer.sight)
+            .flatten(1)
+            .view(-1, size, own.o_proj.in_features)
+        )
         predicted = blocks.labels >= 0  # [A, b-1]
         position = torch.arange(size - 1, device=predicted.device)
         weight = torch.exp(-0.5 * position / self._decay).expand(len(tokens), -1)[predicted]

@@ -1,22 +1,22 @@
 """A block drafter (DFlash, Chen et al. 2026, arXiv:2602.06036), with DFlashDraftModel's names.
 
-    aux states [N, 3H] ──fc──► hidden_norm ──► context [N, H]         entries before the root
+    aux states [N, L·H] ──fc──► hidden_norm ──► context [N, H]         entries before the root
                                                   │
                                                   ├─ k_proj, v_proj of each layer, no queries
                                                   ▼
     position        0      1      2    …  b-1    keys and values of context and block;
     block          root   mask   mask  …  mask   every position of the block sees both, whole
-                    │      │      │        │
+                    │      │      │        │     (but in causal layers and those with a window)
                     └──────┴─ layers ──────┴─► norm ─► lm_head: position k predicts the token
                                                        k behind the root
 
-The marginals of all b-1 tokens come from one forward. A layer is one of Qwen3 without biases: q and
+The marginals of all b-1 tokens come from one forward. A layer is one of Qwen3: q and
 k of each head pass norms before rotary embedding. The mask is the embedding of `mask_token_id`, and
 embeddings are the target's. A head for a part of the vocabulary carries its lm_head, d2t and t2d,
 as vLLM reads them beside the layers; one with `target_lm_head` uses the target's rows instead.
 
-Shapes: N context entries, T block tokens, b block size, H hidden size, Q query heads, G key/value
-heads, d head size.
+Shapes: L aux layers, N context entries, T block tokens, b block size, H hidden size, Q query heads,
+G key/value heads, d head size.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from pipeline.heads.base import AttentionProjections, DraftingHead, DraftShape, RmsNorm, SwiGluMlp
+from pipeline.heads.base import DraftingHead, DraftShape, NormedProjections, RmsNorm, SwiGluMlp
 
 #: A block's entries have to fit beside a tree's bits, and no published head drafts more.
 MOST_BLOCK = 16
+
+
+MOST_LAYERS = 256
 
 
 class BlockQkv(NamedTuple):
@@ -49,42 +52,43 @@ class ContextKeys(NamedTuple):
     value: Tensor  # [N, G, d]
 
 
-#: (block, context) → attention output [T, Q, d]
-AttendBlocks = Callable[[BlockQkv, ContextKeys], Tensor]
+class Sight(NamedTuple):
+    """What a layer's queries see."""
+
+    window: int = 0  # positions, the query's own and those before it; 0: all
+    causal: bool = False  # of the block no more than the query's own position and those before it
+
+
+#: (block, context, sight) → attention output [T, Q, d]
+AttendBlocks = Callable[[BlockQkv, ContextKeys, Sight], Tensor]
 
 
 class DflashShape(DraftShape):
     """Of a block drafter."""
 
-    num_hidden_layers: int = Field(gt=0, le=256)
+    num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS)
     block_size: int  # root included
     mask_token_id: int  # whose embedding stands for a token to predict
+    attention_bias: bool = False  # of all four projections
+    sliding_window: int = Field(0, ge=0)  # positions that queries of the sliding layers see
+    sliding_layers: tuple[int, ...] = ()
+    causal_layers: tuple[int, ...] = ()
     target_lm_head: bool = False  # logits by the target's rows, of its whole vocabulary
 
-
-class _BlockAttention(AttentionProjections):
-    def __init__(self, shape: DflashShape) -> None:
-        super().__init__(shape, shape.hidden_size)
-        self.q_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = RmsNorm(shape.head_dim, shape.rms_norm_eps)
-
-    def project_query(self, x: Tensor) -> Tensor:
-        """x [.., H] → normed queries [.., Q, d]."""
-        return torch.as_tensor(self.q_norm(self._by_head(self.q_proj(x))))
-
-    def project_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [.., H] → normed keys and values [.., G, d]."""
-        key = torch.as_tensor(self.k_norm(self._by_head(self.k_proj(x))))
-        return key, self._by_head(self.v_proj(x))
+    def sight(self, layer: int) -> Sight:
+        """Of one of the layers."""
+        window = self.sliding_window if layer in self.sliding_layers else 0
+        return Sight(window, layer in self.causal_layers)
 
 
 class BlockLayer(nn.Module):
     """A layer of the drafter."""
 
-    def __init__(self, shape: DflashShape) -> None:
+    def __init__(self, shape: DflashShape, sight: Sight) -> None:
         super().__init__()
+        self.sight = sight
         self.input_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = _BlockAttention(shape)
+        self.self_attn = NormedProjections(shape, shape.hidden_size, bias=shape.attention_bias)
         self.post_attention_layernorm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = SwiGluMlp(shape)
 
@@ -92,7 +96,7 @@ class BlockLayer(nn.Module):
         """Block hidden [T, H] and context [N, H] → block hidden [T, H]."""
         normed = self.input_layernorm(hidden)
         block = BlockQkv(self.self_attn.project_query(normed), *self.self_attn.project_keys(normed))
-        mixed = attend(block, ContextKeys(*self.self_attn.project_keys(context)))
+        mixed = attend(block, ContextKeys(*self.self_attn.project_keys(context)), self.sight)
         hidden = hidden + self.self_attn.project_output(mixed)
         return torch.as_tensor(hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
@@ -105,14 +109,16 @@ class DflashHead(DraftingHead):
     def __init__(self, shape: DflashShape) -> None:
         super().__init__()
         self.shape = shape
-        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = nn.Linear(shape.aux_layers * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            BlockLayer(shape, shape.sight(number)) for number in range(shape.num_hidden_layers)
+        )
         self.norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self._add_vocabulary(shape, borrowed=shape.target_lm_head)
 
     def context(self, aux_states: Tensor) -> Tensor:
-        """Aux states [N, 3H] → what every layer's keys and values of the context read [N, H]."""
+        """Aux states [N, L · H] → what every layer's keys and values of the context read [N, H]."""
         return torch.as_tensor(self.hidden_norm(self.fc(aux_states)))
 
     def run(self, embedded: Tensor, context: Tensor, attend: AttendBlocks) -> Tensor:

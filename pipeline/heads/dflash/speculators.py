@@ -17,6 +17,7 @@ from pipeline.heads.checkpoint import MAPS, HeadCard, write_files
 from pipeline.heads.dflash.shape import DflashHead
 from pipeline.heads.fields import (
     LAYER_RULES,
+    check_layer_types,
     layer_config,
     layer_ids,
     only,
@@ -113,6 +114,7 @@ def check_rows(head: DflashHead, request: Export, reason: str) -> None:
 def as_own_config(body: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of a config.json in this dialect, as our own has them. Raises HeadError."""
     layer, settings = section(body, LAYER, where), section(body, SETTINGS, where)
+    check_layer_types(layer, where, prefix=f"{LAYER}.")
     sizes = {"hidden_size": layer.get("hidden_size"), **body}
     refuse_unknown(sizes, where, read=(*_READ, "hidden_size"), rules=_RULES)
     refuse_unknown(settings, where, read=HOW_TO_DRAFT, rules=_ALGORITHM, prefix=f"{SETTINGS}.")

@@ -10,7 +10,7 @@ checkpoint.py   directories, ours and other trainers'; sglang.py and speculators
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config import TrainSection
 from pipeline.heads.algorithm import HeadAlgorithm, HeadSettings, ServeCommand
@@ -51,6 +51,15 @@ def _serve_command(
     return ServeCommand(command, tokens, "For SGLang, export with `--format sglang`.")
 
 
+def _unread(head: Any, format: str) -> list[str]:
+    from pipeline.heads.eagle3.sglang import unknown_to_sglang
+
+    if format == "sglang":
+        return unknown_to_sglang(head.shape)
+    both = head.shape.norm_before_fc and head.shape.fc_norm  # speculators has one or the other
+    return ["norm_before_fc beside fc_norm"] if both else []
+
+
 ALGORITHM = HeadAlgorithm(
     name="eagle3",
     architecture="LlamaForCausalLMEagle3",
@@ -63,5 +72,6 @@ ALGORITHM = HeadAlgorithm(
     refusals={
         "mtp": "MTP layers join token and hidden state before the layer, this head inside it"
     },
+    unread=_unread,
     serve_command=_serve_command,
 )

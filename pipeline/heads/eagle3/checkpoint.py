@@ -39,7 +39,8 @@ def read_foreign(directory: Path) -> ForeignHead:
     dialect = _detect(body, where)
     shape, layers = (speculators if dialect == "speculators" else sglang).read_config(body, where)
     tensors = {_head_name(name): tensor for name, tensor in read_tensors(directory).items()}
-    embedding = tensors.pop(speculators.EMBEDDING, None)
+    own = shape.own_embedding
+    embedding = None if own else tensors.pop(speculators.EMBEDDING, None)
     head = fill_head(Eagle3Head, shape, tensors, where=str(directory))
     return ForeignHead(dialect, layers, head, embedding)
 
@@ -52,6 +53,8 @@ def _detect(body: dict[str, Any], where: str) -> str:
         return "sglang"
     known = f"{MODEL_TYPE} nor architectures [{sglang.ARCHITECTURE}]"
     problem = f"is no EAGLE-3 head's: it has neither {known} nor draft_vocab_size"
+    if named := architectures_of(body, where):
+        problem = f"{problem}, and architectures is {named}"
     raise HeadError(problem, where=where, fix=_PASS_A_HEAD)
 
 

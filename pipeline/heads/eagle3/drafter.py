@@ -7,10 +7,13 @@ made from (embedding of x(i+1), fc(aux i)) at position i:
     token        x1     x2    …    xL (root)           and is kept in drafter_state
     state        g0     g1    …    g(L-1)
 
-The head is loaded into the same form as a layer of the target, and drafts with `ops.draft_beams`.
+The head is loaded into the same form as layers of the target, and drafts with `ops.draft_beams`.
+Entries of a second layer are made of what the first one gives for the same tokens.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,7 +33,8 @@ from pipeline.decoder.model import DecoderModel, fuse_layer, stored
 from pipeline.decoder.ops.draft import Candidates, DraftHead
 from pipeline.decoder.ops.layer import AttentionMetadata, LayerStack
 from pipeline.decoder.ops.tree import HEADROOM
-from pipeline.heads.eagle3.shape import Eagle3Head
+from pipeline.errors import HeadError
+from pipeline.heads.eagle3.shape import Eagle3Head, has_other_window
 from pipeline.learning.window import seen_pages
 from pipeline.target.rotary import RotaryTable
 
@@ -51,6 +55,10 @@ class Eagle3Drafter(TreeDrafter):
         target do not fit.
         """
         head.check_fits(model.config.hidden_size, model.vocabulary)
+        window = head.shape.draft_window if draft_window is None else draft_window
+        if window and (other := has_other_window(head.shape)):
+            problem = f"draft_window is {window}, and the head has {other}"
+            raise HeadError(problem, where="drafter.draft_window", fix="leave it out")
         super().__init__(trees, head.shape.draft_vocab_size)
         self.ops, self.dtype = model.ops, model.dtype
         self.shape = head.shape
@@ -60,7 +68,7 @@ class Eagle3Drafter(TreeDrafter):
         self.lookahead = max(self.lookahead, self.depth + 1)
         self.state = RowState(head.shape.hidden_size, model.dtype)
         key = head.shape.num_key_value_heads, head.shape.head_dim
-        self.planes = (PlaneShape(1, *key, model.dtype),)
+        self.planes = (PlaneShape(head.shape.num_hidden_layers, *key, model.dtype),)
         self._load(head, model)
         #: Set to a list to record every step's logits [B, beams, Vd], root first (tests, analysis).
         self.trace: list[Tensor] | None = None
@@ -72,6 +80,8 @@ class Eagle3Drafter(TreeDrafter):
     def extend(self, batch: DecodeBatch, planes: Planes, read: ReadTokens) -> None:
         # Entries behind the valid ones are written too; the next round overwrites them unseen.
         metadata, plane = batch.metadata(self.ops, self._head.rotary, read.rows), planes.drafter[0]
+        if self.shape.sliding_window:
+            metadata = self._each_alone(metadata, read.rows.row)
         hidden, tokens = self.project(read.aux), read.next_tokens.clamp(min=0)
         last = read.rows.cu_seqlens_q[:-1] + read.counts - 1  # [B] valid tokens of the rows
         _, output = self.ops.draft_step(self._head, tokens, hidden, metadata, plane)  # [T, H]
@@ -95,15 +105,17 @@ class Eagle3Drafter(TreeDrafter):
         size, beams, accepted = self.shape, shape.top_k, shape.steps + 1
         queries = size.num_attention_heads * size.head_dim
         entry = 2 * size.num_key_value_heads * size.head_dim
+        count, read = size.num_hidden_layers, size.aux_layers * size.target_width
         layer = size.hidden_size * (3 * queries + 2 * entry + 3 * size.intermediate_size)
-        lm_head, fc = size.draft_vocab_size * size.hidden_size, 3 * size.hidden_size**2
+        layer += (count - 1) * (layer - size.hidden_size * (queries + entry))
+        lm_head, fc = size.draft_vocab_size * size.hidden_size, read * size.hidden_size
         return DraftWork(
             step=[(layer, beams), (lm_head, beams)],
             extension=[(layer + fc, accepted), (lm_head, 1)],
             beams=beams,
             accepted=accepted,
-            entry=entry,
-            queries=queries,
+            entry=count * entry,
+            queries=count * queries,
             dtype=self.dtype,
         )
 
@@ -112,6 +124,19 @@ class Eagle3Drafter(TreeDrafter):
         if not self.shape.draft_window:
             return block_table, lengths
         return seen_pages(block_table, lengths, self.shape.draft_window, self.lookahead)
+
+    def _each_alone(self, metadata: AttentionMetadata, row: Tensor) -> AttentionMetadata:
+        """The same tokens [T], of rows `row`, as rows of one token each: all have windows of their
+        own. The entry of a token is its position."""
+        count, entries = len(row), metadata.positions
+        return replace(
+            metadata,
+            block_table=metadata.block_table[row],
+            seq_lens=entries,
+            cu_seqlens_q=torch.arange(count + 1, device=row.device),
+            max_query_len=1,
+            first_seen=(entries + (1 - self.shape.sliding_window)).clamp(min=0),
+        )
 
     def _last_of(
         self, batch: DecodeBatch, slot_mapping: Tensor, counts: Tensor
@@ -131,9 +156,12 @@ class Eagle3Drafter(TreeDrafter):
         )
 
     def project(self, aux: Tensor) -> Tensor:
-        """Aux states [T, 3H] → the hidden input of step 0 [T, H]."""
+        """Aux states [T, L · W] → the hidden input of step 0 [T, H]."""
+        eps = self._head.stack.eps
+        if self._input_norm is not None:
+            aux, _ = self.ops.add_rms_norm(aux, None, self._input_norm, eps)
         if self._fc_norms:
-            eps, pairs = self._head.stack.eps, zip(aux.chunk(3, -1), self._fc_norms, strict=True)
+            pairs = zip(aux.chunk(len(self._fc_norms), -1), self._fc_norms, strict=True)
             normed = [self.ops.add_rms_norm(part, None, norm, eps)[0] for part, norm in pairs]
             aux = torch.cat(normed, dim=-1)
         return self.ops.linear(aux, self._fc)
@@ -144,7 +172,8 @@ class Eagle3Drafter(TreeDrafter):
         weights: dict[str, Tensor] = {
             name: tensor.clone() for name, tensor in head.state_dict().items()
         }
-        inside = {name.removeprefix("midlayer."): weights[name] for name in weights}
+        count = self.shape.num_hidden_layers
+        names = ["midlayer.", *(f"layers.{number}." for number in range(1, count))]
 
         def norm(name: str) -> Tensor:
             return weights[f"{name}.weight"].to(device, self.dtype)
@@ -152,18 +181,32 @@ class Eagle3Drafter(TreeDrafter):
         rotary = RotaryTable(
             self.shape.rope_config(), model.max_length + HEADROOM, device=device, dtype=self.dtype
         )
-        layers = (fuse_layer(inside, ops, device),)
+        inside = [
+            {
+                name.removeprefix(prefix): weights[name]
+                for name in weights
+                if name.startswith(prefix)
+            }
+            for prefix in names
+        ]
+        layers = tuple(fuse_layer(layer, ops, device) for layer in inside)
+        norms = *(norm(f"{name}input_layernorm") for name in names[1:]), norm("norm")
+        own = head.embedding
         self._head = DraftHead(
-            embedding=model.embedding,
+            embedding=model.embedding if own is None else own.to(device, self.dtype),
             embed_norm=norm("midlayer.input_layernorm"),
             hidden_norm=norm("midlayer.hidden_norm"),
-            stack=LayerStack(layers, (norm("norm"),), self.shape.rms_norm_eps, captured=()),
+            stack=LayerStack(layers, norms, self.shape.rms_norm_eps, captured=()),
             lm_head=ops.pack(stored(weights["lm_head.weight"], device)),
             target_ids=head.target_ids().to(device),
             norm_output=self.shape.norm_output,
             rotary=(rotary.cos, rotary.sin),
+            norm_before_residual=self.shape.norm_before_residual,
+            sliding_window=self.shape.sliding_window,
         )
-        self._fc_norms = [norm(f"fc_norm.{part}") for part in range(3 * self.shape.fc_norm)]
+        self._input_norm = norm("input_norm") if self.shape.norm_before_fc else None
+        parts = self.shape.aux_layers if self.shape.fc_norm else 0
+        self._fc_norms = [norm(f"fc_norm.{part}") for part in range(parts)]
         self._fc = ops.pack(stored(weights["fc.weight"], device))
 
 

@@ -36,9 +36,10 @@ from torch import Tensor
 
 from pipeline.config import HeadSection, TrainSection
 from pipeline.console import notice
+from pipeline.errors import ConfigError
 from pipeline.heads.algorithm import check_fixed
 from pipeline.heads.eagle3 import ALGORITHM
-from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
+from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape, has_other_window
 from pipeline.heads.eagle3.ttt import Layer, unroll
 from pipeline.heads.init import (
     LEAST_SURE,
@@ -68,8 +69,8 @@ def choose_shape(
     section: TrainSection, target_directory: Path, contract: TargetContract
 ) -> HeadShape:
     """The head's shape for the target in `target_directory`. Raises ConfigError."""
-    del contract
-    return head_shape(section.head_config, target_directory)
+    shape = head_shape(section.head_config, target_directory)
+    return shape.model_copy(update={"aux_layers": len(contract.capture_layers)})
 
 
 def head_shape(section: HeadSection, target_directory: Path) -> HeadShape:
@@ -87,6 +88,9 @@ def continue_shape(section: TrainSection, head: Eagle3Head, where: str) -> HeadS
     """The shape of an earlier head; a draft window decides no tensor, so another one is taken."""
     check_fixed(ALGORITHM.settings(section), head.shape, where)
     window = section.head_config.draft_window
+    if window and (other := has_other_window(head.shape)):
+        problem = f"the head that training starts from has {other} ({where})"
+        raise ConfigError(problem, where="train.head_config.draft_window", fix="leave it out")
     return head.shape.model_copy(update={"draft_window": window}) if window else head.shape
 
 
@@ -208,19 +212,19 @@ def _solve_linear(
     """
     size = head.shape.hidden_size
     linear = solve_ridge(batches, rows_of)
-    head.fc.weight.copy_(linear.weights[: 3 * size].T)
-    covariance = linear.moments[3 * size :, 3 * size :].clone()
+    head.fc.weight.copy_(linear.weights[:-size].T)
+    covariance = linear.moments[-size:, -size:].clone()
     covariance.diagonal().add_(1e-4)
-    _factorise_values(head, linear.weights[3 * size :].T, covariance)
+    _factorise_values(head, linear.weights[-size:].T, covariance)
     return fit_of(linear), linear.cosine
 
 
 def _rows(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
-    """Regressors (aux, e) [R, 4H] and y [R, H] of a batch."""
+    """Regressors (aux, e) [R, (L + 1) H] and y [R, H] of a batch."""
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:
         batch = stored.to(embedding.device, torch.float32)
-        states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, 3H]
+        states = head.normed_aux(batch.aux_states[batch.labels - 2])  # [R, L · H]
         tokens = embedding[batch.token_ids[batch.labels - 1]]
         normed = head.midlayer.input_layernorm(tokens)  # [R, H]
         return torch.cat((states, normed), dim=-1), batch.teacher_states * inverse
@@ -262,7 +266,7 @@ def _activations(head: Eagle3Head, embedding: Tensor, inverse: Tensor) -> Rows:
     What the layer gives is taken in front of the norm that `norm_output` puts behind it: `down`
     adds to that.
     """
-    layer = Layer(head.midlayer.project_qkv, head.midlayer.after_attention)
+    layer = Layer.of(head)._replace(output=lambda hidden: hidden)
     rope = head.shape.rope_config()
 
     def rows(stored: TrainBatch) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,14 @@ from typing import Any
 from pipeline.errors import HeadError
 from pipeline.heads.eagle3.shape import HeadShape
 from pipeline.heads.fields import (
+    EAGLE3_FIELDS,
     EAGLE3_RULES,
     LAYER_FIELDS,
     SWITCHES,
     Layers,
     architectures_of,
-    check_layer_types,
+    eagle3_shape,
+    eagle3_windows,
     layer_config,
     layer_ids,
     only,
@@ -23,15 +25,18 @@ from pipeline.heads.fields import (
     section,
     shape_fields,
     window_fields,
-    without_window_fields,
 )
 from pipeline.records import CAPTURE_CONVENTION, TargetContract
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
-#: The same class under vLLM's name, and as SafeAILab's trainer writes its target's.
-_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+#: vLLM's names of that class, and of one whose layers are Qwen3's.
+_VLLM, _VLLM_QWEN3 = "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"
+
+
+#: The last one as SafeAILab's trainer writes its target's.
+_ARCHITECTURES = (ARCHITECTURE, _VLLM, _VLLM_QWEN3, "LlamaForCausalLM")
 
 
 _MODEL_TYPES = ("llama", "qwen2", "phi3")
@@ -43,7 +48,11 @@ _SECTION, _LAYERS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 _READ = ("architectures", "model_type", "draft_vocab_size", "use_aux_norm", _LAYERS, _SECTION)
 
 
-_ONE_LAYER = only(1, None, reason="the head has one layer, and drafts a token a step")
+#: What may stand inside `eagle_config` as well.
+_INSIDE = ("norm_before_fc", "num_aux_hidden_states", "target_hidden_size")
+
+
+_SIZES = ("target_hidden_size", "own_embedding")
 
 
 #: What ModelOpt writes, most of it inside `eagle_config`.
@@ -56,7 +65,7 @@ _EAGLE_RULES = {
     "next_layer_regular": only(True, reason="the head has no layer of another kind"),
     "has_lm_head": only(True, reason="the head has an lm_head of its own"),
     "eagle_decoder_type": only("llama", reason="the head's layer is a Llama layer"),
-    "parallel_draft_step": _ONE_LAYER,
+    "parallel_draft_step": only(1, reason="the head drafts a token a step"),
     "parallel_draft_heads_num_layers": only(0, 1, reason="the head has no parallel heads"),
 }
 
@@ -67,13 +76,21 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
     The layers are written twice. Inside `eagle_config` they are output indices: SGLang adds one to
     reach the layer that the state enters. At the top level they are already one higher: vLLM looks
     there first and takes them as the layers that the states enter.
+
+    A head that SGLang's class would compute wrongly has the name of vLLM's, which SGLang does not
+    load.
     """
+    architecture = _VLLM if unknown_to_sglang(shape) else ARCHITECTURE
+    layers, window = shape.num_hidden_layers, shape.sliding_window or shape.draft_window
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [_VLLM_QWEN3 if shape.qk_norm else architecture],
         **layer_config(shape),
-        **window_fields(shape.draft_window),
+        **({"model_type": "qwen3"} if shape.qk_norm else {}),
+        "num_hidden_layers": layers,
+        "attention_bias": shape.attention_bias,
+        **(window_fields(window, range(layers), layers) if window else {}),
         "draft_vocab_size": shape.draft_vocab_size,
-        **{name: value for name in SWITCHES if (value := getattr(shape, name))},
+        **{name: value for name in (*SWITCHES, *_SIZES) if (value := getattr(shape, name))},
         _LAYERS: [layer + 1 for layer in contract.capture_layers],
         "eagle_config": {
             _LAYERS: list(contract.capture_layers),
@@ -83,17 +100,27 @@ def sglang_config(shape: HeadShape, contract: TargetContract) -> dict[str, Any]:
     }
 
 
+def unknown_to_sglang(shape: HeadShape) -> list[str]:
+    """Fields of a shape that SGLang's class does not read, or reads as something else."""
+    fields = ("norm_before_residual", "attention_bias", "qk_norm", "sliding_window")
+    unknown = [name for name in fields if getattr(shape, name)]
+    if shape.num_hidden_layers > 1:  # it norms what later layers read by `hidden_norm`
+        unknown.append("num_hidden_layers")
+    if shape.own_embedding and not shape.target_hidden_size:  # it puts the target's over it
+        unknown.append("own_embedding")
+    return unknown
+
+
 def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | None]:
     """Shape and aux layers (output indices; None: the loaders' default). Raises HeadError."""
-    _check_kind(body, where)
-    body = without_window_fields(body, body.get("draft_window"))
+    qk_norm = _check_kind(body, where)
     eagle = section(body, "eagle_config", where)
-    read = (*LAYER_FIELDS, *SWITCHES, *_READ)
-    refuse_unknown(body, where, read=read, rules={**EAGLE3_RULES, **_EAGLE_RULES})
-    refuse_unknown(
-        eagle, where, read=(_LAYERS,), rules={**EAGLE3_RULES, **_EAGLE_RULES}, prefix=f"{_SECTION}."
-    )
-    check_layer_types(body, where)
+    sliding, windows = eagle3_windows(body, where, draft_window=body.get("draft_window"))
+    rules = {**EAGLE3_RULES, **_EAGLE_RULES}
+    read = (*LAYER_FIELDS, *SWITCHES, *_READ, *EAGLE3_FIELDS, *windows)
+    refuse_unknown(body, where, read=read, rules=rules)
+    refuse_unknown(eagle, where, read=(_LAYERS, *_INSIDE), rules=rules, prefix=f"{_SECTION}.")
+    body = {**body, **{name: _one_of(body, eagle, name, where) for name in _INSIDE}}
     inside = layer_ids(eagle.get(_LAYERS), where, f"{_SECTION}.{_LAYERS}", offset=0)
     top = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
     if inside and top and inside != top:
@@ -107,19 +134,33 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
     if new is not None and old is not None and new != old:
         problem = f"fc_norm {new!r} contradicts use_aux_norm {old!r}, its older name"
         raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
-    return shape_fields(HeadShape, {**body, "fc_norm": old if new is None else new}, where), (
-        inside or top
-    )
+    layers, fields = inside or top, {**body, "qk_norm": qk_norm, "sliding_window": sliding}
+    fields |= {"fc_norm": old if new is None else new, **eagle3_shape(fields, layers, where)}
+    return shape_fields(HeadShape, fields, where), layers
 
 
-def _check_kind(body: dict[str, Any], where: str) -> None:
-    """Raise HeadError for another class than the one whose maths these are."""
+def _one_of(body: dict[str, Any], eagle: dict[str, Any], name: str, where: str) -> Any:
+    """A field that may stand at the top level, in `eagle_config`, or in both."""
+    inside, top = eagle.get(name), body.get(name)
+    if inside is not None and top is not None and inside != top:
+        problem = f"{_SECTION}.{name} {inside!r} contradicts {name} {top!r}"
+        raise HeadError(problem, where=where, fix="keep the value that the head was trained with")
+    return top if inside is None else inside
+
+
+def _check_kind(body: dict[str, Any], where: str) -> bool:
+    """Whether layers are Qwen3's, which norm queries and keys.
+
+    Raises HeadError for another class than those whose maths these are.
+    """
     architectures = architectures_of(body, where)
     if architectures and not set(architectures) & set(_ARCHITECTURES):
         problem = f"architectures is {architectures}"
         raise HeadError(problem, where=where, fix=f"use a head of {', '.join(_ARCHITECTURES)}")
     # The class builds a Llama layer; a trainer may still write its target's type. Of these, the
     # configuration's defaults are the same, and tensors of another layer would be surplus.
-    if body.get("model_type", "llama") not in _MODEL_TYPES:
-        fix = "use a head whose layer is a Llama layer"
+    qk_norm = _VLLM_QWEN3 in architectures
+    if body.get("model_type", "llama") not in (("qwen3",) if qk_norm else _MODEL_TYPES):
+        fix = "use a head whose layer is the one that architectures names"
         raise HeadError(f"model_type is {body['model_type']!r}", where=where, fix=fix)
+    return qk_norm

@@ -22,7 +22,8 @@ from pipeline.heads.fields import (
     SWITCHES,
     Layers,
     Rule,
-    check_layer_types,
+    eagle3_shape,
+    eagle3_windows,
     layer_config,
     layer_ids,
     only,
@@ -30,7 +31,6 @@ from pipeline.heads.fields import (
     section,
     shape_fields,
     window_fields,
-    without_window_fields,
 )
 from pipeline.heads.speculators import (
     HOW_TO_DRAFT,
@@ -54,13 +54,22 @@ _CONVENTION = "entering-layer"  # id i + 1 is the stream that enters layer i + 1
 _READ = (
     *(MODEL_TYPE, "draft_vocab_size", _LAYERS, LAYER, SETTINGS),
     *("architectures", "model_type", "speculators_version", "embed_requires_grad"),
+    "target_hidden_size",
 )
+
+
+#: What `layers.0` is → whether it norms queries and keys.
+_LAYER_TYPES = {"llama": False, "qwen3": True}
 
 
 _TOP_RULES = {
     **EAGLE3_RULES,
     "aux_layer_convention": only(_CONVENTION, reason="ids are read as layers that a state enters"),
 }
+
+
+#: Of the layers, beside the fields of any.
+_OF_LAYERS = ("num_hidden_layers", "attention_bias")
 
 
 _ALGORITHM = {"algorithm": only("eagle3", reason="the head is an EAGLE-3 head")}
@@ -78,6 +87,7 @@ def speculators_config(
         "norm_before_residual": False,
         "norm_before_fc": False,
         **{name: value for name in SWITCHES if (value := getattr(shape, name))},
+        **({"target_hidden_size": shape.target_hidden_size} if shape.target_hidden_size else {}),
         "embed_requires_grad": False,
         _LAYERS: [layer + 1 for layer in contract.capture_layers],
         "aux_layer_convention": _CONVENTION,
@@ -85,12 +95,24 @@ def speculators_config(
         "torch_dtype": "bfloat16",
         "dtype": "bfloat16",
         SETTINGS: drafting,
-        LAYER: {**layer_config(shape), **window_fields(shape.draft_window)},
+        LAYER: _layer_config(shape),
+    }
+
+
+def _layer_config(shape: HeadShape) -> dict[str, Any]:
+    layers, window = shape.num_hidden_layers, shape.sliding_window or shape.draft_window
+    return {
+        **layer_config(shape),
+        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "num_hidden_layers": layers,
+        "attention_bias": shape.attention_bias,
+        **(window_fields(window, range(layers), layers) if window else {}),
     }
 
 
 def speculators_tensors(tensors: Mapping[str, Tensor], embedding: Tensor) -> dict[str, Tensor]:
-    """Our tensors under that dialect's names, with the target's embedding [V, H].
+    """Our tensors under that dialect's names, with an embedding [V, H]: the target's, unless the
+    head has its own.
 
     A head over the whole vocabulary has no map there.
     """
@@ -101,7 +123,7 @@ def speculators_tensors(tensors: Mapping[str, Tensor], embedding: Tensor) -> dic
         for name, tensor in tensors.items()
         if name not in left_out
     }
-    return {**renamed, EMBEDDING: embedding}
+    return {EMBEDDING: embedding, **renamed}
 
 
 def head_name(name: str) -> str:
@@ -119,56 +141,47 @@ def read_config(body: dict[str, Any], where: str) -> tuple[HeadShape, Layers | N
     if kind != "eagle3":
         problem = f"{MODEL_TYPE} is {kind!r}"
         raise HeadError(problem, where=where, fix="import a head of type eagle3")
-    layer = without_window_fields(section(body, LAYER, where), body.get("draft_window"))
+    layer = section(body, LAYER, where)
     if not layer:
         fix = "save the head again with speculators"
         raise HeadError(f"lacks {LAYER}", where=where, fix=fix)
-    # Without a type, speculators builds a Qwen3 layer, whose queries and keys are normed.
-    if layer.get("model_type") != "llama":
+    # Without a type, speculators builds a Qwen3 layer, vLLM a Llama layer.
+    if layer.get("model_type") not in _LAYER_TYPES:
         problem = f"{LAYER}.model_type is {layer.get('model_type')!r}"
-        raise HeadError(problem, where=where, fix="import a head whose layer is a Llama layer")
+        fix = f"import a head whose layers are of type {' or '.join(_LAYER_TYPES)}"
+        raise HeadError(problem, where=where, fix=fix)
     if body.get("norm_before_residual") is None:
         problem = "norm_before_residual is missing: vLLM takes that for true, speculators for false"
         raise HeadError(problem, where=where, fix="write the value that the head was trained with")
     # Two fields of the top level compare with the layer's.
-    sizes = {name: layer.get(name) for name in ("hidden_size", "vocab_size")}
+    vocabulary = layer.get("vocab_size")
+    differs = only(vocabulary, reason=f"differs from vocab_size {vocabulary}")
     refuse_unknown(
-        {**{name: None for name in sizes}, **body},
+        {"vocab_size": None, **body},
         where,
         read=(*SWITCHES, *_READ),
-        rules={**_TOP_RULES, **_sized(sizes)},
+        rules={**_TOP_RULES, "target_vocab_size": differs},
     )
     settings = section(body, SETTINGS, where)
     refuse_unknown(settings, where, read=HOW_TO_DRAFT, rules=_ALGORITHM, prefix=f"{SETTINGS}.")
+    window, prefix = body.get("draft_window"), f"{LAYER}."
+    sliding, windows = eagle3_windows(layer, where, draft_window=window, prefix=prefix)
     refuse_unknown(
         layer,
         where,
-        read=(*LAYER_FIELDS, "model_type", "architectures"),
+        read=(*LAYER_FIELDS, "model_type", "architectures", *_OF_LAYERS, *windows),
         rules={**EAGLE3_RULES, "draft_vocab_size": _equal(body, "draft_vocab_size")},
-        prefix=f"{LAYER}.",
+        prefix=prefix,
     )
-    check_layer_types(layer, where, prefix=f"{LAYER}.")
     layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=1)
-    top_level = {name: body.get(name) for name in ("draft_vocab_size", *SWITCHES)}
-    return shape_fields(HeadShape, {**layer, **top_level}, where), layers
+    top = ("draft_vocab_size", "target_hidden_size", *SWITCHES)
+    fields = {**layer, **{name: body.get(name) for name in top}, "sliding_window": sliding}
+    fields["qk_norm"] = _LAYER_TYPES[layer["model_type"]]
+    return shape_fields(HeadShape, {**fields, **eagle3_shape(fields, layers, where)}, where), layers
 
 
 def _equal(body: Mapping[str, Any], name: str) -> Rule:
     return only(body.get(name), reason=f"it contradicts the top level's {body.get(name)}")
-
-
-def _sized(sizes: Mapping[str, Any]) -> dict[str, Rule]:
-    """Of fields that name the target's sizes, which are the layer's."""
-    return {
-        "target_hidden_size": only(
-            sizes["hidden_size"],
-            reason=f"differs from hidden_size {sizes['hidden_size']}: "
-            "the head borrows the target's embedding",
-        ),
-        "target_vocab_size": only(
-            sizes["vocab_size"], reason=f"differs from vocab_size {sizes['vocab_size']}"
-        ),
-    }
 
 
 #: What vLLM drafts a round when the head does not say how far it was unrolled.

@@ -19,6 +19,9 @@ computed for the rows that have a label ahead, and of all others step 0's keys a
     step 0             ○  ●  ●              3 and 4 predict them; 2 is what step 1 begins with
     step 1             ●  ●
 
+A head of several layers is computed for all positions at step 0, but for its last layer: the keys
+and values of each are made of what the one before it gives there.
+
 Shapes: N tokens, S labels, A rows, H hidden size, V target and Vd draft vocabulary.
 """
 
@@ -83,6 +86,9 @@ class TttModel(UnrolledModel[Eagle3Head]):
 ProjectQkv = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor, Tensor]]
 
 
+ProjectHidden = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+
+
 AfterAttention = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -90,55 +96,85 @@ AfterAttention = Callable[[Tensor, Tensor], Tensor]
 Dropout = Callable[[int], Tensor]
 
 
+class Attentions(NamedTuple):
+    """Of one unroll."""
+
+    rows: UnrolledAttention  # queries of the rows
+    every: UnrolledAttention  # of all positions, at step 0 of a layer that another one reads
+
+
+#: Keys and values of one step, a pair each layer.
+StepKeys = tuple[KeyValue, ...]
+
+
 class Layer(NamedTuple):
-    """How a step is computed: the head's layer around attention, what the backward pass keeps."""
+    """How a step is computed: the head's layers around attention, what the backward pass keeps."""
 
     project_qkv: ProjectQkv
     after_attention: AfterAttention
+    behind: tuple[tuple[ProjectHidden, AfterAttention], ...] = ()  # layers after the first
+    output: Callable[[Tensor], Tensor] = lambda hidden: hidden
     checkpointing: bool = False  # keep a step's inputs only; the backward pass computes it again
 
     @classmethod
     def of(cls, head: Eagle3Head, *, checkpointing: bool = False, compiled: bool = False) -> Layer:
-        """The layer of `head`.
+        """The layers of `head`.
 
         Compiled, each part is one graph for any number of rows; attention stays outside. The
         compiled functions belong to this object: a copy of the head knows nothing of them.
         """
-        project_qkv, after_attention = head.midlayer.project_qkv, head.after_attention
+        first, *others = head.every_layer
+        behind = [(layer.project_hidden, layer.after_attention) for layer in others]
+        project_qkv, after_attention = first.project_qkv, first.after_attention
         if compiled:
             project_qkv = torch.compile(project_qkv, dynamic=True)
             after_attention = torch.compile(after_attention, dynamic=True)
-        return cls(project_qkv, after_attention, checkpointing)
+            behind = [
+                (torch.compile(before, dynamic=True), torch.compile(after, dynamic=True))
+                for before, after in behind
+            ]
+        return cls(project_qkv, after_attention, tuple(behind), head.output, checkpointing)
 
     def step(
         self,
         k: int,
         embedding: Tensor,
         hidden: Tensor,
-        attention: UnrolledAttention,
-        past: list[KeyValue],
+        attention: Attentions,
+        past: list[StepKeys],
         dropout: Dropout | None = None,
-    ) -> tuple[Tensor, KeyValue]:
+    ) -> tuple[Tensor, StepKeys]:
         """Output [A, H] of step k, and its keys and values for later steps.
 
         embedding and hidden [N, H] at step 0, [A, H] later.
         """
-        rows = None if past else attention.rows
         mask = dropout(len(embedding)) if dropout else None
 
-        def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            projected = self.project_qkv(embedding, hidden, rows, mask)
-            attention_output, own = attention.attend(k, *projected, past)
-            carried = hidden if rows is None else hidden[rows]
-            return self.after_attention(carried, attention_output), *own
+        def run(embedding: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+            keys: list[Tensor] = []
+            for number in range(len(self.behind) + 1):
+                every = not past and number < len(self.behind)
+                rows = None if past or every else attention.rows.rows
+                if number == 0:
+                    projected = self.project_qkv(embedding, hidden, rows, mask)
+                    after_attention = self.after_attention
+                else:
+                    project_hidden, after_attention = self.behind[number - 1]
+                    projected = project_hidden(hidden, rows)
+                attend = (attention.every if every else attention.rows).attend
+                attention_output, own = attend(k, *projected, [step[number] for step in past])
+                carried = hidden if rows is None else hidden[rows]
+                hidden = after_attention(carried, attention_output)
+                keys += own
+            return self.output(hidden), *keys
 
         if self.checkpointing:  # `run` draws no random numbers, so there is no state to put back
-            output, key, value = checkpoint(
+            output, *keys = checkpoint(
                 run, embedding, hidden, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            output, key, value = run(embedding, hidden)
-        return output, KeyValue(key, value)
+            output, *keys = run(embedding, hidden)
+        return output, tuple(KeyValue(*pair) for pair in zip(keys[::2], keys[1::2], strict=True))
 
 
 def unroll(
@@ -157,8 +193,11 @@ def unroll(
     rows [A] ascending; layer is the head's own when None; dropout as in `draw_dropout`.
     """
     layer = layer or Layer.of(head)
-    attention = UnrolledAttention(batch.lengths, rows, rotary, head.shape.draft_window)
-    following = torch.arange(1, batch.tokens + 1, device=batch.token_ids.device)
+    windows = head.shape.draft_window, head.shape.sliding_window
+    own_rows = UnrolledAttention(batch.lengths, rows, rotary, *windows)
+    every = torch.arange(batch.tokens, device=batch.token_ids.device)
+    whole = UnrolledAttention(batch.lengths, every, rotary, *windows) if layer.behind else own_rows
+    attention, following = Attentions(own_rows, whole), every + 1
     inputs = embed_tokens(embedding, batch, following)
     hidden, own = layer.step(0, inputs, head.project(batch.aux_states), attention, [], dropout)
     outputs, past = [hidden], [own]

@@ -42,6 +42,10 @@ _READ = (*("architectures", "draft_vocab_size", "heads", "chain_input", "attenti
 _RULES = {
     **EAGLE3_RULES,
     "model_type": only("llama", reason="a head's layer is a Llama layer"),
+    "num_hidden_layers": only(1, reason="`heads` says how many layers there are"),
+    **dict.fromkeys(
+        ("norm_before_fc", "norm_before_residual"), only(False, reason="a chain has no such norm")
+    ),
     "aux_layer_convention": only(CAPTURE_CONVENTION, reason="ids are read as output indices"),
 }
 
@@ -71,6 +75,7 @@ def read_config(
     fields = {name: body[name] for name in names if body.get(name) is not None}
     fields["rope_parameters"] = rope_parameters(body, where)
     layers = layer_ids(body.get(_LAYERS), where, _LAYERS, offset=0)
+    fields["aux_layers"] = len(layers) if layers else 3
     return validated(ChainedShape, fields, where), layers
 
 

@@ -62,7 +62,7 @@ def choose_shape(
 
     target: Any = AutoConfig.from_pretrained(target_directory).get_text_config()
     sizes = {name: getattr(section.head_config, name) for name in FIXED}
-    shape = shape_for(ChainedShape, target, **sizes)
+    shape = shape_for(ChainedShape, target, **sizes, aux_layers=len(contract.capture_layers))
     check_sizes(shape, "train.head_config")
     last = contract.num_layers - 1
     if shape.chain_input == "final" and contract.capture_layers[-1] != last:
@@ -257,7 +257,7 @@ def init_chain(
     with torch.no_grad():
         if head.shape.chain_input == "aux":
             head.fc.weight.mul_(0.1)
-            head.fc.weight[:, 2 * size :] += torch.eye(size)
+            head.fc.weight[:, -size:] += torch.eye(size)
             begun.append("fc: identity on the high layer")
         else:
             head.target_norm.copy_(target_final_norm)

@@ -1,7 +1,7 @@
 """Chained heads: K layers of multi-token prediction, one a step (DeepSeek-V3, arXiv:2412.19437,
 §2.2), with the names that MiMo's checkpoints have (arXiv:2505.07608, §2.2).
 
-    aux states [.., 3H] ──fc──► h0         or: the target's final state is h0
+    aux states [.., L·H] ──fc──► h0        or: the target's final state is h0
                                  │
     embedding of x[t+k+1] ──► token_layernorm ──┐
     h(k) [.., H] ──► hidden_layernorm ──────────┴─concat─► input_proj ─► layer k ─► final_layernorm
@@ -90,7 +90,7 @@ class ChainedHead(DraftingHead):
         super().__init__()
         self.shape = shape
         if shape.chain_input == "aux":
-            self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+            self.fc = nn.Linear(shape.aux_layers * shape.hidden_size, shape.hidden_size, bias=False)
         else:
             self.register_buffer("target_norm", torch.ones(shape.hidden_size))
         self.mtp_layers = nn.ModuleList(ChainedLayer(shape) for _ in range(shape.heads))
@@ -106,14 +106,14 @@ class ChainedHead(DraftingHead):
         return self.fc if self.shape.chain_input == "aux" else None
 
     def project(self, aux_states: Tensor) -> Tensor:
-        """Aux states [.., 3H] → what head 0 reads [.., H].
+        """Aux states [.., L · H] → what head 0 reads [.., H].
 
         The high one is the last layer's output where that is the target's final state.
         """
         if self.shape.chain_input == "aux":
             return torch.as_tensor(self.fc(aux_states))
         size = self.shape.hidden_size
-        high = aux_states[..., 2 * size :]
+        high = aux_states[..., -size:]
         return F.rms_norm(high, (size,), self.target_norm.to(high.dtype), self.shape.rms_norm_eps)
 
     def logits(self, output: Tensor) -> Tensor:

@@ -47,6 +47,8 @@ class Problem:
         metadata = attention_metadata(
             all_of.block_table[one], all_of.seq_lens[one], [last - first], mask
         )
+        if all_of.first_seen is not None:
+            metadata = replace(metadata, first_seen=all_of.first_seen[one])
         return Problem(self.query[first:last], self.planes, metadata)
 
     def place(self, row: int, entry: int) -> tuple[int, int]:
@@ -111,6 +113,16 @@ def pose(
             None if mask is None else mask.to(backend.device),
         ),
     )
+
+
+def hide(posed: Problem, entries: int) -> Problem:
+    """With the first `entries` of each row hidden, but for the last one before its queries."""
+    first_seen = (posed.metadata.seq_lens - 1).clamp(0, entries)
+    for row, count in enumerate(first_seen.tolist()):
+        for entry in range(count):
+            page, offset = posed.place(row, entry)
+            posed.planes[:, page, :, offset] = NAN
+    return replace(posed, metadata=replace(posed.metadata, first_seen=first_seen))
 
 
 def check(backend: Backend, posed: Problem) -> None:

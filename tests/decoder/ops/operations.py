@@ -230,6 +230,19 @@ def tree_attention(backend: Backend, *case: Any) -> None:
     attention.check(backend, attention.pose(backend, *case))
 
 
+@operation(ROWS, SHAPES, [None, 9], 150, corners=[
+    ([(prefix, 1) for prefix in BORDERS], (2, 1, 64), 1, 63),
+    ([(prefix, 1) for prefix in BORDERS], (9, 3, 64), None, 65),
+    ([(700, 3), (64, 3), (130, 90)], (2, 1, 64), None, 128),
+    ([(3000, 8), (70, 8), (500, 8)], (2, 1, 64), 8, 2000),  # whole chunks are hidden
+])  # fmt: skip
+def sliding_attention(backend: Backend, *case: Any) -> None:
+    """With the first entries of each row hidden, as many as it has or one less."""
+    *shape, hidden = case
+    posed = attention.pose(backend, *shape)
+    attention.check(backend, attention.hide(posed, hidden))
+
+
 @operation(5, 30, corners=[(1, 1)])
 def compute_slot_mapping(backend: Backend, rows: int, tokens: int) -> None:
     table = torch.randperm(rows * 8).view(rows, 8).to(backend.device)[:, ::2]

@@ -221,7 +221,7 @@ class DraftHeadStruct(ctypes.Structure):
 
     _fields_ = _fields(
         pointers="layer lm_head embedding embed_norm hidden_norm target_ids",
-        numbers="norm_output vocabulary",
+        numbers="norm_output norm_before_residual layers vocabulary",
     )
 
 
@@ -229,7 +229,7 @@ class MetadataStruct(ctypes.Structure):
     """`Metadata`: the addresses of an AttentionMetadata, and its sizes."""
 
     _fields_ = _fields(
-        pointers="cos sin positions slot_mapping block_table seq_lens cu_seqlens_q mask",
+        pointers="cos sin positions slot_mapping block_table seq_lens cu_seqlens_q mask first_seen",
         numbers="rows tokens pages",
     )
     source: AttentionMetadata | None = None
@@ -257,12 +257,12 @@ def metadata_struct(metadata: AttentionMetadata) -> MetadataStruct:
     cos, sin = metadata.rotary
     assert cos.is_contiguous() and sin.is_contiguous()
     indices = metadata.positions, metadata.slot_mapping, metadata.block_table, metadata.seq_lens
-    mask = None if metadata.mask is None else metadata.mask.contiguous()
+    optional = metadata.mask, metadata.first_seen
     tensors = (
         cos,
         sin,
         *(tensor.contiguous() for tensor in (*indices, metadata.cu_seqlens_q)),
-        mask,
+        *(None if tensor is None else tensor.contiguous() for tensor in optional),
     )
     sizes = len(metadata.seq_lens), len(metadata.positions), metadata.block_table.shape[1]
     struct = MetadataStruct(*addresses(*tensors), *sizes)

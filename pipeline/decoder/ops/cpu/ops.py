@@ -301,7 +301,7 @@ class CpuOps(TorchOps):
         trace: list[Tensor] | None = None,
     ) -> Candidates:
         vocabulary = len(head.target_ids)
-        if k > min(vocabulary, self._most_proposed):
+        if head.sliding_window or k > min(vocabulary, self._most_proposed):
             cache_rows = block_table, seq_lens, positions
             return super().draft_beams(head, state, *cache_rows, plane, steps, k, trace)
         tensors = head.embedding, head.embed_norm, head.hidden_norm, *head.rotary, state, plane
@@ -312,11 +312,12 @@ class CpuOps(TorchOps):
         if struct is None:
             layer = ctypes.addressof(self._structs_of(head.stack, plane))
             weights = addresses(*tensors[:3], head.target_ids)
-            numbers = head.norm_output, len(head.embedding)
+            layers = len(head.stack.layers)
+            numbers = head.norm_output, head.norm_before_residual, layers, len(head.embedding)
             struct = DraftHeadStruct(layer, head.lm_head.address, *weights, *numbers)
             self._heads[head] = struct
         rows, count = len(state), k + (steps - 1) * k * k
-        cache = *head.rotary, positions, None, block_table, seq_lens, None, None
+        cache = *head.rotary, positions, None, block_table, seq_lens, None, None, None
         metadata = MetadataStruct(*addresses(*cache), rows, 0, block_table.shape[1])
         tokens, parents = torch.empty(2, rows, count, dtype=torch.int64).unbind()
         scores = torch.empty(rows, count)
@@ -326,7 +327,7 @@ class CpuOps(TorchOps):
             ctypes.addressof(struct),
             ctypes.addressof(metadata),
             *addresses(state, plane),
-            plane.numel() // 2,
+            plane.numel() // (2 * len(head.stack.layers)),
             *addresses(tokens, parents, scores, logits),
             trace is not None,
             steps,

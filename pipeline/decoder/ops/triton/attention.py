@@ -36,6 +36,7 @@ def tree_attention_kernel(
     seq_lens: Table,
     cu_seqlens_q: Table,
     mask: Table,
+    first_seen: Table,
     out: Pointer,
     partial: Pointer,
     lse_log2: Pointer,
@@ -55,6 +56,7 @@ def tree_attention_kernel(
     ROWS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SLIDING: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """ROWS_BLOCK folded queries of one row and group, over one of its chunks of `chunk` pages.
@@ -76,6 +78,11 @@ def tree_attention_kernel(
     row_mask, first, whole, last = _pages_of_chunk(
         mask, start, seq_len, node, real, tile // GROUP_SIZE, pages, chunk, chunks, PAGE, CAUSAL
     )
+    lowest = 0
+    if SLIDING:  # its first page is seen in part, and all are masked
+        lowest = tl.load(first_seen + row).to(tl.int32)
+        first = tl.minimum(tl.maximum(first, lowest // PAGE), last)
+        whole = first
 
     column = tl.arange(0, DIM_BLOCK)
     stored = real[:, None] & (column < DIM)[None, :]
@@ -94,8 +101,8 @@ def tree_attention_kernel(
             base = tl.load(block_table + page).to(tl.int64) * page_stride
             peak, mass, mixed = _fold(
                 rows, row_mask, page * PAGE - seq_len, peak, mass, mixed,
-                keys + base, values + base, entry_stride, scale_log2,
-                PAGE, DIM, DIM_BLOCK, CAUSAL, MASKED, WIDEN,
+                keys + base, values + base, entry_stride, scale_log2, lowest - seq_len,
+                PAGE, DIM, DIM_BLOCK, CAUSAL, MASKED, SLIDING, WIDEN,
             )  # fmt: skip
     # A query that sees nothing yields zeros, as in the reference.
     mass = tl.where(mass == 0, 1.0, mass)
@@ -171,16 +178,18 @@ def _fold(
     values: Pointer,
     entry_stride: Stride,
     scale_log2: Scalar,
+    lowest: Scalar,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
+    SLIDING: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> Block:
     """One page into the running softmax: peak, mass [m] and mixed [m, c].
 
-    `base` is the page's first entry, less the prefix.
+    `base` is the page's first entry, less the prefix; `lowest` is the first that is seen, likewise.
     """
     offset = base + tl.arange(0, PAGE)  # [e]; negative: prefix
     column = tl.arange(0, DIM_BLOCK)
@@ -191,6 +200,8 @@ def _fold(
         else:
             bit = (row_mask[:, None] >> tl.minimum(tl.maximum(offset, 0), PAGE - 1)[None, :]) & 1
             seen = (offset < 0)[None, :] | ((offset < PAGE)[None, :] & (bit != 0))
+        if SLIDING:
+            seen = seen & (offset >= lowest)[None, :]
         needed = (tl.max(seen.to(tl.int32), axis=0) > 0)[:, None] & (column < DIM)[None, :]
         key = tl.load(keys + at, mask=needed, other=0.0)
         value = tl.load(values + at, mask=needed, other=0.0)

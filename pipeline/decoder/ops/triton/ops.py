@@ -158,7 +158,8 @@ class TritonOps(Launcher):
         partial = query.new_empty(*parts, size, dtype=torch.float32)
         lse, out = partial.new_empty(parts), query.new_empty(query.shape)
         lengths = metadata.seq_lens, metadata.cu_seqlens_q
-        inputs = query, keys, values, block_table, *lengths, lengths[0] if mask is None else mask
+        optional = [lengths[0] if each is None else each for each in (mask, metadata.first_seen)]
+        inputs = query, keys, values, block_table, *lengths, *optional
         cuts = pages, chunk, most
         shape: dict[str, Any] = {
             "GROUPS": groups,
@@ -183,6 +184,7 @@ class TritonOps(Launcher):
             strided=(keys, values, block_table),
             **shape,
             ROWS_BLOCK=block,
+            SLIDING=metadata.first_seen is not None,
             WIDEN=INTERPRETED,
         )
         if room > 1:

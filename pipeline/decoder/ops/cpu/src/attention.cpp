@@ -229,7 +229,8 @@ int64_t seen_from(const Problem& p, int64_t row, int64_t query, int64_t from, in
     for (int64_t entry = from; entry < end; ++entry) seen[count++] = entry;
     if (p.m.mask)
         for (uint64_t bits = p.m.mask[p.m.cu_seqlens_q[row] + query]; bits; bits &= bits - 1)
-            seen[count++] = seq_len + __builtin_ctzll(bits);
+            if (const int64_t entry = seq_len + __builtin_ctzll(bits); entry >= from)
+                seen[count++] = entry;
     return count;
 }
 
@@ -268,9 +269,13 @@ void attend(const Problem& p, int64_t row, int64_t group, int64_t from, int64_t 
     }
 
     int64_t at[kBlock];
-    const int64_t common = (p.m.seq_lens[row] + (p.m.mask ? 0 : from + 1)) / kBlock * kBlock;
-    for (int64_t entry = 0; entry < common; entry += kBlock) {
-        for (int64_t i = 0; i < kBlock; ++i) at[i] = p.at(row, group, entry) + i * p.size;
+    // Blocks begin with the first entry that is seen, and may lie on two pages.
+    const int64_t lowest = p.m.first_seen ? p.m.first_seen[row] : 0;
+    const int64_t whole = std::max<int64_t>(0, p.m.seq_lens[row] + (p.m.mask ? 0 : from + 1) - lowest);
+    const int64_t common = lowest + whole / kBlock * kBlock;
+    for (int64_t entry = lowest; entry < common; entry += kBlock) {
+        for (int64_t i = 0; i < kBlock; ++i)
+            at[i] = lowest ? p.at(row, group, entry + i) : p.at(row, group, entry) + i * p.size;
         pack(p, at, kBlock, block);
         if (entry + kBlock < common) prefetch(p, p.at(row, group, entry + kBlock));
         fold(p, block, heads, 0, total);
@@ -316,7 +321,8 @@ extern "C" void eagle3_tree_attention(const Act* query, const Act* keys, const A
     buffer.resize(2 * tiles);
     int64_t* const task = buffer.data();
     for (int64_t row = 0, next = 0; row < rows; ++row) {
-        work += (metadata->seq_lens[row] + p.count(row)) * p.count(row) * heads * size;
+        const int64_t hidden = metadata->first_seen ? metadata->first_seen[row] : 0;
+        work += (metadata->seq_lens[row] - hidden + p.count(row)) * p.count(row) * heads * size;
         for (int64_t from = 0; from < p.count(row); from += tile, next += 2)
             task[next] = row, task[next + 1] = from;
     }

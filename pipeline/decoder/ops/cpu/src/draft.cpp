@@ -11,7 +11,7 @@ struct DraftHead {  // DraftHead of draft.py
     const Matrix* lm_head;
     const Act *embedding, *embed_norm, *hidden_norm;
     const int64_t* target_ids;
-    int64_t norm_output, vocabulary;  // rows of the embedding
+    int64_t norm_output, norm_before_residual, layers, vocabulary;  // rows of the embedding
 };
 
 }
@@ -67,7 +67,7 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
 
     const Act* read = state;
     if (!head->norm_output) {
-        eagle3_add_rms_norm(state, nullptr, head->layer->norm, normed.data(), nullptr, eps, rows,
+        eagle3_add_rms_norm(state, nullptr, head->layer[head->layers - 1].norm, normed.data(), nullptr, eps, rows,
                             size, threads);
         read = normed.data();
     }
@@ -101,8 +101,12 @@ int64_t eagle3_draft_beams(const DraftHead* head, const Metadata* metadata, cons
         here.cu_seqlens_q = starts.data(), here.mask = beams.beam_mask.data(), here.tokens = all;
         eagle3_embed_concat(beams.token.data(), head->embedding, hidden.data(), head->embed_norm,
                             head->hidden_norm, joined.data(), eps, all, size, head->vocabulary);
-        eagle3_layers(head->layer, 1, &here, joined.data(), hidden.data(), normed.data(), plane,
-                      side, nullptr, 0, eps, threads);
+        if (head->norm_before_residual)
+            for (int64_t beam = 0; beam < all; ++beam)
+                std::memcpy(&hidden[beam * size], &joined[(2 * beam + 1) * size],
+                            size * sizeof(Act));
+        eagle3_layers(head->layer, head->layers, &here, joined.data(), hidden.data(), normed.data(),
+                      plane, side, nullptr, 0, eps, threads);
         outside = propose(*head, normed.data(), logits, beams, all, threads);
         if (outside != kInside) return outside;
         if (keep) logits += all * head->lm_head->out;

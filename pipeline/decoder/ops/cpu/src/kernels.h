@@ -29,6 +29,7 @@ struct Metadata {  // AttentionMetadata of layer.py
     const Act *cos, *sin;
     const int64_t *positions, *slot_mapping, *block_table, *seq_lens, *cu_seqlens_q;
     const int64_t* mask;  // or null
+    const int64_t* first_seen;  // or null: entries before it are hidden
     int64_t rows, tokens, pages;
 };
 
