@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import time
@@ -15,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from pipeline.heads.registry import algorithms
 from tests.engines.environments import ROOT, SGLANG, VLLM
 
 #: Seconds until a server of 135 M parameters answers, on two busy cores.
@@ -83,63 +86,9 @@ def vllm_server(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    with _served([*command, *options], environment, port, log) as server:
-        yield server
-
-
-@contextmanager
-def sglang_server(
-    target: Path,
-    head: Path | None,
-    log: Path,
-    *,
-    shape: tuple[int, int, int] = (3, 1, 4),
-    algorithm: str = "EAGLE3",
-    options: Sequence[str] = (),
-) -> Iterator[EngineServer]:
-    """`sglang serve` of `target` in fp32 with the exported head `head`, which drafts trees of
-    `shape`: steps, top-k, tokens; without a shape of its own where `algorithm` is not EAGLE3.
-
-    The command and all that it starts are SGLang's own: server, scheduler, EAGLE worker, model
-    classes, loader and attention backend. tests/engines/sglang_cpu/ on PYTHONPATH stands in for
-    its compiled operations. One choice is made for it: on a CPU without AMX it falls back to the
-    backend `torch_native`, which refuses to draft, so the backend `intel_amx` is named for
-    prefill and decoding each, and then it is not second-guessed.
-    """
-    port = _free_port()
-    command = [str(SGLANG.make().with_name("sglang")), "serve", "--model-path", str(target)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--context-length", "1024", "--max-total-tokens", "16384"]
-    command += ["--max-running-requests", "16", "--disable-radix-cache", "--skip-server-warmup"]
-    command += ["--prefill-attention-backend", "intel_amx"]
-    command += ["--decode-attention-backend", "intel_amx", "--sleep-on-idle"]
-    if head:
-        command += ["--speculative-algorithm", algorithm]
-        command += ["--speculative-draft-model-path", str(head)]
-    if head and algorithm == "EAGLE3":
-        names = "num-steps", "eagle-topk", "num-draft-tokens"
-        for name, value in zip(names, shape, strict=True):
-            command += [f"--speculative-{name}", str(value)]
-    environment = {
-        **os.environ,
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "PYTHONPATH": str(ROOT / "tests/engines/sglang_cpu"),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # it would compile one function at the first tree
-        "HF_HUB_OFFLINE": "1",
-    }
-    with _served([*command, *options], environment, port, log) as server:
-        yield server
-
-
-@contextmanager
-def _served(
-    command: Sequence[str], environment: dict[str, str], port: int, log: Path
-) -> Iterator[EngineServer]:
-    """A process until it is no longer needed."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+            [*command, *options], env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             yield _answering(process, EngineServer(f"http://127.0.0.1:{port}", log))
@@ -150,6 +99,63 @@ def _served(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def sglang_server(
+    target: Path,
+    head: Path | None,
+    log: Path,
+    *,
+    shape: tuple[int, int, int] = (3, 1, 4),
+    options: Sequence[str] = (),
+) -> Iterator[EngineServer]:
+    """`sglang serve` of `target` in fp32 with the exported head `head`, which drafts trees of
+    `shape`: steps, top-k, tokens.
+
+    The command and all that it starts are SGLang's own: server, scheduler, worker, model classes,
+    loader and attention backend. Plain torch in tests/engines/sglang_cpu/ takes the place of its
+    compiled operations. One choice is made for it: on a CPU without AMX it falls back to the
+    backend `torch_native`, which cannot draft. It keeps `intel_amx`, which calls those operations
+    alone, where that is named for prefill and for decoding.
+    """
+    port = _free_port()
+    program = str(SGLANG.make().with_name("sglang"))
+    command = [program, "serve", "--model-path", str(target)]
+    if head:
+        # As the model card has it.
+        served = algorithms()["eagle3"].serve_command("sglang", str(target), shape, 0)
+        assert served is not None
+        words = shlex.split(served.command.replace("\\\n", " "))
+        assert words[0] == "sglang"
+        command = [program, *(str(head) if word == "HEAD" else word for word in words[1:])]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--context-length", "1024", "--max-total-tokens", "16384"]
+    command += ["--max-running-requests", "16", "--disable-radix-cache", "--skip-server-warmup"]
+    command += ["--prefill-attention-backend", "intel_amx", "--sleep-on-idle"]
+    command += ["--decode-attention-backend", "intel_amx"]
+    environment = {
+        **os.environ,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": str(ROOT / "tests/engines/sglang_cpu"),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # it would compile one function, of a tree's best beams
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *options],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield _answering(process, EngineServer(f"http://127.0.0.1:{port}", log))
+        finally:
+            # Its scheduler and detokenizer are of its group.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _answering(process: subprocess.Popen[bytes], server: EngineServer) -> EngineServer:

@@ -34,7 +34,7 @@ def _serve_command(
     if format == "sglang":
         steps, top_k, nodes = tree
         command = (
-            f"python -m sglang.launch_server --model-path {target} \\\n"
+            f"sglang serve --model-path {target} \\\n"
             "    --speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD \\\n"
             f"    --speculative-num-steps {steps} --speculative-eagle-topk {top_k} "
             f"--speculative-num-draft-tokens {nodes}"

@@ -2,7 +2,7 @@
 
 SGLang's wheel for CPUs without AMX does not exist, and with this module on PYTHONPATH the one that
 PyPI has runs there. The functions are written from what SGLang 0.5.23 passes to them and reads
-back; tests/engines/test_sgl_kernel.py holds each against an independent reference.
+back; tests/test_sgl_kernel.py holds each against an independent reference.
 
     B requests, N tree nodes with the root, K beams, S steps, T query tokens, H heads, D head size
     req_to_token [requests, positions]: in which slot of the cache a position's keys lie
@@ -244,10 +244,9 @@ def _attention(
     query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
     """[T, H, D], of queries over the keys in `slots`."""
-    parts = (each.movedim(0, 1).to(query.dtype) for each in (query, keys[slots], values[slots]))
-    return scaled_dot_product_attention(
-        *parts, attn_mask=mask, scale=scale, enable_gqa=True
-    ).movedim(0, 1)
+    q, k, v = (each.movedim(0, 1).to(query.dtype) for each in (query, keys[slots], values[slots]))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out.movedim(0, 1)
 
 
 def _rows(requests: Tensor, start: Tensor, end: Tensor) -> list[tuple[int, int, int]]:
@@ -256,5 +255,5 @@ def _rows(requests: Tensor, start: Tensor, end: Tensor) -> list[tuple[int, int, 
 
 
 # SGLang's attention backend reads these two from torch's registry instead of the module.
-torch.ops.sgl_kernel.decode_attention_cpu = decode_attention_cpu
-torch.ops.sgl_kernel.extend_attention_cpu = extend_attention_cpu
+for _operation in (decode_attention_cpu, extend_attention_cpu):
+    setattr(torch.ops.sgl_kernel, _operation.__name__, _operation)

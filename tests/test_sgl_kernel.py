@@ -176,9 +176,9 @@ def test_rows_of_all_layers_move_at_once() -> None:
 HEADS, GROUPS, SIZE, SCALE = 6, 2, 8, 0.3
 
 
-def by_hand(
-    query: Tensor, keys: Tensor, values: Tensor, slots: list[int]
-) -> Tensor:  # [H, D] each; [slots, G, D]
+def by_hand(query: Tensor, cache: Tensor, slots: list[int]) -> Tensor:
+    """[H, D], of one query [H, D] over keys and values [2, slots, G, D]."""
+    keys, values = cache
     out = torch.zeros(HEADS, SIZE)
     for head in range(HEADS):
         group = head // (HEADS // GROUPS)
@@ -203,7 +203,7 @@ def test_attention_of_a_step(table: Tensor, window: int) -> None:
     assert torch.equal(cache[:, slots], new)
     for row, (request, length) in enumerate(zip([2, 1], lengths, strict=True)):
         seen = table[request, max(length - window, 0) if window else 0 : length].tolist()
-        assert torch.allclose(out[row], by_hand(query[row], *cache, seen), atol=1e-5)
+        assert torch.allclose(out[row], by_hand(query[row], cache, seen), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "all", "tree"])
@@ -233,5 +233,5 @@ def test_attention_of_new_tokens(table: Tensor, kind: str) -> None:
                 ],
             }[kind]
             seen = [int(table[request, at]) for at in places]
-            wanted = by_hand(query[3 * row + token], *cache, seen)
+            wanted = by_hand(query[3 * row + token], cache, seen)
             assert torch.allclose(out[3 * row + token], wanted, atol=1e-5)
