@@ -151,7 +151,7 @@ def _golden(report: EvalReport) -> list[str]:
 
 
 def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | None) -> str:
-    """Commands of servers that read this format; they were not run for this head."""
+    """The command of a server that reads this format; it was not run for this head."""
     target = base if is_hub_id(base) else "TARGET"
     shapes = report.shapes if report else ()
     own = next((each for each in shapes if each.own), None)
@@ -163,10 +163,13 @@ def _serving(head: DraftingHead, base: str, format: str, report: EvalReport | No
         return "## Serving\n\nSee docs/head-format.md of the pipeline for who reads this format."
     command, other, expected = serve.command, serve.other, chain if serve.chain else own
     where = "HEAD is this directory" + (", TARGET the target’s" if target == "TARGET" else "")
+    source = "The command follows the server's documentation"
+    if serve.tried:
+        source = f"Another head was served so ({serve.tried})"
     return (
-        f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} The "
-        "command follows the server's documentation; it was not run for this head. `eagle3 eval "
-        "--server URL` says whether a running server reaches what was measured here."
+        f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} "
+        f"{source}; it was not run for this head. `eagle3 eval --server URL` says whether a "
+        "running server reaches what was measured here."
     )
 
 

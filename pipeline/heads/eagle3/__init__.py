@@ -39,7 +39,9 @@ def _serve_command(
             f"    --speculative-num-steps {steps} --speculative-eagle-topk {top_k} "
             f"--speculative-num-draft-tokens {nodes}"
         )
-        return ServeCommand(command, False, "For vLLM, export with `--format speculators`.")
+        tried = "SGLang 0.5.23 on a CPU, with plain torch for its compiled operations, 2026-11-26"
+        other = "For vLLM, export with `--format speculators`."
+        return ServeCommand(command, False, other, tried)
     draft = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": tokens}
     command = f"vllm serve {target} --speculative-config '{json.dumps(draft)}'"
     return ServeCommand(command, True, "For SGLang, export with `--format sglang`.")
