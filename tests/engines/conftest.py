@@ -56,17 +56,12 @@ def line() -> Line:
     if head is None:
         run(load(demo, [f"run.uri={FOLDER / 'run'}", *TRAINING]), "synth", "features", "train")
         head = str(FOLDER / "run/train/head")
-    return line_of(Path(head))
-
-
-def line_of(head: Path, *settings: str) -> Line:
-    """With a head of its own, which has one report here: other weights, another directory."""
-    where = FOLDER / f"fp32-{digest_of(head / 'model.safetensors')[:8]}"
-    overrides = [f"run.uri={where}", f"eval.head={head}", *EVALUATION, *settings]
-    config = load(ROOT / "configs/demo.yaml", overrides)
+    # A head has one report here: other weights, another directory.
+    where = FOLDER / f"fp32-{digest_of(Path(head) / 'model.safetensors')[:8]}"
+    config = load(demo, [f"run.uri={where}", f"eval.head={head}", *EVALUATION])
     run(config, "eval")
     report = EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")
-    return Line(open_target(config.target).directory, head, report)
+    return Line(open_target(config.target).directory, Path(head), report)
 
 
 def digest_of(file: Path) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from pipeline.config import LiveServerSection
+from pipeline.config import LiveServerSection, load
 from pipeline.reports import ServerFinding
 from pipeline.serve_eval.questions import Question
+from pipeline.serve_eval.servers.check import _replay, compare_golden
 from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.findings import SeenServer, findings_of
 from pipeline.serve_eval.servers.kinds import identify
 from pipeline.serve_eval.servers.load import LiveMeasure
-from tests.engines.conftest import FOLDER, Line, line_of
+from tests.engines.conftest import Line
+from tests.engines.environments import ROOT
 from tests.engines.servers import sglang_server
 
 #: Of one request, on cores that others use too.
@@ -52,11 +54,24 @@ def test_a_right_server_takes_the_decoders_rounds(
     assert_same_rounds(seen)
 
 
-def test_a_right_server_with_a_head_of_eagle_31(line: Line, tmp_path: Path) -> None:
-    normed = with_norms(line)
-    with sglang_server(normed.target, normed.head, tmp_path / "log") as server:
-        seen, findings = normed.held_against(server, timeout_seconds=SECONDS)
+def test_a_right_server_with_a_head_of_eagle_31(
+    line: Line, tmp_path: Path, copy_of: CopyOf
+) -> None:
+    """The report is of another head: its greedy texts are this one's too, its rounds are not."""
+    head = with_norms(line, copy_of(line.head))
+    golden = line.report.golden
+    assert golden is not None
+    prompts = [each.model_copy(update={"shapes": {}}) for each in golden.prompts[:6]]
+    report = line.report.model_copy(
+        update={"golden": golden.model_copy(update={"prompts": tuple(prompts)})}
+    )
+    overrides = [f"run.uri={tmp_path}", f"eval.head={head}", "target.dtype=float32"]
+    replay = partial(_replay, load(ROOT / "configs/demo.yaml", [*overrides, "run.threads=1"]))
+    with sglang_server(line.target, head, tmp_path / "log") as server:
+        section = LiveServerSection(url=server.url, timeout_seconds=SECONDS)
+        seen, findings = compare_golden(report, section, where="the report", replay=replay)
     assert errors(findings) == {}
+    assert len(seen.expected) == 6
     assert_same_rounds(seen)
     assert seen.paired is not None and seen.paired.server > 1.1
 
@@ -72,12 +87,11 @@ def assert_same_rounds(seen: SeenServer) -> None:
         assert theirs.accepted_lengths == ours.accepted_lengths, name
 
 
-def with_norms(line: Line) -> Line:
-    """The same head with a norm of each aux state before `fc` and of what it hands to its next
-    step. Weights of as much as those states' usual size leave it nearly what it was."""
-    head = FOLDER / "eagle31"
-    shutil.rmtree(head, ignore_errors=True)
-    shutil.copytree(line.head, head)
+def with_norms(line: Line, head: Path) -> Path:
+    """The head with a norm of each aux state before `fc` and of what it hands to its next step.
+
+    Weights of these states' usual size leave it nearly what it was.
+    """
     config = json.loads((head / "config.json").read_text())
     config |= {"fc_norm": True, "norm_output": True}
     (head / "config.json").write_text(json.dumps(config))
@@ -91,8 +105,7 @@ def with_norms(line: Line) -> Line:
         size = streams[layer + 1][0].square().mean(-1).sqrt().median()
         tensors[f"fc_norm.{place}.weight"] = size.expand(config["hidden_size"]).bfloat16().clone()
     save_file(tensors, head / "model.safetensors", {"format": "pt"})
-    sources = "[{source: configs/prompts/mt_bench.jsonl, limit: 6}]"
-    return line_of(head, f"eval.sources={sources}", "eval.hf_prompts=1")
+    return head
 
 
 def test_no_false_alarm_under_load(line: Line, tmp_path: Path) -> None:
