@@ -21,7 +21,7 @@ from pipeline.heads.registry import algorithms
 from tests.engines.environments import ROOT, SGLANG, VLLM
 
 #: Seconds until a server of 135 M parameters answers, on two busy cores.
-_START = 300.0
+_START = 600.0
 
 
 @dataclass(frozen=True)
