@@ -175,10 +175,13 @@ def _serving(
     if verifier is not None:
         alone = "`vllm serve HEAD` does the same with as many tokens as config.json says"
         where += f". {alone}, which names {markdown_text(verifier)} as the target"
+    source = "The command follows the server's documentation"
+    if serve.tried:
+        source = f"Another head was served so ({serve.tried})"
     return (
-        f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} The "
-        "command follows the server's documentation; it was not run for this head. `eagle3 eval "
-        "--server URL` says whether a running server reaches what was measured here."
+        f"## Serving\n\n```bash\n{command}\n```\n\n{where}. {_expected(expected, own)}{other} "
+        f"{source}; it was not run for this head. `eagle3 eval --server URL` says whether a "
+        "running server reaches what was measured here."
     )
 
 

@@ -60,6 +60,7 @@ class ServeCommand(NamedTuple):
     command: str
     chain: int  # tokens of the chain that the server drafts; 0: the tree of the evaluation
     other: str  # which format another server reads
+    tried: str = ""  # which server ran the command with a head of this kind, and when
 
 
 class Export(NamedTuple):

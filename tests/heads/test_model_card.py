@@ -83,7 +83,8 @@ def test_the_command_has_the_shape_that_was_measured(format: str) -> None:
     text = model_card(head(), HeadCard(HUB, PROVENANCE, {}), format=format, report=evaluated())
     words = command_of(text)
     if format == "sglang":
-        options = dict(zip(words[3::2], words[4::2], strict=True))
+        assert words[:2] == ["sglang", "serve"]
+        options = dict(zip(words[2::2], words[3::2], strict=True))
         assert options["--model-path"] == "org/model"
         assert options["--speculative-algorithm"] == "EAGLE3"
         named = ("num-steps", "eagle-topk", "num-draft-tokens")

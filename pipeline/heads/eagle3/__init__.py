@@ -38,14 +38,15 @@ def _serve_command(
     if format == "sglang":
         steps, top_k, nodes = tree
         command = (
-            f"python -m sglang.launch_server --model-path {target} \\\n"
+            f"sglang serve --model-path {target} \\\n"
             "    --speculative-algorithm EAGLE3 --speculative-draft-model-path HEAD \\\n"
             f"    --speculative-num-steps {steps} --speculative-eagle-topk {top_k} "
             f"--speculative-num-draft-tokens {nodes}"
         )
         if shape.draft_window:
             command += f" \\\n    --speculative-draft-window-size {shape.draft_window}"
-        return ServeCommand(command, 0, "For vLLM, export with `--format speculators`.")
+        tried = "SGLang 0.5.23 on a CPU, with plain torch for its compiled operations, 2026-11-26"
+        return ServeCommand(command, 0, "For vLLM, export with `--format speculators`.", tried)
     draft = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": tokens}
     command = f"vllm serve {target} --speculative-config '{json.dumps(draft)}'"
     return ServeCommand(command, tokens, "For SGLang, export with `--format sglang`.")
