@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,8 @@ from pipeline.store.location import Location
 from pipeline.store.manifest import read_report
 from pipeline.target.open import open_contracted_target
 
-Format = Literal["sglang", "speculators", "mtp"]
+Format = Literal["sglang", "speculators", "mtp", "gguf"]
+_GGUF = ".gguf"
 
 
 def export_head(
@@ -25,11 +27,13 @@ def export_head(
 ) -> None:
     """Write the head at `head_uri` to `out` (directories or fsspec URIs), with a model card.
 
+    With `--format gguf`, an `out` that ends in .gguf is the file itself, alone.
+
     `report` is the report.json of its evaluation, or the URI of the run, for the card's figures.
 
     `target` says where the target is now; the default is the contract's own source, which an
-    exported head names without its path. SGLang's dialect does not need it. Raises HeadError,
-    TargetError or ContractMismatch.
+    exported head names without its path. Formats without an embedding do not need it. Raises
+    HeadError, TargetError or ContractMismatch.
     """
     head, card = open_head(head_uri)
     chosen, where = algorithm_of(head), f"head {head_uri}"
@@ -38,14 +42,29 @@ def export_head(
     described = model_card(
         head, published(card), format=format, report=evaluated, where=report or ""
     )
-    with output_directory(out) as folder:
+    is_file = format == "gguf" and out.endswith(_GGUF)
+    with _output_file(out) if is_file else output_directory(out) as folder:
         if format == "sglang":
             save_head(folder, head, published(card))
         else:
-            opened = open_contracted_target(card.contract, target, where=where)
+            opened = partial(open_contracted_target, card.contract, target, where=where)
             chosen.checkpoint.export(folder, head, published(card), format, opened)
         (folder / MODEL_CARD).write_text(described, encoding="utf-8")
     notice("export", f"{format}: {out}")
+
+
+@contextmanager
+def _output_file(out: str) -> Iterator[Path]:
+    """A directory whose GGUF file becomes `out`. Raises StoreError where something is there."""
+    folder, slash, name = out.rpartition("/")
+    location = Location(folder + slash or ".")
+    if name in (*location.names(), *location.subdirectories()):
+        fix = "choose another name, or delete this one first"
+        raise StoreError("exists already", where=f"--out {out}", fix=fix)
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as temporary:
+        yield Path(temporary)
+        (file,) = Path(temporary).glob(f"*{_GGUF}")
+        location.put_file(name, file)
 
 
 @contextmanager

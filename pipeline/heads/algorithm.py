@@ -135,7 +135,14 @@ class CheckpointFile(Protocol):
     def read_foreign(self, directory: Path) -> ForeignHead | None:
         """A head that another trainer wrote; None: it is not of this algorithm."""
 
-    def export(self, folder: Path, head: Any, card: HeadCard, format: str, target: Target) -> None:
+    def export(
+        self,
+        folder: Path,
+        head: Any,
+        card: HeadCard,
+        format: str,
+        target: Callable[[], Target],  # opened where the format needs it
+    ) -> None:
         """Write the head in another system's format, one of the algorithm's `formats`."""
 
 

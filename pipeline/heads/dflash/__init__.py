@@ -43,6 +43,7 @@ ALGORITHM = HeadAlgorithm(
     formats=("sglang",),
     refusals={
         "mtp": "MTP layers predict one token each, this head a block",
+        "gguf": "this version writes GGUF files of EAGLE-3 heads alone",
         "speculators": "this version writes speculators' format for EAGLE-3 heads alone",
     },
 )

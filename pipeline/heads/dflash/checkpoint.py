@@ -204,6 +204,8 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     return ForeignHead("dflash", layers, head, embedding, lacks_rows)
 
 
-def export(folder: Path, head: DflashHead, card: HeadCard, format: str, target: Target) -> None:
+def export(
+    folder: Path, head: DflashHead, card: HeadCard, format: str, target: Callable[[], Target]
+) -> None:
     """Our own directory is what SGLang reads; there is no other format."""
     raise AssertionError(format)

@@ -17,7 +17,7 @@ from pipeline.heads.checkpoint import (
     read_json,
     read_tensors,
 )
-from pipeline.heads.eagle3 import sglang, speculators
+from pipeline.heads.eagle3 import gguf, sglang, speculators
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.fields import Layers, architectures_of
 from pipeline.records import TargetContract
@@ -77,7 +77,12 @@ def read_config(
     return sglang.read_config(body, where)
 
 
-def export(folder: Path, head: Eagle3Head, card: HeadCard, format: str, target: Target) -> None:
-    """Write the dialect of speculators; SGLang's is our own directory."""
-    assert format == "speculators"
-    speculators.export_speculators(folder, head, card, target)
+def export(
+    folder: Path, head: Eagle3Head, card: HeadCard, format: str, target: Callable[[], Target]
+) -> None:
+    """Write speculators' dialect or a GGUF file; SGLang's is our own directory."""
+    if format == "gguf":
+        gguf.export_gguf(folder, head, card)
+    else:
+        assert format == "speculators"
+        speculators.export_speculators(folder, head, card, target())

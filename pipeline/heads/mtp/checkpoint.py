@@ -79,8 +79,11 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     return mimo.read_mtp(directory) if mimo.is_mtp(read_json(directory / CONFIG)) else None
 
 
-def export(folder: Path, head: ChainedHead, card: HeadCard, format: str, target: Target) -> None:
+def export(
+    folder: Path, head: ChainedHead, card: HeadCard, format: str, target: Callable[[], Target]
+) -> None:
     """Write MiMo's layout."""
     assert format == "mtp"
-    embedding, lm_head = target.weights.embedding(), target.weights.lm_head()
+    weights = target().weights
+    embedding, lm_head = weights.embedding(), weights.lm_head()
     mimo.export_mtp(folder, head, card, embedding=embedding, lm_head=lm_head)

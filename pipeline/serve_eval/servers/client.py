@@ -136,6 +136,7 @@ async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             raise AttemptFailed("unreadable")
         if event.get("error"):
             raise AttemptFailed("stream_error", str(event["error"])[:200])
+        ended = event.get("stop") is True  # llama-server ends with this event
         yield event
     if not ended:
         raise AttemptFailed("truncated")

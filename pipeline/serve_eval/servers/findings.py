@@ -33,7 +33,7 @@ from pipeline.reports import (
     ServerResult,
 )
 from pipeline.serve_eval.intervals import drawn_sums, estimate
-from pipeline.serve_eval.servers.kinds import LiveServer, ServerRounds
+from pipeline.serve_eval.servers.kinds import Kind, LiveServer, ServerRounds
 from pipeline.serve_eval.servers.load import LoadRun
 
 #: A head that fits accepts something; below this τ nothing useful was drafted.
@@ -172,7 +172,8 @@ class SeenServer:
 
 
 def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
-    """SGLang and `eagle3 serve` report it; vLLM drafts chains, and counts every position."""
+    """SGLang and `eagle3 serve` report it; vLLM and llama-server draft chains, and count every
+    position."""
     names = "num_steps", "eagle_topk", "num_draft_tokens"
     steps, top_k, nodes = (server.settings.get(f"speculative_{name}") for name in names)
     if isinstance(steps, int) and isinstance(top_k, int) and isinstance(nodes, int):
@@ -180,7 +181,8 @@ def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
     positions = max(
         (len(each.counters.proposed) for each in run.rounds if each.counters), default=0
     )
-    return TreeSection.chain(positions) if server.kind == "vllm" and positions else None
+    is_chain = server.kind in ("vllm", "llamacpp")
+    return TreeSection.chain(positions) if is_chain and positions else None
 
 
 class Parting(NamedTuple):
@@ -265,6 +267,8 @@ def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
         where = "its /metrics has no counters of spec_decode"
         if seen.server.kind != "vllm":
             where = "its replies have no spec_verify_ct"
+        if seen.server.kind == "llamacpp":
+            where = "the timings of its replies have no draft_n"
         text = f"the server reports no speculation: {where}"
         fix = "start it with its speculative options; plain decoding reports none either"
         severity = seen.report or seen.section.drafts
@@ -346,34 +350,41 @@ def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
     known = {each.question.request_id for each in seen.runs[0].replies if each.token_ids}
     golden = {each.id for each in seen.golden_prompts}  # of others the text is not in the report
     same = [name for name in seen.reported if name in expected and name in golden & known - parted]
-    vllm = seen.server.kind == "vllm"
+    kind = seen.server.kind
     other = [
         name
         for name in same
-        if _counted(seen.reported[name], vllm) != _counted(expected[name], vllm)
+        if _counted(seen.reported[name], kind) != _counted(expected[name], kind)
     ]
     if not other or not (seen.exact or len(other) > _OTHER_ROUNDS * len(same)):
         return
     theirs, ours = seen.reported[other[0]], expected[other[0]]
     text = f"{len(other)} of {len(same)} replies with the decoder's own text took other rounds, "
-    text += f"first {other[0]}: {_in_words(_counted(theirs, vllm))} against "
-    text += f"{_in_words(_counted(ours, vllm))} of the decoder"
+    text += f"first {other[0]}: {_in_words(_counted(theirs, kind))} against "
+    text += f"{_in_words(_counted(ours, kind))} of the decoder"
     fix = "the head computes something else there: compare its weights, aux layers, rotary "
     fix += "settings and norms with the head directory (`eagle3 inspect HEAD`)"
     yield finding("error", "rounds_differ", text, fix)
 
 
-def _counted(rounds: ServerRounds | RoundCounters, vllm: bool) -> tuple[int, int, int]:
-    """Rounds, drafted and accepted tokens; vLLM counts only rounds with a draft."""
+def _counted(rounds: ServerRounds | RoundCounters, kind: Kind) -> dict[str, int]:
+    """What must be equal: rounds, drafted and accepted tokens. vLLM counts only rounds with a
+    draft; llama-server drafts no token that the reply has no room for, where we draft it in vain.
+    """
+    if kind == "llamacpp":
+        return {"rounds": rounds.rounds, "tokens": rounds.tokens}
     if isinstance(rounds, RoundCounters):
-        made = rounds.drafts if vllm else rounds.rounds
-        return made, rounds.drafted, rounds.accepted_tokens
-    return rounds.rounds, rounds.drafted, rounds.accepted
+        made, accepted = (
+            (rounds.drafts if kind == "vllm" else rounds.rounds),
+            rounds.accepted_tokens,
+        )
+    else:
+        made, accepted = rounds.rounds, rounds.accepted
+    return {"rounds": made, "drafted": rounds.drafted, "accepted": accepted}
 
 
-def _in_words(counted: tuple[int, int, int]) -> str:
-    rounds, drafted, accepted = counted
-    return f"{rounds} rounds, {drafted} drafted, {accepted} accepted"
+def _in_words(counted: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counted.items())
 
 
 def _template(seen: SeenServer) -> Iterator[ServerFinding]:

@@ -36,5 +36,7 @@ def read_foreign(directory: Path) -> ForeignHead | None:
     return None
 
 
-def export(folder: Path, head: ToyHead, card: HeadCard, format: str, target: Target) -> None:
+def export(
+    folder: Path, head: ToyHead, card: HeadCard, format: str, target: Callable[[], Target]
+) -> None:
     raise AssertionError("formats is empty")
