@@ -52,6 +52,11 @@ class Line:
 
 @pytest.fixture(scope="session")
 def line() -> Line:
+    return made_line()
+
+
+def made_line() -> Line:
+    """Runs the stages, or goes on from what they left."""
     demo, head = ROOT / "configs/demo.yaml", os.environ.get("EAGLE3_HEAD")
     if head is None:
         run(load(demo, [f"run.uri={FOLDER / 'run'}", *TRAINING]), "synth", "features", "train")

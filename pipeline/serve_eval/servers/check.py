@@ -46,7 +46,7 @@ def check_run(config: RunConfig) -> bool:
     report = report_of(config)
     if report is None:
         raise ConfigError("there is no report", where=where, fix="run `eagle3 eval` first")
-    return check(report, config.eval.server, where=where, replay=partial(_replay, config))
+    return check(report, config.eval.server, where=where, replay=partial(replay_rounds, config))
 
 
 def check_report(file: str, overrides: Sequence[str]) -> bool:
@@ -115,7 +115,7 @@ async def _send(golden: GoldenFigure, section: LiveServerSection) -> tuple[LiveS
         return server, await measure.run(questions, 1, lambda amount: None)
 
 
-def _replay(
+def replay_rounds(
     config: RunConfig, golden: GoldenFigure, shape: TreeSection
 ) -> Mapping[str, RoundCounters]:
     """The run's target and head, with a shape that its report does not know."""

@@ -55,6 +55,11 @@ class LiveServer:
         return _PATHS.get(self.kind, "/v1/completions")
 
     @property
+    def headers(self) -> dict[str, str]:
+        """llama-server closes a connection after a stream, though it says that it keeps it."""
+        return {"Connection": "close"} if self.kind == "llamacpp" else {}
+
+    @property
     def reports_requests(self) -> bool:
         """Whether a reply reports what its rounds did."""
         return self.kind != "vllm"

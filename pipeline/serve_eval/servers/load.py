@@ -187,7 +187,8 @@ class LiveMeasure:
         body = self._server.body(question.context, self._new, self._stop)
         reading = _Reading(self._server)
         start = last = first = time.perf_counter()
-        async with aclosing(self._client.events(self._server.path, body)) as events:
+        server = self._server
+        async with aclosing(self._client.events(server.path, body, server.headers)) as events:
             async for event in events:
                 now, before_it = time.perf_counter(), reading.tokens_so_far
                 reading.take(event)
