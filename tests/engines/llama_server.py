@@ -3,7 +3,8 @@
     .venvs/llama/bin/python tests/engines/llama_server.py '{"target": …, "head": …, "port": …}'
 
 Server, scheduler, graphs and counters are llama.cpp's own; what is set here, `llama-server` has
-options for (`-m -md --spec-type draft-eagle3 --spec-draft-n-max -np -c -ctk -ctv -fa`).
+options for (`-m -md --spec-type draft-eagle3 --spec-draft-n-max -np -c -ctk -ctv -fa`,
+`--no-spec-draft-backend-sampling`).
 """
 
 import json
@@ -28,6 +29,7 @@ def main(settings: dict[str, Any]) -> None:
         kinds = xllamacpp.common_speculative_type
         speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
         draft.mparams.path, draft.n_max = settings["head"], settings["drafts"]
+        draft.backend_sampling = settings["backend_sampling"]
         draft.cache_type_k = draft.cache_type_v = kv_type
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)  # noqa: F841 - it serves for as long as it lives

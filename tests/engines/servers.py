@@ -97,13 +97,15 @@ def llama_server(
     slots: int = 1,
     context: int = 1024,
     kv_type: str = "F32",
+    backend_sampling: bool = True,
 ) -> Iterator[EngineServer]:
     """llama.cpp's server of the GGUF file `target` with the head `head`, a GGUF file too; keys and
-    values are of `kv_type`, f32 or f16."""
+    values are of `kv_type`, F32 or F16. `backend_sampling` of drafts is its default."""
     port = _free_port()
     settings = {
         **{"target": str(target), "head": head and str(head), "port": port, "drafts": drafts},
         **{"slots": slots, "context": context, "kv_type": kv_type},
+        "backend_sampling": backend_sampling,
     }
     script = str(ROOT / "tests/engines/llama_server.py")
     command = [str(LLAMA.make()), script, json.dumps(settings)]

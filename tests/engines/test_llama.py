@@ -6,6 +6,7 @@ says what is set). The target is SmolLM2 with the same weights, as GGUF.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,11 @@ from torch import Tensor
 
 from pipeline.config import LiveServerSection, load
 from pipeline.exchange.export import export_head
+from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.servers.check import compare_golden, replay_rounds
+from pipeline.serve_eval.servers.client import open_client
+from pipeline.serve_eval.servers.kinds import identify
+from pipeline.serve_eval.servers.load import LiveMeasure, LiveReply
 from tests.engines.conftest import EVALUATION, Line
 from tests.engines.environments import ROOT
 from tests.engines.gguf_files import in_float32, target_in_float32
@@ -97,6 +102,45 @@ def test_rotary_types(
     assert {name: each.rounds for name, each in seen.reported.items()} == {
         name: each.rounds for name, each in seen.replayed.items()
     }
+
+
+@pytest.mark.parametrize("backend_sampling", [False, True])
+def test_two_requests_at_a_time(
+    line: Line, target: Path, tmp_path: Path, backend_sampling: bool
+) -> None:
+    """Drafts of several requests are right where they are sampled on the host, and lost by build
+    11549's default (docs/head-format.md): if this fails with the default, it was mended."""
+    head = in_float32(exported(line.head, tmp_path), tmp_path / "head.gguf")
+    served = llama_server(
+        target, head, tmp_path / "log", slots=2, backend_sampling=backend_sampling
+    )
+    with served as server:
+        replies = asyncio.run(_two_at_a_time(line, server.url))
+    golden = line.report.golden
+    assert golden is not None
+    prompts = {each.id: each for each in golden.prompts}
+    made, own = 0, 0
+    for reply in replies:
+        prompt = prompts[reply.question.request_id]
+        assert reply.token_ids == prompt.reply_ids and reply.rounds is not None
+        made, own = made + reply.rounds.rounds, own + prompt.shapes["3/1/4"].rounds
+    assert made == own if not backend_sampling else made > 1.05 * own
+
+
+async def _two_at_a_time(line: Line, url: str) -> tuple[LiveReply, ...]:
+    golden = line.report.golden
+    assert golden is not None
+    known = [each for each in golden.prompts if each.shapes][:4]
+    questions = [Question(each.id, "", each.prompt_ids) for each in known]
+    async with open_client(LiveServerSection(url=url)) as client:
+        measure = LiveMeasure(
+            client,
+            await identify(client, url, "auto", None),
+            url=url,
+            new_tokens=golden.max_new_tokens,
+            stop_ids=golden.stop_ids,
+        )
+        return (await measure.run(questions, 2, lambda amount: None)).replies
 
 
 @dataclass(frozen=True)
