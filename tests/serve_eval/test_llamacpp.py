@@ -1,6 +1,6 @@
 """llama-server: what a real one answered, as it was and with planted faults.
 
-The recording, recordings/llamacpp.json, is made by `python -m tests.engines.record`.
+The recording, recordings/llamacpp.json, is made by `python -m tests.engines.record_llama`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Records what a real llama-server answers, for tests without one.
 
-    python -m tests.engines.record      → tests/serve_eval/recordings/llamacpp.json
+    python -m tests.engines.record_llama      → tests/serve_eval/recordings/llamacpp.json
 
 The first golden prompts of a report in fp32 are sent as `eagle3 check-serving` sends them.
 EAGLE3_HEAD=DIR takes a trained head, as for `make test-engines`.
