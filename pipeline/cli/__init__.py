@@ -12,7 +12,7 @@ eagle3 serve  -c run.yaml … [--host ADDRESS] [--port N] [--head DIR]    OpenAI
 eagle3 eval   -c run.yaml … --server URL        a running SGLang, vLLM or eagle3 server
 eagle3 check-serving --server URL -c run.yaml | --report FILE   its τ against the report's
 eagle3 inspect HEAD [--json]     contract, size, tensors, vocabulary, provenance, metrics of a head
-eagle3 export HEAD --format sglang|speculators|mtp --out DIR [--target SOURCE] [--verifier PATH]
+eagle3 export HEAD --format sglang|speculators|mtp|gguf --out DIR [--target …] [--verifier …]
 eagle3 import DIR --target SOURCE --out HEAD
 eagle3 pii-score FILE… [-c run.yaml] [--json]   recall and precision of the personal-data filter
 eagle3 verify URI                re-check every byte of a run, and how its stages hang together
@@ -717,16 +717,22 @@ def _add_heads(commands: Commands) -> None:
     inspect.add_argument("head", metavar="HEAD", help="head directory")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
-    written = "write a head in the format of SGLang, of speculators and vLLM, or as MTP layers"
+    written = "write a head for SGLang, for speculators and vLLM, for llama.cpp, or as MTP layers"
     export = _command(commands, "export", _export, written)
     export.add_argument("head", metavar="HEAD", help="head directory")
     export.add_argument(
         "--format",
         required=True,
-        choices=("sglang", "speculators", "mtp"),
-        help="sglang is the format of a head directory itself, mtp that of chained heads",
+        choices=("sglang", "speculators", "mtp", "gguf"),
+        help="sglang is the format of a head directory itself, mtp that of chained heads, gguf "
+        "llama.cpp's",
     )
-    export.add_argument("--out", required=True, metavar="DIR", help=f"directory to write; {empty}")
+    export.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help=f"directory to write, or FILE.gguf with --format gguf; {empty}",
+    )
     export.add_argument(
         "--target",
         metavar="SOURCE",

@@ -18,8 +18,8 @@ class LiveServerSection(Section):
 
     url: str | None = None
     """Its address, with or without /v1 (`--server`)."""
-    kind: Literal["auto", "sglang", "vllm", "eagle3"] = "auto"
-    """Whose it is; auto asks it."""
+    kind: Literal["auto", "sglang", "vllm", "llamacpp", "eagle3"] = "auto"
+    """Whose it is; auto asks it. llamacpp is llama.cpp's llama-server, eagle3 our own."""
     model: str | None = None
     """What it calls the model; None takes the first that it lists."""
     api_key_env: VariableName | None = Field(None, repr=False)

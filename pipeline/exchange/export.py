@@ -18,7 +18,8 @@ from pipeline.store.location import Location
 from pipeline.store.manifest import read_report
 from pipeline.target.open import open_contracted_target
 
-Format = Literal["sglang", "speculators", "mtp"]
+Format = Literal["sglang", "speculators", "mtp", "gguf"]
+_GGUF = ".gguf"
 
 
 def export_head(
@@ -32,10 +33,12 @@ def export_head(
 ) -> None:
     """Write the head at `head_uri` to `out` (directories or fsspec URIs), with a model card.
 
+    With `--format gguf`, an `out` that ends in .gguf is the file itself, alone.
+
     `report` is the report.json of its evaluation, or the URI of the run, for the card's figures.
 
     `target` says where the target is now; the default is the contract's own source, which an
-    exported head names without its path. SGLang's dialect of an EAGLE-3 head does not need it.
+    exported head names without its path. Formats without an embedding do not need it.
     `verifier` is where a server of speculators' dialect finds the target, written as it is. Raises
     HeadError, TargetError, ContractMismatch, or ConfigError for a verifier that no file would name.
     """
@@ -55,13 +58,28 @@ def export_head(
         report=evaluated,
         where=report or "",
     )
-    with output_directory(out) as folder:
+    is_file = format == "gguf" and out.endswith(_GGUF)
+    with _output_file(out) if is_file else output_directory(out) as folder:
         request = Export(
             format, lambda: open_contracted_target(card.contract, target, where=where), verifier
         )
         chosen.checkpoint.export(folder, head, published(card), request)
         (folder / MODEL_CARD).write_text(described, encoding="utf-8")
     notice("export", f"{format}: {out}")
+
+
+@contextmanager
+def _output_file(out: str) -> Iterator[Path]:
+    """A directory whose GGUF file becomes `out`. Raises StoreError where something is there."""
+    folder, slash, name = out.rpartition("/")
+    location = Location(folder + slash or ".")
+    if name in (*location.names(), *location.subdirectories()):
+        fix = "choose another name, or delete this one first"
+        raise StoreError("exists already", where=f"--out {out}", fix=fix)
+    with tempfile.TemporaryDirectory(prefix="eagle3-") as temporary:
+        yield Path(temporary)
+        (file,) = Path(temporary).glob(f"*{_GGUF}")
+        location.put_file(name, file)
 
 
 @contextmanager

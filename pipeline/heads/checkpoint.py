@@ -132,17 +132,12 @@ def write_files(
     """Write a head directory atomically, weights in bfloat16; an existing one is replaced."""
     partial = directory.with_name(f".{directory.name}.partial")
     stored = {name: _stored(tensor) for name, tensor in tensors.items()}
-    body = {
-        "contract": card.contract.model_dump(mode="json"),
-        "provenance": card.provenance,
-        "metrics": card.metrics,
-    }
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_file(stored, partial / WEIGHTS, metadata={"format": "pt"})
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (partial / CARD).write_text(json.dumps(body, indent=2) + "\n")
+        (partial / CARD).write_text(json.dumps(card_fields(card), indent=2) + "\n")
         shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # safetensors makes it the user's own
         if directory.exists():
             shutil.rmtree(directory)
@@ -151,6 +146,15 @@ def write_files(
         problem = f"cannot write the head: {error.strerror}"
         fix = "free some space or choose a writable directory"
         raise StoreError(problem, where=str(directory), fix=fix) from error
+
+
+def card_fields(card: HeadCard) -> dict[str, Any]:
+    """What `eagle3.json` holds."""
+    return {
+        "contract": card.contract.model_dump(mode="json"),
+        "provenance": card.provenance,
+        "metrics": card.metrics,
+    }
 
 
 def _stored(tensor: Tensor) -> Tensor:

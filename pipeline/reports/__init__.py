@@ -162,7 +162,7 @@ class ServerResult(Record):
 
     url: str
     """Its address."""
-    kind: Literal["sglang", "vllm", "eagle3"]
+    kind: Literal["sglang", "vllm", "llamacpp", "eagle3"]
     """Which server software it is."""
     version: str
     """As the server reports it; empty where it does not."""

@@ -85,8 +85,11 @@ def digest_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+CopyOf = Callable[[Path], Path]
+
+
 @pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+def copy_of(tmp_path: Path) -> CopyOf:
     """A copy of a directory, to plant a fault in."""
 
     def copy(folder: Path) -> Path:

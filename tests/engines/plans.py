@@ -68,7 +68,9 @@ def _change(
         (folder / "config.json").write_text(json.dumps(read))
 
 
-def _of(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """One tensor, in fp32 in between."""
+
     def plant(tensors: dict[str, Tensor]) -> None:
         tensors[name] = change(tensors[name].float()).to(tensors[name].dtype)
 
@@ -80,7 +82,7 @@ def _noise(name: str, share: float = 1.0) -> Change:
         torch.manual_seed(1)
         return tensor + share * tensor.std() * torch.randn_like(tensor)
 
-    return _of(name, add)
+    return changed(name, add)
 
 
 def _swapped(first: str, second: str) -> Change:
@@ -137,7 +139,8 @@ def _another_embedding(tensors: dict[str, Tensor]) -> None:
     tensors["embed_tokens.weight"] = torch.randn(49152, width).to(torch.bfloat16) / 10
 
 
-def _fc_permuted(tensor: Tensor) -> Tensor:
+def fc_permuted(tensor: Tensor) -> Tensor:
+    """The middle state is read for the low one, and the other way round."""
     first, second, third = tensor.chunk(3, 1)
     return torch.cat((second, first, third), 1)
 
@@ -181,18 +184,22 @@ FAULTS = (
     Plan("the low aux layer one later", _DRAFTS, config=_aux(1, 0)),
     Plan("the middle aux layer one later", _DRAFTS, config=_aux(1, 1)),
     Plan("the high aux layer one earlier", _DRAFTS, config=_aux(-1, 2)),
-    Plan("fc's inputs permuted", _DRAFTS, weights=_of("fc.weight", _fc_permuted)),
+    Plan("fc's inputs permuted", _DRAFTS, weights=changed("fc.weight", fc_permuted)),
     Plan("rotary base 1,000", _DRAFTS, config=_rope(1e3)),
     Plan("rotary base 10,000", _DRAFTS, config=_rope(1e4)),
     Plan("rotary base 500,000", _DRAFTS, config=_rope(5e5)),
-    Plan("d2t shifted", _DRAFTS, weights=_of("d2t", lambda each: each.roll(1))),
-    Plan("no hidden norm", _DRAFTS, weights=_of(f"{_LAYER}hidden_norm.weight", torch.ones_like)),
-    Plan("hidden norm twice", _DRAFTS, weights=_of(f"{_LAYER}hidden_norm.weight", torch.square)),
-    Plan("no last norm", _DRAFTS, weights=_of("norm.weight", torch.ones_like)),
+    Plan("d2t shifted", _DRAFTS, weights=changed("d2t", lambda each: each.roll(1))),
+    Plan(
+        "no hidden norm", _DRAFTS, weights=changed(f"{_LAYER}hidden_norm.weight", torch.ones_like)
+    ),
+    Plan(
+        "hidden norm twice", _DRAFTS, weights=changed(f"{_LAYER}hidden_norm.weight", torch.square)
+    ),
+    Plan("no last norm", _DRAFTS, weights=changed("norm.weight", torch.ones_like)),
     Plan(
         "input norm a tenth",
         _DRAFTS,
-        weights=_of(f"{_LAYER}input_layernorm.weight", lambda x: x / 10),
+        weights=changed(f"{_LAYER}input_layernorm.weight", lambda x: x / 10),
     ),
     Plan("another model's embedding", _DRAFTS, weights=_another_embedding),
     Plan("noise in the queries", _DRAFTS, weights=_noise(f"{_LAYER}self_attn.q_proj.weight")),
@@ -210,7 +217,7 @@ FAULTS = (
     Plan(
         "heads of the queries rolled",
         _DRAFTS,
-        weights=_of(f"{_LAYER}self_attn.q_proj.weight", lambda each: each.roll(64, 0)),
+        weights=changed(f"{_LAYER}self_attn.q_proj.weight", lambda each: each.roll(64, 0)),
     ),
     Plan("a head of four bits", _DRAFTS, weights=_rounded(4)),
     Plan("another eps", _DRAFTS, config=_set(rms_norm_eps=1e-2)),

@@ -20,7 +20,7 @@ from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
 from tests.engines.conftest import Line, make_line
 from tests.engines.plans import FAULTS, RIGHT, Plan
 from tests.engines.servers import EngineServer, vllm_server
-from tests.serve_eval.recordings import FILE, RecordedReply, RecordedRun, Recording, Recordings
+from tests.serve_eval.recorded_runs import FILE, RecordedReply, RecordedRun, Recording, Recordings
 
 
 def main() -> None:

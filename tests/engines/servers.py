@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from pipeline.heads.registry import algorithm_of, open_head
-from tests.engines.environments import ROOT, SGLANG, VLLM
+from tests.engines.environments import LLAMA, ROOT, SGLANG, VLLM
 
 #: Seconds until a server of 135 M parameters answers, on two busy cores.
 _START = 600.0
@@ -188,6 +188,32 @@ def sglang_server(
         "HF_HUB_OFFLINE": "1",
     }
     with running([*command, *options], environment, log) as alive:
+        yield answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
+
+
+@contextmanager
+def llama_server(
+    target: Path,
+    head: Path | None,
+    log: Path,
+    *,
+    drafts: int = 3,
+    slots: int = 1,
+    context: int = 1024,
+    kv_type: str = "F32",
+    backend_sampling: bool = True,
+) -> Iterator[EngineServer]:
+    """llama.cpp's server of the GGUF file `target` with the head `head`, a GGUF file too; keys and
+    values are of `kv_type`, F32 or F16. `backend_sampling` of drafts is its default."""
+    port = free_port()
+    settings = {
+        **{"target": str(target), "head": head and str(head), "port": port, "drafts": drafts},
+        **{"slots": slots, "context": context, "kv_type": kv_type},
+        "backend_sampling": backend_sampling,
+    }
+    script = str(ROOT / "tests/engines/llama_server.py")
+    command = [str(LLAMA.make()), script, json.dumps(settings)]
+    with running(command, os.environ, log) as alive:
         yield answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
 
 

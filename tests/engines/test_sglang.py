@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import LiveServerSection, load
 from pipeline.reports import ServerFinding
 from pipeline.serve_eval.questions import Question
-from pipeline.serve_eval.servers.check import _replay, compare_golden
+from pipeline.serve_eval.servers.check import compare_golden, replay_rounds
 from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.findings import SeenServer, findings_of
 from pipeline.serve_eval.servers.kinds import identify
@@ -66,7 +66,7 @@ def test_a_right_server_with_a_head_of_eagle_31(
         update={"golden": golden.model_copy(update={"prompts": tuple(prompts)})}
     )
     overrides = [f"run.uri={tmp_path}", f"eval.head={head}", "target.dtype=float32"]
-    replay = partial(_replay, load(ROOT / "configs/demo.yaml", [*overrides, "run.threads=1"]))
+    replay = partial(replay_rounds, load(ROOT / "configs/demo.yaml", [*overrides, "run.threads=1"]))
     with sglang_server(line.target, head, tmp_path / "log") as server:
         section = LiveServerSection(url=server.url, timeout_seconds=SECONDS)
         seen, findings = compare_golden(report, section, where="the report", replay=replay)

@@ -66,7 +66,10 @@ ALGORITHM = HeadAlgorithm(
     size=BlockHeadSize.of,
     describe=lambda _head: "a block drafter (DFlash)",
     formats=("sglang", "speculators"),
-    refusals={"mtp": "MTP layers predict one token each, this head a block"},
+    refusals={
+        "mtp": "MTP layers predict one token each, this head a block",
+        "gguf": "this version writes GGUF files of EAGLE-3 heads alone",
+    },
     unread=_unread,
     serve_command=_serve_command,
 )

@@ -4,7 +4,8 @@ shape.py        the module
 init.py         its first weights: copied from the target, and solved by least squares
 ttt.py          training-time test, the objective
 drafter.py      the dynamic tree that it drafts
-checkpoint.py   directories, ours and other trainers'; sglang.py and speculators.py are the formats
+checkpoint.py   directories, ours and other trainers'; sglang.py, speculators.py and gguf.py are
+                the formats
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ def _serve_command(
             command += f" \\\n    --speculative-draft-window-size {shape.draft_window}"
         tried = "SGLang 0.5.23 on a CPU, with plain torch for its compiled operations, 2026-11-26"
         return ServeCommand(command, 0, "For vLLM, export with `--format speculators`.", tried)
+    if format == "gguf":
+        command = (
+            "llama-server -m TARGET.gguf -md HEAD/eagle3-BF16.gguf --spec-type draft-eagle3 \\\n"
+            f"    --spec-draft-n-max {tokens} --no-spec-draft-backend-sampling"
+        )
+        other = "TARGET.gguf is the target as GGUF. For SGLang, export with `--format sglang`."
+        return ServeCommand(command, tokens, other)
     draft = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": tokens}
     command = f"vllm serve {target} --speculative-config '{json.dumps(draft)}'"
     return ServeCommand(command, tokens, "For SGLang, export with `--format sglang`.")
@@ -69,7 +77,7 @@ ALGORITHM = HeadAlgorithm(
     settings=_settings,
     size=HeadSize.of,
     describe=lambda _head: "an EAGLE-3 draft head",
-    formats=("sglang", "speculators"),
+    formats=("sglang", "speculators", "gguf"),
     refusals={
         "mtp": "MTP layers join token and hidden state before the layer, this head inside it"
     },

@@ -19,7 +19,7 @@ from pipeline.heads.checkpoint import (
     read_tensors,
     write_files,
 )
-from pipeline.heads.eagle3 import sglang, speculators
+from pipeline.heads.eagle3 import gguf, sglang, speculators
 from pipeline.heads.eagle3.shape import Eagle3Head, HeadShape
 from pipeline.heads.fields import Layers, architectures_of
 from pipeline.heads.speculators import MODEL_TYPE
@@ -83,8 +83,10 @@ def read_config(
 
 
 def export(folder: Path, head: Eagle3Head, card: HeadCard, request: Export) -> None:
-    """Write the dialect of speculators, or SGLang's, which is our own directory."""
+    """Write the dialect of speculators, a GGUF file, or SGLang's, which is our own directory."""
     if request.format == "speculators":
         speculators.export_speculators(folder, head, card, request)
+    elif request.format == "gguf":
+        gguf.export_gguf(folder, head, card)
     else:
         write_files(folder, head_config(head.shape, card.contract), head.state_dict(), card)

@@ -48,7 +48,7 @@ def check_run(config: RunConfig) -> bool:
     report = report_of(config)
     if report is None:
         raise ConfigError("there is no report", where=where, fix="run `eagle3 eval` first")
-    return check(report, config.eval.server, where=where, replay=partial(_replay, config))
+    return check(report, config.eval.server, where=where, replay=partial(replay_rounds, config))
 
 
 def check_report(file: str, overrides: Sequence[str]) -> bool:
@@ -134,7 +134,7 @@ async def _cut(seen: SeenServer, measure: Callable[..., LiveMeasure]) -> dict[st
     return cut
 
 
-def _replay(config: RunConfig, golden: GoldenFigure, shape: TreeSection) -> GoldenFigure:
+def replay_rounds(config: RunConfig, golden: GoldenFigure, shape: TreeSection) -> GoldenFigure:
     """With the run's target and head: what its report does not know of a shape."""
     from pipeline.heads.registry import open_head
     from pipeline.serve_eval.measure import Comparison

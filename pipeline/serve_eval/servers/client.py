@@ -81,14 +81,16 @@ class LiveClient:
         except (httpx.HTTPError, ValueError):
             return None
 
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a streamed reply, in time. Raises AttemptFailed, ServerGone."""
         import httpx
 
         until = asyncio.get_running_loop().time() + self._timeout
         try:
             async with asyncio.timeout_at(until):
-                async with self._opened(path, body) as reply:
+                async with self._opened(path, body, headers) as reply:
                     async for event in _read_events(reply):
                         yield event
         except (TimeoutError, httpx.TimeoutException):
@@ -99,10 +101,12 @@ class LiveClient:
             raise AttemptFailed("disconnected") from None
 
     @asynccontextmanager
-    async def _opened(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+    async def _opened(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> AsyncIterator[httpx.Response]:
         """A reply with status 200; a busy server is asked again."""
         while True:
-            async with self._http.stream("POST", path, json=body) as reply:
+            async with self._http.stream("POST", path, json=body, headers=headers) as reply:
                 status = reply.status_code
                 if status == 200:
                     yield reply
@@ -136,6 +140,7 @@ async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             raise AttemptFailed("unreadable")
         if event.get("error"):
             raise AttemptFailed("stream_error", str(event["error"])[:200])
+        ended = event.get("stop") is True  # llama-server ends with this event
         yield event
     if not ended:
         raise AttemptFailed("truncated")

@@ -34,7 +34,7 @@ from pipeline.reports import (
     ServerResult,
 )
 from pipeline.serve_eval.intervals import drawn_sums, estimate
-from pipeline.serve_eval.servers.kinds import LiveServer, ServerRounds
+from pipeline.serve_eval.servers.kinds import Kind, LiveServer, ServerRounds
 from pipeline.serve_eval.servers.load import LiveReply, LoadRun
 
 #: A head that fits accepts something; below this τ nothing useful was drafted.
@@ -191,7 +191,8 @@ class SeenServer:
 
 
 def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
-    """SGLang and `eagle3 serve` report it; vLLM drafts chains, and counts every position."""
+    """SGLang and `eagle3 serve` report it; vLLM and llama-server draft chains, and count every
+    position."""
     names = "num_steps", "eagle_topk", "num_draft_tokens"
     steps, top_k, nodes = (server.settings.get(f"speculative_{name}") for name in names)
     if isinstance(steps, int) and isinstance(top_k, int) and isinstance(nodes, int):
@@ -199,7 +200,8 @@ def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
     positions = max(
         (len(each.counters.proposed) for each in run.rounds if each.counters), default=0
     )
-    return TreeSection.chain(positions) if server.kind == "vllm" and positions else None
+    is_chain = server.kind in ("vllm", "llamacpp")
+    return TreeSection.chain(positions) if is_chain and positions else None
 
 
 class ComparedRounds(NamedTuple):
@@ -358,6 +360,8 @@ def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
         where = "its /metrics has no counters of spec_decode"
         if seen.server.kind != "vllm":
             where = "its replies have no spec_verify_ct"
+        if seen.server.kind == "llamacpp":
+            where = "the timings of its replies have no draft_n"
         text = f"the server reports no speculation: {where}"
         fix = "start it with its speculative options; plain decoding reports none either"
         severity = seen.report or seen.section.drafts
@@ -438,7 +442,11 @@ def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
     compared, shape = seen.compared, seen.shape
     if shape is None or not compared:
         return
-    known = shape.top_k == 1 and all(each.prompt.chain_margins for each in compared)
+    # llama-server's sums leave out what a reply's end has no room for.
+    sums = seen.server.kind != "llamacpp"
+    known = shape.top_k == 1 and all(
+        each.prompt.chain_margins and (sums or each.theirs.in_order) for each in compared
+    )
     text = _other_drafts(compared, shape) if known and not seen.exact else _other_rounds(seen)
     if text:
         fix = "the head computes something else there: compare its weights, aux layers, rotary "
@@ -463,9 +471,9 @@ def _other_drafts(compared: Sequence[ComparedRounds], chain: TreeSection) -> str
 def _other_rounds(seen: SeenServer) -> str:
     """Replies that took other rounds: any in fp32, in bf16 if there are many more rounds, or fewer;
     "" for none."""
-    vllm, shape = seen.server.kind == "vllm", seen.shape
+    kind, shape = seen.server.kind, seen.shape
     pairs = [
-        (each.prompt.id, _counted(each.theirs, vllm), _counted(each.ours, vllm))
+        (each.prompt.id, _counted(each.theirs, kind), _counted(each.ours, kind))
         for each in seen.compared
         if each.tokens is None
     ]
@@ -482,17 +490,24 @@ def _other_rounds(seen: SeenServer) -> str:
     return f"{text}first {name}: {_in_words(theirs)} against {_in_words(ours)} of the decoder"
 
 
-def _counted(rounds: ServerRounds | RoundCounters, vllm: bool) -> tuple[int, int, int]:
-    """Rounds, drafted and accepted tokens; vLLM counts only rounds with a draft."""
+def _counted(rounds: ServerRounds | RoundCounters, kind: Kind) -> dict[str, int]:
+    """What must be equal: rounds, drafted and accepted tokens. vLLM counts only rounds with a
+    draft; llama-server drafts no token that the reply has no room for, where we draft it in vain.
+    """
+    if kind == "llamacpp":
+        return {"rounds": rounds.rounds, "tokens": rounds.tokens}
     if isinstance(rounds, RoundCounters):
-        made = rounds.drafts if vllm else rounds.rounds
-        return made, rounds.drafted, rounds.accepted_tokens
-    return rounds.rounds, rounds.drafted, rounds.accepted
+        made, accepted = (
+            (rounds.drafts if kind == "vllm" else rounds.rounds),
+            rounds.accepted_tokens,
+        )
+    else:
+        made, accepted = rounds.rounds, rounds.accepted
+    return {"rounds": made, "drafted": rounds.drafted, "accepted": accepted}
 
 
-def _in_words(counted: tuple[int, int, int]) -> str:
-    rounds, drafted, accepted = counted
-    return f"{rounds} rounds, {drafted} drafted, {accepted} accepted"
+def _in_words(counted: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counted.items())
 
 
 def _template(seen: SeenServer) -> Iterator[ServerFinding]:

@@ -6,6 +6,8 @@
     vllm     POST /v1/completions with the ids as prompt; with --per-request-spec-decode-metrics
              (0.32) the last event has `metrics.speculative_decoding`, else counters of /metrics are
              read before and after (v1/metrics/stats.py, v1/spec_decode/metrics.py)
+    llamacpp POST /completion with the ids as prompt; every event has a token, and `timings` that
+             count what was drafted and accepted so far (tools/server/server-task.cpp); /props
     eagle3   POST /v1/completions; meta_info under SGLang's names in the last event
 
 SGLang has renamed some fields; the newer name is read first.
@@ -14,9 +16,10 @@ SGLang has renamed some fields; the newer name is read first.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 from pipeline.config import OWNER
@@ -24,7 +27,9 @@ from pipeline.errors import EndpointError
 from pipeline.reports import RoundCounters
 from pipeline.serve_eval.servers.client import LiveClient, ServerGone
 
-Kind = Literal["sglang", "vllm", "eagle3"]
+Kind = Literal["sglang", "vllm", "llamacpp", "eagle3"]
+#: Where prompts are sent; of the others /v1/completions.
+_PATHS = {"sglang": "/generate", "llamacpp": "/completion"}
 
 #: Arguments of an SGLang server that are recorded beside speculative_*. Others may be secrets.
 _RECORDED = (
@@ -48,7 +53,12 @@ class LiveServer:
     @property
     def path(self) -> str:
         """Where prompts are sent."""
-        return "/generate" if self.kind == "sglang" else "/v1/completions"
+        return _PATHS.get(self.kind, "/v1/completions")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """llama-server closes a connection after a stream, though it says that it keeps it."""
+        return {"Connection": "close"} if self.kind == "llamacpp" else {}
 
     @property
     def reports_requests(self) -> bool:
@@ -76,6 +86,15 @@ class LiveServer:
         if self.kind == "sglang":
             sampling["max_new_tokens"] = new
             return {"input_ids": list(ids), "sampling_params": sampling, "stream": True}
+        if self.kind == "llamacpp":  # it stops at its vocabulary's own end tokens
+            return sampling | {
+                "prompt": list(ids),
+                "n_predict": new,
+                "repeat_penalty": 1.0,
+                "stream": True,
+                "return_tokens": True,
+                "timings_per_token": True,
+            }
         return sampling | {
             "model": self.model,
             "prompt": list(ids),
@@ -93,10 +112,12 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
     first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
     owner = str(first.get("owned_by", "")) if kind == "auto" else kind
     info = None
-    if owner not in ("vllm", OWNER):
+    if owner not in ("vllm", "llamacpp", OWNER):
         info = await client.json_page("/server_info") or await client.json_page("/get_server_info")
     if owner == OWNER:
         known: Kind = OWNER
+    elif owner == "llamacpp":
+        known = "llamacpp"
     elif owner == "sglang" or (isinstance(info, dict) and "internal_states" in info):
         known = "sglang"
     elif owner == "vllm" or (
@@ -104,12 +125,14 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
     ):
         known = "vllm"
     else:
-        problem = "not recognised as SGLang, vLLM or `eagle3 serve`"
+        problem = "not recognised as SGLang, vLLM, llama-server or `eagle3 serve`"
         fix = "set eval.server.kind, or correct the address"
         raise EndpointError(problem, where=url, fix=fix)
     named = model or str(first.get("id", ""))
     if known == "sglang":
         return _sglang(info if isinstance(info, dict) else {}, named)
+    if known == "llamacpp":
+        return _llamacpp(first, await client.json_page("/props"), named)
     version = await client.json_page("/version") if known == "vllm" else first
     number = str(version.get("version", "")) if isinstance(version, dict) else ""
     return LiveServer(known, named, number, _recorded(first, ("max_model_len", "root", "golden")))
@@ -133,6 +156,18 @@ def _sglang(info: dict[str, Any], model: str) -> LiveServer:
     if info:
         settings["speculative_algorithm"] = info.get("speculative_algorithm")
     return LiveServer("sglang", model, str(info.get("version", "")), settings)
+
+
+def _llamacpp(listed: dict[str, Any], props: Any, model: str) -> LiveServer:
+    """Its `dtype` is the target file's type; of its head and of keys and values it reports none."""
+    meta, props = listed.get("meta") or {}, props if isinstance(props, dict) else {}
+    settings = {
+        "context_length": meta.get("n_ctx"),
+        "dtype": meta.get("ftype"),
+        "total_slots": props.get("total_slots"),
+    }
+    reported = {name: value for name, value in settings.items() if value is not None}
+    return LiveServer("llamacpp", model, str(props.get("build_info", "")), reported)
 
 
 @dataclass(frozen=True)
@@ -200,6 +235,44 @@ def _drafts_of(metrics: dict[str, Any]) -> ServerRounds | None:
         proposed=(rounds,) * depth,
     )
     return ServerRounds(rounds, rounds + accepted, drafted, accepted, counters, in_order)
+
+
+def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> ServerRounds | None:
+    """Of a request to llama-server, from the `timings` of its tokens' events; None without drafts.
+
+    All tokens of a round count the same drafts; the last one or two of a reply may be made plainly:
+
+        draft_n            0  3  3  6  8  8      rounds of 3, 3 and 2 drafted tokens, and a plain
+        draft_n_accepted   0  1  1  1  1  1      one; the first token is prefill's
+
+    A character that several tokens make has an event for the last of them alone, so that no round
+    can be told from another: then only the sums are known.
+    """
+    totals = Counter((each.get("draft_n", 0), each.get("draft_n_accepted", 0)) for each in timings)
+    (drafted, accepted), tokens = max(totals, default=(0, 0)), completion - 1
+    if not drafted:
+        return None
+    if totals.total() != completion:
+        return ServerRounds(tokens - accepted, tokens, drafted, accepted)
+    made: list[tuple[int, int]] = []  # drafted and accepted tokens, by round
+    before = (0, 0)
+    for total, count in sorted(totals.items()):
+        rounds = [(total[0] - before[0], total[1] - before[1])] if total[0] else []
+        plain = count - (rounds[0][1] + 1 if rounds else 1)  # negative where a stop cuts the round
+        made += [*rounds, *[(0, 0)] * plain]
+        before = total
+    lengths = Counter(length for _, length in made)
+    counters = RoundCounters(
+        rounds=len(made),
+        tokens=tokens,
+        drafted=drafted,
+        accepted_lengths=tuple(lengths[n] for n in range(max(lengths) + 1)),
+        proposed=tuple(sum(n > k for n, _ in made) for k in range(max(made)[0])),
+    )
+    # The last round may be cut, and those before it may have had no room for a whole draft.
+    whole = takewhile(lambda each: each[0] == len(counters.proposed), made[:-1])
+    in_order = tuple(length for _, length in whole)
+    return ServerRounds(len(made), tokens, drafted, accepted, counters, in_order)
 
 
 def _first(meta: dict[str, Any], *names: str) -> Any:

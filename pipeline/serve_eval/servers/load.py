@@ -27,11 +27,14 @@ from pipeline.serve_eval.servers.kinds import (
     ServerRounds,
     read_metrics,
     rounds_of,
+    rounds_of_timings,
 )
 
 #: How long to wait for counters: vLLM counts a step after it has sent the step's tokens.
 _SETTLE_SECONDS = 2.0
 _CUT = frozenset({"disconnected", "truncated"})
+#: Why a reply of llama-server ended, in an OpenAI API's words.
+_STOPS = {"limit": "length", "eos": "stop", "word": "stop"}
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ class LiveMeasure:
         body = self._server.body(question.context, self._new, self._stop)
         reading = _Reading(self._server)
         start = last = first = time.perf_counter()
-        async with aclosing(self._client.events(self._server.path, body)) as events:
+        server = self._server
+        async with aclosing(self._client.events(server.path, body, server.headers)) as events:
             async for event in events:
                 now, before_it = time.perf_counter(), reading.tokens_so_far
                 reading.take(event)
@@ -193,7 +197,7 @@ class LiveMeasure:
         tokens = reading.completion
         if not tokens:
             raise AttemptFailed("empty")
-        rounds = rounds_of(reading.meta, tokens, self._server.depth)
+        rounds = reading.rounds
         if counts and rounds is None:
             counted = await self._counted(before, tokens)
             if counted and counted.generated == tokens:
@@ -210,7 +214,7 @@ class LiveMeasure:
         )
 
     async def _metrics(self) -> MetricCounts | None:
-        if self._server.kind == "sglang":
+        if self._server.kind in ("sglang", "llamacpp"):
             return None
         return await read_metrics(self._client, self._server.model)
 
@@ -244,7 +248,9 @@ class _Reading:
     """A stream of events, read into a reply."""
 
     def __init__(self, server: LiveServer) -> None:
+        self._server = server
         self._native = server.kind == "sglang"
+        self._timings: list[dict[str, Any]] = []
         self._pieces: list[list[int]] = []
         self._texts = self._completion = 0
         self.meta: dict[str, Any] = {}
@@ -254,6 +260,8 @@ class _Reading:
     def take(self, event: dict[str, Any]) -> None:
         if self._native:
             return self._take_native(event)
+        if self._server.kind == "llamacpp":
+            return self._take_token(event)
         metrics = event.get("metrics") or {}
         self.meta = event.get("meta_info") or metrics.get("speculative_decoding") or self.meta
         usage = event.get("usage") or {}
@@ -274,6 +282,21 @@ class _Reading:
         self.finish_reason = str(reason.get("type", "")) if isinstance(reason, dict) else ""
         if self.finish_reason == "abort":
             raise AttemptFailed("aborted", str(reason.get("message", ""))[:200])
+
+    def _take_token(self, event: dict[str, Any]) -> None:
+        if piece := event.get("tokens"):
+            self._pieces.append(piece)
+            self._timings.append(event.get("timings") or {})
+        self._completion = event.get("tokens_predicted") or self._completion
+        self.prompt_tokens = event.get("tokens_evaluated") or self.prompt_tokens
+        self.finish_reason = _STOPS.get(event.get("stop_type", ""), self.finish_reason)
+
+    @property
+    def rounds(self) -> ServerRounds | None:
+        """As the reply reports them."""
+        if self._server.kind == "llamacpp":
+            return rounds_of_timings(self._timings, self.completion)
+        return rounds_of(self.meta, self.completion, self._server.depth)
 
     @property
     def tokens_so_far(self) -> int:

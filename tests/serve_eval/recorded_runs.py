@@ -19,7 +19,7 @@ from pipeline.serve_eval.servers.findings import SeenServer
 from pipeline.serve_eval.servers.kinds import LiveServer, ServerRounds, rounds_of
 from pipeline.serve_eval.servers.load import LiveReply, LoadRun
 
-FILE = Path(__file__).with_name("vllm-0.32.0.json.gz")
+FILE = Path(__file__).parent / "recordings/vllm.json.gz"
 
 
 class RecordedReply(NamedTuple):
