@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from multiprocessing import get_context
@@ -250,6 +250,10 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
         ops.label = f"{_TYPES[dtype]} d={size} nodes={count}"
         query, mask = _empty(2 * count, 32, size, dtype=dtype), _empty(2 * count)
         ops.tree_attention(query, keys, values, metadata(count, mask))
+        if count == 16:  # behind a sliding window, rows are masked in every page
+            ops.label = f"{_TYPES[dtype]} d={size} sliding"
+            sliding = replace(metadata(count, mask), first_seen=seq_lens)
+            ops.tree_attention(query, keys, values, sliding)
     if dtype != torch.float32 or size == 64:
         ops.label = f"{_TYPES[dtype]} d={size} prefill"
         query = _empty(2048, 32, size, dtype=dtype)

@@ -55,7 +55,7 @@ def listing(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda h: h["aux_states"].update(shape=[20, 11]), "does not fit its shape"),
         (
             lambda h: h["aux_states"].update(shape=[40, 6]),
-            r"aux_states has shape \[40, 6\] instead of \[20, 12\]",
+            r"aux_states has shape \[40, 6\] instead of \[20, 4\]",
         ),
         (
             lambda h: h["supervised_mask"].update(data_offsets=[10**6, 10**6 + 3]),
