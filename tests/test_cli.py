@@ -121,7 +121,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect"], "HEAD"),
         (["inspect", "head", "more"], "takes no argument 'more'"),
         (["export", "head", "--out", "there"], "--format"),
-        (["export", "head", "--out", "there", "--format", "gguf"], "'gguf'"),
+        (["export", "head", "--out", "there", "--format", "onnx"], "'onnx'"),
         (["import", "there", "--out", "head"], "--target"),
     ],
 )
