@@ -150,6 +150,11 @@ def test_its_fields_say_where_the_head_listens(own: Path, contract: TargetContra
         ({"fc_norm": True}, "fc_norm is true"),
         ({"norm_output": True}, "norm_output is true"),
         ({"draft_window": 16}, "draft_window is 16"),
+        ({"norm_before_residual": True}, "no place for norm_before_residual"),
+        ({"norm_before_fc": True}, "no place for norm_before_fc"),
+        ({"attention_bias": True}, "no place for attention_bias"),
+        ({"qk_norm": True}, "no place for qk_norm"),
+        ({"num_hidden_layers": 2}, "no place for num_hidden_layers"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 700.0, "factor": 2.0}},
             "rope_parameters.rope_type is dynamic",

@@ -65,8 +65,18 @@ def _unread(head: Any, format: str) -> list[str]:
 
     if format == "sglang":
         return unknown_to_sglang(head.shape)
+    if format == "gguf":
+        return _not_written(head.shape)
     both = head.shape.norm_before_fc and head.shape.fc_norm  # speculators has one or the other
     return ["norm_before_fc beside fc_norm"] if both else []
+
+
+def _not_written(shape: Any) -> list[str]:
+    """What the GGUF file has no place for, or a place that was not tried; gguf.py has the rest."""
+    names = ("norm_before_fc", "norm_before_residual", "attention_bias", "qk_norm")
+    fields = [each for each in (*names, "sliding_window", "own_embedding") if getattr(shape, each)]
+    fields += ["num_hidden_layers"] * (shape.num_hidden_layers > 1)
+    return [*fields, *["an fc of other than three aux states"] * (shape.aux_layers != 3)]
 
 
 ALGORITHM = HeadAlgorithm(
