@@ -83,8 +83,8 @@ async def _send(plan: Plan, line: Line, server: EngineServer) -> tuple[LiveServe
 def _recorded(run: LoadRun) -> RecordedRun:
     replies: dict[str, RecordedReply] = {}
     for each in run.replies:
-        accepted = each.rounds.in_order if each.rounds else None
-        reply = RecordedReply(each.token_ids or (), each.finish_reason, accepted)
+        rounds = each.rounds.in_order if each.rounds else None
+        reply = RecordedReply(each.token_ids or (), each.finish_reason, rounds)
         replies.setdefault(each.question.request_id, reply)
     failed = dict(run.failed)
     return RecordedRun(run.concurrency, replies, failed, run.detail)

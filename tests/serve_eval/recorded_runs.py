@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +24,11 @@ FILE = Path(__file__).parent / "recordings/vllm.json.gz"
 
 
 class RecordedReply(NamedTuple):
-    """Token ids, and what each round accepted; None: no rounds were reported."""
+    """Token ids, and what each round drafted and accepted; None: no rounds were reported."""
 
     ids: tuple[int, ...]
     ended: str  # finish_reason
-    accepted: tuple[int, ...] | None
+    rounds: tuple[tuple[int, int], ...] | None
 
 
 class RecordedRun(NamedTuple):
@@ -56,7 +57,7 @@ class Recording(Record):
         replies = []
         for name, each in run.replies.items():
             question = Question(name, "", golden[name].prompt_ids)
-            rounds = self._rounds(each.accepted) if each.accepted else None
+            rounds = self._rounds(each.rounds) if each.rounds else None
             if rounds and not listed:
                 rounds = replace(rounds, in_order=())
             sent = len(question.context)
@@ -70,13 +71,14 @@ class Recording(Record):
         seen = SeenServer(LiveServer(**self.server), section, [load], limit, (), report, own)
         return seen if listed else replace(seen, cut=self._cut(seen, run))
 
-    def _rounds(self, accepted: tuple[int, ...]) -> ServerRounds | None:
-        counts = Counter(accepted)
+    def _rounds(self, rounds: Sequence[tuple[int, int]]) -> ServerRounds | None:
+        drafted, accepted = zip(*rounds, strict=True)
         reported = {
-            "acceptance_histogram": [counts[each] for each in range(self.drafts + 1)],
-            "num_spec_steps": len(accepted),
-            "num_draft_tokens": self.drafts * len(accepted),
+            "acceptance_histogram": [accepted.count(each) for each in range(self.drafts + 1)],
+            "num_spec_steps": len(rounds),
+            "num_draft_tokens": sum(drafted),
             "num_spec_tokens": self.drafts,
+            "per_step_drafted": drafted,
             "per_step_accepted": accepted,
         }
         return rounds_of(reported, 0, None)
@@ -86,14 +88,14 @@ class Recording(Record):
         cut = {}
         whole = {each.question.request_id: each for each in seen.runs[0].replies}
         for parting in seen.partings:
-            accepted = run.replies[parting.prompt].accepted
-            if parting.position < 2 or not accepted:
+            listed = run.replies[parting.prompt].rounds
+            if parting.position < 2 or not listed:
                 continue
-            position, taken = 0, list[int]()
-            while position < parting.position - 1 and len(taken) < len(accepted):
-                taken.append(accepted[len(taken)])
-                position += taken[-1] + 1
-            rounds = self._rounds(tuple(taken))
+            position, taken = 0, list[tuple[int, int]]()
+            while position < parting.position - 1 and len(taken) < len(listed):
+                taken.append(listed[len(taken)])
+                position += taken[-1][1] + 1
+            rounds = self._rounds(taken)
             assert rounds
             cut[parting.prompt] = replace(
                 whole[parting.prompt], rounds=replace(rounds, in_order=())

@@ -35,7 +35,7 @@ def _compared(prompt: GoldenPrompt, taken: list[int], tokens: int | None = None)
 
 
 def _in_order(each: ComparedRounds, taken: list[int]) -> ComparedRounds:
-    rounds = ServerRounds(0, 0, in_order=tuple(taken))
+    rounds = ServerRounds(0, 0, in_order=tuple((CHAIN.steps, each) for each in taken))
     return each._replace(theirs=rounds)
 
 
@@ -120,7 +120,7 @@ VLLM = {
 def test_what_vllm_reports_of_a_request() -> None:
     rounds = rounds_of(VLLM, 20, None)
     assert rounds is not None and (rounds.rounds, rounds.tokens, rounds.drafted) == (17, 19, 51)
-    assert rounds.in_order == tuple(VLLM["per_step_accepted"])  # type: ignore[arg-type]
+    assert rounds.in_order == tuple((3, each) for each in VLLM["per_step_accepted"])  # type: ignore[attr-defined]
     assert rounds.counters is not None
     assert rounds.counters.accepted_lengths == (15, 2)
     assert rounds.counters.proposed == (17, 17, 17)
@@ -138,6 +138,7 @@ def test_what_vllm_reports_of_a_request() -> None:
         {"acceptance_histogram": [1] * 9},
         {"num_draft_tokens": "many"},
         {"per_step_accepted": [[]]},
+        {"per_step_accepted": [1]},
     ],
 )
 def test_metrics_that_make_no_sense_are_not_taken(change: dict[str, object]) -> None:

@@ -226,10 +226,10 @@ class ComparedRounds(NamedTuple):
     def other_drafts(self, chain: TreeSection) -> Iterator[tuple[float, str]]:
         """Drafts that are not the decoder's: by how much, in nats, its own lead, and where."""
         accepted_at, position = self.prompt.accepted_at[chain.label], 0
-        for accepted in self.theirs.in_order:
+        for drafted, accepted in self.theirs.in_order:
             if position >= len(accepted_at):
                 break
-            ours = accepted_at[position]
+            ours = min(accepted_at[position], drafted)  # a full batch may leave room for few drafts
             bonus = position + max(accepted, ours) + 1  # the last token that either comes to
             if accepted != ours and (self.tokens is None or bonus < self.tokens):
                 lead = self._lead(position, min(accepted, ours))
@@ -444,25 +444,27 @@ def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
         return
     # llama-server's sums leave out what a reply's end has no room for.
     sums = seen.server.kind != "llamacpp"
-    known = shape.top_k == 1 and all(
-        each.prompt.chain_margins and (sums or each.theirs.in_order) for each in compared
-    )
-    text = _other_drafts(compared, shape) if known and not seen.exact else _other_rounds(seen)
+    listed = all(each.theirs.in_order for each in compared)
+    known = shape.top_k == 1 and all(each.prompt.chain_margins for each in compared)
+    one_by_one = known and (listed or (sums and not seen.exact))
+    text = _other_drafts(seen, shape) if one_by_one else _other_rounds(seen)
     if text:
         fix = "the head computes something else there: compare its weights, aux layers, rotary "
         fix += "settings and norms with the head directory (`eagle3 inspect HEAD`)"
         yield finding("error", "rounds_differ", text, fix)
 
 
-def _other_drafts(compared: Sequence[ComparedRounds], chain: TreeSection) -> str:
-    """Drafts that lead clearly and yet are not the server's; "" where few do, and by little."""
+def _other_drafts(seen: SeenServer, chain: TreeSection) -> str:
+    """Drafts that are not the server's: any in fp32, in bf16 if they lead by much; "" for none."""
+    compared = seen.compared
     other = [
         (lead, f"in {each.prompt.id} {what}")
         for each in compared
         for lead, what in each.other_drafts(chain)
     ]
     total, rounds = sum(lead for lead, _ in other), sum(each.theirs.rounds for each in compared)
-    if total <= NEAR_DRAFTS + NEAR_DRAFT * rounds:
+    allowed = 0.0 if seen.exact else NEAR_DRAFTS + NEAR_DRAFT * rounds
+    if total <= allowed or not other:
         return ""
     text = f"other tokens are drafted where the decoder's lead by {total:.2f} nats together, in "
     return f"{text}{rounds} rounds; first of all {max(other)[1]}"

@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any, Literal
 
 from pipeline.config import OWNER
@@ -179,7 +179,8 @@ class ServerRounds:
     drafted: int = 0
     accepted: int = 0
     counters: RoundCounters | None = None  # None: it does not report what each round accepted
-    in_order: tuple[int, ...] = ()  # accepted by each round; (): it does not list them
+    #: Drafted and accepted tokens of each round; (): it does not list them.
+    in_order: tuple[tuple[int, int], ...] = ()
 
 
 def rounds_of(meta: dict[str, Any], completion: int, depth: int | None) -> ServerRounds | None:
@@ -219,7 +220,8 @@ def _drafts_of(metrics: dict[str, Any]) -> ServerRounds | None:
     try:
         lengths = [int(each) for each in metrics["acceptance_histogram"]]
         drafted, depth = int(metrics["num_draft_tokens"]), int(metrics["num_spec_tokens"])
-        in_order = tuple(int(each) for each in metrics.get("per_step_accepted") or ())
+        listed = (metrics.get(f"per_step_{name}") or () for name in ("drafted", "accepted"))
+        in_order = tuple((int(one), int(other)) for one, other in zip(*listed, strict=True))
     except (KeyError, TypeError, ValueError):
         return None
     rounds, accepted = sum(lengths), sum(index * count for index, count in enumerate(lengths))
@@ -269,10 +271,8 @@ def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> Ser
         accepted_lengths=tuple(lengths[n] for n in range(max(lengths) + 1)),
         proposed=tuple(sum(n > k for n, _ in made) for k in range(max(made)[0])),
     )
-    # The last round may be cut, and those before it may have had no room for a whole draft.
-    whole = takewhile(lambda each: each[0] == len(counters.proposed), made[:-1])
-    in_order = tuple(length for _, length in whole)
-    return ServerRounds(len(made), tokens, drafted, accepted, counters, in_order)
+    # The last round may be cut by a stop.
+    return ServerRounds(len(made), tokens, drafted, accepted, counters, tuple(made[:-1]))
 
 
 def _first(meta: dict[str, Any], *names: str) -> Any:
