@@ -84,7 +84,7 @@ bench-features: $(READY) ## Size, capture and reading of states on this machine
 bench-scale: $(READY) ## Start, resume and plan of a run of 100,000 shards and 100 million prompts
 	@$(BIN)/python -m bench.scale $(ARGS)
 
-bench-engines: $(READY) ## Our server beside vLLM's, plain and drafting; ARGS='--head DIR'
+bench-engines: $(READY) ## Our server beside vLLM's and llama.cpp's, plain and drafting; ARGS='--head DIR'
 	@$(BIN)/python -m bench.engines $(ARGS)
 
 leaderboard: $(READY) ## Train the rows of experiments/ and compare τ; ARGS='--prompts FILE --evaluation FILE …'

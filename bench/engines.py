@@ -1,12 +1,12 @@
 """`make bench-engines`: servers beside one another, plain and drafting with the same head.
 
-    python -m bench.engines --head DIR [--engines ours,vllm] [--turns 3] [--levels 1,4,16]
+    python -m bench.engines --head DIR [--engines ours,vllm,llama] [--turns 3] [--levels 1,4,16]
 
 Greedy, the same prompts as token ids, chains of three drafted tokens, both cores. Servers run at a
 time and take turns; who is not measured is stopped (SIGSTOP), so that the cores are the other's.
 Each runs as its makers recommend for a CPU: vLLM compiled, with the libraries that it preloads,
-ours as `eagle3 serve` does. By server and number of open requests: tokens a second over all of
-them, and the median time to the first token.
+ours as `eagle3 serve` does, llama.cpp over the target's own Q4_1 file. By server and number of open
+requests: tokens a second over all of them, and the median time to the first token.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 
 from bench.report import ROOT, medians, publish, rounded, turns
 from pipeline.config import LiveServerSection, SourceSpec, TargetSection
+from pipeline.exchange.export import export_head
 from pipeline.prompts import balanced, load_prompts
 from pipeline.prompts.demo_sets import prompt_set
 from pipeline.serve_eval.questions import Question, first_question
@@ -38,7 +39,8 @@ from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.kinds import identify
 from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
 from pipeline.target.open import Target, open_target
-from tests.engines.environments import VLLM
+from tests.engines.environments import LLAMA, VLLM
+from tests.engines.gguf_files import target_file
 from tests.engines.servers import free_port
 
 #: Drafted tokens of a round; every engine has chains.
@@ -77,7 +79,27 @@ def vllm(target: Path, head: Path | None, port: int) -> Command:
     }
 
 
-ENGINES: dict[str, Callable[[Path, Path | None, int], Command]] = {"ours": ours, "vllm": vllm}
+def llama(target: Path, head: Path | None, port: int) -> Command:
+    """llama.cpp's server, of the Q4_1 file that the target was read from: a quarter of the bytes.
+    Drafts are sampled on the host, without which requests that draft together lose them."""
+    del target
+    file = head and Path(tempfile.mkdtemp()) / "head.gguf"
+    if head:
+        export_head(str(head), format="gguf", out=str(file))
+    settings = {
+        **{"target": str(target_file()), "head": file and str(file), "port": port},
+        **{"drafts": DRAFTS, "slots": 16, "context": _CONTEXT, "kv_type": "F16"},
+        **{"backend_sampling": False, "threads": len(os.sched_getaffinity(0))},
+    }
+    script = str(ROOT / "tests/engines/llama_server.py")
+    return [str(LLAMA.make()), script, json.dumps(settings)], {}
+
+
+ENGINES: dict[str, Callable[[Path, Path | None, int], Command]] = {
+    "ours": ours,
+    "vllm": vllm,
+    "llama": llama,
+}
 
 
 class Served:

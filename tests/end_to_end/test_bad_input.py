@@ -68,7 +68,7 @@ def test_a_target_without_a_chat_template(
 @pytest.mark.parametrize("layers", ["[1, 3, 8]", "[4, 3, 1]", "[-1, 2, 3]"])
 def test_capture_layers_that_do_not_exist(write_config: Write, fails: Fails, layers: str) -> None:
     line = fails("synth", write_config(), f"target.capture_layers={layers}")
-    assert f"target.capture_layers: {layers} do not name three ascending layers" in line
+    assert f"target.capture_layers: {layers} do not name ascending layers" in line
 
 
 def test_a_head_or_data_of_another_target(

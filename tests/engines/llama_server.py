@@ -23,7 +23,8 @@ def main(settings: dict[str, Any]) -> None:
     params.warmup = params.fit_params = False
     params.cache_type_k = params.cache_type_v = kv_type
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    threads = settings.get("threads", 1)
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     if settings["head"]:
         speculative, draft = params.speculative, params.speculative.draft
         kinds = xllamacpp.common_speculative_type
@@ -31,7 +32,7 @@ def main(settings: dict[str, Any]) -> None:
         draft.mparams.path, draft.n_max = settings["head"], settings["drafts"]
         draft.backend_sampling = settings["backend_sampling"]
         draft.cache_type_k = draft.cache_type_v = kv_type
-        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)  # noqa: F841 - it serves for as long as it lives
     signal.pause()
 
