@@ -167,6 +167,13 @@ class SeenServer:
         return partings
 
     @property
+    def exact_rounds(self) -> bool:
+        """Whether every round must be the decoder's: in fp32, of requests one at a time. Together
+        with others an engine's drafter may see a little less of a prompt that it reads in pieces.
+        """
+        return self.exact and self.runs[0].concurrency == 1
+
+    @property
     def compared(self) -> list[ComparedRounds]:
         """Of replies that are the decoder's own text, or begin as it does: the rounds before a
         parting are known where the server lists them, or was asked for that much again."""
@@ -446,7 +453,7 @@ def _rounds(seen: SeenServer) -> Iterator[ServerFinding]:
     sums = seen.server.kind != "llamacpp"
     listed = all(each.theirs.in_order for each in compared)
     known = shape.top_k == 1 and all(each.prompt.chain_margins for each in compared)
-    one_by_one = known and (listed or (sums and not seen.exact))
+    one_by_one = known and (listed or (sums and not seen.exact_rounds))
     text = _other_drafts(seen, shape) if one_by_one else _other_rounds(seen)
     if text:
         fix = "the head computes something else there: compare its weights, aux layers, rotary "
@@ -463,7 +470,7 @@ def _other_drafts(seen: SeenServer, chain: TreeSection) -> str:
         for lead, what in each.other_drafts(chain)
     ]
     total, rounds = sum(lead for lead, _ in other), sum(each.theirs.rounds for each in compared)
-    allowed = 0.0 if seen.exact else NEAR_DRAFTS + NEAR_DRAFT * rounds
+    allowed = 0.0 if seen.exact_rounds else NEAR_DRAFTS + NEAR_DRAFT * rounds
     if total <= allowed or not other:
         return ""
     text = f"other tokens are drafted where the decoder's lead by {total:.2f} nats together, in "
@@ -480,7 +487,7 @@ def _other_rounds(seen: SeenServer) -> str:
         if each.tokens is None
     ]
     other = [pair for pair in pairs if pair[1] != pair[2]]
-    if not seen.exact and shape:
+    if not seen.exact_rounds and shape:
         rounds = [(each.theirs.rounds, each.rounds(shape)) for each in seen.compared]
         apart = sum(abs(theirs - ours) for theirs, ours in rounds)
         if apart <= _OTHER_ROUNDS * sum(ours for _, ours in rounds):
