@@ -106,7 +106,7 @@ def test_unknown_key_without_a_neighbour_lists_the_known_ones() -> None:
     [
         ("run.seed", -1, "greater than or equal to 0"),
         ("run.seed", "many", "valid integer"),
-        ("target.capture_layers", [1, 2], "capture"),
+        ("target.capture_layers", [], "capture"),
         ("synth.temperature", -0.1, "greater than or equal to 0"),
         ("target.dtype", "int4", "'bfloat16'"),
     ],
@@ -135,7 +135,7 @@ def test_settings_that_contradict_each_other_are_named_with_what_to_do() -> None
 @pytest.mark.parametrize(
     ("dotted", "value", "problem"),
     [
-        ("target.capture_layers", [1, 2], "Field required"),
+        ("target.capture_layers", [], "at least 1 item"),
     ],
 )
 def test_a_key_of_two_types_is_named_once(dotted: str, value: Any, problem: str) -> None:

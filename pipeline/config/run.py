@@ -17,7 +17,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
@@ -183,7 +183,7 @@ class TargetSection(Section):
     float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the target and the head run; auto takes CUDA when present."""
-    capture_layers: Literal["auto"] | tuple[int, ...] = "auto"
+    capture_layers: Literal["auto"] | Annotated[tuple[int, ...], Field(min_length=1)] = "auto"
     """Output indices of the aux layers, low to high; auto is [1, L//2-1, L-4]. A head reads as many
     as it was made for: three but for imported ones."""
     chat_template: str | None = None
