@@ -248,14 +248,6 @@ FAULTS = (
         _DRAFTS,
         speculative=(("method", "ngram"), ("model", None), ("prompt_lookup_max", 3)),
     ),
-    Plan(
-        "acceptance is made up",
-        (*_DRAFTS, *_TEXT),
-        speculative=(
-            ("rejection_sample_method", "synthetic"),
-            ("synthetic_acceptance_length", 2.5),
-        ),
-    ),
     Plan("the drafter reads 96 tokens", _DRAFTS, speculative=(("max_model_len", 96),)),
     Plan(
         "replies of 20 tokens",
