@@ -85,7 +85,7 @@ def vllm_server(
     port = free_port()
     command = ["serve", str(target), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--dtype", dtype, "--enforce-eager", "--max-model-len", "1024"]
-    command += ["--max-num-seqs", "16", "--per-request-spec-decode-metrics", "detailed"]
+    command += ["--max-num-seqs", "16"]
     if "--enable-prefix-caching" not in options:
         command.append("--no-enable-prefix-caching")
     if head:
@@ -93,6 +93,7 @@ def vllm_server(
         settings |= speculative
         given = {key: value for key, value in settings.items() if value is not None}
         command += ["--speculative-config", json.dumps(given)]
+        command += ["--per-request-spec-decode-metrics", "detailed"]
     with Forks.of_vllm().start([*command, *options], log) as alive:
         yield answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
 
