@@ -23,7 +23,7 @@ from pipeline.reports import GoldenPrompt, RoundCounters, ShapeAcceptance
 from pipeline.serve_eval.intervals import acceptance_figures
 from pipeline.serve_eval.measure import Comparison
 from pipeline.serve_eval.questions import Question, evenly
-from pipeline.tuning.trace import accepted_at, margins, replay_counters, trace
+from pipeline.tuning.trace import accepted_at, known_margins, replay_counters, trace
 
 #: Replies traced together, fewer where their keys and values would be more entries than these.
 _SLOTS = 8
@@ -160,7 +160,9 @@ def replay_group(
     chains = [TreeSection.chain(depth) for depth in range(1, steps + 1)] if 1 in widths else []
     replies = {
         question.request_id: ReplayedReply(ids, {}, {}, leads)
-        for question, ids, leads in zip(questions, traces.replies, margins(traces), strict=True)
+        for question, ids, leads in zip(
+            questions, traces.replies, known_margins(traces), strict=True
+        )
     }
     for shape in dict.fromkeys((*shapes, *chains)):
         parts = replay_counters(traces, shape), accepted_at(traces, shape)

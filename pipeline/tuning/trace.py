@@ -76,8 +76,8 @@ class Traces:
     best: Mapping[int, Tensor]
     #: By beams, [T, D] int64: candidates of a draft of s + 1 steps.
     sizes: Mapping[int, Tensor]
-    #: By beams, [T, D] float32: see `draft_margins`.
-    margins: Mapping[int, Tensor]
+    #: [T, D] float32: `draft_margins` of the draft with the most beams.
+    margins: Tensor
     #: Token ids of each reply, a stop token included.
     replies: tuple[tuple[int, ...], ...] = ()
 
@@ -112,7 +112,7 @@ def trace(
         for width in widths
         if width <= shape.top_k
     }
-    lengths, texts = list[int](), list[tuple[int, ...]]()
+    lengths, texts, margins = list[int](), list[tuple[int, ...]](), list[Tensor]()
     traced: dict[int, list[list[Tensor]]] = {width: [] for width in shapes}
     for first in range(0, len(prompts), slots):
         some = prompts[first : first + slots]
@@ -122,12 +122,13 @@ def trace(
         texts += [tuple(reply.tokens[: reply.length]) for reply in replies]
         if not any(positions):
             continue
+        following = _continuations(replies, shape.steps).to(model.device)  # [B, P, D]
+        leads = draft_margins(drafts[max(shapes)], following)  # [B, P, D]
+        margins += [leads[row, :count] for row, count in enumerate(positions)]
         for width, drafted in drafts.items():
-            following = _continuations(replies, shape.steps).to(model.device)  # [B, P, D]
             by_row = (
                 continuation_ranks(drafted, following),  # [B, P, D, D]
                 *proposed_ranks(drafted, shape.steps),  # [B, P, D, D], [B, P, D]
-                draft_margins(drafted, following),  # [B, P, D]
             )
             for row, count in enumerate(positions):
                 traced[width].append([part[row, :count] for part in by_row])
@@ -141,10 +142,10 @@ def trace(
         width: [torch.cat(parts).cpu() for parts in zip(*rows, strict=True)]
         for width, rows in traced.items()
     }
-    ranks, best, sizes, leads = (
-        {width: parts[index] for width, parts in joined.items()} for index in range(4)
+    ranks, best, sizes = (
+        {width: parts[index] for width, parts in joined.items()} for index in range(3)
     )
-    return Traces(tuple(lengths), ranks, best, sizes, leads, tuple(texts))
+    return Traces(tuple(lengths), ranks, best, sizes, torch.cat(margins).cpu(), tuple(texts))
 
 
 def replay(traces: Traces, shape: TreeSection) -> list[int]:
@@ -189,14 +190,13 @@ def accepted_at(traces: Traces, shape: TreeSection) -> list[tuple[int, ...]]:
     return [tuple(some.tolist()) for some in torch.split(every, list(traces.lengths))]
 
 
-def margins(traces: Traces) -> list[tuple[tuple[float, ...], ...]]:
-    """By reply and token but the last, `draft_margins` of the widest draft without the zeros at the
-    end; () where every draft has one beam, and so no second token."""
-    beams = max(traces.margins, default=1)
-    if beams == 1:
+def known_margins(traces: Traces) -> list[tuple[tuple[float, ...], ...]]:
+    """By reply and token but the last, its margins without the zeros at the end; () where every
+    draft has one beam, and so no second token."""
+    if max(traces.ranks) == 1:
         return [()] * len(traces.lengths)
-    known = (traces.margins[beams] > 0).int().flip(1).cummax(1).values.sum(1)  # [T] to the last
-    rows = zip(traces.margins[beams].tolist(), known.tolist(), strict=True)
+    last = (traces.margins > 0) * torch.arange(1, 1 + traces.margins.shape[1])  # [T, D]
+    rows = zip(traces.margins.tolist(), last.amax(1).tolist(), strict=True)
     trimmed = (tuple(round(each, 3) for each in row[:count]) for row, count in rows)
     return [tuple(islice(trimmed, length)) for length in traces.lengths]
 

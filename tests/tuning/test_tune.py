@@ -24,7 +24,7 @@ from pipeline.tuning.trace import (
     accepted_at,
     continuation_ranks,
     draft_margins,
-    margins,
+    known_margins,
     replay,
     replay_counters,
     trace,
@@ -174,7 +174,9 @@ def test_replay_by_hand() -> None:
     twice = [[0, 0], [never, 1]]
     once = [[0, 0], [never, never]]
     not_once = [[never, never], [never, never]]
-    traces = Traces((3, 1), {1: torch.tensor([twice, not_once, once, once])}, {}, {}, {})
+    traces = Traces(
+        (3, 1), {1: torch.tensor([twice, not_once, once, once])}, {}, {}, torch.empty(0)
+    )
     two, one = (TreeSection(top_k=1, steps=steps, nodes=steps + 1) for steps in (2, 1))
     assert replay(traces, two) == [1, 1]
     assert replay(traces, one) == [2, 1]  # two tokens, then two of which one is left
@@ -285,7 +287,7 @@ def test_margins_of_a_chains_drafts(seed: int) -> None:
 def test_margins_are_known_up_to_the_first_wrong_draft(traces: Traces) -> None:
     """In most drafts; of wide ones, as a beam may be pushed out of the narrower."""
     accepted = [each for reply in accepted_at(traces, TreeSection.chain(3)) for each in reply]
-    known = [each for reply in margins(traces) for each in reply]
+    known = [each for reply in known_margins(traces) for each in reply]
     assert len(known) == len(accepted)
     deep = [len(row) > hits for row, hits in zip(known, accepted, strict=True) if hits < 3]
     assert sum(deep) > 0.9 * len(deep)

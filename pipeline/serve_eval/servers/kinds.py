@@ -202,14 +202,13 @@ def rounds_of(meta: dict[str, Any], completion: int, depth: int | None) -> Serve
     lengths = _first(meta, "spec_correct_drafts_histogram", "spec_accept_histogram")
     if not isinstance(lengths, list) or sum(lengths) != rounds:
         return ServerRounds(rounds, tokens, drafted, accepted)
-    while len(lengths) > 1 and not lengths[-1]:
-        lengths = lengths[:-1]
+    lengths = _without_zeros(lengths)
     positions = max(depth or 0, len(lengths) - 1)
     counters = RoundCounters(
         rounds=rounds,
         tokens=tokens,
         drafted=drafted or rounds * positions,
-        accepted_lengths=tuple(lengths),
+        accepted_lengths=lengths,
         proposed=(rounds,) * positions,
     )
     return ServerRounds(rounds, tokens, counters.drafted, counters.accepted_tokens, counters)
@@ -224,19 +223,34 @@ def _drafts_of(metrics: dict[str, Any]) -> ServerRounds | None:
         in_order = tuple((int(one), int(other)) for one, other in zip(*listed, strict=True))
     except (KeyError, TypeError, ValueError):
         return None
-    rounds, accepted = sum(lengths), sum(index * count for index, count in enumerate(lengths))
-    if rounds < 1 or min(lengths) < 0 or len(lengths) > depth + 1:
+    if sum(lengths) < 1 or min(lengths) < 0 or len(lengths) > depth + 1:
         return None
-    while len(lengths) > 1 and not lengths[-1]:
-        lengths.pop()
+    return _uncut_rounds(lengths, drafted, depth, in_order)
+
+
+def _uncut_rounds(
+    lengths: Sequence[int],
+    drafted: int,
+    depth: int,
+    in_order: tuple[tuple[int, int], ...] = (),
+) -> ServerRounds:
+    """As vLLM counts: rounds with a draft of `depth` positions, by how many tokens they accepted,
+    each with its bonus token."""
+    rounds, accepted = sum(lengths), sum(index * count for index, count in enumerate(lengths))
     counters = RoundCounters(
         rounds=rounds,
         tokens=rounds + accepted,
         drafted=drafted,
-        accepted_lengths=tuple(lengths),
+        accepted_lengths=_without_zeros(lengths),
         proposed=(rounds,) * depth,
     )
     return ServerRounds(rounds, rounds + accepted, drafted, accepted, counters, in_order)
+
+
+def _without_zeros(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Up to the longest that any round accepted."""
+    longest = max((index for index, count in enumerate(lengths) if count), default=0)
+    return tuple(lengths[: longest + 1])
 
 
 def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> ServerRounds | None:
@@ -308,19 +322,10 @@ class MetricCounts:
             return None
         reached = (self.drafts, *self.by_position, 0)
         lengths = [more - less for more, less in pairwise(reached)]
-        totals = (self.drafts, self.drafts + self.accepted, self.drafted, self.accepted)
         if sum(self.by_position) != self.accepted or min(lengths) < 0:
-            return ServerRounds(*totals)
-        while len(lengths) > 1 and not lengths[-1]:
-            lengths.pop()
-        counters = RoundCounters(
-            rounds=self.drafts,
-            tokens=self.drafts + self.accepted,
-            drafted=self.drafted,
-            accepted_lengths=tuple(lengths),
-            proposed=(self.drafts,) * len(self.by_position),
-        )
-        return ServerRounds(*totals, counters)
+            tokens = self.drafts + self.accepted
+            return ServerRounds(self.drafts, tokens, self.drafted, self.accepted)
+        return _uncut_rounds(lengths, self.drafted, len(self.by_position))
 
 
 async def read_metrics(client: LiveClient, model: str) -> MetricCounts | None:
