@@ -16,17 +16,14 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import httpx
 import torch
 
 from bench.report import ROOT, medians, publish, rounded, turns
@@ -41,18 +38,19 @@ from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
 from pipeline.target.open import Target, open_target
 from tests.engines.environments import LLAMA, VLLM
 from tests.engines.gguf_files import target_file
-from tests.engines.servers import free_port
+from tests.engines.servers import EngineServer, answering, free_port, running
 
 #: Drafted tokens of a round; every engine has chains.
 DRAFTS = 3
 _CONTEXT = 1024
 _START_SECONDS = 600.0
 
-#: The arguments and variables of a server of a target, with a head or without, on a port.
+#: The arguments and variables of a server of a target, with a head or without, on a port; what it
+#: needs beside goes to a folder.
 Command = tuple[list[str], dict[str, str]]
 
 
-def ours(target: Path, head: Path | None, port: int) -> Command:
+def ours(target: Path, head: Path | None, port: int, folder: Path) -> Command:
     """`eagle3 serve`."""
     settings = [f"target.source={target}", f"serve.port={port}", f"serve.max_length={_CONTEXT}"]
     settings += [f"eval.tree={{top_k: 1, steps: {DRAFTS}, nodes: {DRAFTS + 1}}}"]
@@ -61,7 +59,7 @@ def ours(target: Path, head: Path | None, port: int) -> Command:
     return [sys.executable, "-m", "pipeline.cli", "serve", "-c", demo, *settings], {}
 
 
-def vllm(target: Path, head: Path | None, port: int) -> Command:
+def vllm(target: Path, head: Path | None, port: int, folder: Path) -> Command:
     """Compiled, in the target's type, with its own choice of threads and of libraries."""
     command = [str(VLLM.make().with_name("vllm")), "serve", str(target), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", str(_CONTEXT)]
@@ -79,11 +77,11 @@ def vllm(target: Path, head: Path | None, port: int) -> Command:
     }
 
 
-def llama(target: Path, head: Path | None, port: int) -> Command:
+def llama(target: Path, head: Path | None, port: int, folder: Path) -> Command:
     """llama.cpp's server, of the Q4_1 file that the target was read from: a quarter of the bytes.
     Drafts are sampled on the host, without which requests that draft together lose them."""
     del target
-    file = head and Path(tempfile.mkdtemp()) / "head.gguf"
+    file = head and folder / "head.gguf"
     if head:
         export_head(str(head), format="gguf", out=str(file))
     settings = {
@@ -95,7 +93,7 @@ def llama(target: Path, head: Path | None, port: int) -> Command:
     return [str(LLAMA.make()), script, json.dumps(settings)], {}
 
 
-ENGINES: dict[str, Callable[[Path, Path | None, int], Command]] = {
+ENGINES: dict[str, Callable[[Path, Path | None, int, Path], Command]] = {
     "ours": ours,
     "vllm": vllm,
     "llama": llama,
@@ -121,33 +119,11 @@ class Served:
 def served(command: Command, port: int, log: Path) -> Iterator[Served]:
     """Started, and stopped once it answers; ended at last."""
     arguments, variables = command
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            arguments,
-            env={**os.environ, **variables},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd=ROOT,
-        )
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + _START_SECONDS
-    try:
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"{arguments[0]} does not serve: {log.read_text()[-2000:]}")
-            time.sleep(0.5)
+    with running(arguments, {**os.environ, **variables}, log) as process:
+        server = EngineServer(f"http://127.0.0.1:{port}", log)
+        answering(lambda: process.poll() is None, server, within=_START_SECONDS)
         os.killpg(process.pid, signal.SIGSTOP)
-        yield Served(url, process.pid)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+        yield Served(server.url, process.pid)
 
 
 async def _run(
@@ -199,7 +175,8 @@ def main() -> None:
         servers = {}
         for name, drafting in kinds:
             port, title = free_port(), f"{name}{' drafting' * drafting}"
-            command = ENGINES[name](target.directory, options.head if drafting else None, port)
+            head = options.head if drafting else None
+            command = ENGINES[name](target.directory, head, port, folder)
             servers[title] = stack.enter_context(served(command, port, folder / title))
             print(f"{title} answers", file=sys.stderr)
         figures: dict[str, dict[str, dict[str, float]]] = {}

@@ -188,8 +188,10 @@ def sglang_server(
         "TORCHDYNAMO_DISABLE": "1",  # it would compile one function, of a tree's best beams
         "HF_HUB_OFFLINE": "1",
     }
-    with running([*command, *options], environment, log) as alive:
-        yield answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
+    with running([*command, *options], environment, log) as process:
+        yield answering(
+            lambda: process.poll() is None, EngineServer(f"http://127.0.0.1:{port}", log)
+        )
 
 
 @contextmanager
@@ -214,15 +216,17 @@ def llama_server(
     }
     script = str(ROOT / "tests/engines/llama_server.py")
     command = [str(LLAMA.make()), script, json.dumps(settings)]
-    with running(command, os.environ, log) as alive:
-        yield answering(alive, EngineServer(f"http://127.0.0.1:{port}", log))
+    with running(command, os.environ, log) as process:
+        yield answering(
+            lambda: process.poll() is None, EngineServer(f"http://127.0.0.1:{port}", log)
+        )
 
 
 @contextmanager
 def running(
     command: Sequence[str], environment: Mapping[str, str], log: Path
-) -> Iterator[Callable[[], bool]]:
-    """A process with its own group, which is killed at the end; gives whether it is alive."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with its own group, which is killed at the end."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -232,7 +236,7 @@ def running(
             start_new_session=True,
         )
     try:
-        yield lambda: process.poll() is None
+        yield process
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, SIGKILL)

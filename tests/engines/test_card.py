@@ -42,8 +42,8 @@ def started(command: str, log: Path) -> Iterator[EngineServer]:
     """A shell's command that starts a server, until it is no longer needed."""
     path = f"{VLLM.make().parent}:{os.environ['PATH']}"
     environment = {**os.environ, **VLLM_VARIABLES, "PATH": path}
-    with running(["bash", "-c", command], environment, log) as alive:
-        yield answering(alive, EngineServer(URL, log), within=START)
+    with running(["bash", "-c", command], environment, log) as process:
+        yield answering(lambda: process.poll() is None, EngineServer(URL, log), within=START)
 
 
 def card_command(head: Path, target: Path) -> str:
