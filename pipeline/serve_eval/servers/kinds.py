@@ -249,8 +249,8 @@ def _uncut_rounds(
 
 def _without_zeros(lengths: Sequence[int]) -> tuple[int, ...]:
     """Up to the longest that any round accepted."""
-    longest = max((index for index, count in enumerate(lengths) if count), default=0)
-    return tuple(lengths[: longest + 1])
+    last = max((index for index, count in enumerate(lengths) if count), default=0)
+    return tuple(lengths[: last + 1])
 
 
 def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> ServerRounds | None:
