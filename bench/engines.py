@@ -1,12 +1,13 @@
 """`make bench-engines`: servers beside one another, plain and drafting with the same head.
 
-    python -m bench.engines --head DIR [--engines ours,vllm,llama] [--turns 3] [--levels 1,4,16]
+    python -m bench.engines --head DIR [--engines ours,ours-tree,vllm,llama,llama-q4] [--turns 3]
 
-Greedy, the same prompts as token ids, chains of three drafted tokens, both cores. Servers run at a
-time and take turns; who is not measured is stopped (SIGSTOP), so that the cores are the other's.
-Each runs as its makers recommend for a CPU: vLLM compiled, with the libraries that it preloads,
-ours as `eagle3 serve` does, llama.cpp over the target's own Q4_1 file. By server and number of open
-requests: tokens a second over all of them, and the median time to the first token.
+Greedy, the same prompts as token ids, three drafted tokens (chains, ours-tree a tree), both cores.
+Servers run at a time and take turns; who is not measured is stopped (SIGSTOP), so that the cores
+are the other's. Each runs as its makers recommend for a CPU: vLLM compiled, with the libraries that
+it preloads, ours as `eagle3 serve` does, llama.cpp over the target in BF16 and over its own Q4_1
+file. By server and number of open requests: tokens a second over all of them, and the median time
+to the first token.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from gguf import GGMLQuantizationType
 
 from bench.report import ROOT, medians, publish, rounded, turns
 from pipeline.config import LiveServerSection, SourceSpec, TargetSection
@@ -37,11 +39,12 @@ from pipeline.serve_eval.servers.kinds import identify
 from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
 from pipeline.target.open import Target, open_target
 from tests.engines.environments import LLAMA, VLLM
-from tests.engines.gguf_files import target_file
+from tests.engines.gguf_files import in_float32, target_file
 from tests.engines.servers import EngineServer, answering, free_port, running
 
 #: Drafted tokens of a round; every engine has chains.
 DRAFTS = 3
+_CHAIN = f"{{top_k: 1, steps: {DRAFTS}, nodes: {DRAFTS + 1}}}"
 _CONTEXT = 1024
 _START_SECONDS = 600.0
 
@@ -50,10 +53,12 @@ _START_SECONDS = 600.0
 Command = tuple[list[str], dict[str, str]]
 
 
-def ours(target: Path, head: Path | None, port: int, folder: Path) -> Command:
+def ours(
+    target: Path, head: Path | None, port: int, folder: Path, *, tree: str = _CHAIN
+) -> Command:
     """`eagle3 serve`."""
     settings = [f"target.source={target}", f"serve.port={port}", f"serve.max_length={_CONTEXT}"]
-    settings += [f"eval.tree={{top_k: 1, steps: {DRAFTS}, nodes: {DRAFTS + 1}}}"]
+    settings += [f"eval.tree={tree}"]
     settings += [f"eval.head={head}"] if head else ["serve.plain=true"]
     demo = str(ROOT / "configs/demo.yaml")
     return [sys.executable, "-m", "pipeline.cli", "serve", "-c", demo, *settings], {}
@@ -78,14 +83,28 @@ def vllm(target: Path, head: Path | None, port: int, folder: Path) -> Command:
 
 
 def llama(target: Path, head: Path | None, port: int, folder: Path) -> Command:
-    """llama.cpp's server, of the Q4_1 file that the target was read from: a quarter of the bytes.
-    Drafts are sampled on the host, without which requests that draft together lose them."""
+    """llama.cpp's server of the target's weights in BF16. Drafts are sampled on the host, without
+    which requests that draft together lose them."""
     del target
-    file = head and folder / "head.gguf"
+    file = folder / "target-BF16.gguf"
+    if not file.is_file():
+        in_float32(target_file(), file, matrices=GGMLQuantizationType.BF16)
+    return _llama(file, head, port, folder)
+
+
+def llama_q4(target: Path, head: Path | None, port: int, folder: Path) -> Command:
+    """The same of the Q4_1 file that the target was read from: a third of the bytes, and another
+    model, as activations are rounded to 8 bits."""
+    del target
+    return _llama(target_file(), head, port, folder)
+
+
+def _llama(target: Path, head: Path | None, port: int, folder: Path) -> Command:
+    file = head and folder / f"head-{port}.gguf"
     if head:
         export_head(str(head), format="gguf", out=str(file))
     settings = {
-        **{"target": str(target_file()), "head": file and str(file), "port": port},
+        **{"target": str(target), "head": file and str(file), "port": port},
         **{"drafts": DRAFTS, "slots": 16, "context": _CONTEXT, "kv_type": "F16"},
         **{"backend_sampling": False, "threads": len(os.sched_getaffinity(0))},
     }
@@ -95,8 +114,10 @@ def llama(target: Path, head: Path | None, port: int, folder: Path) -> Command:
 
 ENGINES: dict[str, Callable[[Path, Path | None, int, Path], Command]] = {
     "ours": ours,
+    "ours-tree": partial(ours, tree="{top_k: 3, steps: 2, nodes: 4}"),
     "vllm": vllm,
     "llama": llama,
+    "llama-q4": llama_q4,
 }
 
 

@@ -105,6 +105,7 @@ def random_head(
     *,
     intermediate_size: int | None = None,
     heads: int | None = None,
+    aux_layers: int = 3,
     seed: int = 0,
     scale: float = 1.0,
 ) -> Eagle3Head:
@@ -116,6 +117,7 @@ def random_head(
         intermediate_size=intermediate_size,
         num_attention_heads=heads,
         num_key_value_heads=heads,
+        aux_layers=aux_layers,
     )
     head = Eagle3Head(shape)
     random_init(head, seed)

@@ -43,7 +43,7 @@ class ReadTokens:
     rows: TokenRows
     tokens: Tensor  # [T]
     next_tokens: Tensor  # [T] -1 where the target's logits were NaN
-    aux: Tensor  # [T, 3H] aux states of `tokens`
+    aux: Tensor  # [T, L · H] aux states of `tokens`
     counts: Tensor  # [B]
 
 

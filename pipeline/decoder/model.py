@@ -50,7 +50,7 @@ class Weights(Protocol):
 class Forward:
     """What one forward returns."""
 
-    aux: Tensor  # [T, 3H] aux states; the capture layers' outputs, low to high
+    aux: Tensor  # [T, L · H] aux states; the capture layers' outputs, low to high
     final: Tensor  # [T, H] final states, after the last norm
 
 

@@ -117,7 +117,7 @@ def verify_and_commit(
             rows=TokenRows.even(rows, count, aux.device),
             tokens=tree.tokens.gather(1, accepted.path).flatten(),
             next_tokens=accepted.tokens.flatten(),
-            aux=aux.gather(1, nodes).flatten(0, 1),  # [B · (D + 1), 3H]
+            aux=aux.gather(1, nodes).flatten(0, 1),  # [B · (D + 1), L · H]
             counts=accepted.counts,
         )
         drafter.extend(batch, planes, read)
@@ -133,7 +133,8 @@ def verify_forward(
     *,
     sampling: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One forward over all nodes: aux states [B, N, 3H], the target's choice after each [B, N]."""
+    """One forward over all nodes: aux states [B, N, L · H], and the target's choice after each
+    [B, N]."""
     rows, nodes = tree.tokens.shape
     positions = batch.seq_lens[:, None] + tree.depth  # [B, N]
     metadata = batch.metadata(

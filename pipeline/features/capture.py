@@ -210,8 +210,8 @@ def check_replies(
 def _capture(
     target: LoadedTarget, documents: dict[int, Sample], checked: int, tolerance: float
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Aux [T, 3H] and final states [T, H] of numbered samples from one forward; number `checked` is
-    compared."""
+    """Aux [T, L · H] and final states [T, H] of numbered samples from one forward; number
+    `checked` is compared."""
     for sample in documents.values():
         _check_ids(sample, target.contract.vocab_size)
     captured = capture_states(target, [sample.token_ids for sample in documents.values()])
@@ -302,7 +302,7 @@ def _check_finite(samples: Sequence[Sample], captured: Sequence[tuple[Tensor, Te
 
 
 def _states_of(sample: Sample, aux: Tensor, final: Tensor, supervise: Supervise) -> StatesSample:
-    """aux [T, 3H] whole, final [T, H] where it teaches; both bf16."""
+    """aux [T, L · H] whole, final [T, H] where it teaches; both bf16."""
     mask = supervised_mask(sample)
     positions = teacher_positions(mask, len(mask) - 1 if supervise == "all" else None)
     return StatesSample(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeline.config import RunConfig
 from pipeline.errors import StoreError
-from pipeline.planning.targets import TargetShape, shape_of
+from pipeline.planning.targets import TargetShape, aux_layers, shape_of
 from pipeline.records import Manifest, Plan
 from pipeline.store.manifest import find_manifest, finished_state, stage_location
 from pipeline.store.shards import SHARDS, committed_state
@@ -126,16 +126,11 @@ def expected_shards(config: RunConfig, shards: tuple[tuple[int, int], ...]) -> i
     return sum(min(-(-tokens // size), rows) for tokens, rows in shards)
 
 
-def _aux_layers(config: RunConfig) -> int:
-    chosen = config.target.capture_layers
-    return 3 if chosen == "auto" else len(chosen)
-
-
 def _size(config: RunConfig, hidden: int, vocabulary: int, samples: _Samples) -> _Size:
     """docs/states-format.md, in numbers."""
     encoding = config.features.encoding
     row = 2 * hidden if encoding == "bf16" else hidden + 1  # of one layer
-    layers = _aux_layers(config)
+    layers = aux_layers(config)
     token = layers * row + (2 if vocabulary <= 1 << 16 else 4) + 1 / 8
     shard = _HEADER_BYTES + (2 * (layers + 1) * hidden if encoding == "int8" else 0)
     states = samples.tokens * token + _teachers(config, samples) * row
@@ -153,7 +148,7 @@ def _memory(config: RunConfig, target: TargetShape, samples: _Samples) -> dict[s
     """Of a process that holds the whole target; states are bf16, whatever is stored."""
     section = config.features
     width = 4 if target_dtype(config.target) == "float32" else 2
-    shard = min(samples.tokens, section.shard_tokens) * 2 * (_aux_layers(config) + 1)
+    shard = min(samples.tokens, section.shard_tokens) * 2 * (aux_layers(config) + 1)
     shard *= target.hidden
     forward = min(samples.tokens, section.batch_tokens) * target.hidden * width * _ACTIVATIONS
     return {

@@ -189,7 +189,7 @@ class TrainBatch:
     sample_ids: tuple[str, ...]
     lengths: tuple[int, ...]  # of the documents with their pasts, adding up to N
     token_ids: Tensor  # int64 [N]
-    aux_states: Tensor  # [N, 3H]
+    aux_states: Tensor  # [N, L · H]
     labels: Tensor  # int64 [S], flat position j of each predicted token
     depths: Tensor  # int64 [S], position of the same token inside its document
     teacher_states: Tensor  # [S, H], the target's final state at j-1

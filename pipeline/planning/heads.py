@@ -31,6 +31,7 @@ class HeadSize:
     keys: int  # g = key/value heads · head size
     draft_vocabulary: int  # Vd
     fc_norm: bool = False
+    aux_layers: int = 3  # L
 
     @classmethod
     def of(cls, section: TrainSection, target: TargetShape) -> HeadSize:
@@ -43,12 +44,13 @@ class HeadSize:
             keys=(settings.num_key_value_heads or target.groups) * target.head_dim,
             draft_vocabulary=settings.draft_vocab_size,
             fc_norm=settings.fc_norm,
+            aux_layers=target.aux_layers,
         )
 
     @property
     def fc(self) -> int:
-        """3H → H."""
-        return 3 * self.hidden * self.hidden
+        """L·H → H."""
+        return self.aux_layers * self.hidden * self.hidden
 
     @property
     def layer(self) -> int:
@@ -62,8 +64,8 @@ class HeadSize:
 
     @property
     def parameters(self) -> int:
-        """All that is trained: the matrices and four norms, seven with fc_norm."""
-        norms = (7 if self.fc_norm else 4) * self.hidden
+        """All that is trained: the matrices and four norms, with fc_norm one more an aux layer."""
+        norms = (4 + self.aux_layers * self.fc_norm) * self.hidden
         return self.fc + self.layer + self.lm_head + norms
 
 
@@ -86,12 +88,13 @@ class ChainedHeadSize(HeadSize):
             draft_vocabulary=settings.draft_vocab_size,
             heads=settings.heads,
             reads_aux=settings.chain_input == "aux",
+            aux_layers=target.aux_layers,
         )
 
     @property
     def fc(self) -> int:
-        """3H → H, where head 0 reads aux states."""
-        return 3 * self.hidden * self.hidden * self.reads_aux
+        """L·H → H, where head 0 reads aux states."""
+        return self.aux_layers * self.hidden * self.hidden * self.reads_aux
 
     @property
     def layer(self) -> int:
@@ -129,6 +132,7 @@ class BlockHeadSize(HeadSize):
             else settings.draft_vocab_size,
             borrowed=settings.target_lm_head,
             layers=settings.layers,
+            aux_layers=target.aux_layers,
             head_dim=target.head_dim,
             block=settings.block_size,
             anchors_per_token=min(1.0, settings.anchors / section.batch_tokens),
@@ -196,7 +200,7 @@ def activation_bytes(section: TrainSection, head: HeadSize, *, width: int) -> in
     if section.activation_checkpointing:
         every = step + 2 * head.keys * (steps - 1) + steps * (3 * hidden + 2 * head.keys)
     every += steps * 2 * hidden if section.dropout else 0  # its factors, recomputed or not
-    once = 4 * hidden  # the aux states and fc's output
+    once = (head.aux_layers + 1) * hidden  # the aux states and fc's output
     loss = 3 * hidden * steps
     logits = min(CHUNK_LOGITS, tokens * steps * head.draft_vocabulary)
     saved = tokens * (every + once + loss) + logits
@@ -213,7 +217,7 @@ def _block_activation_bytes(tokens: int, head: BlockHeadSize, *, width: int) -> 
     rows = round(tokens * head.anchors_per_token) * head.block
     scores = 2 * head.queries // head.head_dim * (tokens + head.block)
     layer = 6 * head.hidden + 3 * head.queries + 2 * head.keys + 3 * head.intermediate + scores
-    context = 5 * head.hidden + 4 * head.keys * head.layers
+    context = (head.aux_layers + 2) * head.hidden + 4 * head.keys * head.layers
     logits = min(CHUNK_LOGITS, rows * head.draft_vocabulary // head.block)
     saved = rows * (layer * head.layers + 3 * head.hidden) + tokens * context + logits
     return saved * width + 4 * head.lm_head * (head.block - 1)
@@ -229,7 +233,7 @@ def init_bytes(head: HeadSize, target: TargetShape) -> int:
     hidden = head.hidden
     # The second regression reads the MLP, or what a block drafter's attention gives.
     second = head.queries if isinstance(head, BlockHeadSize) else head.intermediate
-    most = max(4 * hidden, second)
+    most = max((head.aux_layers + 1) * hidden, second)
     sums = 12 * most**2 + 8 * most * hidden
     sums += (4 * RIDGE_STRENGTHS + 8) * most * min(hidden, RIDGE_COMPARED)
     return (2 + 4) * target.vocabulary * hidden + sums

@@ -50,6 +50,7 @@ class TargetShape:
     qk_norm: bool = False  # Qwen3
     experts: Experts | None = None
     counted: int | None = None  # parameters, where a manifest says it
+    aux_layers: int = 3  # whose states the head reads
     origin: str = ""  # where the numbers are from, for people
 
     @property
@@ -121,7 +122,7 @@ def shape_of(config: RunConfig, contract: TargetContract | None = None) -> Targe
     """
     shape = known_shape(config)
     if contract is None:
-        return shape or _assumed(config.target.source)
+        return shape or replace(_assumed(config.target.source), aux_layers=aux_layers(config))
     if shape is None or shape.hidden != contract.hidden_size:
         shape = _like(contract.hidden_size)
     return replace(
@@ -129,6 +130,7 @@ def shape_of(config: RunConfig, contract: TargetContract | None = None) -> Targe
         layers=contract.num_layers,
         vocabulary=contract.vocab_size,
         counted=contract.parameters,
+        aux_layers=len(contract.capture_layers),
     )
 
 
@@ -137,6 +139,17 @@ def known_shape(config: RunConfig) -> TargetShape | None:
 
     Raises TargetError for a config.json that cannot be read.
     """
+    shape = _known_shape(config)
+    return replace(shape, aux_layers=aux_layers(config)) if shape else None
+
+
+def aux_layers(config: RunConfig) -> int:
+    """How many states of the target are captured for the head."""
+    chosen = config.target.capture_layers
+    return 3 if chosen == "auto" else len(chosen)
+
+
+def _known_shape(config: RunConfig) -> TargetShape | None:
     if config.plan.target_config:
         path = Path(config.plan.target_config).expanduser()
         return read_shape(path / "config.json" if path.is_dir() else path)

@@ -287,7 +287,7 @@ def register_packed_attention() -> str:
 def capture_states(
     target: LoadedTarget, documents: Sequence[Sequence[int]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(aux [T, 3H], final [T, H]) of each document, from one packed forward.
+    """(aux [T, L · H], final [T, H]) of each document, from one packed forward.
 
     Both are in the target's dtype and on its device. The target must have been loaded with
     `attention=register_packed_attention()`. Its layers may be on several devices.
@@ -309,7 +309,7 @@ def _counts_rows(config: Any, tokens: int) -> bool:
 
 
 def capture_alone(target: LoadedTarget, document: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(aux [T, 3H], final [T, H]) of one document, by transformers' own attention and masks."""
+    """(aux [T, L · H], final [T, H]) of one document, by transformers' own attention and masks."""
     attention = "sdpa" if decoder_of(target.model)._supports_sdpa else "eager"
     with _attention(target.model, attention):
         return _forward(target, document, torch.arange(len(document)))
@@ -345,7 +345,7 @@ def noise_gain(target: LoadedTarget, document: Sequence[int], final: Tensor) -> 
 def _forward(
     target: LoadedTarget, token_ids: Sequence[int], positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """aux [T, 3H] and final [T, H] of one row of T tokens at `positions` [T]."""
+    """aux [T, L · H] and final [T, H] of one row of T tokens at `positions` [T]."""
     backbone, capture_layers = decoder_of(target.model), target.contract.capture_layers
     captured: dict[int, Tensor] = {}
     hooks = [
@@ -362,7 +362,7 @@ def _forward(
         for hook in hooks:
             hook.remove()
     states = [captured[index].to(target.device) for index in capture_layers]
-    aux = torch.cat(states, dim=-1)  # [1, T, 3H]
+    aux = torch.cat(states, dim=-1)  # [1, T, L · H]
     return aux[0], output.last_hidden_state[0].to(target.device)
 
 

@@ -307,7 +307,8 @@ class TrainingLoop:
         sums: dict[str, float] = {}
         if window.losses:  # else the steps have their line, and τ comes after it
             budget = window.batches * self.section.batch_tokens
-            sums = {**window.gradients(), "fill": window.tokens / budget}
+            aux_layers = self.trainer.model.head.shape.aux_layers
+            sums = {**window.gradients(aux_layers), "fill": window.tokens / budget}
         line = {
             "step": progress.step,
             "epoch": self.data.schedule.locate(progress.batches - self._group)[0],

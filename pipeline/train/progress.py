@@ -106,15 +106,15 @@ class Window(Record):
         accuracies = {f"acc_{k}": hits / max(labels, 1) for k, (hits, labels) in steps}
         return {"loss": sum(self.losses) / len(self.losses), **accuracies}
 
-    def gradients(self) -> dict[str, float]:
+    def gradients(self, aux_layers: int) -> dict[str, float]:
         """Mean and greatest norm of a step's gradient, share of the steps that were clipped, and
-        share of the aux states that int8 holds badly."""
+        share of the aux states, of so many layers, that int8 holds badly."""
         norms = self.gradient_norms
         return {
             "gradient_norm": sum(norms) / len(norms),
             "gradient_norm_max": max(norms),
             "clipped_share": self.clipped / len(norms),
-            "coarse_rows_share": self.coarse_rows / (3 * self.tokens),
+            "coarse_rows_share": self.coarse_rows / (aux_layers * self.tokens),
         }
 
 

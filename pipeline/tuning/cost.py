@@ -246,7 +246,7 @@ class _Pieces:
         else:
             state.random_(model.vocabulary)
         self._candidates = _candidates(self._batch, model.vocabulary)
-        aux = rows, steps + 1, 3 * model.config.hidden_size
+        aux = rows, steps + 1, len(model.stack.captured) * model.config.hidden_size
         self._aux = torch.randn(aux, dtype=model.dtype, device=model.device)
         self._sampling = sampling
         self._batch.temperature.fill_(float(sampling))

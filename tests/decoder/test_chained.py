@@ -212,12 +212,13 @@ def test_every_beam_of_a_tree_equals_training_on_its_own_branch(
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layers", [(7,), (1, 3, 7), (0, 1, 2, 3, 7)])
 @torch.no_grad()
 def test_heads_that_read_the_final_state_draft_as_trained(
-    make_target: Callable[[str], Path], bias: bool
+    make_target: Callable[[str], Path], bias: bool, layers: tuple[int, ...]
 ) -> None:
     model = DecoderModel.load(
-        make_target("llama"), (1, 3, 7), device=CPU, dtype=torch.float32, max_length=160
+        make_target("llama"), layers, device=CPU, dtype=torch.float32, max_length=160
     )
     head = chained_head(model, 3, "final", bias=bias)
     tokens = random_tokens(PREFIX, seed=5)

@@ -16,6 +16,7 @@ from gguf import (
     LlamaFileType,
     ReaderTensor,
     dequantize,
+    quantize,
 )
 from torch import Tensor
 
@@ -42,8 +43,10 @@ def in_float32(
     *,
     fields: Mapping[str, Any] | None = None,
     change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
+    matrices: GGMLQuantizationType = GGMLQuantizationType.F32,
 ) -> Path:
-    """`source` with float32 weights of what bfloat16 holds, as targets and heads are stored here.
+    """`source` with float32 weights of what bfloat16 holds, as targets and heads are stored here;
+    its `matrices` may be stored as BF16, which is the same values.
 
     Faults are planted by other values of `fields`, and by a `change` of the tensors in place.
     """
@@ -55,11 +58,15 @@ def in_float32(
             of_items = items[-1] if kind == GGUFValueType.ARRAY else None
             value = (fields or {}).get(name, field.contents())
             writer.add_key_value(name, value, kind, of_items)
-    writer.add_file_type(LlamaFileType.ALL_F32)
+    is_bf16 = matrices == GGMLQuantizationType.BF16
+    writer.add_file_type(LlamaFileType.MOSTLY_BF16 if is_bf16 else LlamaFileType.ALL_F32)
     tensors = {each.name: _values(each) for each in reader.tensors}
     change(tensors)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.numpy())
+        if is_bf16 and tensor.dim() == 2:
+            writer.add_tensor(name, quantize(tensor.numpy(), matrices), raw_dtype=matrices)
+        else:
+            writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

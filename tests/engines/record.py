@@ -17,7 +17,7 @@ from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.kinds import LiveServer, identify
 from pipeline.serve_eval.servers.load import LiveMeasure, LoadRun
-from tests.engines.conftest import Line, make_line
+from tests.engines.lines import Line, make_line
 from tests.engines.plans import FAULTS, RIGHT, Plan
 from tests.engines.servers import EngineServer, vllm_server
 from tests.serve_eval.recorded_runs import FILE, RecordedReply, RecordedRun, Recording, Recordings

@@ -17,9 +17,9 @@ import httpx
 
 from pipeline.exchange.export import export_head
 from pipeline.serve_eval.servers.kinds import LiveServer
-from tests.engines.conftest import make_line
 from tests.engines.environments import LLAMA, ROOT
 from tests.engines.gguf_files import in_float32, target_in_float32
+from tests.engines.lines import make_line
 from tests.engines.servers import llama_server
 
 FILE = ROOT / "tests/serve_eval/recordings/llamacpp.json"

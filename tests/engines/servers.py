@@ -153,9 +153,10 @@ def sglang_server(
     log: Path,
     *,
     shape: tuple[int, int, int] = (3, 1, 4),
+    dtype: str = "float32",
     options: Sequence[str] = (),
 ) -> Iterator[EngineServer]:
-    """`sglang serve` of `target` in fp32 with the exported head `head`, which drafts trees of
+    """`sglang serve` of `target` with the exported head `head`, which drafts trees of
     `shape`: steps, top-k, tokens.
 
     The command and all that it starts are SGLang's own: server, scheduler, worker, model classes,
@@ -175,7 +176,7 @@ def sglang_server(
         words = shlex.split(served.command.replace("\\\n", " "))
         assert words[0] == "sglang"
         command = [program, *(str(head) if word == "HEAD" else word for word in words[1:])]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
     command += ["--context-length", "1024", "--max-total-tokens", "16384"]
     command += ["--max-running-requests", "16", "--disable-radix-cache", "--skip-server-warmup"]
     command += ["--prefill-attention-backend", "intel_amx", "--sleep-on-idle"]

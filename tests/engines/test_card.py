@@ -14,27 +14,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline.api import open_engine, run
-from pipeline.config import TreeSection, load
+from pipeline.api import open_engine
+from pipeline.config import TreeSection
 from pipeline.decoder.request import Request
 from pipeline.exchange.export import export_head
 from pipeline.reports.acceptance import VllmNames
-from tests.engines.conftest import FOLDER, TRAINING, Line
-from tests.engines.environments import ROOT, VLLM
+from tests.engines.environments import VLLM
+from tests.engines.lines import BLOCKS, Line, make_line
 from tests.engines.servers import VLLM_VARIABLES, EngineServer, answering, running, vllm_server
 
 #: vLLM's default, which the card's commands leave as it is.
 URL = "http://127.0.0.1:8000"
 #: Seconds until a server answers that compiles its model first.
 START = 900.0
-DEMO = ROOT / "configs/demo.yaml"
-BLOCKS = [
-    "train.algorithm=dflash",
-    "train.head_config={}",
-    "train.dflash={draft_vocab_size: 4096, intermediate_size: 768, block_size: 8, anchors: 64}",
-    "train.max_steps=12",
-    "train.dtype=float32",
-]
 
 
 @contextmanager
@@ -83,22 +75,11 @@ def test_the_cards_command_serves_the_head(line: Line, tmp_path: Path) -> None:
         check_drafts(server, line, tokens=4)  # as many as it was unrolled for
 
 
-@pytest.fixture(scope="session")
-def block_head() -> Path:
-    """A block drafter for the same target; EAGLE3_BLOCK_HEAD=DIR takes a trained one."""
-    if head := os.environ.get("EAGLE3_BLOCK_HEAD"):
-        return Path(head)
-    where = FOLDER / "blocks"
-    run(load(DEMO, [f"run.uri={where}", *TRAINING, *BLOCKS]), "synth", "features", "train")
-    return where / "train/head"
-
-
-def test_a_block_drafter_takes_the_decoders_rounds(
-    line: Line, block_head: Path, tmp_path: Path
-) -> None:
+def test_a_block_drafter_takes_the_decoders_rounds(line: Line, tmp_path: Path) -> None:
     """In fp32, with whole blocks: the same tokens, drafts and accepted ones. By the card's command
     too it drafts."""
     target, given = str(line.target), tmp_path / "given"
+    block_head = make_line(BLOCKS).head
     export_head(
         str(block_head), format="speculators", out=str(given), target=target, verifier=target
     )

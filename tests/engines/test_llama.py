@@ -24,9 +24,9 @@ from pipeline.serve_eval.servers.check import compare_golden, replay_rounds
 from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.kinds import identify
 from pipeline.serve_eval.servers.load import LiveMeasure, LiveReply
-from tests.engines.conftest import EVALUATION, CopyOf, Line
-from tests.engines.environments import ROOT
+from tests.engines.conftest import CopyOf
 from tests.engines.gguf_files import in_float32, target_in_float32
+from tests.engines.lines import DEMO, EAGLE3, Line
 from tests.engines.plans import changed, fc_permuted
 from tests.engines.servers import llama_server
 from tests.engines.test_vllm import errors
@@ -89,7 +89,7 @@ def test_rotary_types(
     config["rope_parameters"] = {**config["rope_parameters"], **rope}
     config["rope_scaling"] = rope
     (other / "config.json").write_text(json.dumps(config))
-    own = load(ROOT / "configs/demo.yaml", [f"run.uri={uri}", f"eval.head={other}", *EVALUATION])
+    own = load(DEMO, [f"run.uri={uri}", f"eval.head={other}", *EAGLE3.evaluation])
     golden = line.report.golden
     assert golden is not None
     golden = golden.model_copy(update={"prompts": golden.prompts[:4]})

@@ -11,7 +11,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from pipeline.config import LiveServerSection, load
+from pipeline.config import LiveServerSection
 from pipeline.reports import ServerFinding
 from pipeline.serve_eval.questions import Question
-from pipeline.serve_eval.servers.check import compare_golden, replay_rounds
 from pipeline.serve_eval.servers.client import open_client
 from pipeline.serve_eval.servers.findings import SeenServer, findings_of
 from pipeline.serve_eval.servers.kinds import identify
 from pipeline.serve_eval.servers.load import LiveMeasure
-from tests.engines.conftest import Line
-from tests.engines.environments import ROOT
+from tests.engines.conftest import CopyOf
+from tests.engines.lines import EAGLE3, EAGLE31, Drafter, Line, make_line
 from tests.engines.servers import sglang_server
 
 #: Of one request, on cores that others use too.
 SECONDS = 600
-CopyOf = Callable[[Path], Path]
 
 
 def errors(findings: list[ServerFinding]) -> dict[str, str]:
@@ -43,37 +39,17 @@ def errors(findings: list[ServerFinding]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (5, 4, 8)], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", [EAGLE3, EAGLE31], ids=["EAGLE-3", "EAGLE-3.1"])
 def test_a_right_server_takes_the_decoders_rounds(
-    line: Line, tmp_path: Path, shape: tuple[int, int, int]
+    tmp_path: Path, drafter: Drafter, shape: tuple[int, int, int]
 ) -> None:
+    line = make_line(drafter)
     with sglang_server(line.target, line.head, tmp_path / "log", shape=shape) as server:
         seen, findings = line.held_against(server, timeout_seconds=SECONDS)
     assert errors(findings) == {}
     assert seen.shape is not None and seen.shape.label == "/".join(map(str, shape))
     assert len(seen.reported) == 16
     assert_same_rounds(seen)
-
-
-def test_a_right_server_with_a_head_of_eagle_31(
-    line: Line, tmp_path: Path, copy_of: CopyOf
-) -> None:
-    """The report is of another head: its greedy texts are this one's too, its rounds are not."""
-    head = with_norms(line, copy_of(line.head))
-    golden = line.report.golden
-    assert golden is not None
-    prompts = [each.model_copy(update={"shapes": {}}) for each in golden.prompts[:6]]
-    report = line.report.model_copy(
-        update={"golden": golden.model_copy(update={"prompts": tuple(prompts)})}
-    )
-    overrides = [f"run.uri={tmp_path}", f"eval.head={head}", "target.dtype=float32"]
-    replay = partial(replay_rounds, load(ROOT / "configs/demo.yaml", [*overrides, "run.threads=1"]))
-    with sglang_server(line.target, head, tmp_path / "log") as server:
-        section = LiveServerSection(url=server.url, timeout_seconds=SECONDS)
-        seen, findings = compare_golden(report, section, where="the report", replay=replay)
-    assert errors(findings) == {}
-    assert len(seen.expected) == 6
-    assert_same_rounds(seen)
-    assert seen.paired is not None and seen.paired.server > 1.1
 
 
 def assert_same_rounds(seen: SeenServer) -> None:
@@ -85,27 +61,6 @@ def assert_same_rounds(seen: SeenServer) -> None:
         assert theirs.rounds == ours.rounds and theirs.tokens == ours.tokens, name
         assert theirs.drafted == ours.drafted, name
         assert theirs.accepted_lengths == ours.accepted_lengths, name
-
-
-def with_norms(line: Line, head: Path) -> Path:
-    """The head with a norm of each aux state before `fc` and of what it hands to its next step.
-
-    Weights of these states' usual size leave it nearly what it was.
-    """
-    config = json.loads((head / "config.json").read_text())
-    config |= {"fc_norm": True, "norm_output": True}
-    (head / "config.json").write_text(json.dumps(config))
-    assert line.report.golden is not None
-    prompt = torch.tensor([line.report.golden.prompts[0].prompt_ids])
-    with torch.inference_mode():
-        target = AutoModelForCausalLM.from_pretrained(line.target, dtype=torch.float32)
-        streams = target(prompt, output_hidden_states=True).hidden_states  # [0]: the embedding
-    tensors = load_file(head / "model.safetensors")
-    for place, layer in enumerate(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]):
-        size = streams[layer + 1][0].square().mean(-1).sqrt().median()
-        tensors[f"fc_norm.{place}.weight"] = size.expand(config["hidden_size"]).bfloat16().clone()
-    save_file(tensors, head / "model.safetensors", {"format": "pt"})
-    return head
 
 
 def test_no_false_alarm_under_load(line: Line, tmp_path: Path) -> None:

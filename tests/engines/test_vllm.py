@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import Line
+from tests.engines.lines import Line
 from tests.engines.plans import FAULTS, Plan
 from tests.engines.servers import vllm_server
 

@@ -141,9 +141,12 @@ def test_a_head_for_70b_in_numbers() -> None:
 
 
 @pytest.mark.parametrize("fc_norm", [False, True])
-def test_the_heads_parameters_are_those_that_are_built(fc_norm: bool) -> None:
-    head = Eagle3Head(shape(fc_norm=fc_norm))
-    size = HeadSize(64, 96, 64, 32, 40, fc_norm=fc_norm)
+@pytest.mark.parametrize("aux_layers", [1, 3, 5])
+def test_the_heads_parameters_are_those_that_are_built(fc_norm: bool, aux_layers: int) -> None:
+    head = Eagle3Head(shape(fc_norm=fc_norm, aux_layers=aux_layers))
+    target = replace(LLAMA, hidden=64, heads=4, groups=2, head_dim=16, aux_layers=aux_layers)
+    settings = {"draft_vocab_size": 40, "intermediate_size": 96, "fc_norm": fc_norm}
+    size = HeadSize.of(TrainSection.model_validate({"head_config": settings}), target)
     assert size.parameters == head.count_parameters()
 
 

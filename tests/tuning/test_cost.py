@@ -31,6 +31,10 @@ SHAPE = TreeSection(top_k=3, steps=4, nodes=12)
 @pytest.fixture(scope="module")
 def drafting() -> tuple[DecoderModel, Eagle3Drafter]:
     """A target of four layers, large enough that more nodes take longer."""
+    return drafting_from((0, 1, 2))
+
+
+def drafting_from(captured: tuple[int, ...]) -> tuple[DecoderModel, Eagle3Drafter]:
     config: Any = LlamaConfig(
         vocab_size=1000,
         hidden_size=256,
@@ -43,13 +47,14 @@ def drafting() -> tuple[DecoderModel, Eagle3Drafter]:
     )
     model = random_model(
         config,
-        (0, 1, 2),
+        captured,
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_length=256,
         ops=TorchOps(),
     )
-    head = random_head(config, torch.arange(500), intermediate_size=384, heads=4)
+    layers = len(captured)
+    head = random_head(config, torch.arange(500), intermediate_size=384, heads=4, aux_layers=layers)
     return model, Eagle3Drafter(head, model, SHAPE)
 
 
@@ -128,6 +133,15 @@ def test_every_part_of_a_round_is_measured(drafting: tuple[DecoderModel, Eagle3D
         0 < value < 10 for value in seconds
     )  # which is the slower one, a busy machine decides
     assert costs.speedup(SHAPE, tau=2.0) == pytest.approx(2 * costs.speedup(SHAPE, tau=1.0))
+
+
+@pytest.mark.parametrize("captured", [(2,), (0, 1, 2, 3)])
+def test_a_head_of_any_number_of_aux_layers_is_measured(captured: tuple[int, ...]) -> None:
+    model, drafter = drafting_from(captured)
+    costs = measure_costs(
+        model, drafter, 1, 100, (1, 16), beam_counts=(1, 4), step_counts=(1, 4), repeats=2
+    )
+    assert all(each > 0 for each in costs.extend.values())
 
 
 def test_a_context_without_room_for_a_round(drafting: tuple[DecoderModel, Eagle3Drafter]) -> None:

@@ -160,10 +160,10 @@ class ChainedDrafter(TreeDrafter):
         return batch.drafter_state.view(len(batch), self._num_states, -1)
 
     def _first_hidden(self, aux: Tensor) -> Tensor:
-        """Aux states [T, 3H] → what head 0 reads [T, H]."""
+        """Aux states [T, L · H] → what head 0 reads [T, H]."""
         if self._fc is not None:
             return self.ops.linear(aux, self._fc)
-        final = aux[:, 2 * self.shape.hidden_size :].contiguous()
+        final = aux[:, -self.shape.hidden_size :].contiguous()
         return self.ops.add_rms_norm(final, None, self._target_norm, self.shape.rms_norm_eps)[0]
 
     def _load(self, head: ChainedHead, model: DecoderModel) -> None:

@@ -1,0 +1,134 @@
+"""Small runs over SmolLM2-135M with drafters of every kind, and reports that engines are held
+against: in fp32 and in bf16.
+
+Stages are kept in `.venvs/line`: the next call goes on from there. EAGLE3_HEAD=DIR takes a trained
+EAGLE-3 head for the same target instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.api import run
+from pipeline.config import LiveServerSection, load
+from pipeline.reports import REPORT, EvalReport, ServerFinding
+from pipeline.serve_eval.servers.check import compare_golden
+from pipeline.serve_eval.servers.findings import SeenServer
+from pipeline.target.open import open_target
+from tests.engines.environments import ROOT
+from tests.engines.servers import EngineServer
+
+FOLDER = ROOT / ".venvs/line"
+DEMO = ROOT / "configs/demo.yaml"
+_TRAINING = ("synth.max_prompts=120", "synth.shard_prompts=120", "synth.max_new_tokens=96")
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """How a kind of head is trained, and what the decoder drafts with it."""
+
+    name: str
+    run: str  # its folder
+    tree: str
+    shapes: str = "[]"
+    training: tuple[str, ...] = ()
+
+    @property
+    def evaluation(self) -> list[str]:
+        """Settings of its report."""
+        return [
+            "run.threads=1",
+            f"eval.tree={self.tree}",
+            f"eval.shapes={self.shapes}",
+            "eval.hf_prompts=2",
+            *(each for each in self.training if each.startswith("target.")),
+        ]
+
+
+_TREE, _CHAINS = "{top_k: 4, steps: 4, nodes: 8}", "{top_k: 1, steps: 7, nodes: 8}"
+_SHAPES = f"[{_CHAINS}, {{top_k: 4, steps: 5, nodes: 8}}]"
+EAGLE3 = Drafter("EAGLE-3", "run", _TREE, _SHAPES)
+EAGLE31 = Drafter(
+    "EAGLE-3.1",
+    "eagle31",
+    _TREE,
+    _SHAPES,
+    ("train.head_config.fc_norm=true", "train.head_config.norm_output=true"),
+)
+#: Attends to 64 positions: of the prompts some are longer.
+WINDOW = Drafter("draft window", "window", _TREE, _SHAPES, ("train.head_config.draft_window=64",))
+BLOCKS = Drafter(
+    "block drafter",
+    "blocks",
+    _CHAINS,
+    training=(
+        "train.algorithm=dflash",
+        "train.head_config={}",
+        "train.dflash={draft_vocab_size: 4096, intermediate_size: 768, block_size: 8, anchors: 64}",
+        "train.dtype=float32",
+    ),
+)
+#: The whole vocabulary and the target's lm_head, as servers' classes have them.
+MTP = Drafter(
+    "MTP",
+    "mtp",
+    "{top_k: 1, steps: 1, nodes: 2}",
+    training=(
+        "target.capture_layers=[1, 14, 29]",
+        "train.head_config={heads: 2, chain_input: final, draft_vocab_size: 49152, "
+        "intermediate_size: 768, max_share_of_target: 1}",
+        "train.train_lm_head=false",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the stages made."""
+
+    target: Path  # a directory that engines open
+    head: Path
+    reports: dict[str, EvalReport]  # by the decoder's dtype
+
+    @property
+    def report(self) -> EvalReport:
+        """In fp32."""
+        return self.reports["float32"]
+
+    def held_against(
+        self, server: EngineServer, *, dtype: str = "float32", **section: object
+    ) -> tuple[SeenServer, list[ServerFinding]]:
+        """What check-serving finds, with the report in that type."""
+        given = LiveServerSection.model_validate({"url": server.url, **section})
+        return compare_golden(self.reports[dtype], given, where="the report")
+
+
+def make_line(drafter: Drafter = EAGLE3) -> Line:
+    """Runs what is not there yet."""
+    head = os.environ.get("EAGLE3_HEAD") if drafter is EAGLE3 else None
+    if head is None:
+        uri = FOLDER / drafter.run
+        settings = [f"run.uri={uri}", *_TRAINING, *drafter.training]
+        run(load(DEMO, settings), "synth", "features", "train")
+        head = str(uri / "train/head")
+    target = open_target(load(DEMO).target).directory
+    evaluation = drafter.evaluation
+    reports = {dtype: _report(head, dtype, evaluation) for dtype in ("float32", "bfloat16")}
+    return Line(target, Path(head), reports)
+
+
+def _report(head: str, dtype: str, evaluation: Sequence[str]) -> EvalReport:
+    # A head has one report of a kind here: other weights or settings, another directory.
+    settings = [f"target.dtype={dtype}", *evaluation]
+    weights = _digest(Path(head) / "model.safetensors")
+    where = FOLDER / f"{dtype}-{hashlib.sha256(repr((weights, settings)).encode()).hexdigest()[:8]}"
+    run(load(DEMO, [f"run.uri={where}", f"eval.head={head}", *settings]), "eval")
+    return EvalReport.parse((where / "eval" / REPORT).read_bytes(), where=REPORT, fix="")
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
