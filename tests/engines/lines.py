@@ -8,13 +8,17 @@ EAGLE-3 head for the same target instead.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.api import run
 from pipeline.config import LiveServerSection, load
+from pipeline.exchange.export import export_head
+from pipeline.exchange.imports import import_head
 from pipeline.reports import REPORT, EvalReport, ServerFinding
 from pipeline.serve_eval.servers.check import compare_golden
 from pipeline.serve_eval.servers.findings import SeenServer
@@ -24,7 +28,12 @@ from tests.engines.servers import EngineServer
 
 FOLDER = ROOT / ".venvs/line"
 DEMO = ROOT / "configs/demo.yaml"
-_TRAINING = ("synth.max_prompts=120", "synth.shard_prompts=120", "synth.max_new_tokens=96")
+_TRAINING = (
+    "run.threads=1",
+    "synth.max_prompts=120",
+    "synth.shard_prompts=120",
+    "synth.max_new_tokens=96",
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,8 @@ EAGLE31 = Drafter(
     _SHAPES,
     ("train.head_config.fc_norm=true", "train.head_config.norm_output=true"),
 )
-#: Attends to 64 positions: of the prompts some are longer.
-WINDOW = Drafter("draft window", "window", _TREE, _SHAPES, ("train.head_config.draft_window=64",))
+#: EAGLE3's head with servers' sliding window of 64 positions; some prompts are longer.
+WINDOW = Drafter("EAGLE-3, sliding window", "window", _TREE, _SHAPES)
 BLOCKS = Drafter(
     "block drafter",
     "blocks",
@@ -110,15 +119,31 @@ class Line:
 def make_line(drafter: Drafter = EAGLE3) -> Line:
     """Runs what is not there yet."""
     head = os.environ.get("EAGLE3_HEAD") if drafter is EAGLE3 else None
+    target = open_target(load(DEMO).target).directory
+    if drafter is WINDOW:
+        head = str(_with_window(make_line().head, target, FOLDER / drafter.run))
     if head is None:
         uri = FOLDER / drafter.run
         settings = [f"run.uri={uri}", *_TRAINING, *drafter.training]
         run(load(DEMO, settings), "synth", "features", "train")
         head = str(uri / "train/head")
-    target = open_target(load(DEMO).target).directory
     evaluation = drafter.evaluation
     reports = {dtype: _report(head, dtype, evaluation) for dtype in ("float32", "bfloat16")}
     return Line(target, Path(head), reports)
+
+
+def _with_window(head: Path, target: Path, folder: Path) -> Path:
+    """The head in speculators' dialect, with a window in the fields of its configuration, imported
+    as if others had trained it so."""
+    shutil.rmtree(folder, ignore_errors=True)
+    foreign, own = folder / "foreign", folder / "head"
+    export_head(str(head), format="speculators", out=str(foreign), target=str(target))
+    config = json.loads((foreign / "config.json").read_text())
+    layer = {"layer_types": ["sliding_attention"], "sliding_window": 64, "use_sliding_window": True}
+    config["transformer_layer_config"] |= layer
+    (foreign / "config.json").write_text(json.dumps(config))
+    import_head(str(foreign), target=str(target), out=str(own))
+    return own
 
 
 def _report(head: str, dtype: str, evaluation: Sequence[str]) -> EvalReport:

@@ -4,7 +4,8 @@
 
 Every row serves a right head twice, in fp32 and in bf16, one request at a time, and holds the
 golden replies against the decoder's report in that type, as `eagle3 check-serving` does. Heads and
-reports that are not there yet are made (tests/engines/lines.py). The table goes to stdout.
+reports that are not there yet are made (tests/engines/lines.py). Rows go to stderr as they are
+made, the table to stdout.
 
     loads     warnings in the log about weights or a configuration that the same server without a
               head does not give
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -32,10 +34,10 @@ from pipeline.config import TreeSection
 from pipeline.exchange.export import Format, export_head
 from pipeline.serve_eval.servers.findings import ComparedRounds, SeenServer
 from tests.engines.gguf_files import in_float32, target_in_float32
-from tests.engines.lines import BLOCKS, EAGLE3, EAGLE31, MTP, Drafter, Line, make_line
+from tests.engines.lines import BLOCKS, EAGLE3, EAGLE31, MTP, WINDOW, Drafter, Line, make_line
 from tests.engines.servers import EngineServer, llama_server, sglang_server, vllm_server
 
-_WARNING = re.compile(r"\bW\b|warn", re.I)
+_WARNING = re.compile(r"\b(W|WARN|WARNING)\b|Warning")
 _OF_HEAD = re.compile(
     r"weight|tensor|missing|unexpected|ignor|unused|config|rope|vocab|fallback", re.I
 )
@@ -114,6 +116,7 @@ CASES = (
     Case("vLLM", EAGLE3, vllm("speculators"), "`--format speculators`"),
     Case("vLLM", EAGLE31, vllm(), "our directory"),
     Case("vLLM", EAGLE31, vllm("speculators"), "`--format speculators`"),
+    Case("vLLM", WINDOW, vllm("speculators"), "64 positions, `--format speculators`"),
     Case("vLLM", BLOCKS, vllm("speculators", "dflash", 7), "`--format speculators`"),
     Case("vLLM", MTP, vllm("mtp", "mtp", 1), "`--format mtp`, one draft"),
     Case("SGLang", EAGLE3, sglang((3, 1, 4)), "chain 3/1/4", stand_in=True),
@@ -233,12 +236,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="rows go to this file too")
     options = parser.parse_args()
     chosen = [case for case in CASES if case.engine in options.engines.split(",")]
-    print("| engine | format | loads | fp32: equal | bf16: τ, the decoder's | tokens/s |")
-    print("|---|---|---|---|---|---|")
     rows = []
     for case in chosen:
         rows.append(asdict(measure(case)))
-        print("|", " | ".join(rows[-1].values()), "|", flush=True)
+        print(" | ".join(rows[-1].values()), file=sys.stderr)
+    print("| engine | format | loads | fp32: equal | bf16: τ, the decoder's | tokens/s |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        print("|", " | ".join(row.values()), "|")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 

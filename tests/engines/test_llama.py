@@ -43,7 +43,7 @@ def exported(head: Path, folder: Path) -> Path:
     return folder / "exported.gguf"
 
 
-@pytest.mark.parametrize("drafts", [3, 5])
+@pytest.mark.parametrize("drafts", [pytest.param(3, id="quick-3"), 5])
 def test_a_right_server_in_fp32_takes_the_decoders_rounds(
     line: Line, target: Path, tmp_path: Path, drafts: int
 ) -> None:
@@ -89,7 +89,8 @@ def test_rotary_types(
     config["rope_parameters"] = {**config["rope_parameters"], **rope}
     config["rope_scaling"] = rope
     (other / "config.json").write_text(json.dumps(config))
-    own = load(DEMO, [f"run.uri={uri}", f"eval.head={other}", *EAGLE3.evaluation])
+    settings = [f"run.uri={uri}", f"eval.head={other}", "target.dtype=float32"]
+    own = load(DEMO, [*settings, *EAGLE3.evaluation])
     golden = line.report.golden
     assert golden is not None
     golden = golden.model_copy(update={"prompts": golden.prompts[:4]})
@@ -159,6 +160,7 @@ def shift_ids(tensors: dict[str, Tensor]) -> None:
     tensors["d2t"] = tensors["d2t"].roll(1, 0)
 
 
+_QUICK = {"all aux layers later"}
 FAULTS = {
     "all aux layers later": Fault(fields={"eagle3.target_layers": [3, 16, 28]}),
     "fc's inputs permuted": Fault(change=changed("fc.weight", fc_permuted)),
@@ -172,7 +174,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, id="quick " * (name in _QUICK) + name) for name in FAULTS]
+)
 def test_a_fault_is_found_and_named(line: Line, target: Path, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     source = exported(line.head, tmp_path)

@@ -70,6 +70,8 @@ def small(body: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
     layer.update({key: value for key, value in sizes.items() if key in layer})
     if layer.get("layer_types") and "sliding_attention" in layer["layer_types"]:
         layer["sliding_window"] = WINDOW
+    if "mrope_section" in (rope := layer.get("rope_scaling") or {}):
+        rope["mrope_section"] = [1, 1, 2]  # half a head
     for key in ("draft_vocab_size", "truncated_vocab_size"):
         if key in body:
             body[key] = VOCABULARY if whole else DRAFT
