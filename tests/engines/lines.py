@@ -45,6 +45,7 @@ class Drafter:
     tree: str
     shapes: str = "[]"
     training: tuple[str, ...] = ()
+    drafter: tuple[str, ...] = ()  # of evaluation, where it is not the EAGLE-3 head's
 
     @property
     def evaluation(self) -> list[str]:
@@ -54,6 +55,7 @@ class Drafter:
             f"eval.tree={self.tree}",
             f"eval.shapes={self.shapes}",
             "eval.hf_prompts=2",
+            *self.drafter,
             *(each for each in self.training if each.startswith("target.")),
         ]
 
@@ -80,6 +82,7 @@ BLOCKS = Drafter(
         "train.dflash={draft_vocab_size: 4096, intermediate_size: 768, block_size: 8, anchors: 64}",
         "train.dtype=float32",
     ),
+    drafter=("eval.drafter.name=dflash",),
 )
 #: The whole vocabulary and the target's lm_head, as servers' classes have them.
 MTP = Drafter(
