@@ -62,6 +62,10 @@ class TritonOps(Launcher):
     contiguous, or is copied.
     """
 
+    def scratch_bytes(self, rows: int, query_len: int, heads: int, size: int, drawn: int) -> int:
+        queries = rows * min(query_len, MOST_SPLIT) * heads
+        return 4 * MOST_CHUNKS * queries * (size + 1) + drawn * CAPACITY * self.dtype.itemsize
+
     def add_rms_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
