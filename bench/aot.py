@@ -3,7 +3,10 @@
 The operations run once on tensors without data, and each launch, instead of reaching a device,
 names a kernel with the types, constants and divisibilities that the real launch would have. What is
 compiled is therefore what is launched. A kernel that does not compile, or needs more shared memory
-than the architecture gives a program, ends the command with an error.
+than the architecture gives a program, ends the command with an error. `programs` is how many of it
+a multiprocessor holds at a time, `occupancy` the share of its 64 warps that these are.
+
+tests/decoder/ops/aot.txt is what the command prints, of one version of Triton and its assembler.
 """
 
 from __future__ import annotations
@@ -37,6 +40,11 @@ from pipeline.learning.losses_kernel import compare_in_place
 #: Bytes of shared memory that one program may have, by compute capability (CUDA C++ Programming
 #: Guide).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+#: What a multiprocessor has, by the same source: shared memory, of which each program takes 1 KiB
+#: more than it asks for; four parts of 16,384 registers, given to warps in blocks of 256; warps;
+#: programs.
+_SHARED = {arch: limit + 1024 for arch, limit in SHARED_LIMIT.items()}
+_PARTS, _PART_REGISTERS, _REGISTER_BLOCK, _WARPS, _PROGRAMS = 4, 16384, 256, 64, 32
 
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
 
@@ -76,6 +84,16 @@ class Compiled:
     @property
     def fits(self) -> bool:
         return self.shared <= SHARED_LIMIT[self.arch]
+
+    @property
+    def programs(self) -> int | None:
+        """How many of them a multiprocessor holds."""
+        if self.registers is None:
+            return None
+        of_warp = -(-self.registers * 32 // _REGISTER_BLOCK) * _REGISTER_BLOCK
+        warps = min(_WARPS, _PARTS * (_PART_REGISTERS // of_warp))
+        shared = _SHARED[self.arch] // (self.shared + 1024)
+        return min(_PROGRAMS, warps // self.variant.warps, shared)
 
 
 @dataclass
@@ -154,18 +172,25 @@ def compile_all(names: Collection[str] = (), workers: int = 2) -> Iterator[Compi
             yield Compiled(variants()[index], arch, *used)
 
 
-_ROW = "{:24} {:22} {:>6} {:>5} {:>6} {:>8} {:>9} {:>7}"
-_HEADINGS = "kernel", "variant", "arch", "warps", "stages", "shared", "registers", "spilled"
+_ROW = "{:24} {:22} {:>6} {:>5} {:>6} {:>8} {:>9} {:>7} {:>8} {:>9}"
+_HEADINGS = (
+    *("kernel", "variant", "arch", "warps", "stages", "shared", "registers", "spilled"),
+    *("programs", "occupancy"),
+)
 
 
 def main(names: Collection[str] = ()) -> int:
     """Print the table of the named kernels, or of all; 1 if one does not fit."""
+    print(f"triton {triton.__version__}")
     print(_ROW.format(*_HEADINGS))
     too_large = 0
     for compiled in compile_all(names):
         variant, limit = compiled.variant, SHARED_LIMIT[compiled.arch]
         launch = variant.name, variant.label, f"sm_{compiled.arch}", variant.warps, variant.stages
-        used = compiled.shared, _or_dash(compiled.registers), _or_dash(compiled.spilled)
+        programs = compiled.programs
+        occupancy = "-" if programs is None else f"{programs * variant.warps / _WARPS:.0%}"
+        numbers = compiled.registers, compiled.spilled, programs
+        used = compiled.shared, *map(_or_dash, numbers), occupancy
         too_large += not compiled.fits
         verdict = "" if compiled.fits else f"  needs more than {limit}"
         print(f"{_ROW.format(*launch, *used)}{verdict}", flush=True)

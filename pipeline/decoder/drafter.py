@@ -12,8 +12,8 @@ joined, moved and dropped without its help, and one drafter can serve several en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -142,6 +142,29 @@ class TreeDrafter:
     def work(self, shape: TreeSection) -> DraftWork | None:
         """See `Drafter`."""
         return None
+
+
+def copy_weights(source: Drafter, into: Drafter) -> None:
+    """Overwrite a drafter's weights with those of one of the same shape: graphs that were captured
+    with it draft with them from then on. No request may be running."""
+    pairs = zip(_tensors(vars(source)), _tensors(vars(into)), strict=True)
+    with torch.no_grad():
+        for theirs, ours in pairs:
+            if theirs is not ours:  # the target's are shared
+                ours.copy_(theirs)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """All tensors of a drafter's attributes, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value):
+        yield from _tensors([getattr(value, each.name) for each in fields(value)])
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,14 @@ from torch import Tensor
 
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter
-from pipeline.decoder.graphs import PendingTokens, RoundLauncher, copy_to_host, default_buckets
-from pipeline.decoder.kv import Planes, Pools, pages_for, pages_that_fit
+from pipeline.decoder.graphs import (
+    PendingTokens,
+    RoundLauncher,
+    copy_to_host,
+    default_buckets,
+    planned_bytes,
+)
+from pipeline.decoder.kv import Planes, Pools, on_gpu, pages_for, pages_that_fit
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.tree import HEADROOM
 from pipeline.decoder.request import (
@@ -79,7 +85,8 @@ class Engine:
         verify: Verify | None = None,
     ) -> None:
         """`pages` is the size of the pool; by default every slot can hold a request of full length,
-        or fewer can where a share of the free memory does not hold as much.
+        or fewer can where a share of the free memory does not hold as much. On a GPU what rounds
+        and prompts take is counted first.
 
         `buckets` are the batch sizes that rounds run at, the largest being `slots` (default: exact
         on a CPU), `overlap` launches a round before the last one's tokens are read (default: on
@@ -87,10 +94,10 @@ class Engine:
         simulated. Raises ConfigError when no request of full length fits into memory, ValueError
         for buckets that do not fit.
         """
-        cuda, device = model.device.type == "cuda", model.device
+        captured, device = on_gpu(model.device), model.device
         self.model, self.drafter, self.slots = model, drafter, slots
         self._prefill_tokens, self._simulated = prefill_tokens, verify is not None
-        overlap = cuda if overlap is None else overlap
+        overlap = captured if overlap is None else overlap
         self._max_unread = int(overlap)  # launches in flight whose tokens may still be unread
         emitted = drafter.depth + 1 if drafter else 1  # most tokens that a round emits
         tree = max(drafter.nodes, drafter.lookahead) if drafter else 1
@@ -100,9 +107,15 @@ class Engine:
         assert self._spare <= HEADROOM, "rotary tables would end before the last round does"
         row_pages = pages_for(model.max_length + self._spare)
         shapes = model.plane_shape, *(drafter.planes if drafter else ())
+        if buckets is None and captured:
+            buckets = default_buckets(slots)
         if pages is None:
-            least, most = row_pages + 1, slots * row_pages + 1
-            pages = pages_that_fit(shapes, device, least=least, most=most)
+            least, most, reserved = row_pages + 1, slots * row_pages + 1, 0
+            if captured:
+                assert buckets is not None
+                graphs, prompts = 2 * len(buckets), _IDLE_FACTOR * prefill_tokens
+                reserved = planned_bytes(model, slots, tree, graphs=graphs, prefill_tokens=prompts)
+            pages = pages_that_fit(shapes, device, least=least, most=most, reserved=reserved)
         self.pools = Pools(model.plane_shape, drafter, pages=pages, rows=slots, device=model.device)
         planes = self.pools.planes
         self._drafter_pages = drafter.drafter_pages if drafter else 0  # of a request
@@ -118,10 +131,8 @@ class Engine:
             for _ in range(2)
         )
         self._prefill = Prefill(model, planes, drafter, prefill_batch)
-        if buckets is None and cuda:
-            buckets = default_buckets(slots)
         with torch.inference_mode():
-            if cuda:
+            if captured:
                 self._prefill.warm()
             self._rounds = RoundLauncher(
                 model, planes, drafter, self._batch, buckets=buckets, verify=verify
@@ -455,7 +466,7 @@ class Staging:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._device, self._pinned = device, device.type == "cuda"
+        self._device, self._pinned = device, on_gpu(device)
         self._host = torch.empty(0, dtype=dtype)
         self._copied: torch.cuda.Event | None = None
 

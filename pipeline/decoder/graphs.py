@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.decoder.batch import DecodeBatch
 from pipeline.decoder.drafter import Drafter
-from pipeline.decoder.kv import Planes
+from pipeline.decoder.kv import Planes, on_gpu
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.round import Verify, decode_round
 
@@ -32,6 +32,29 @@ def default_buckets(slots: int) -> tuple[int, ...]:
     """1, 2, 4, 8, then every 8th size: padding never wastes more than seven rows."""
     smaller = {size for size in (1, 2, 4, *range(8, slots, 8)) if size < slots}
     return tuple(sorted(smaller | {slots}))
+
+
+#: Device memory that libraries take for themselves: workspaces of cuBLAS on two streams (32 MiB on
+#: an H100, docs.pytorch.org, "CUDA semantics"), and an allowance for every graph: its kernels'
+#: arguments.
+_WORKSPACES, _GRAPH = 2 * 32 * 2**20, 8 * 2**20
+
+
+def planned_bytes(
+    model: DecoderModel, rows: int, nodes: int, *, graphs: int, prefill_tokens: int
+) -> int:
+    """What an engine takes on a GPU beside weights, keys and values: rounds of `rows` trees of
+    `nodes` nodes, whose graphs share one pool, and prompts, which do not share it.
+
+    A drafter's forward is no larger than the verification of its tree.
+    """
+    verified = rows * nodes
+    round_bytes = model.working_bytes(rows, nodes, tokens=verified, drawn=verified)
+    prompts = min(rows, prefill_tokens)
+    prompt_bytes = model.working_bytes(
+        prompts, prefill_tokens, tokens=prefill_tokens, drawn=prompts
+    )
+    return round_bytes + prompt_bytes + _WORKSPACES + graphs * _GRAPH
 
 
 class RoundLauncher:
@@ -60,7 +83,7 @@ class RoundLauncher:
             )
             raise ValueError(problem)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        if model.device.type == "cuda":
+        if on_gpu(model.device):
             self._capture()
 
     def launcher(self, rows: int, *, sampling: bool) -> Callable[[], None]:
@@ -152,7 +175,7 @@ class PendingTokens:
 def copy_to_host(batch: DecodeBatch) -> PendingTokens:
     """Start copying what the last launch emitted; the batch may be used again at once."""
     leaving = batch.emitted, batch.counts, batch.proposed
-    if batch.roots.device.type != "cuda":
+    if not on_gpu(batch.roots.device):
         return PendingTokens([each.clone() for each in leaving], None)
     pinned = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in leaving]
     for copy, each in zip(pinned, leaving, strict=True):

@@ -24,8 +24,12 @@ from torch import Tensor
 from pipeline.decoder.ops.layer import PAGE
 from pipeline.errors import ConfigError
 
-#: Of the memory that is free, how much a pool may take: a device is ours alone, a host is not.
+#: Of the memory that is free, how much a pool may take. A host is not ours alone. On a device, what
+#: rounds and prompts take is counted before; the rest is for another engine, and for gaps that the
+#: allocator leaves.
 _DEVICE_SHARE, _HOST_SHARE = 0.8, 0.5
+#: Devices whose rounds are captured as graphs; tests add the one that has no data.
+GPU_TYPES = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -136,36 +140,44 @@ class Pools:
         return self.shared.most_used * self._page_bytes + private
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether rounds are captured there, tokens leave through pinned memory, memory is planned."""
+    return device.type in GPU_TYPES
+
+
 def pages_for(entries: int) -> int:
     """Pages that hold `entries` cache entries."""
     return -(-entries // PAGE)
 
 
 def pages_that_fit(
-    shapes: Sequence[PlaneShape], device: torch.device, *, least: int, most: int
+    shapes: Sequence[PlaneShape], device: torch.device, *, least: int, most: int, reserved: int = 0
 ) -> int:
-    """Pages of a pool: `most`, or as many as a share of the free memory holds.
+    """Pages of a pool: `most`, or as many as a share of the free memory holds, after the bytes that
+    are `reserved`.
 
     Raises ConfigError when that is fewer than `least`, which one request of full length takes.
     """
     page, free = sum(shape.page_bytes for shape in shapes), free_bytes(device)
     if free is None:
         return most
-    share = _DEVICE_SHARE if device.type == "cuda" else _HOST_SHARE
-    pages = min(most, int(free * share) // page)
+    share = _DEVICE_SHARE if on_gpu(device) else _HOST_SHARE
+    room = max(free - reserved, 0) * share
+    pages = min(most, int(room) // page)
     if pages < least:
+        beside = f" beside {_gib(reserved)} GiB for rounds and prompts" if reserved else ""
         raise ConfigError(
             f"the keys and values of one request of full length take {_gib(least * page)} GiB, "
-            f"and {share:.0%} of what is free are {_gib(free * share)} GiB",
+            f"and {share:.0%} of what is free{beside} are {_gib(room)} GiB",
             where=f"key/value memory on {device}",
-            fix="allow shorter prompts or replies (max_length), or free memory",
+            fix="allow shorter prompts or replies (max_length), fewer slots, or free memory",
         )
     return pages
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Memory that can still be had on a device; None where nobody says."""
-    if device.type == "cuda":
+    if on_gpu(device):
         free, _ = torch.cuda.mem_get_info(device)
         # What torch holds and does not use is free as well.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

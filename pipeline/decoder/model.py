@@ -147,6 +147,17 @@ class DecoderModel:
         normed, _, aux = self.ops.layers(self.stack, metadata, hidden, normed, plane)
         return Forward(aux, normed)
 
+    def working_bytes(self, rows: int, query_len: int, *, tokens: int, drawn: int) -> int:
+        """Bytes that a forward of `tokens` tokens holds at most, beside weights, keys and values,
+        with logits of `drawn` of them and draws from those; rows have up to `query_len` tokens."""
+        config, item = self.config, self.dtype.itemsize
+        # Residual streams and their norms; aux states, and the same side by side, gathered; the
+        # widest part of a layer, twice.
+        streams = (6 + 3 * len(self.stack.captured)) * config.hidden_size
+        inner = max(3 * config.intermediate_size, 4 * self.head_dim * self.num_heads)
+        scratch = self.ops.scratch_bytes(rows, query_len, self.num_heads, self.head_dim, drawn)
+        return int(item * (tokens * (streams + inner) + drawn * self.vocabulary)) + scratch
+
     def logits(self, final: Tensor) -> Tensor:
         """Final states [T, H] → logits [T, V]."""
         return self.ops.linear(final, self.lm_head)

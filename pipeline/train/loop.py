@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pipeline.config import RunConfig, TrainSection, is_launched
 from pipeline.console import long_step, notice, progress_bar
+from pipeline.decoder.drafter import copy_weights
 from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request, Statistics, pool_acceptance
@@ -453,6 +454,8 @@ class Evaluator:
             max_length=max(len(item.prompt_ids) for item in held_out) + most,
         )
         self._head = empty_head(shape)
+        self._slots = min(_SLOTS, max(map(len, (self._selecting, self._reporting))))
+        self._engine: Engine | None = None
 
     def select(self, weights: Mapping[str, Tensor]) -> Decoded:
         """Decode the selecting half with a head of these weights (names as in its directory)."""
@@ -470,9 +473,13 @@ class Evaluator:
         self._head.load_state_dict(weights)
         drafting = algorithm_of(self._head).drafting
         drafter = drafting.make_drafter(self._head, self._model, self._tree)
-        engine = Engine(self._model, drafter=drafter, slots=min(_SLOTS, len(requests)))
+        if self._engine is None:
+            self._engine = Engine(self._model, drafter=drafter, slots=self._slots)
+        else:  # on a GPU another engine would capture all its rounds anew
+            assert self._engine.drafter is not None
+            copy_weights(drafter, self._engine.drafter)
         done: dict[str, Statistics] = {}
-        for completion in engine.generate(requests):
+        for completion in self._engine.generate(requests):
             if error := completion.error:
                 sample_id = completion.request_id.partition(" ")[2]
                 raise TargetError(error.what, where=f"held-out sample {sample_id}", fix=error.fix)

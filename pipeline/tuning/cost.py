@@ -33,7 +33,7 @@ from pipeline.config import TreeSection
 from pipeline.decoder.batch import DecodeBatch, TokenRows
 from pipeline.decoder.drafter import Drafter, DraftWork, ReadTokens
 from pipeline.decoder.graphs import CaptureStream
-from pipeline.decoder.kv import Planes, Pools, pages_for
+from pipeline.decoder.kv import Planes, Pools, on_gpu, pages_for
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.ops.tree import WINDOW, Tree, root_only
@@ -155,7 +155,7 @@ class CostMeter:
             launches["propose", beams] = partial(pieces.draft, beams, 1)
             launches["draft", beams] = partial(pieces.draft, beams, 1 + self._draft_steps)
         self._seconds: Callable[[Callable[[], object]], float] = _host_seconds
-        if model.device.type == "cuda":
+        if on_gpu(model.device):
             # Rounds run as graphs, and launches from Python would hide what kernels take.
             stream = CaptureStream(model.device)
             # A graph keeps neither its stream nor what it reads, the pieces' trees among that.

@@ -6,6 +6,7 @@ import math
 import random
 from itertools import accumulate, pairwise
 from statistics import fmean, stdev
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pipeline.learning.corpus import HeldOut, hold_out
 from pipeline.records import Manifest
 from pipeline.store.manifest import stage_location
 from pipeline.target.open import open_target
+from pipeline.train import loop
 from pipeline.train.loop import Evaluator, advise, count
 from pipeline.train.prepare import StoredCorpus
 from pipeline.train.progress import Decoded, Progress, StepSums
@@ -205,3 +207,31 @@ def test_a_slow_rise_is_followed_and_a_slow_fall_is_not() -> None:
     assert not any(late.surely_beats(early) for early, late in pairwise(rise))
     assert exported_steps(rise)[-1] == 13
     assert exported_steps(rise[::-1])[-1] < 5
+
+
+def test_an_evaluator_has_one_engine(
+    trained: tuple[RunConfig, Manifest, DraftingHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU every engine captures rounds; another head's weights go where the graphs look."""
+    config, parent, head = trained
+    target, held_out = open_target(config.target), drawn(config, parent, 6)
+    fine = head.state_dict()
+    other = {name: tensor.flip(0) if "weight" in name else tensor for name, tensor in fine.items()}
+    made: list[Engine] = []
+
+    def engine(*arguments: Any, **named: Any) -> Engine:
+        made.append(Engine(*arguments, **named))
+        return made[-1]
+
+    def evaluator() -> Evaluator:
+        return Evaluator(target, head.shape, config.train, held_out, CPU)
+
+    monkeypatch.setattr(loop, "Engine", engine)
+    alone = evaluator().select(other), evaluator().select(fine), evaluator().report(fine)
+    assert alone[0] != alone[1] and len(made) == 3
+    one = evaluator()
+    assert (one.select(other), one.select(fine), one.report(fine), one.select(other)) == (
+        *alone,
+        alone[0],
+    )
+    assert len(made) == 4

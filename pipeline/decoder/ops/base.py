@@ -50,6 +50,11 @@ class TorchOps:
         """`dtype` is the type of activations, and of keys and values."""
         self.dtype = dtype
 
+    def scratch_bytes(self, rows: int, query_len: int, heads: int, size: int, drawn: int) -> int:
+        """What operations leave for each other, at most: attention of `query_len` queries a row of
+        `heads` heads of `size`, and `drawn` draws. Where memory is planned: on a GPU."""
+        return 0
+
     def pack(self, weight: Tensor) -> Packed:
         """A weight [out, in], in the type it is stored in, in the form that `linear` wants."""
         return weight.to(self.dtype)

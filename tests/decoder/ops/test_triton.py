@@ -5,17 +5,24 @@ Without a GPU these tests run in Triton's interpreter, see conftest.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 
 import pipeline.decoder.ops.triton.ops as choices
 from pipeline.decoder.ops import draws as philox
 from pipeline.decoder.ops.draws import keep_top
+from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.triton.attention import tree_attention_kernel
 from pipeline.decoder.ops.triton.launch import Pointer, Table, jit
 from pipeline.decoder.ops.triton.logits import gumbel, threshold_kernel
 from pipeline.decoder.ops.triton.ops import TritonOps, chunks_of
+from tests.decoder.ops.attention import NAN
 from tests.decoder.ops.backends import FP32, TYPES, Backend, triton_backend
+from tests.decoder.ops.conftest import attention_metadata
 from tests.decoder.ops.operations import OPERATIONS, SAMPLING, sampling_of
 
 
@@ -46,10 +53,66 @@ def test_weights_take_the_type_of_the_activations(device: torch.device) -> None:
         assert ops.linear(torch.randn(2, 8, dtype=dtype, device=device), packed).shape == (2, 4)
 
 
-def test_wide_tables_have_few_chunks() -> None:
+def test_long_rows_have_few_chunks() -> None:
     """Longer ones: what is left of them and of the merge stays bounded."""
-    assert chunks_of(1) == (1, 4) and chunks_of(128) == (32, 4) and chunks_of(910) == (32, 29)
-    assert all(chunks_of(pages)[0] <= 32 for pages in range(1, 5000))
+    assert chunks_of(1) == (1, 2) and chunks_of(64) == (32, 2) and chunks_of(65) == (17, 4)
+    assert chunks_of(2049) == (17, 128)
+    assert all(16 < chunks_of(pages)[0] <= 32 for pages in range(33, 5000))
+
+
+def working_programs(
+    backend: Backend, prefix: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, Tensor]:
+    """How many programs attend over a row of `prefix` entries and a tree of four nodes, in a block
+    table of `width` pages; and the result."""
+    torch.manual_seed(0)
+    groups, size = 2, 16
+    needed = -(-(prefix + 64) // PAGE)
+    table = torch.zeros(1, width, dtype=torch.int64)
+    table[0, :needed] = torch.arange(needed)
+    planes = backend.numbers(2, needed, groups, PAGE, size)
+    mask = torch.tensor([1, 3, 5, 11])
+    table, mask = table.to(backend.device), mask.to(backend.device)
+    prefixes = torch.tensor([prefix], device=backend.device)
+    metadata = attention_metadata(table, prefixes, [4], mask)
+    working: list[int] = []
+    ops = backend.ops
+    assert isinstance(ops, TritonOps)
+    launch = ops._launch
+
+    def counting(kernel: Any, grid: Any, arguments: Any, *rest: Any, **more: Any) -> None:
+        attends = kernel is tree_attention_kernel
+        lse = arguments[kernel.arg_names.index("lse_log2")].fill_(NAN) if attends else None
+        launch(kernel, grid, arguments, *rest, **more)
+        if lse is not None:  # [chunks, B·G, rows]; of a row that is not cut nothing is written
+            working.append(int((~lse.isnan()).any(-1).sum()) or groups)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_launch", counting)
+        query = backend.numbers(4, 4 * groups, size)
+        mixed = ops.tree_attention(query, planes[0], planes[1], metadata)
+    return working[0], mixed
+
+
+def test_as_many_programs_work_whatever_the_table_has_room_for(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve` has tables for 131,072 positions: a row of 4,096 entries is still cut into 17 chunks
+    of four pages, which are 136 programs with eight key/value heads, and gets the same bits."""
+    widths = 70, 2053
+    results = [working_programs(backend, 4096, width, monkeypatch) for width in widths]
+    assert [programs for programs, _ in results] == [2 * 17] * 2
+    assert torch.equal(results[0][1], results[1][1])
+    short = [working_programs(backend, 1000, width, monkeypatch)[0] for width in (20, 2053)]
+    assert short == [2 * chunks_of(17)[0]] * 2 == [2 * 9] * 2
+
+
+def test_chunks_by_the_width_of_the_table_are_seen(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was: with a chunk of one 32nd of the table each head had one program."""
+    monkeypatch.setattr(choices, "LEAST_CHUNK", -(-2053 // 32))
+    assert working_programs(backend, 4096, 2053, monkeypatch)[0] == 2
 
 
 # Draws -------------------------------------------------------------------------------------------

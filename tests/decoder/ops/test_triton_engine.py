@@ -61,7 +61,7 @@ def model_of(ops: TorchOps, device: torch.device) -> DecoderModel:
 
 def requests(count: int, temperature: float = 0.0) -> list[Request]:
     settings: dict[str, Any] = {"temperature": temperature, "top_k": 8 if temperature else 0}
-    prompts = (3, 1, 4, 1), (5, 9), (2, 6, 5)
+    prompts = (3, 1, 4, 1), (5, 9), (2, 6, 5), (3,), (5, 8, 9, 7, 9)
     return [
         Request(str(index), prompts[index], 3, (), seed=index, **settings) for index in range(count)
     ]
@@ -77,11 +77,11 @@ def check(
     target: DecoderModel,
     plain: DecoderModel,
     name: str,
-    tree: str,
+    tree: TreeSection,
     slots: int,
     temperature: float = 0.0,
 ) -> None:
-    drafter = every_drafter(target)[name](TREES[tree])
+    drafter = every_drafter(target)[name](tree)
     buckets = default_buckets(slots)
     engine = Engine(target, drafter=drafter, slots=slots, buckets=buckets, overlap=True)
     submitted = requests(slots, temperature)
@@ -94,15 +94,33 @@ def check(
 def test_every_drafter_changes_no_token(
     target: DecoderModel, plain: DecoderModel, name: str, tree: str, slots: int
 ) -> None:
-    check(target, plain, name, tree, slots)
+    check(target, plain, name, TREES[tree], slots)
 
 
 @pytest.mark.parametrize(
     ("tree", "slots"), [("one draft", 1), ("one draft", 3), ("level", 1), ("chain", 1)]
 )
 def test_other_shapes(target: DecoderModel, plain: DecoderModel, tree: str, slots: int) -> None:
-    check(target, plain, "eagle3", tree, slots)
+    check(target, plain, "eagle3", TREES[tree], slots)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "slots", "temperature"),
+    [
+        ("mtp", TreeSection(), 2, 0.8),
+        ("ngram", TreeSection(top_k=10, steps=6, nodes=60), 5, 0.0),
+    ],
+)
+def test_shapes_of_configurations_and_of_the_gpu_check(
+    target: DecoderModel,
+    plain: DecoderModel,
+    name: str,
+    tree: TreeSection,
+    slots: int,
+    temperature: float,
+) -> None:
+    check(target, plain, name, tree, slots, temperature)
 
 
 def test_a_sampled_tree_of_several_rows(target: DecoderModel, plain: DecoderModel) -> None:
-    check(target, plain, "eagle3", "tree", 3, temperature=0.8)
+    check(target, plain, "eagle3", TREES["tree"], 3, temperature=0.8)

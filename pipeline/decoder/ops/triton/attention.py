@@ -12,12 +12,13 @@ row m being node · GROUP_SIZE + query head of the group.
 Pages that all rows see whole need no mask. In the others, entries that no row sees are not even
 read: they may hold anything, and zero times NaN is NaN.
 
-A chunk is a fixed number of pages, so a long row among short ones is many programs among few, and a
-row is cut in the same places and gets the same bits whatever stands beside it. The grid has room
-for the longest row that the block table holds; programs without a chunk end at once. A row of one
-chunk is written by its program, and so is one of more than MOST_SPLIT tokens, whose tiles are
-enough programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, and the
-merge weighs them; a chunk that a tile does not see leaves -inf.
+Where a row is cut depends on its own length: into chunks of LEAST_CHUNK pages, and of twice as many
+whenever they become more than the grid has room for. So a short row in a wide block table is many
+programs, a long row among short ones is, too, and a row gets the same bits whatever stands beside
+it and however wide the table is. Programs without a chunk end at once. A row of one chunk is
+written by its program, and so is one of more than MOST_SPLIT tokens, whose tiles are enough
+programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, and the merge
+weighs them; a chunk that a tile does not see leaves -inf.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ def tree_attention_kernel(
     lse_log2: Pointer,
     scale_log2: Scalar,
     pages: Scalar,
-    chunk: Scalar,
     most: Scalar,
     page_stride: Stride,
     head_stride: Stride,
@@ -53,13 +53,14 @@ def tree_attention_kernel(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     MOST_SPLIT: tl.constexpr,
+    LEAST_CHUNK: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
     SLIDING: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """ROWS_BLOCK folded queries of one row and group, over one of its chunks of `chunk` pages.
+    """ROWS_BLOCK folded queries of one row and group, over one of its chunks.
 
     Grid [tiles, B·G, chunks]. partial and lse_log2 [chunks, B·G, most · GROUP_SIZE (, DIM)].
     """
@@ -70,7 +71,9 @@ def tree_attention_kernel(
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     # The last tile sees the most, and so begins first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS_BLOCK
-    chunks = _chunks_of(seq_len, count, pages, chunk, tl.num_programs(2), PAGE, MOST_SPLIT, CAUSAL)
+    chunks, chunk = _chunks_of(
+        seq_len, count, pages, tl.num_programs(2), PAGE, MOST_SPLIT, LEAST_CHUNK, CAUSAL
+    )
     if (tile >= count * GROUP_SIZE) | (tl.program_id(2) >= chunks):
         return
     m = tile + tl.arange(0, ROWS_BLOCK)  # [m]
@@ -121,17 +124,24 @@ def _chunks_of(
     seq_len: Scalar,
     count: Scalar,
     pages: Scalar,
-    chunk: Scalar,
     room: Scalar,
     PAGE: tl.constexpr,
     MOST_SPLIT: tl.constexpr,
+    LEAST_CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> Block:
-    """Into how many chunks a row is cut; `room` is how many the grid has."""
+    """Into how many chunks a row is cut, and their pages; `room` is how many the grid has."""
     window = count if CAUSAL else PAGE
-    used = tl.minimum(tl.cdiv(seq_len + window, PAGE), pages)
-    chunks = tl.minimum(tl.cdiv(used, chunk), room)
-    return tl.where(count <= MOST_SPLIT, tl.maximum(chunks, 1), 1)
+    used = tl.maximum(tl.minimum(tl.cdiv(seq_len + window, PAGE), pages), 1)
+    # The next power of two: every bit below the highest is set, then one is added.
+    times = tl.cdiv(used, LEAST_CHUNK * room) - 1
+    times |= times >> 1
+    times |= times >> 2
+    times |= times >> 4
+    times |= times >> 8
+    chunk = LEAST_CHUNK * (times + 1)
+    chunks = tl.cdiv(used, chunk)
+    return tl.where(count <= MOST_SPLIT, chunks, 1), chunk
 
 
 @jit
@@ -243,7 +253,6 @@ def merge_chunks_kernel(
     seq_lens: Table,
     cu_seqlens_q: Table,
     pages: Scalar,
-    chunk: Scalar,
     most: Scalar,
     room: Scalar,
     GROUPS: tl.constexpr,
@@ -251,6 +260,7 @@ def merge_chunks_kernel(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     MOST_SPLIT: tl.constexpr,
+    LEAST_CHUNK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -261,7 +271,7 @@ def merge_chunks_kernel(
     start = tl.load(cu_seqlens_q + row)
     count = (tl.load(cu_seqlens_q + row + 1) - start).to(tl.int32)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
-    chunks = _chunks_of(seq_len, count, pages, chunk, room, PAGE, MOST_SPLIT, CAUSAL)
+    chunks, _ = _chunks_of(seq_len, count, pages, room, PAGE, MOST_SPLIT, LEAST_CHUNK, CAUSAL)
     if (m >= count * GROUP_SIZE) | (chunks == 1):
         return
     index, column = tl.arange(0, CHUNKS_BLOCK), tl.arange(0, DIM_BLOCK)

@@ -46,11 +46,11 @@ CAPACITY = 16384
 MOST_SPLIT = WINDOW
 # Attention's floor is the cache: 2 · G · d values an entry, read once for all nodes of a tree. At
 # 8 groups, d = 128 in bfloat16 these are 4 KiB; 8192 entries take an H100 (3.35 TB/s) 10 us a
-# layer. One multiprocessor loads 25 GB/s of that, two pages in flight; a chunk of four pages is
-# 128 KiB a group, and ends after 5 us.
-_LEAST_CHUNK = 4
-#: More chunks than this cost more in the merge than they win; a wider table has longer ones.
-_MOST_CHUNKS = 32
+# layer. One multiprocessor loads 25 GB/s of that, two pages in flight; a chunk of two pages is
+# 64 KiB a group.
+LEAST_CHUNK = 2
+#: More chunks of a row than this cost more in the merge than they win; long rows have longer ones.
+MOST_CHUNKS = 32
 
 assert PAGE == WINDOW, "the attention kernel shifts a page's worth of bits"
 
@@ -61,6 +61,10 @@ class TritonOps(Launcher):
     Cache planes and block tables may be slices, of which the strides are passed on. All else is
     contiguous, or is copied.
     """
+
+    def scratch_bytes(self, rows: int, query_len: int, heads: int, size: int, drawn: int) -> int:
+        queries = rows * min(query_len, MOST_SPLIT) * heads
+        return 4 * MOST_CHUNKS * queries * (size + 1) + drawn * CAPACITY * self.dtype.itemsize
 
     def add_rms_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
@@ -150,7 +154,7 @@ class TritonOps(Launcher):
         )
         group, causal = heads // groups, mask is None
         block = tile_rows(max_query_len * group, query.dtype, causal=causal)
-        room, chunk = chunks_of(pages)
+        room = min(MOST_CHUNKS, -(-pages // LEAST_CHUNK))
         if rows == 1 and len(query) > MOST_SPLIT:
             room = 1  # this row is not cut
         most = min(max_query_len, MOST_SPLIT)  # tokens of a row that is cut
@@ -160,13 +164,14 @@ class TritonOps(Launcher):
         lengths = metadata.seq_lens, metadata.cu_seqlens_q
         optional = [lengths[0] if each is None else each for each in (mask, metadata.first_seen)]
         inputs = query, keys, values, block_table, *lengths, *optional
-        cuts = pages, chunk, most
+        cuts = pages, most
         shape: dict[str, Any] = {
             "GROUPS": groups,
             "GROUP_SIZE": group,
             "DIM": size,
             "PAGE": PAGE,
             "MOST_SPLIT": MOST_SPLIT,
+            "LEAST_CHUNK": LEAST_CHUNK,
             "DIM_BLOCK": power_of_two(size, 16),
             "CAUSAL": causal,
         }
@@ -358,10 +363,12 @@ def tile_rows(folded: int, dtype: torch.dtype, *, causal: bool) -> int:
     return 64 if causal else min(128, power_of_two(folded, 16))
 
 
-def chunks_of(pages: int) -> tuple[int, int]:
-    """The most chunks of a row, and the pages of a chunk, where block tables hold `pages`."""
-    chunk = max(_LEAST_CHUNK, -(-pages // _MOST_CHUNKS))
-    return -(-pages // chunk), chunk
+def chunks_of(used: int) -> tuple[int, int]:
+    """Into how many chunks a row of `used` pages is cut, and their pages, as the kernel does it."""
+    chunk = LEAST_CHUNK
+    while chunk * MOST_CHUNKS < used:
+        chunk *= 2
+    return max(-(-used // chunk), 1), chunk
 
 
 def _norm_warps(block: int) -> int:
