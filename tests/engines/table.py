@@ -192,9 +192,15 @@ def _in_fp32(seen: SeenServer, errors: list[str]) -> str:
 
 def _in_bf16(seen: SeenServer, errors: list[str]) -> str:
     shape = seen.shape
-    if errors or shape is None or not seen.compared:
+    if errors or shape is None:
         return "; ".join(errors) or "no acceptance"
-    pairs = [_rounds_of_equal_text(each, shape) for each in seen.compared]
+    # Of a reply that parts, rounds up to there are known where the report knows every position.
+    known = [
+        each
+        for each in seen.compared
+        if each.tokens is None or shape.label in each.prompt.accepted_at
+    ]
+    pairs = [_rounds_of_equal_text(each, shape) for each in known]
     tokens, theirs, ours = (sum(column) for column in zip(*pairs, strict=True))
     apart = 100 * (ours / theirs - 1)
     parted = f"{len(seen.partings)} part" if seen.partings else "none parts"
