@@ -129,6 +129,7 @@ def _finish(
             "replies": audit.figures,
             f"{AUDIT}_sha256": hashlib.sha256(text.encode()).hexdigest(),
         },
+        files=(AUDIT,),
     )
 
 

@@ -14,11 +14,11 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.heads.registry import open_head
 from pipeline.records import Manifest, Prompt
-from pipeline.reports import REPORT, EvalReport
+from pipeline.reports import PAGE, REPORT, EvalReport
 from pipeline.serve_eval.compare import check_prompts
 from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison, Measured, check_with_transformers
-from pipeline.serve_eval.pages import PAGE, print_table, write_html, write_pages
+from pipeline.serve_eval.pages import print_table, restore_pages, write_html, write_pages
 from pipeline.serve_eval.questions import (
     LeftOut,
     clock_of,
@@ -37,6 +37,7 @@ from pipeline.tuning.verification import runners_up
 
 #: The evidence of a failed check, which is no report of the stage.
 NOT_LOSSLESS = "not-lossless"
+_EVIDENCE = (f"{NOT_LOSSLESS}.json", f"{NOT_LOSSLESS}.html")
 #: Requests of each temperature of the load whose draws are compared in fp32.
 _SAMPLED = 16
 
@@ -52,6 +53,7 @@ def run(config: RunConfig) -> Manifest:
     stage_run = open_stage(config, "eval", parent, clock=clock_of(config, "synth"))
     location = stage_run.location
     if stage_run.manifest:
+        restore_pages(config)
         tau = stage_run.manifest.details["acceptance_length"]
         notice("eval", f"complete: {tau:.2f} tokens a round; report at {location.where(PAGE)}")
         return stage_run.manifest
@@ -85,6 +87,7 @@ def run(config: RunConfig) -> Manifest:
             "speedup": report.speedup,
             "report_sha256": hashlib.sha256(data).hexdigest(),
         },
+        files=(REPORT, *(name for name in _EVIDENCE if location.exists(name))),
     )
 
 

@@ -39,7 +39,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from pipeline.errors import CorruptShard, StoreError
-from pipeline.records import Arithmetic, Shard, canonical_json
+from pipeline.records import Arithmetic, Shard, StoredFile, canonical_json, stored_file
 from pipeline.store.backend import Checksum, FileInfo, explain_os_error
 from pipeline.store.disk import is_temporary, replace_file
 from pipeline.store.location import Location
@@ -59,6 +59,7 @@ class Entry(NamedTuple):
     """What is recorded beside a committed file."""
 
     shard: Shard
+    file: StoredFile  # its own
     seconds: float  # since the commit before it; adds up to the stage's wall time over all attempts
     stored: str = ""  # the store's own checksum of the file ("crc32c:…", "md5:…"), where it has one
     arithmetic: Arithmetic | None = None  # what computed it; None for older versions
@@ -213,7 +214,7 @@ def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
         computed = fields.get("arithmetic")
         arithmetic = Arithmetic.model_validate(computed) if computed else None
         stored, tallies = str(fields.get("stored", "")), dict(fields.get("tallies", {}))
-        entry = Entry(shard, seconds, stored, arithmetic, tallies)
+        entry = Entry(shard, stored_file(data), seconds, stored, arithmetic, tallies)
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
         raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY) from None

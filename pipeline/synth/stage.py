@@ -421,6 +421,7 @@ def finish(
         sources={name: counts["samples"] for name, counts in tallies["sources"].items()},
         details=details,
         rejected_extra=selection.rejected,
+        files=(SELECTION, AUDIT, DATASHEET),
     )
     made = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
     supervised = f"{details['supervised_share']:.0%} supervised"

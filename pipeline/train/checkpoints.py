@@ -39,13 +39,14 @@ from torch import Tensor, tensor
 from pipeline.config import cache_directory
 from pipeline.console import notice
 from pipeline.errors import CorruptShard, StoreError
-from pipeline.records import Record, digest
+from pipeline.records import Record, StoredFile, digest, stored_file
 from pipeline.store.disk import replace_file
 from pipeline.store.location import Location
 from pipeline.train.metrics import METRICS
-from pipeline.train.progress import Best, Progress, StoredFile
+from pipeline.train.progress import Best, Progress
 from pipeline.train.trainer import TrainingState
 
+CHECKPOINTS = "checkpoints"
 WEIGHTS, MOMENTS = "weights.safetensors", "moments.safetensors"
 #: Of everything here; a marker's last.
 _STEP = re.compile(r"(?:step|best)-(\d+)[-.]")
@@ -89,6 +90,27 @@ class Checkpoint(NamedTuple):
             raise CorruptShard(problem, where=str(self.directory), fix=fix) from None
 
 
+class StoredCheckpoints(NamedTuple):
+    """What the markers of a stage vouch for."""
+
+    files: dict[str, StoredFile]  # markers and their files, by path below the stage's directory
+    prefixes: dict[str, StoredFile]  # what metrics.jsonl begins with, once there is a marker
+
+
+def stored_checkpoints(stage: Location) -> StoredCheckpoints:
+    """Of all checkpoints of the `stage`. Raises CorruptShard for a marker that is none."""
+    store, files = stage.child(CHECKPOINTS), dict[str, StoredFile]()
+    prefixes: dict[str, StoredFile] = {}
+    for name in sorted(filter(_MARKER.fullmatch, store.names()), key=_step_of):
+        data = store.read(name)
+        fix = "delete the checkpoint; training then goes on from the one before it"
+        marker = Marker.parse(data, where=store.where(name), fix=fix)
+        files[f"{CHECKPOINTS}/{name}"] = stored_file(data)
+        files |= {f"{CHECKPOINTS}/{path}": file for path, file in _files_of(marker)}
+        prefixes = {METRICS: marker.files[METRICS]} if METRICS in marker.files else {}
+    return StoredCheckpoints(files, prefixes)
+
+
 def workspace(stage: Location) -> Path:
     """Where files are written: the stage's directory, or one in the cache for a remote run."""
     if stage.is_local:
@@ -104,8 +126,8 @@ class Checkpoints:
 
         Checkpoints of another are not read.
         """
-        self._store = stage.child("checkpoints")
-        self._local = workspace(stage) / "checkpoints"
+        self._store = stage.child(CHECKPOINTS)
+        self._local = workspace(stage) / CHECKPOINTS
         self._identity, self._keep = identity, keep
 
     def newest(self) -> Checkpoint | None:
@@ -129,7 +151,7 @@ class Checkpoints:
         Raises StoreError when the store refuses.
         """
         data = encode(dict(weights))
-        file = len(data), hashlib.sha256(data).hexdigest()
+        file = stored_file(data)
         for place in self._places():
             place.write(_best_name(step, file), data)
         return file

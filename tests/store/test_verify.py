@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from pipeline.store.samples import encode_samples
 from pipeline.store.shards import ENTRY, write_shard
 from pipeline.store.stage_run import open_stage
 from pipeline.store.states import StatesSample, encode_states
-from tests.shard_files import stored, stored_path
+from tests.shard_files import reseal, stored, stored_path
 from tests.store.conftest import CONTRACT, make_config, make_sample
 from tests.store.states import H, make_states
 
@@ -31,7 +32,7 @@ def states_of(count: int, *, hidden: int = H) -> list[StatesSample]:
 
 def make_run(config: RunConfig) -> Manifest:
     """Synth and features of two shards each."""
-    counts = {"licenses": {"MIT": 2}, "sources": {"unit": 2}}
+    counts: dict[str, Any] = {"licenses": {"MIT": 2}, "sources": {"unit": 2}}
     stage_run = open_stage(config, "synth", None)
     for index in range(2):
         data = encode_samples([make_sample(index)])
@@ -52,8 +53,7 @@ def run(tmp_path: Path) -> Path:
 
 def change(run: Path, **fields: object) -> None:
     """Rewrite fields of the features' manifest."""
-    path = run / "features/manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    reseal(run / "features", **fields)
 
 
 def replace_shard(run: Path, data: bytes, *, rows: int = 2, tokens: int = 40) -> None:
@@ -80,7 +80,8 @@ def verify(uri: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, l
 def test_a_sound_run_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, errors = verify(run, capsys)
     assert (code, errors) == (0, [])
-    assert out.startswith("sound: synth, features; 4 shards, ") and len(out.splitlines()) == 1
+    assert out.startswith("sound: synth, features; 4 shards and 6 other files, ")
+    assert len(out.splitlines()) == 1
 
 
 def test_a_sound_run_on_an_object_store(bucket: str, tmp_path: Path) -> None:
@@ -150,9 +151,8 @@ def test_files_that_are_not_what_their_names_say(
     location, name, data = Location(f"{run}/synth"), "00001.parquet", b"not parquet"
     (run / "synth/shards" / (name + ENTRY)).unlink()
     new = write_shard(location, name, data, rows=1, tokens=8, rejected={}, seconds=0)
-    path = run / "synth/manifest.json"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "shards": [fields["shards"][0], new.shard.model_dump()]}))
+    fields = json.loads((run / "synth/manifest.json").read_text())
+    reseal(run / "synth", shards=[fields["shards"][0], new.shard.model_dump()])
     code, _, errors = verify(run, capsys)
     assert code == 2
     assert re.search(r"00001\.\w+\.parquet: not a readable Parquet file", errors[0])
@@ -185,11 +185,34 @@ def test_an_unfinished_stage_is_checked_as_far_as_it_is(
 ) -> None:
     (run / "features/manifest.json").unlink()
     code, out, _ = verify(run, capsys)
-    assert code == 0 and "synth; 4 shards" in out and "not finished: features" in out
+    assert code == 0 and "not finished: features" in out
+    assert f"not checked: {run}/features: its manifest, which will name all files, is not" in out
+    assert "sound: synth; 4 shards and 3 other files, " in out
     path = stored_path(run / "features/shards", "00001.safetensors")
     flip(path)
     code, _, errors = verify(run, capsys)
     assert code == 2 and f"{path}: has SHA-256" in errors[0]
+
+
+def test_what_no_manifest_names(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stray file is a problem; what `gc` removes and what lies beside the stages is listed."""
+    orphan, claim = run / "synth/shards/00009.parquet", run / "synth/claims/00000.parquet.0000.json"
+    for path in (orphan, claim, run / "notes.txt", run / "old/report.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    code, out, errors = verify(run, capsys)
+    assert (code, errors) == (0, [])
+    for path in (orphan, claim):
+        assert f"not checked: {path}: left by a writer that was killed, see `eagle3 gc`" in out
+    assert all(f"not checked: {run}/{name}: of no stage" in out for name in ("notes.txt", "old"))
+    strays = [run / name for name in ("synth/a.pkl", "features/head/x.bin")]
+    for path in strays:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and len(errors) == 2
+    for path, line in zip(strays, errors, strict=True):
+        assert f"{path}: is not a file that the stage wrote" in line
 
 
 @pytest.mark.parametrize("command", ["verify", "gc"])
