@@ -14,8 +14,9 @@ import json
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from pipeline.documents import BrokenDocument, parse_json
 from pipeline.errors import ContractMismatch, CorruptShard
 
 SCHEMA_VERSION = 5
@@ -75,12 +76,13 @@ def sealed_json(fields: dict[str, Any]) -> bytes:
 def json_object(data: bytes, *, where: str, fix: str) -> dict[str, Any]:
     """The fields of the JSON file `data`. Raises CorruptShard for anything but a JSON object."""
     try:
-        fields = json.loads(data)
-    except ValueError as error:
-        raise CorruptShard(f"not JSON: {error}", where=where, fix=fix) from None
-    if not isinstance(fields, dict):
-        raise CorruptShard("is not a JSON object", where=where, fix=fix)
-    return fields
+        fields = parse_json(data)
+    except BrokenDocument as error:
+        where = f"{where}: {error.key}" if error.key else where
+        raise CorruptShard(error.problem, where=where, fix=fix) from None
+    if isinstance(fields, dict):
+        return fields
+    raise CorruptShard("is not a JSON object", where=where, fix=fix)
 
 
 def take_checksum(fields: dict[str, Any], data: bytes, *, where: str, fix: str) -> bool:
@@ -130,26 +132,31 @@ class Record(BaseModel):
 
         Raises CorruptShard, which names the field, for anything else.
         """
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as error:
-            raise cls._refusal(error, where, fix) from None
+        return cls.from_fields(json_object(data, where=where, fix=fix), where=where, fix=fix)
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any], *, where: str, fix: str) -> Self:
+    def from_fields(cls, fields: Any, *, where: str, fix: str) -> Self:
         """As `parse`, of what was read of a JSON file."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise cls._refusal(error, where, fix) from None
-
-    @classmethod
-    def _refusal(cls, error: ValidationError, where: str, fix: str) -> CorruptShard:
-        first = error.errors()[0]
+            first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         words = re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
         problem = f"not a {words}: {first['msg']}"
-        return CorruptShard(problem, where=f"{where}: {field}" if field else where, fix=fix)
+        raise CorruptShard(problem, where=f"{where}: {field}" if field else where, fix=fix)
+
+
+def _check_json(text: str) -> str:
+    try:
+        json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    return text
+
+
+#: JSON as text.
+_Json = Annotated[str, AfterValidator(_check_json)]
 
 
 class SamplingOverride(Record):
@@ -169,7 +176,7 @@ class Prompt(Record):
     category: str  # groups the evaluation, e.g. "writing"
     turns: tuple[str, ...]  # in order; the target answers each
     tool_turns: tuple[int, ...] = ()  # which of them are answers of tools
-    tools: str | None = None  # JSON list of the tools that the target may call
+    tools: _Json | None = None  # list of the tools that the target may call
     system: str | None = None  # the record's own system prompt; None takes the run's
     sampling: SamplingOverride | None = None  # its source's; None takes the run's
 
@@ -216,7 +223,7 @@ class Sample(Record):
     seed: int
     generator: str  # what produced the replies, with its version
     variant: str | None = None  # of `synth.mix`
-    tools: str | None = None  # JSON list of the tools that the target could call
+    tools: _Json | None = None  # list of the tools that the target could call
 
 
 class TargetContract(Record):

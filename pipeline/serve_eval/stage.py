@@ -28,7 +28,7 @@ from pipeline.serve_eval.questions import (
 )
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, golden_figure, summarise
-from pipeline.store.manifest import head_location, manifest_where, read_manifest
+from pipeline.store.manifest import head_location, manifest_where, read_manifest, read_report
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
@@ -54,7 +54,7 @@ def run(config: RunConfig) -> Manifest:
     location = stage_run.location
     if stage_run.manifest:
         restore_pages(config)
-        tau = stage_run.manifest.details["acceptance_length"]
+        tau = read_report(config.run.uri).acceptance_length
         notice("eval", f"complete: {tau:.2f} tokens a round; report at {location.where(PAGE)}")
         return stage_run.manifest
     where, expected = manifest_where(config.run.uri, "train"), parent.contract if parent else None

@@ -23,7 +23,6 @@ never compared; a claim of a process on this machine is also abandoned when that
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import random
@@ -42,6 +41,7 @@ from typing import Any
 from pipeline import __version__
 from pipeline.config import RunConfig, RunSection
 from pipeline.console import notice
+from pipeline.documents import parse_json
 from pipeline.errors import CorruptShard, Eagle3Error, StageConflict, StageIncomplete
 from pipeline.records import (
     Arithmetic,
@@ -530,8 +530,8 @@ class Claims:
 
     def _is_abandoned(self, file: str, data: bytes) -> bool:
         """Whether the process that wrote the claim `data` has ended, or no longer renews it."""
-        with suppress(ValueError, KeyError, TypeError):
-            holder = json.loads(data)
+        with suppress(ValueError, KeyError, TypeError, OSError):
+            holder = parse_json(data)
             if holder["machine"] == _machine() and not Path(f"/proc/{int(holder['pid'])}").exists():
                 return True
         info = self._folder.info_if_there(file)

@@ -22,7 +22,6 @@ write all of them anew.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from pipeline.console import ProgressBar, progress_bar
+from pipeline.documents import check_header, read_json
 from pipeline.errors import CorruptShard, Eagle3Error, MissingStage, StoreError
 from pipeline.records import (
     SEALED_SCHEMA,
@@ -322,9 +322,9 @@ def _verify_content(check: _StageCheck, shard: Shard, local: Location) -> None:
         _verify_safetensors(path, where)
     elif path.suffix == ".json":
         try:
-            json.loads(path.read_bytes())
+            read_json(path)
         except ValueError as error:
-            raise _corrupt(f"not JSON: {error}", where) from None
+            raise _corrupt(str(error), where) from None
 
 
 def _verify_states(check: _StageCheck, shard: Shard, local: Location) -> None:
@@ -346,9 +346,10 @@ def _verify_safetensors(path: Path, where: str) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_header(path)
         with safe_open(path, framework="numpy") as tensors:
             tensors.keys()
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         problem = f"not a safetensors file: {' '.join(str(error).split())[:200]}"
         raise _corrupt(problem, where) from None
 

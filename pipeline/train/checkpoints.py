@@ -22,7 +22,6 @@ executes nothing: they are tensors and JSON.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -30,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as encode
@@ -38,6 +37,7 @@ from torch import Tensor, tensor
 
 from pipeline.config import cache_directory
 from pipeline.console import notice
+from pipeline.documents import check_header
 from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Record, StoredFile, digest, stored_file
 from pipeline.store.disk import replace_file
@@ -52,6 +52,9 @@ WEIGHTS, MOMENTS = "weights.safetensors", "moments.safetensors"
 _STEP = re.compile(r"(?:step|best)-(\d+)[-.]")
 _MARKER = re.compile(r"step-\d+\.json")
 _FOLDER = r"^step-\d+-[0-9a-f]{16}$"
+
+
+_DAMAGED = "delete the checkpoint; training then goes on from the one before it"
 
 
 class Marker(Record):
@@ -82,10 +85,12 @@ class Checkpoint(NamedTuple):
     def state(self) -> TrainingState:
         """What the trainer is to take back. Raises CorruptShard for files that hold no tensors."""
         try:
+            check_header(self.directory / MOMENTS)
+            check_header(self.directory / WEIGHTS)
             moments = load_file(self.directory / MOMENTS)
             step = int(moments.pop("step"))
             return TrainingState(load_file(self.directory / WEIGHTS), moments, step)
-        except (SafetensorError, KeyError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
             problem, fix = f"not a checkpoint: {error}", "run `eagle3 train --force`"
             raise CorruptShard(problem, where=str(self.directory), fix=fix) from None
 
@@ -103,8 +108,7 @@ def stored_checkpoints(stage: Location) -> StoredCheckpoints:
     prefixes: dict[str, StoredFile] = {}
     for name in sorted(filter(_MARKER.fullmatch, store.names()), key=_step_of):
         data = store.read(name)
-        fix = "delete the checkpoint; training then goes on from the one before it"
-        marker = Marker.parse(data, where=store.where(name), fix=fix)
+        marker = Marker.parse(data, where=store.where(name), fix=_DAMAGED)
         files[f"{CHECKPOINTS}/{name}"] = stored_file(data)
         files |= {f"{CHECKPOINTS}/{path}": file for path, file in _files_of(marker)}
         prefixes = {METRICS: marker.files[METRICS]} if METRICS in marker.files else {}
@@ -229,8 +233,9 @@ class Checkpoints:
     def _read(self, name: str) -> Marker | None:
         """The marker, if it is one, and of this identity."""
         try:
-            marker = Marker.model_validate(json.loads(self._store.read(name)))
-        except (ValueError, ValidationError):
+            where = self._store.where(name)
+            marker = Marker.parse(self._store.read(name), where=where, fix=_DAMAGED)
+        except CorruptShard:
             return None
         except StoreError:
             if self._store.exists(name):
