@@ -63,18 +63,16 @@ class NotAFile(OSError):
         return str(self.strerror)
 
 
-def open_file(path: str | os.PathLike[str], *, inside: Path | None = None) -> BufferedReader:
-    """A regular file, open for reading; links are followed, but not out of `inside`.
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
+    """A regular file, open for reading.
 
     Raises OSError, of which NotAFile is one. Nothing of another kind is opened, so nothing hangs.
     """
-    _require_file(os.stat(path))
-    if inside is not None:
-        require_inside(path, inside)
+    require_file(os.stat(path))
     # What has become a pipe meanwhile does not block, either.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _require_file(os.fstat(descriptor))
+        require_file(os.fstat(descriptor))
     except OSError:
         os.close(descriptor)
         raise
@@ -87,7 +85,8 @@ def require_inside(path: str | os.PathLike[str], folder: Path) -> None:
         raise NotAFile(errno.EINVAL, f"is a link that leads out of {folder}")
 
 
-def _require_file(status: os.stat_result) -> None:
+def require_file(status: os.stat_result) -> None:
+    """Raises NotAFile or IsADirectoryError."""
     mode = status.st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a directory")
@@ -103,6 +102,13 @@ def _kind(mode: int) -> str:
         "a socket": stat.S_ISSOCK,
     }
     return next((name for name, is_kind in kinds.items() if is_kind(mode)), "something else")
+
+
+def refuse_other_kinds(source: str) -> None:
+    """As `open_file`, for a library that opens a local path or `file://` URI; others pass."""
+    path = source.removeprefix("file://").removeprefix("local://")
+    if "://" not in path:
+        require_file(os.stat(path))
 
 
 def read_file(path: str | os.PathLike[str], *, most: int = LARGEST) -> bytes:

@@ -353,12 +353,12 @@ def _verify(arguments: argparse.Namespace) -> int:
             target = f"; the target was not checked: {unseen}" if unseen else "; same target"
         except Eagle3Error as error:
             problems.append(str(error))
+    for line in check.uncovered:
+        print(f"not checked: {one_line(line)}")
     for problem in problems:
         fail(problem, 2)
     if problems:
         return 2
-    for line in check.uncovered:
-        print(f"not checked: {one_line(line)}")
     unfinished = f"; not finished: {', '.join(check.begun)}" if check.begun else ""
     stages = ", ".join(check.finished) or "no finished stage"
     size = f"{check.shards:,} shards and {check.files:,} other files"

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from pipeline.config import RunConfig
-from pipeline.console import console, logs_json, markdown_text, notice, one_line
+from pipeline.console import console, logs_json, markdown_text, notice, one_line, visible
 from pipeline.planning.decode import DecodePlan, PlannedDecoding
 from pipeline.records import is_sealed_page, json_object, sealed_page, take_checksum
 from pipeline.reports import MARKDOWN, PAGE, SERVERS, EvalReport, LoadPoint, ServerResult
@@ -127,8 +127,13 @@ def _render(template: str, **values: Any) -> str:
     from markupsafe import Markup
 
     folder = resources.files("pipeline.serve_eval").joinpath("templates")
+    is_html = ".html." in template
+
+    def shown(value: Any) -> Any:
+        return visible(value) if type(value) is str and is_html else value
+
     environment = Environment(
-        autoescape=".html." in template, undefined=StrictUndefined, trim_blocks=".md." in template
+        autoescape=is_html, undefined=StrictUndefined, trim_blocks=not is_html, finalize=shown
     )
     named = ("fixed", "rate", "percent", "plain", "estimated", "changed", "milliseconds", "share")
     environment.filters |= {name: getattr(wording, name) for name in (*named, "words", "mode")}
@@ -140,7 +145,8 @@ def _render(template: str, **values: Any) -> str:
     }
     style = Markup(folder.joinpath("page.css").read_text(encoding="utf-8"))
     source = folder.joinpath(template).read_text(encoding="utf-8")
-    return environment.from_string(source).render(style=style, **values)
+    page = environment.from_string(source).render(style=style, **values)
+    return "\n".join(map(visible, page.split("\n")))  # also in what is drawn
 
 
 def _every_scalar(values: Iterable[Any]) -> bool:

@@ -28,7 +28,13 @@ from pipeline.serve_eval.questions import (
 )
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, golden_figure, summarise
-from pipeline.store.manifest import head_location, manifest_where, read_manifest, read_report
+from pipeline.store.manifest import (
+    head_location,
+    manifest_where,
+    read_manifest,
+    read_report,
+    vouched_head,
+)
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
@@ -60,7 +66,7 @@ def run(config: RunConfig) -> Manifest:
     where, expected = manifest_where(config.run.uri, "train"), parent.contract if parent else None
     target = open_target(config.target, expected=expected, where=where, decoded=True)
     head = (
-        open_head(head_location(config.run.uri, config.eval.head), expected=target.contract)
+        open_head(vouched_head(config.run.uri, config.eval.head), expected=target.contract)
         if drafts
         else None
     )

@@ -34,6 +34,8 @@ from pipeline.reports import REPORT, EvalReport
 from pipeline.store.location import Location
 
 BEGIN, MANIFEST = "begin.json", "manifest.json"
+#: Where training puts the head.
+_HEAD = "head"
 #: Characters of a value that a message shows.
 _SHOWN = 60
 #: Stages that hold what users said: as text, as tokens, and in states that can be read back.
@@ -42,7 +44,8 @@ _PRIVATE: frozenset[Stage] = frozenset({"synth", "features"})
 
 def stage_location(run_uri: str, stage: Stage) -> Location:
     """The directory of `stage` in a run."""
-    return Location(f"{Location(run_uri).uri}/{stage}", private=stage in _PRIVATE)
+    uri = f"{Location(run_uri).uri}/{stage}"
+    return Location(uri, private=stage in _PRIVATE, closed=True)
 
 
 def manifest_where(run_uri: str, stage: Stage) -> str:
@@ -219,7 +222,22 @@ def _short_hash(value: str | None) -> str:
 
 def head_location(run_uri: str, head: str | None = None) -> Location:
     """The directory of `head`, where one is named, or of the run's own."""
-    return Location(head) if head else stage_location(run_uri, "train").child("head")
+    return Location(head) if head else stage_location(run_uri, "train").child(_HEAD)
+
+
+def vouched_head(run_uri: str, head: str | None = None) -> Location:
+    """As `head_location`. Raises CorruptShard where the run's own is not what training wrote.
+
+    Every byte is read. Manifests before schema 5 do not name its files.
+    """
+    location = head_location(run_uri, head)
+    manifest = None if head else find_manifest(run_uri, "train")
+    for path in manifest.files if manifest else ():
+        folder, _, name = path.rpartition("/")
+        if manifest and folder == _HEAD:
+            file, where = (location.size(name), location.sha256(name)), location.where(name)
+            check_vouched(manifest, path, file, where=where)
+    return location
 
 
 def read_report(source: str) -> EvalReport:

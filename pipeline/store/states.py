@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from pipeline.documents import parse_json
+from pipeline.documents import open_file, parse_json
 from pipeline.errors import CorruptShard, DataError
 from pipeline.records import STATES_FORMAT, Shard, canonical_json
 from pipeline.store.encodings import (
@@ -396,7 +396,8 @@ class StatesReader:
             raise self._corrupt(f"has {size} bytes, {self._bytes} were committed")
         if not self._folder.is_local:
             return None
-        file = os.open(self._folder.local_path(self._name), os.O_RDONLY)
+        with open_file(self._folder.local_path(self._name)) as opened:
+            file = os.dup(opened.fileno())
         weakref.finalize(self, os.close, file)  # readers are closed by forgetting them
         return file
 

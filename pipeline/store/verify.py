@@ -95,6 +95,7 @@ class _StageCheck:
         self.manifest: Manifest | None = None
         self.problems: list[str] = []
         self.uncovered: list[str] = []
+        self.no_files: set[str] = set()  # paths of pipes, devices and links that lead out
         self.files = 0
         with self.collecting():
             self.manifest = find_manifest(run_uri, stage)
@@ -168,7 +169,7 @@ def verify_run(
 def _beside_stages(run_uri: str) -> Iterator[str]:
     """What lies in the run's directory and is of no stage."""
     location = Location(run_uri)
-    for name in (*location.names(), *location.subdirectories()):
+    for name in (*location.names(), *location.subdirectories(), *location.others()):
         if name not in STAGES:
             yield f"{location.where(name)}: of no stage"
 
@@ -190,7 +191,7 @@ def _verify_prompts(check: _StageCheck) -> None:
 def _verify_files(check: _StageCheck, orphans: Collection[str], bar: ProgressBar) -> None:
     """All but shards: what the manifest names, what seals itself, and what should not be there."""
     location, manifest = check.location, check.manifest
-    present = {path for path in _paths(location) if location.where(path) not in orphans}
+    present = {path for path in _paths(check) if location.where(path) not in orphans}
     for folder, content in UNCOVERED.items():
         if inside := {path for path in present if path.startswith(f"{folder}/")}:
             check.uncovered.append(f"{location.where(folder)}: {content}, {len(inside)} files")
@@ -208,7 +209,8 @@ def _verify_files(check: _StageCheck, orphans: Collection[str], bar: ProgressBar
     sealed = _verify_sealed(check, present)
     for path, expected in sorted(manifest.files.items()):
         with check.collecting():
-            _expect_file(location, manifest, path, is_there=path in present)
+            if path not in check.no_files:
+                _expect_file(location, manifest, path, is_there=path in present)
         bar.advance(expected[0], note=f"{check.stage}/{path}")
     check.files += len(manifest.files)
     selected = check.selection.shards if check.selection else ()
@@ -219,11 +221,18 @@ def _verify_files(check: _StageCheck, orphans: Collection[str], bar: ProgressBar
         check.problems.append(str(CorruptShard(problem, where=location.where(path), fix=fix)))
 
 
-def _paths(location: Location, above: str = "") -> Iterator[str]:
-    """Of all files below `location`, temporary ones left out."""
+def _paths(check: _StageCheck, above: str = "") -> Iterator[str]:
+    """Of all files of a stage, temporary ones left out; what is no file is a problem."""
+    location = check.location.child(above.rstrip("/")) if above else check.location
     yield from (f"{above}{name}" for name in location.names())
+    if above.split("/")[0] not in UNCOVERED:  # such as links of Weights & Biases to its logs
+        for name, problem in location.others().items():
+            fix = "delete it, or put the file itself there"
+            where = location.where(name)
+            check.problems.append(str(CorruptShard(problem, where=where, fix=fix)))
+            check.no_files.add(f"{above}{name}")
     for folder in location.subdirectories():
-        yield from _paths(location.child(folder), f"{above}{folder}/")
+        yield from _paths(check, f"{above}{folder}/")
 
 
 def _expect_file(location: Location, manifest: Manifest, path: str, *, is_there: bool) -> None:

@@ -53,6 +53,7 @@ def test_every_byte_of_a_run_is_covered(
     assert problems(run) == (), "all flips are undone"
     _forgeries_are_found(run)
     _readers_refuse_a_forged_report(config, run, tmp_path, capsys)
+    _another_head_is_refused(config, run, capsys)
     _pages_are_written_anew(config, run)
     _begun_stages_are_covered_by_their_checkpoints(config, run)
 
@@ -111,6 +112,23 @@ def _readers_refuse_a_forged_report(
         manifest.unlink()
         assert main(["compare", str(report), str(copy)]) == 75
         assert "stage eval is not finished" in capsys.readouterr().err
+
+
+def _another_head_is_refused(config: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a server, and by an evaluation that is to follow."""
+    weights, elsewhere = run / "train/head/model.safetensors", run.parent / "elsewhere"
+    with restored(weights) as data:
+        weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(CorruptShard, match=rf"{weights}: has .*; the manifest names"):
+            make_app(load(config), None)
+        shutil.copytree(run / "train", elsewhere / "train")
+        assert main(["eval", "-c", config, f"run.uri={elsewhere}"]) == 2
+        assert f"{elsewhere}/train/head/model.safetensors: has " in capsys.readouterr().err
+        (elsewhere / "train/head/model.safetensors").unlink()
+        (elsewhere / "train/head/model.safetensors").symlink_to(weights)
+        assert main(["eval", "-c", config, f"run.uri={elsewhere}"]) == 2
+        assert "model.safetensors: is a link that leads out of " in capsys.readouterr().err
+    shutil.rmtree(elsewhere)
 
 
 def _pages_are_written_anew(config: str, run: Path) -> None:

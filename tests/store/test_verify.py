@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,9 @@ def test_what_no_manifest_names(run: Path, capsys: pytest.CaptureFixture[str]) -
     for path in (orphan, claim, run / "notes.txt", run / "old/report.json"):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
+    log = run / "features/wandb/run/logs/debug.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/nowhere/debug.log")
     code, out, errors = verify(run, capsys)
     assert (code, errors) == (0, [])
     for path in (orphan, claim):
@@ -279,3 +283,81 @@ def test_gc_touches_nothing_below_a_manifest_it_cannot_read(
     assert main(["gc", str(run), "--quiet-minutes", "0"]) == 2
     assert "is newer" in capsys.readouterr().err
     assert (run / "features/shards/00009.bin").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["features/extra", "features/audit.json", "synth/shards/x.parquet"]
+)
+def test_pipes_devices_and_links_out_of_the_run_are_named(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of them is opened: a pipe would wait for a writer for ever."""
+    path, secret = run / name, tmp_path / "secret"
+    secret.mkdir()
+    (secret / "begin.json").write_text("{}")
+    makers: dict[str, Callable[[], object]] = {
+        "is a named pipe, not a file": lambda: os.mkfifo(path),
+        "is a link that leads out of ": lambda: path.symlink_to(secret / "begin.json"),
+        "is a device, not a file": lambda: path.symlink_to("/dev/zero"),
+        "is a link that leads nowhere": lambda: path.symlink_to("nowhere"),
+    }
+    for problem, make in makers.items():
+        make()
+        code, _, errors = verify(run, capsys)
+        assert code == 2 and len(errors) == 1
+        expected = "is a link that leads out of " if "device" in problem else problem
+        assert errors[0].startswith(f"error: {path}: {expected}") and "(fix: delete it" in errors[0]
+        path.unlink()
+    path.symlink_to(secret, target_is_directory=True)
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and f"{path}: is a link that leads out of " in errors[0]
+
+
+@pytest.mark.parametrize("name", ["begin.json", "manifest.json"])
+def test_a_pipe_in_the_place_of_a_file(
+    name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "features" / name
+    path.unlink()
+    os.mkfifo(path)
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and all(f"{path}: is a named pipe, not a file (fix: " in e for e in errors)
+    if name == "manifest.json":
+        assert main(["gc", str(run)]) == 2
+
+
+def test_a_stage_may_be_a_link_to_that_of_another_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the leaderboard's rows share their data. Nothing in it may lead out of it."""
+    (run / "features").rename(tmp_path / "elsewhere")
+    (run / "features").symlink_to(tmp_path / "elsewhere")
+    assert verify(run, capsys)[0] == 0
+    manifest = tmp_path / "elsewhere/manifest.json"
+    manifest.rename(tmp_path / "manifest.json")
+    manifest.symlink_to(tmp_path / "manifest.json")
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and "features/manifest.json: is a link that leads out of " in errors[0]
+    assert main(["gc", str(run), "--quiet-minutes", "0"]) == 2
+
+
+def test_links_are_not_followed_in_circles(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "features/again").symlink_to(run / "features")
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and f"{run}/features/again: is a link to a directory" in errors[0]
+    assert main(["gc", str(run)]) == 0
+
+
+def test_names_are_printed_with_every_character(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "00009.\x1b[2Jparquet\nremoved 0 files"
+    (run / "synth/shards" / name).write_bytes(b"x")
+    (run / "synth" / name).write_bytes(b"x")
+    shown = r"00009.\x1b[2Jparquet\nremoved 0 files"
+    code, out, errors = verify(run, capsys)
+    assert code == 2 and len(errors) == 1 and f"{run}/synth/{shown}: is not a file" in errors[0]
+    assert "\x1b" not in out and f"not checked: {run}/synth/shards/{shown}: left by" in out
+    assert main(["gc", str(run), "--quiet-minutes", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"removed {run}/synth/shards/{shown}: ") and len(out.splitlines()) == 2

@@ -133,12 +133,12 @@ def replay_rounds(config: RunConfig, golden: GoldenFigure, shape: TreeSection) -
     from pipeline.heads.registry import open_head
     from pipeline.serve_eval.measure import Comparison
     from pipeline.serve_eval.shapes import replay_group, with_replay
-    from pipeline.store.manifest import head_location
+    from pipeline.store.manifest import vouched_head
     from pipeline.target.open import open_target
 
     prepare_process(config.run)
     target = open_target(config.target, decoded=True)
-    location = head_location(config.run.uri, config.eval.head)
+    location = vouched_head(config.run.uri, config.eval.head)
     needs_head = config.eval.drafter.needs_head
     questions = [Question(each.id, "", each.prompt_ids) for each in golden.prompts]
     most_tokens = max(len(each.context) for each in questions)
