@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from pydantic import ValidationError
 
 from bench.report import publish, rounded
 from pipeline.config import DRAFTERS, DrafterSection, SourceSpec, TargetSection, TreeSection
 from pipeline.decoder.drafter import DrafterFactory
 from pipeline.decoder.model import DecoderModel
+from pipeline.documents import parse_yaml
 from pipeline.drafters.registry import drafter_name, load_drafter
 from pipeline.errors import Eagle3Error
 from pipeline.heads.base import DraftingHead
@@ -73,7 +73,7 @@ class Row:
         values: dict[str, Any] = {}
         for setting in settings:
             key, _, value = setting.partition("=")
-            values[key] = yaml.safe_load(value) if key != "head" else value
+            values[key] = parse_yaml(value) if key != "head" else value
         head = Path(values.pop("head")) if "head" in values else None
         try:
             return cls(text, DrafterSection(name=name, **values), head)

@@ -139,7 +139,7 @@ def _shard(name: str, file: str) -> dict[str, object]:
 
 
 def _write_manifest(run: Path, names: Sequence[str]):  # type: ignore[no-untyped-def]
-    from pipeline.records import Manifest, TargetContract
+    from pipeline.records import Manifest, TargetContract, sealed_json
 
     contract = TargetContract(
         source="simulated",
@@ -173,7 +173,8 @@ def _write_manifest(run: Path, names: Sequence[str]):  # type: ignore[no-untyped
             "wall_seconds": 1.0,
         }
     )
-    (run / "synth/manifest.json").write_text(manifest.model_dump_json())
+    data = sealed_json(manifest.model_dump(mode="json"))
+    (run / "synth/manifest.json").write_bytes(data)
     return manifest
 
 

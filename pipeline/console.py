@@ -166,9 +166,20 @@ def printable(text: str) -> str:
     return _INVISIBLE.sub("", _SEQUENCE.sub("", text))
 
 
+def visible(text: str) -> str:
+    """A name on one line, of which every character shows: ESC as \\x1b, a line break as \\n."""
+    hidden = re.sub(r"[\t\n]", lambda mark: repr(mark[0])[1:-1], text)
+    return _INVISIBLE.sub(lambda mark: mark[0].encode("unicode_escape").decode(), hidden)
+
+
 def markdown_text(text: str) -> str:
     """Data as text of a Markdown document: no markup, no HTML, one line, and no cell's end."""
-    shown = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    shown = (
+        " ".join(printable(text).split())
+        .replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+    )
     return re.sub(r"([\\`*_\[\]|~$#@!])", r"\\\1", shown)
 
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from pipeline.documents import BrokenDocument, parse_json
 from pipeline.errors import ContractMismatch, CorruptShard
 
-SCHEMA_VERSION = 4
-#: The oldest that is still read: schema 2 has no `arithmetic`.
+SCHEMA_VERSION = 5
+#: The oldest that is still read: schema 2 has no `arithmetic`, 4 no `files` and no checksum.
 OLDEST_SCHEMA = 2
+#: The first whose manifests carry a checksum of themselves.
+SEALED_SCHEMA = 5
 #: Of the states on disk, which docs/states-format.md describes; raised with every change that an
 #: older reader would misread.
 STATES_FORMAT = 3
@@ -31,6 +34,11 @@ CAPTURE_CONVENTION = "output-of-layer"
 
 #: A file in a directory, and nothing above or outside of it: manifests may come from strangers.
 FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+#: Likewise, in a directory or below it.
+FILE_PATH = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$"
+
+#: Bytes and SHA-256 of a file.
+StoredFile = tuple[int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
 
 Stage = Literal["synth", "features", "train", "eval"]
 STAGES: tuple[Stage, ...] = ("synth", "features", "train", "eval")
@@ -44,6 +52,70 @@ def canonical_json(value: Any) -> str:
 def digest(value: Any) -> str:
     """Hex SHA-256 of the canonical JSON of `value`."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def stored_file(data: bytes) -> StoredFile:
+    """Of a file that holds `data`."""
+    return len(data), hashlib.sha256(data).hexdigest()
+
+
+#: Key of a sealed file's checksum.
+CHECKSUM = "checksum"
+
+
+def sealed_json(fields: dict[str, Any]) -> bytes:
+    """A JSON file that holds under `checksum` the SHA-256 of itself without that line.
+
+    Every changed byte shows. It is a checksum and no signature: whoever rewrites the file can
+    compute it again.
+    """
+    checksum = hashlib.sha256(_file_json(fields)).hexdigest()
+    return _file_json({**fields, CHECKSUM: checksum})
+
+
+def json_object(data: bytes, *, where: str, fix: str) -> dict[str, Any]:
+    """The fields of the JSON file `data`. Raises CorruptShard for anything but a JSON object."""
+    try:
+        fields = parse_json(data)
+    except BrokenDocument as error:
+        where = f"{where}: {error.key}" if error.key else where
+        raise CorruptShard(error.problem, where=where, fix=fix) from None
+    if isinstance(fields, dict):
+        return fields
+    raise CorruptShard("is not a JSON object", where=where, fix=fix)
+
+
+def take_checksum(fields: dict[str, Any], data: bytes, *, where: str, fix: str) -> bool:
+    """Take the checksum out of the `fields` of a file; whether there was one.
+
+    Files of earlier versions have none. Raises CorruptShard where the file's `data` are not what
+    `sealed_json` wrote.
+    """
+    sealed = fields.pop(CHECKSUM, None) is not None
+    if sealed and sealed_json(fields) != data:
+        problem = f"is not what was written: its {CHECKSUM} is not that of its content"
+        raise CorruptShard(problem, where=where, fix=fix)
+    return sealed
+
+
+def _file_json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def sealed_page(text: str) -> bytes:
+    """HTML or Markdown that ends with a comment: the SHA-256 of all before it."""
+    body = text.encode()
+    return body + _seal(body)
+
+
+def is_sealed_page(data: bytes) -> bool:
+    """Whether it is as `sealed_page` wrote it."""
+    body = data[: -len(_seal(b""))]
+    return data == body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return f"<!-- SHA-256 of all above: {hashlib.sha256(body).hexdigest()} -->\n".encode()
 
 
 class Record(BaseModel):
@@ -60,14 +132,31 @@ class Record(BaseModel):
 
         Raises CorruptShard, which names the field, for anything else.
         """
+        return cls.from_fields(json_object(data, where=where, fix=fix), where=where, fix=fix)
+
+    @classmethod
+    def from_fields(cls, fields: Any, *, where: str, fix: str) -> Self:
+        """As `parse`, of what was read of a JSON file."""
         try:
-            return cls.model_validate_json(data)
+            return cls.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         words = re.sub("(?<=[a-z])(?=[A-Z])", " ", cls.__name__).lower()
         problem = f"not a {words}: {first['msg']}"
         raise CorruptShard(problem, where=f"{where}: {field}" if field else where, fix=fix)
+
+
+def _check_json(text: str) -> str:
+    try:
+        json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    return text
+
+
+#: JSON as text.
+_Json = Annotated[str, AfterValidator(_check_json)]
 
 
 class SamplingOverride(Record):
@@ -87,7 +176,7 @@ class Prompt(Record):
     category: str  # groups the evaluation, e.g. "writing"
     turns: tuple[str, ...]  # in order; the target answers each
     tool_turns: tuple[int, ...] = ()  # which of them are answers of tools
-    tools: str | None = None  # JSON list of the tools that the target may call
+    tools: _Json | None = None  # list of the tools that the target may call
     system: str | None = None  # the record's own system prompt; None takes the run's
     sampling: SamplingOverride | None = None  # its source's; None takes the run's
 
@@ -134,7 +223,7 @@ class Sample(Record):
     seed: int
     generator: str  # what produced the replies, with its version
     variant: str | None = None  # of `synth.mix`
-    tools: str | None = None  # JSON list of the tools that the target could call
+    tools: _Json | None = None  # list of the tools that the target could call
 
 
 class TargetContract(Record):
@@ -268,11 +357,16 @@ class Manifest(Record):
     #: All that had a part in it; several when it was continued on another kind of machine.
     arithmetic: tuple[Arithmetic, ...] = ()
     wall_seconds: float
+    #: Everything else that the stage wrote and that somebody reads: path below the stage's
+    #: directory → bytes and SHA-256. Schemas before 5 have none.
+    files: dict[Annotated[str, Field(pattern=FILE_PATH)], StoredFile] = {}
 
     @property
     def content_hash(self) -> str:
         """Hash of what the stage produced; equal for equal bytes, however they were computed."""
-        volatile: dict[str, Any] = {"software": True, "arithmetic": True, "wall_seconds": True}
+        volatile: dict[str, Any] = dict.fromkeys(
+            ("software", "arithmetic", "wall_seconds", "files"), True
+        )
         places = {"parent_uri": True, "shards": {"__all__": {"file"}}}
         # Said by other fields of the contract, and unknown to earlier versions, whose runs go on.
         repeated = {"contract": {"chat_template", "sampled_fingerprint"}}

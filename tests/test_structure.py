@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pipeline"
 
-BASE = {"config", "records", "reports", "errors", "console", "telemetry"}
+BASE = {"config", "documents", "records", "reports", "errors", "console", "telemetry"}
 LEARNED = {"learning", "heads", "drafters"}
 SHARED = {"store", "prompts", "target", "decoder", *LEARNED, "tuning", "planning"}
 STAGES = {"synth", "features", "train", "serve_eval"}

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from pipeline.config import RunConfig, load
+from pipeline.documents import parse_yaml, read_file
 from pipeline.errors import ConfigError
 from pipeline.records import Record
 
@@ -48,10 +48,9 @@ def _default_first(name: str) -> tuple[bool, str]:
 
 
 def _read(path: Path, readers: tuple[str, ...] = ()) -> Experiment:
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    data = json.dumps({"name": path.stem, **tree}).encode()
     fix = "use only `about`, `against` and `changes`"
-    own = Experiment.parse(data, where=str(path), fix=fix)
+    tree = {"name": path.stem, **parse_yaml(read_file(path))}
+    own = Experiment.from_fields(tree, where=str(path), fix=fix)
     if own.name == "default":
         return own
     rival, readers = path.with_name(f"{own.against}.yaml"), (*readers, path.stem)

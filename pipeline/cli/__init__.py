@@ -36,7 +36,15 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import pipeline
 from pipeline.config import DRAFTERS, PiiSection, RunConfig, load
-from pipeline.console import discard_output, fail, logs_json, open_streams, output, readable_bytes
+from pipeline.console import (
+    discard_output,
+    fail,
+    logs_json,
+    one_line,
+    open_streams,
+    output,
+    readable_bytes,
+)
 from pipeline.errors import ConfigError, Eagle3Error
 from pipeline.planning.decode import DecodePlan, MachineRates, parse_acceptance, plan_on_paper
 from pipeline.records import STAGES, Plan, Stage, ZeroMemory
@@ -46,6 +54,9 @@ from pipeline.store.manifest import find_manifest
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from pipeline.store.location import Location
+    from pipeline.store.verify import BegunFiles
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it; also after SIGTERM
 
@@ -333,7 +344,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from pipeline.store.verify import verify_run
     from pipeline.target.open import recheck_weights
 
-    check = verify_run(arguments.uri)
+    check = verify_run(arguments.uri, {"train": _stored_checkpoints})
     problems, target = list(check.problems), ""
     for stage in check.finished[:1]:  # the contract is one throughout
         manifest, where = read_manifest(arguments.uri, stage), f"{arguments.uri}/{stage}"
@@ -342,15 +353,24 @@ def _verify(arguments: argparse.Namespace) -> int:
             target = f"; the target was not checked: {unseen}" if unseen else "; same target"
         except Eagle3Error as error:
             problems.append(str(error))
+    for line in check.uncovered:
+        print(f"not checked: {one_line(line)}")
     for problem in problems:
         fail(problem, 2)
     if problems:
         return 2
     unfinished = f"; not finished: {', '.join(check.begun)}" if check.begun else ""
     stages = ", ".join(check.finished) or "no finished stage"
-    size = f"{check.shards:,} shards, {readable_bytes(check.bytes)}"
+    size = f"{check.shards:,} shards and {check.files:,} other files"
+    size += f", {readable_bytes(check.bytes)}"
     print(f"sound: {stages}; {size}{unfinished}{target}")
     return 0
+
+
+def _stored_checkpoints(stage: Location) -> BegunFiles:
+    from pipeline.train.checkpoints import stored_checkpoints  # torch
+
+    return stored_checkpoints(stage)
 
 
 def _gc(arguments: argparse.Namespace) -> int:

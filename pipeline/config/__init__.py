@@ -11,13 +11,13 @@ Each key is documented below its declaration; `eagle3 schema` prints the same te
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -64,6 +64,7 @@ from pipeline.config.synth import (
     SynthSection,
 )
 from pipeline.config.train import HeadSection, TrainSection
+from pipeline.documents import LARGEST_YAML, BrokenDocument, parse_yaml, read_file
 from pipeline.errors import ConfigError
 
 __all__ = [
@@ -130,9 +131,9 @@ def load(
     for override in overrides:
         _apply_override(tree, override)
     if force:
-        tree.setdefault("run", {})["force"] = True
+        _apply_override(tree, "run.force=true")
     if shard is not None:
-        tree.setdefault("run", {})["shard"] = shard
+        _apply_override(tree, f"run.shard={json.dumps(shard)}")
     return parse(tree, where=str(path))
 
 
@@ -156,26 +157,22 @@ def parse(tree: dict[str, Any], *, where: str = "config") -> RunConfig:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(read_file(path, most=LARGEST_YAML))
     except FileNotFoundError:
         raise ConfigError(
             "no such file", where=str(path), fix="pass an existing YAML file with -c"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(
             f"cannot be read: {error}",
             where=str(path),
             fix="pass a readable UTF-8 YAML file with -c",
         ) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise ConfigError(
-            f"not valid YAML: {problem}",
-            where=f"{path}{line}",
-            fix="correct the syntax on that line",
-        ) from None
+    except BrokenDocument as error:
+        where = f"{path}:{error.line}" if error.line else str(path)
+        where += f": {error.key}" if error.key else ""
+        fix = "correct that line" if error.line else "correct the file"
+        raise ConfigError(error.problem, where=where, fix=fix) from None
     if not isinstance(tree, dict):
         known = ", ".join(RunConfig.model_fields)
         raise ConfigError(
@@ -197,11 +194,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             fix="write for example synth.max_prompts=200",
         )
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(
-            "the value is not valid YAML", where=f"override {key}", fix="quote the value"
-        ) from None
+        value = parse_yaml(text)
+    except BrokenDocument as error:
+        problem = "the value is not valid YAML" if error.is_syntax else str(error)
+        fix = "quote the value" if error.is_syntax else "correct the value"
+        raise ConfigError(problem, where=f"override {key}", fix=fix) from None
     node = tree
     for part in parts[:-1]:
         child = node.get(part)

@@ -27,6 +27,7 @@ from pipeline.config.section import Section
 from pipeline.config.server import ServeSection
 from pipeline.config.synth import TRANSPORT_KEYS, SynthSection
 from pipeline.config.train import TrainSection
+from pipeline.documents import LARGEST_YAML, read_file
 from pipeline.errors import ConfigError
 from pipeline.records import STATES_FORMAT, Stage, digest
 
@@ -201,9 +202,9 @@ class TargetSection(Section):
         if value is None or _is_template(value):
             return value
         try:
-            text = Path(value).expanduser().read_text(encoding="utf-8")
+            text = read_file(Path(value).expanduser(), most=LARGEST_YAML).decode()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8"
+            reason = getattr(error, "strerror", None) or getattr(error, "problem", "not UTF-8")
             raise ValueError(f"cannot be read: {reason}") from None
         if not _is_template(text):
             raise ValueError("is not a Jinja template: it holds neither {{ nor {%")

@@ -62,6 +62,7 @@ from pipeline.decoder.kv import Planes
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.draft import Candidates
 from pipeline.decoder.ops.tree import HEADROOM
+from pipeline.documents import refuse_other_kinds
 from pipeline.errors import ConfigError, DataError
 from pipeline.target.open import Target
 
@@ -363,6 +364,7 @@ def _lines(source: str) -> Iterator[tuple[str, str]]:
     import fsspec  # type: ignore[import-untyped]
 
     try:
+        refuse_other_kinds(source)
         with fsspec.open(source, "rt", encoding="utf-8-sig", compression="infer") as file:
             lines = ((f"{source}:{number}", line) for number, line in enumerate(file, 1))
             yield from ((where, line) for where, line in lines if line.strip())

@@ -21,6 +21,7 @@ from pipeline.features.packing import Part, parts_of
 from pipeline.features.plan import require_space
 from pipeline.records import STATES_FORMAT, Manifest
 from pipeline.store.manifest import read_manifest, stage_location
+from pipeline.store.shards import reading_tallies
 from pipeline.store.stage_run import StageRun, make_shards, open_stage
 from pipeline.target.agreement import CAUSES, Agreement, problem_of
 from pipeline.target.parallel import Group, joined
@@ -106,9 +107,10 @@ def _finish(
     rejected: Counter[str] = Counter()
     audit = RepliesAudit()
     for entry in stage_run.collect(list(parts)):
-        counts.update(samples=entry.shard.rows, supervised=entry.tallies["supervised"])
         rejected.update(entry.shard.rejected)
-        audit.add(entry.tallies)
+        with reading_tallies(stage_run.location, entry) as tallies:
+            counts.update(samples=entry.shard.rows, supervised=int(tallies["supervised"]))
+            audit.add(tallies)
     if not counts["samples"]:
         problem = f"no sample with supervised tokens ({dict(rejected) or 'no samples at all'})"
         where = stage_location(config.run.uri, "synth").uri
@@ -129,6 +131,7 @@ def _finish(
             "replies": audit.figures,
             f"{AUDIT}_sha256": hashlib.sha256(text.encode()).hexdigest(),
         },
+        files=(AUDIT,),
     )
 
 

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline import documents
 from pipeline.errors import HeadError, StoreError
 from pipeline.heads.base import DraftingHead, DraftShape
 from pipeline.heads.fields import Layers
@@ -165,10 +166,10 @@ def _stored(tensor: Tensor) -> Tensor:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises HeadError when it is absent or no object."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = documents.read_json(path)
     except FileNotFoundError:
         raise HeadError("no such file", where=str(path), fix=_PASS_A_HEAD) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise HeadError(f"cannot be read: {error}", where=str(path), fix=FETCH_AGAIN) from error
     if not isinstance(body, dict):
         raise HeadError("is no JSON object", where=str(path), fix=FETCH_AGAIN)
@@ -186,6 +187,7 @@ def read_tensors(
     tensors: dict[str, Tensor] = {}
     for file in weight_files(directory, error=HeadError):
         try:
+            documents.check_header(file)
             with safe_open(file, framework="pt") as stored:
                 for name in set(stored.keys()) - _IGNORED:
                     if is_included(name):

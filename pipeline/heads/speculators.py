@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pipeline.console import notice
 from pipeline.heads.algorithm import Export
-from pipeline.heads.checkpoint import CONFIG
+from pipeline.heads.checkpoint import CONFIG, read_json
 from pipeline.target.open import Target
 
 #: The field whose presence tells this dialect from others.
@@ -30,7 +29,7 @@ def drafting_section(
     vLLM serves `verifier.name_or_path` when it is given the head alone; speculators loads the
     target's norm and lm_head from there.
     """
-    body = json.loads((target.directory / CONFIG).read_text(encoding="utf-8"))
+    body = read_json(target.directory / CONFIG)
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",

@@ -10,13 +10,13 @@ none of these                     assumed, and the plan says so
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.config import RunConfig, TargetSection, cache_directory
+from pipeline.documents import read_json
 from pipeline.errors import TargetError
 from pipeline.records import TargetContract
 
@@ -164,7 +164,7 @@ def read_shape(path: Path) -> TargetShape:
     """The shape in a config.json. Raises TargetError."""
     where = str(path)
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path, finite=False)
         numbers: dict[str, Any] = tree.get("text_config", tree)
         heads, hidden = numbers["num_attention_heads"], numbers["hidden_size"]
         kind = numbers.get("model_type", "")
@@ -182,7 +182,7 @@ def read_shape(path: Path) -> TargetShape:
             experts=_experts(numbers),
             origin=where,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         fix = "pass the config.json of a causal language model"
         raise TargetError(f"cannot be read: {error}", where=where, fix=fix) from None
     return shape

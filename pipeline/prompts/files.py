@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 from pipeline.config import SourceSpec
+from pipeline.documents import refuse_other_kinds
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
 from pipeline.prompts.records import to_prompt
@@ -150,6 +151,7 @@ def open_file(source: str, *, unpack: bool = True) -> BinaryIO:
 
     compression = "gzip" if unpack and source.endswith(".gz") else None
     try:
+        refuse_other_kinds(source)
         file: BinaryIO = fsspec.open(source, "rb", compression=compression).open()
         return file
     except FileNotFoundError:

@@ -26,7 +26,10 @@ from pipeline.reports.acceptance import (
 )
 
 __all__ = [
+    "MARKDOWN",
+    "PAGE",
     "REPORT",
+    "SERVERS",
     "AcceptanceFigures",
     "CategoryFigures",
     "DrafterSettings",
@@ -59,8 +62,11 @@ __all__ = [
     "report_schema",
 ]
 
-#: The report in the directory of stage eval.
+#: The report in the directory of stage eval, and the pages that are made of it: again after every
+#: evaluation of a server, of which a folder beside them has a file each.
 REPORT = "report.json"
+PAGE, MARKDOWN = "report.html", "report.md"
+SERVERS = "servers"
 
 Verdict = Literal["better", "worse", "no difference seen"]
 

@@ -22,7 +22,7 @@ from pipeline.serve_eval.questions import (
     load_evaluation_prompts,
     readable,
 )
-from pipeline.store.manifest import head_location
+from pipeline.store.manifest import vouched_head
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.tuning.tune import PlannedCell, plan_cell, run_rounds, trace_variants
@@ -120,7 +120,7 @@ def _section(section: EvalSection, name: str) -> DrafterSection:
 def _head(config: RunConfig, target: Target, drafters: Sequence[str]) -> DraftingHead | None:
     if not any(DRAFTERS[name].trained for name in drafters):
         return None
-    location = head_location(config.run.uri, config.eval.head)
+    location = vouched_head(config.run.uri, config.eval.head)
     return open_head(location, expected=target.contract)[0]
 
 

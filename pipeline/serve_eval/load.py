@@ -40,7 +40,7 @@ from pipeline.serve_eval.questions import (
     load_evaluation_prompts,
     readable,
 )
-from pipeline.store.manifest import find_manifest, head_location
+from pipeline.store.manifest import find_manifest, vouched_head
 from pipeline.target.arithmetic import decoder_arithmetic
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
@@ -454,7 +454,7 @@ def _head(config: RunConfig, target: Target) -> tuple[DraftingHead | None, str]:
     if not section.drafter.needs_head:
         return None, ""
     if section.head or find_manifest(config.run.uri, "train"):
-        location = head_location(config.run.uri, section.head)
+        location = vouched_head(config.run.uri, section.head)
         return open_head(location, expected=target.contract)[0], location.uri
     chosen, contract = algorithm(config.train), target.contract
     shape = chosen.init.choose_shape(config.train, target.directory, contract)

@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from importlib import resources
 from typing import Any, NamedTuple
 
 from pipeline.config import RunConfig
-from pipeline.console import console, logs_json, markdown_text, notice, one_line
+from pipeline.console import console, logs_json, markdown_text, notice, one_line, visible
 from pipeline.planning.decode import DecodePlan, PlannedDecoding
-from pipeline.reports import REPORT, EvalReport, LoadPoint, ServerResult
+from pipeline.records import is_sealed_page, json_object, sealed_page, take_checksum
+from pipeline.reports import MARKDOWN, PAGE, SERVERS, EvalReport, LoadPoint, ServerResult
 from pipeline.serve_eval import wording
 from pipeline.serve_eval.charts import MAX_NAME, charts_of, curve_name, is_plain, speedup_by_context
 from pipeline.store.location import Location
-from pipeline.store.manifest import read_report, stage_location
-
-PAGE, MARKDOWN = "report.html", "report.md"
-#: Folder beside the report with a file for each run against a server.
-SERVERS = "servers"
+from pipeline.store.manifest import find_manifest, read_report, stage_location
 
 
 class Badge(NamedTuple):
@@ -46,8 +42,8 @@ class LoadRow(NamedTuple):
 def write_pages(location: Location, report: EvalReport, run_uri: str) -> None:
     """Write both pages of the stage's report, with all servers that were evaluated so far."""
     shown = report.model_copy(update={"servers": read_results(run_uri)})
-    location.write(PAGE, write_html(shown).encode())
-    location.write(MARKDOWN, write_markdown(shown).encode())
+    location.write(PAGE, sealed_page(write_html(shown)))
+    location.write(MARKDOWN, sealed_page(write_markdown(shown)))
 
 
 def renew_pages(config: RunConfig) -> None:
@@ -58,19 +54,30 @@ def renew_pages(config: RunConfig) -> None:
         notice("eval", f"report: {location.where(PAGE)}")
 
 
+def restore_pages(config: RunConfig) -> None:
+    """Write pages that are missing or are not as they were written anew, of a finished stage."""
+    location = stage_location(config.run.uri, "eval")
+    pages = (location.read(name) if location.exists(name) else b"" for name in (PAGE, MARKDOWN))
+    if not all(map(is_sealed_page, pages)):
+        renew_pages(config)
+
+
 def report_of(config: RunConfig) -> EvalReport | None:
-    """The decoder's own report of this run; None before it exists."""
-    exists = stage_location(config.run.uri, "eval").exists(REPORT)
-    return read_report(config.run.uri) if exists else None
+    """The decoder's own report of this run; None before its stage is finished."""
+    finished = find_manifest(config.run.uri, "eval") is not None
+    return read_report(config.run.uri) if finished else None
 
 
 def read_results(run_uri: str) -> tuple[ServerResult, ...]:
-    """All results of servers of a run, by name; those that cannot be read are left out."""
-    folder = stage_location(run_uri, "eval").child(SERVERS)
+    """All results of servers of a run, by name. Raises CorruptShard for a file that is none."""
+    folder, fix = stage_location(run_uri, "eval").child(SERVERS), "delete it and evaluate again"
     results = []
     for name in sorted(name for name in folder.names() if name.endswith(".json")):
-        with suppress(ValueError):
-            results.append(ServerResult.model_validate_json(folder.read(name)))
+        where = folder.where(name)
+        data = folder.read(name)
+        fields = json_object(data, where=where, fix=fix)
+        take_checksum(fields, data, where=where, fix=fix)
+        results.append(ServerResult.from_fields(fields, where=where, fix=fix))
     return tuple(results)
 
 
@@ -120,8 +127,13 @@ def _render(template: str, **values: Any) -> str:
     from markupsafe import Markup
 
     folder = resources.files("pipeline.serve_eval").joinpath("templates")
+    is_html = ".html." in template
+
+    def shown(value: Any) -> Any:
+        return visible(value) if type(value) is str and is_html else value
+
     environment = Environment(
-        autoescape=".html." in template, undefined=StrictUndefined, trim_blocks=".md." in template
+        autoescape=is_html, undefined=StrictUndefined, trim_blocks=not is_html, finalize=shown
     )
     named = ("fixed", "rate", "percent", "plain", "estimated", "changed", "milliseconds", "share")
     environment.filters |= {name: getattr(wording, name) for name in (*named, "words", "mode")}
@@ -133,7 +145,8 @@ def _render(template: str, **values: Any) -> str:
     }
     style = Markup(folder.joinpath("page.css").read_text(encoding="utf-8"))
     source = folder.joinpath(template).read_text(encoding="utf-8")
-    return environment.from_string(source).render(style=style, **values)
+    page = environment.from_string(source).render(style=style, **values)
+    return "\n".join(map(visible, page.split("\n")))  # also in what is drawn
 
 
 def _every_scalar(values: Iterable[Any]) -> bool:

@@ -14,11 +14,11 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.heads.registry import open_head
 from pipeline.records import Manifest, Prompt
-from pipeline.reports import REPORT, EvalReport
+from pipeline.reports import PAGE, REPORT, EvalReport
 from pipeline.serve_eval.compare import check_prompts
 from pipeline.serve_eval.load import filled_length, measure_load
 from pipeline.serve_eval.measure import Comparison, Measured, check_with_transformers
-from pipeline.serve_eval.pages import PAGE, print_table, write_html, write_pages
+from pipeline.serve_eval.pages import print_table, restore_pages, write_html, write_pages
 from pipeline.serve_eval.questions import (
     LeftOut,
     clock_of,
@@ -28,7 +28,13 @@ from pipeline.serve_eval.questions import (
 )
 from pipeline.serve_eval.shapes import replay_shapes
 from pipeline.serve_eval.summary import Measurements, golden_figure, summarise
-from pipeline.store.manifest import head_location, manifest_where, read_manifest
+from pipeline.store.manifest import (
+    head_location,
+    manifest_where,
+    read_manifest,
+    read_report,
+    vouched_head,
+)
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import decoder_arithmetic, reason
 from pipeline.target.open import Target, open_target
@@ -37,6 +43,7 @@ from pipeline.tuning.verification import runners_up
 
 #: The evidence of a failed check, which is no report of the stage.
 NOT_LOSSLESS = "not-lossless"
+_EVIDENCE = (f"{NOT_LOSSLESS}.json", f"{NOT_LOSSLESS}.html")
 #: Requests of each temperature of the load whose draws are compared in fp32.
 _SAMPLED = 16
 
@@ -52,13 +59,14 @@ def run(config: RunConfig) -> Manifest:
     stage_run = open_stage(config, "eval", parent, clock=clock_of(config, "synth"))
     location = stage_run.location
     if stage_run.manifest:
-        tau = stage_run.manifest.details["acceptance_length"]
+        restore_pages(config)
+        tau = read_report(config.run.uri).acceptance_length
         notice("eval", f"complete: {tau:.2f} tokens a round; report at {location.where(PAGE)}")
         return stage_run.manifest
     where, expected = manifest_where(config.run.uri, "train"), parent.contract if parent else None
     target = open_target(config.target, expected=expected, where=where, decoded=True)
     head = (
-        open_head(head_location(config.run.uri, config.eval.head), expected=target.contract)
+        open_head(vouched_head(config.run.uri, config.eval.head), expected=target.contract)
         if drafts
         else None
     )
@@ -85,6 +93,7 @@ def run(config: RunConfig) -> Manifest:
             "speedup": report.speedup,
             "report_sha256": hashlib.sha256(data).hexdigest(),
         },
+        files=(REPORT, *(name for name in _EVIDENCE if location.exists(name))),
     )
 
 

@@ -6,12 +6,13 @@ field is ignored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypeVar
+
+from pipeline.documents import BrokenDocument, parse_json
 
 #: Fields of OpenAI's and vLLM's APIs that are not supported, and values of them that ask for
 #: nothing.
@@ -182,8 +183,10 @@ Body = TypeVar("Body", bound=GenerationBody)
 def parse_body(kind: type[Body], data: bytes) -> Body:
     """Raises ApiError (400), which names the first field that is wrong and quotes nothing."""
     try:
-        tree = json.loads(data, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+        tree = parse_json(data)
+    except BrokenDocument as error:
+        if error.key:
+            raise ApiError(400, f"{error.key}: {error.problem}", code="invalid_json") from None
         raise ApiError(400, "the body is not JSON", code="invalid_json") from None
     if not isinstance(tree, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
@@ -208,10 +211,6 @@ def _supported(tree: dict[str, Any]) -> dict[str, Any]:
             problem = f"{name} is not supported by this server; leave it out"
             raise ApiError(400, problem, param=name, code="unsupported_parameter")
     return supported
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def stop_ids_of(body: GenerationBody, own: Sequence[int]) -> tuple[int, ...]:

@@ -45,7 +45,13 @@ from pipeline.server.protocol import (
 from pipeline.server.replies import JSON, Answer, Exchange, ReplyStyle, as_json, refusal
 from pipeline.server.text import TextPieces
 from pipeline.server.worker import EngineWorker, Job, wake
-from pipeline.store.manifest import find_manifest, head_location, read_report, stage_location
+from pipeline.store.manifest import (
+    find_manifest,
+    head_location,
+    read_report,
+    stage_location,
+    vouched_head,
+)
 from pipeline.target.open import Target, open_target
 from pipeline.target.template import ChatTemplate
 
@@ -299,7 +305,7 @@ def _head(config: RunConfig, target: Target) -> DraftingHead | None:
     """`eval.head`, or the run's own; None for a drafter without, and for plain decoding."""
     if config.serve.plain or not config.eval.drafter.needs_head:
         return None
-    return open_head(head_location(config.run.uri, config.eval.head), expected=target.contract)[0]
+    return open_head(vouched_head(config.run.uri, config.eval.head), expected=target.contract)[0]
 
 
 class ServerApp:

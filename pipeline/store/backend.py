@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pipeline.config import store_retry_seconds
 from pipeline.console import notice
+from pipeline.documents import NotAFile
 from pipeline.errors import StoreError, StoreUnavailable
 from pipeline.telemetry import count
 
@@ -52,6 +53,7 @@ class Backend(Protocol):
     def info(self, name: str) -> FileInfo | None: ...
     def files(self) -> dict[str, FileInfo]: ...
     def directories(self) -> list[str]: ...
+    def others(self) -> dict[str, str]: ...  # what is neither, and what it is
     def read(self, name: str) -> bytes: ...
     def read_range(self, name: str, start: int, stop: int) -> bytes: ...
     def blocks(self, name: str) -> Iterator[bytes]: ...
@@ -107,6 +109,8 @@ def _problem_and_fix(error: OSError, *, writing: bool) -> tuple[str, str]:
     refused = f"no permission to {'write' if writing else 'read'}"
     if isinstance(error, PermissionError):
         return refused, f"grant access, {_ELSEWHERE}"
+    if isinstance(error, NotAFile):
+        return str(error), "move it away, and put the file itself there"
     if isinstance(error, NotADirectoryError | FileExistsError | IsADirectoryError):
         problem = "a file stands where a directory is needed, or the reverse"
         return problem, f"move it away, {_ELSEWHERE}"

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from pipeline.documents import open_file, require_file, require_inside
 from pipeline.store.backend import BLOCK, FileInfo
 
 T = TypeVar("T")
@@ -25,10 +26,13 @@ class Disk:
     """A directory that need not exist before the first write.
 
     What is created in `private` and below it is readable by this user alone (see `make_directory`).
+    Links that lead out of `closed` are refused, and so is what is no file, before it is opened.
     """
 
-    def __init__(self, directory: Path, private: Path | None = None) -> None:
-        self._directory, self._private = directory, private
+    def __init__(
+        self, directory: Path, private: Path | None = None, closed: Path | None = None
+    ) -> None:
+        self._directory, self._private, self._closed = directory, private, closed
 
     def attempt(self, call: Callable[[], T], where: str) -> T:
         """Once: what a local disk refuses, it refuses again."""
@@ -36,7 +40,7 @@ class Disk:
 
     def info(self, name: str) -> FileInfo | None:
         with suppress(FileNotFoundError):
-            return _info(self._directory / name)
+            return _info(self._path(name))
         return None
 
     def files(self) -> dict[str, FileInfo]:
@@ -44,38 +48,44 @@ class Disk:
         for entry in self._entries():
             # A writer may rename or remove its temporary file meanwhile.
             with suppress(FileNotFoundError):
-                if entry.is_file():
+                if entry.is_file() and not self._problem(entry):
                     status = entry.stat()
                     files[entry.name] = FileInfo(status.st_size, "", status.st_mtime)
         return files
 
     def directories(self) -> list[str]:
-        return sorted(entry.name for entry in self._entries() if entry.is_dir())
+        return sorted(
+            entry.name for entry in self._entries() if entry.is_dir() and not self._problem(entry)
+        )
+
+    def others(self) -> dict[str, str]:
+        return {entry.name: what for entry in self._entries() if (what := self._problem(entry))}
 
     def read(self, name: str) -> bytes:
-        return (self._directory / name).read_bytes()
+        with self._open(name) as file:
+            return file.read()
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        with open(self._directory / name, "rb", buffering=0) as file:
+        with self._open(name) as file:
             return os.pread(file.fileno(), stop - start, start)
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        with open(self._directory / name, "rb", buffering=0) as file:
+        with self._open(name) as file:
             while block := file.read(BLOCK):
                 yield block
 
     def write(self, name: str, data: bytes) -> FileInfo:
-        path = self._directory / name
+        path = self._path(name)
         replace_file(path, lambda file: file.write(data), private=self._private)
         return _info(path)
 
     def create(self, name: str, data: bytes) -> bool:
-        path = self._directory / name
+        path = self._path(name)
         return create_file(path, lambda file: file.write(data), private=self._private)
 
     def put_file(self, name: str, path: str | os.PathLike[str]) -> FileInfo:
         with open(path, "rb") as source:
-            copy = self._directory / name
+            copy = self._path(name)
             fill = partial(shutil.copyfileobj, source, length=BLOCK)
             replace_file(copy, fill, private=self._private)
         return _info(copy)
@@ -85,6 +95,32 @@ class Disk:
 
     def delete_tree(self) -> None:
         shutil.rmtree(self._directory)
+
+    def _path(self, name: str) -> Path:
+        """Raises NotAFile where links lead out, FileNotFoundError never."""
+        path = self._directory / name
+        if self._closed is not None:
+            require_inside(path, self._closed)
+        return path
+
+    def _open(self, name: str) -> BinaryIO:
+        return open_file(self._path(name))
+
+    def _problem(self, entry: os.DirEntry[str]) -> str:
+        """Why neither a file nor a directory of ours has that name; empty where one has."""
+        try:
+            if entry.is_symlink():
+                self._path(entry.name)
+                if entry.is_dir():
+                    return "is a link to a directory"
+            elif entry.is_dir():
+                return ""
+            require_file(entry.stat())
+        except FileNotFoundError:  # removed meanwhile, or a link to nothing
+            return "is a link that leads nowhere" if entry.is_symlink() else ""
+        except OSError as error:
+            return str(error.strerror)
+        return ""
 
     def _entries(self) -> list[os.DirEntry[str]]:
         with suppress(FileNotFoundError), os.scandir(self._directory) as entries:

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from pipeline.console import visible
 from pipeline.errors import CorruptShard, Eagle3Error
 from pipeline.store.backend import Backend, FileInfo, explain_os_error
 from pipeline.store.disk import Disk, is_temporary
@@ -35,19 +36,25 @@ class Location:
     """A directory at `uri`; it need not exist before the first write.
 
     On a disk a `private` one, and all below it, is readable by the user who creates it, or by the
-    group where the directory above has the setgid bit; buckets have their own rules.
+    group where the directory above has the setgid bit; buckets have their own rules. Of a `closed`
+    one, links that lead out of it are refused, and of any, named pipes and devices.
 
     Every failure of the storage below is a StoreError that names the file and what to do.
     """
 
-    def __init__(self, uri: str, *, private: bool | Path = False) -> None:
+    def __init__(
+        self, uri: str, *, private: bool | Path = False, closed: bool | Path = False
+    ) -> None:
         self.uri = uri.rstrip("/") or uri
         path = uri.removeprefix("file://").removeprefix("local://")
         self.is_local = "://" not in path
         self._directory = Path(path)
         self._private = self._directory if private is True else private or None
+        self._closed = self._directory if closed is True else closed or None
         self._backend: Backend = (
-            Disk(self._directory, self._private) if self.is_local else Remote(self.uri)
+            Disk(self._directory, self._private, self._closed)
+            if self.is_local
+            else Remote(self.uri)
         )
 
     def __repr__(self) -> str:
@@ -55,11 +62,12 @@ class Location:
 
     def child(self, name: str) -> Location:
         """The directory `name` below this one."""
-        return Location(f"{self.uri}/{name}", private=self._private or False)
+        private, closed = self._private or False, self._closed or False
+        return Location(f"{self.uri}/{name}", private=private, closed=closed)
 
     def where(self, name: str) -> str:
         """The file `name` as messages show it."""
-        return f"{self.uri}/{name}" if name else self.uri
+        return visible(f"{self.uri}/{name}" if name else self.uri)
 
     def exists(self, name: str) -> bool:
         """Whether the file `name` exists. Unlike fsspec's, raises without an answer."""
@@ -168,6 +176,11 @@ class Location:
         """Sorted names of the directories directly in this one."""
         return self._attempt(self._backend.directories, "", writing=False)
 
+    def others(self) -> dict[str, str]:
+        """What is directly in this directory and neither a file nor a directory, and what it is:
+        named pipes, devices, links to directories, links that lead nowhere or out of the run."""
+        return self._attempt(self._backend.others, "", writing=False)
+
     def sweep(self) -> dict[str, FileInfo]:
         """Remove temporary files that a killed writer left in this directory over an hour ago.
 
@@ -224,6 +237,8 @@ def as_directory(location: Location, names: Sequence[str]) -> Iterator[Path]:
     That is the location itself when it is local, otherwise copies for the time of the block.
     """
     if location.is_local:
+        for name in names:
+            location.exists(name)  # raises for a link that leads out of a run
         yield location.local_path(".")
         return
     with tempfile.TemporaryDirectory(prefix="eagle3-") as folder:

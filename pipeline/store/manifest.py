@@ -7,9 +7,7 @@ refused, naming the keys that differ.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -18,11 +16,26 @@ from pydantic import AwareDatetime, Field
 from pipeline import __version__
 from pipeline.config import RunConfig
 from pipeline.errors import CorruptShard, MissingStage, StoreError, UnfinishedStage
-from pipeline.records import OLDEST_SCHEMA, SCHEMA_VERSION, Manifest, Record, Stage, canonical_json
+from pipeline.records import (
+    CHECKSUM,
+    OLDEST_SCHEMA,
+    SCHEMA_VERSION,
+    SEALED_SCHEMA,
+    Manifest,
+    Record,
+    Stage,
+    StoredFile,
+    canonical_json,
+    json_object,
+    stored_file,
+    take_checksum,
+)
 from pipeline.reports import REPORT, EvalReport
 from pipeline.store.location import Location
 
 BEGIN, MANIFEST = "begin.json", "manifest.json"
+#: Where training puts the head.
+_HEAD = "head"
 #: Characters of a value that a message shows.
 _SHOWN = 60
 #: Stages that hold what users said: as text, as tokens, and in states that can be read back.
@@ -31,7 +44,8 @@ _PRIVATE: frozenset[Stage] = frozenset({"synth", "features"})
 
 def stage_location(run_uri: str, stage: Stage) -> Location:
     """The directory of `stage` in a run."""
-    return Location(f"{Location(run_uri).uri}/{stage}", private=stage in _PRIVATE)
+    uri = f"{Location(run_uri).uri}/{stage}"
+    return Location(uri, private=stage in _PRIVATE, closed=True)
 
 
 def manifest_where(run_uri: str, stage: Stage) -> str:
@@ -64,24 +78,17 @@ def finished_state(config: RunConfig, stage: Stage, parent: Manifest | None = No
 def parse_manifest(location: Location, data: bytes, stage: Stage) -> Manifest:
     """The manifest in `data`, read from the stage at `location`; raises as `find_manifest`."""
     where, restore = location.where(MANIFEST), f"restore the file, or run `eagle3 {stage} --force`"
-    try:
-        manifest = Manifest.parse(data, where=where, fix=restore)
-    except CorruptShard:
-        _refuse_other_schema(where, _schema_version(data))
-        raise
-    _refuse_other_schema(where, manifest.schema_version)
+    fields = json_object(data, where=where, fix=restore)
+    _refuse_other_schema(where, fields.get("schema_version"))
+    sealed = take_checksum(fields, data, where=where, fix=restore)
+    manifest = Manifest.from_fields(fields, where=where, fix=restore)
+    if manifest.schema_version >= SEALED_SCHEMA and not sealed:
+        raise CorruptShard(f"has no {CHECKSUM}", where=where, fix=restore)
     if manifest.stage != stage:
         problem = f"is the manifest of {manifest.stage}"
         fix = "restore the run directory as it was written"
         raise CorruptShard(problem, where=f"{where}: stage", fix=fix)
     return manifest
-
-
-def _schema_version(data: bytes) -> object:
-    """The version of a manifest that does not parse as this schema."""
-    with suppress(ValueError, AttributeError):
-        return json.loads(data).get("schema_version")
-    return None
 
 
 def _refuse_other_schema(where: str, version: object) -> None:
@@ -215,18 +222,64 @@ def _short_hash(value: str | None) -> str:
 
 def head_location(run_uri: str, head: str | None = None) -> Location:
     """The directory of `head`, where one is named, or of the run's own."""
-    return Location(head) if head else stage_location(run_uri, "train").child("head")
+    return Location(head) if head else stage_location(run_uri, "train").child(_HEAD)
+
+
+def vouched_head(run_uri: str, head: str | None = None) -> Location:
+    """As `head_location`. Raises CorruptShard where the run's own is not what training wrote.
+
+    Every byte is read. Manifests before schema 5 do not name its files.
+    """
+    location = head_location(run_uri, head)
+    manifest = None if head else find_manifest(run_uri, "train")
+    for path in manifest.files if manifest else ():
+        folder, _, name = path.rpartition("/")
+        if manifest and folder == _HEAD:
+            file, where = (location.size(name), location.sha256(name)), location.where(name)
+            check_vouched(manifest, path, file, where=where)
+    return location
 
 
 def read_report(source: str) -> EvalReport:
     """The report at a path or URI (….json), or of the run at a URI.
 
-    Raises StoreError without one, CorruptShard where it cannot be read.
+    One that lies in a stage's directory must be what the manifest there vouches for; a copy
+    elsewhere is read as it is. Raises StoreError without one, MissingStage where the stage is not
+    finished, CorruptShard for another file than was written.
     """
     if source.endswith(".json"):
         above, separator, name = source.rpartition("/")
         location = Location(above if separator else ".")
+        in_stage = location.exists(MANIFEST) or location.exists(BEGIN)
+        manifest = _manifest_beside(location, "eval") if in_stage else None
     else:
         location, name = stage_location(source, "eval"), REPORT
-    where = location.where(name)
-    return EvalReport.parse(location.read(name), where=where, fix="run `eagle3 eval` there")
+        manifest = read_manifest(source, "eval")
+    where, data = location.where(name), location.read(name)
+    if manifest:
+        check_vouched(manifest, name, stored_file(data), where=where)
+    return EvalReport.parse(data, where=where, fix="run `eagle3 eval` there")
+
+
+def _manifest_beside(location: Location, stage: Stage) -> Manifest:
+    if not location.exists(MANIFEST):
+        fix = f"finish it with `eagle3 {stage}`"
+        raise UnfinishedStage(f"stage {stage} is not finished", where=location.uri, fix=fix)
+    return parse_manifest(location, location.read(MANIFEST), stage)
+
+
+def check_vouched(manifest: Manifest, name: str, file: StoredFile, *, where: str) -> None:
+    """Raise CorruptShard where the `file` called `name` is not one that the manifest vouches for.
+
+    Manifests before schema 5 vouch for report.json alone.
+    """
+    fix = f"restore the file, or run `eagle3 {manifest.stage} --force`"
+    expected = manifest.files.get(name)
+    if expected is None and name == REPORT and "report_sha256" in manifest.details:
+        expected = file[0], str(manifest.details["report_sha256"])
+    if expected is None:
+        raise CorruptShard("is not a file that the manifest names", where=where, fix=fix)
+    if file != expected:
+        problem = f"has {file[0]} bytes, SHA-256 {file[1][:16]}…; the manifest names"
+        problem += f" {expected[0]}, {expected[1][:16]}…"
+        raise CorruptShard(problem, where=where, fix=fix)

@@ -66,6 +66,9 @@ class Remote:
     def directories(self) -> list[str]:
         return sorted(_last(entry["name"]) for entry in self._entries("directory"))
 
+    def others(self) -> dict[str, str]:
+        return {}
+
     def read(self, name: str) -> bytes:
         return bytes(self._fs.cat_file(self._key(name)))
 

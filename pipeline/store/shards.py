@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -38,8 +37,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
+from pipeline.documents import parse_json
 from pipeline.errors import CorruptShard, StoreError
-from pipeline.records import Arithmetic, Shard, canonical_json
+from pipeline.records import Arithmetic, Shard, StoredFile, canonical_json, stored_file
 from pipeline.store.backend import Checksum, FileInfo, explain_os_error
 from pipeline.store.disk import is_temporary, replace_file
 from pipeline.store.location import Location
@@ -59,6 +59,7 @@ class Entry(NamedTuple):
     """What is recorded beside a committed file."""
 
     shard: Shard
+    file: StoredFile  # its own
     seconds: float  # since the commit before it; adds up to the stage's wall time over all attempts
     stored: str = ""  # the store's own checksum of the file ("crc32c:…", "md5:…"), where it has one
     arithmetic: Arithmetic | None = None  # what computed it; None for older versions
@@ -208,12 +209,12 @@ def read_entry(folder: Location, name: str) -> Entry:
 
 def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
     try:
-        fields: dict[str, Any] = json.loads(data)
+        fields: dict[str, Any] = parse_json(data)
         shard, seconds = Shard.model_validate(fields["shard"]), float(fields["seconds"])
         computed = fields.get("arithmetic")
         arithmetic = Arithmetic.model_validate(computed) if computed else None
         stored, tallies = str(fields.get("stored", "")), dict(fields.get("tallies", {}))
-        entry = Entry(shard, seconds, stored, arithmetic, tallies)
+        entry = Entry(shard, stored_file(data), seconds, stored, arithmetic, tallies)
     except (ValueError, KeyError, TypeError) as error:
         problem = f"not a shard's entry: {' '.join(str(error).split())[:200]}"
         raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY) from None
@@ -221,6 +222,20 @@ def _parse_entry(folder: Location, name: str, data: bytes) -> Entry:
         problem = f"is the entry of {shard.name}"
         raise CorruptShard(problem, where=folder.where(name), fix=_DELETE_ENTRY)
     return entry
+
+
+@contextmanager
+def reading_tallies(location: Location, entry: Entry) -> Iterator[Mapping[str, Any]]:
+    """The tallies of an entry of the stage at `location`, for a block that sums them up.
+
+    Raises CorruptShard where they are not what the stage commits.
+    """
+    try:
+        yield entry.tallies
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        problem = f"tallies are not those of this stage: {type(error).__name__}: {error}"
+        where = location.child(SHARDS).where(entry.shard.name + ENTRY)
+        raise CorruptShard(problem[:200], where=where, fix=_DELETE_ENTRY) from error
 
 
 def _folder_of(location: Location, shard: Shard) -> Location:

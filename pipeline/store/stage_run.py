@@ -23,7 +23,6 @@ never compared; a claim of a process on this machine is also abandoned when that
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import random
@@ -42,8 +41,18 @@ from typing import Any
 from pipeline import __version__
 from pipeline.config import RunConfig, RunSection
 from pipeline.console import notice
+from pipeline.documents import parse_json
 from pipeline.errors import CorruptShard, Eagle3Error, StageConflict, StageIncomplete
-from pipeline.records import Arithmetic, Manifest, Shard, Stage, TargetContract, canonical_json
+from pipeline.records import (
+    Arithmetic,
+    Manifest,
+    Shard,
+    Stage,
+    StoredFile,
+    TargetContract,
+    canonical_json,
+    sealed_json,
+)
 from pipeline.store.location import Location
 from pipeline.store.manifest import (
     BEGIN,
@@ -125,6 +134,7 @@ class StageRun:
         self.committed = set(committed)
         #: Those that this process has committed or read.
         self.shards = {shard.name: shard for shard in manifest.shards} if manifest else {}
+        self._entries: dict[str, StoredFile] = {}  # shard → its entry's file
         self._computed_by: set[Arithmetic | None] = set()
         self._arithmetic: Arithmetic | None = None  # of this attempt
         self._earlier: tuple[Arithmetic, ...] = ()
@@ -191,7 +201,7 @@ class StageRun:
             tallies=tallies,
         )
         with self._lock:
-            self.shards[name] = entry.shard
+            self.shards[name], self._entries[name] = entry.shard, entry.file
             self.committed.add(name)
             self._computed_by.add(entry.arithmetic)
         return entry.shard
@@ -227,7 +237,7 @@ class StageRun:
         mine, self.shards = self.shards, {}
         for entry in read_committed(self.location, names, trusted=mine):
             name = entry.shard.name
-            self.shards[name] = entry.shard
+            self.shards[name], self._entries[name] = entry.shard, entry.file
             self._computed_by.add(entry.arithmetic)
             self._seconds += 0.0 if name in mine else entry.seconds
             yield entry
@@ -247,17 +257,22 @@ class StageRun:
         sources: Mapping[str, int],
         details: Mapping[str, Any] | None = None,
         rejected_extra: Mapping[str, int] | None = None,
+        files: Iterable[str] = (),
+        known: Mapping[str, StoredFile] | None = None,
     ) -> Manifest:
-        """Write the manifest of `shards`, by name.
+        """Write the manifest of `shards`, by name, and of all other files that the stage wrote.
 
-        `rejected_extra` counts what was rejected before any shard. A manifest that another process
-        has written stays if it describes the same output.
+        Those are begin.json, entries, the `files` named, which are read here, and `known` ones by
+        path. `rejected_extra` counts what was rejected before any shard. A manifest that another
+        process has written stays if it describes the same output.
         """
         assert self.manifest is None, "the stage is finished"
         shards = tuple(self.shards[name] for name in sorted(self.shards))
         rejected: Counter[str] = Counter(rejected_extra or {})
         for shard in shards:
             rejected.update(shard.rejected)
+        written = {name: _stored_at(self.location, name) for name in (BEGIN, *files)}
+        entries = {f"{SHARDS}/{name}{ENTRY}": self._entries[name] for name in self.shards}
         self._count_seconds()
         manifest = Manifest(
             stage=self.stage,
@@ -273,10 +288,9 @@ class StageRun:
             software=_software(),
             arithmetic=self._all_arithmetic(),
             wall_seconds=round(self._seconds, 3),
+            files=written | entries | dict(known or {}),
         )
-        fields = manifest.model_dump(mode="json")
-        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
-        there = self.location.create(MANIFEST, text.encode() + b"\n")
+        there = self.location.create(MANIFEST, sealed_json(manifest.model_dump(mode="json")))
         first = parse_manifest(self.location, there, self.stage)
         if first.content_hash != manifest.content_hash:
             problem = "another process has finished this stage, with other output"
@@ -297,6 +311,10 @@ class StageRun:
             seconds, self._counted_until = now - self._counted_until, now
             self._seconds += seconds
         return seconds
+
+
+def _stored_at(location: Location, name: str) -> StoredFile:
+    return location.size(name), location.sha256(name)
 
 
 def _open(config: RunConfig, inputs: Begin, parent: Manifest | None) -> StageRun:
@@ -512,8 +530,8 @@ class Claims:
 
     def _is_abandoned(self, file: str, data: bytes) -> bool:
         """Whether the process that wrote the claim `data` has ended, or no longer renews it."""
-        with suppress(ValueError, KeyError, TypeError):
-            holder = json.loads(data)
+        with suppress(ValueError, KeyError, TypeError, OSError):
+            holder = parse_json(data)
             if holder["machine"] == _machine() and not Path(f"/proc/{int(holder['pid'])}").exists():
                 return True
         info = self._folder.info_if_there(file)

@@ -22,7 +22,6 @@ supervised token j, or with `features.supervise: all` for every token:
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import weakref
@@ -36,6 +35,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from pipeline.documents import open_file, parse_json
 from pipeline.errors import CorruptShard, DataError
 from pipeline.records import STATES_FORMAT, Shard, canonical_json
 from pipeline.store.encodings import (
@@ -192,7 +192,7 @@ def read_layout(header: bytes | bytearray, first: int, size: int) -> Layout:
     Raises BrokenLayout.
     """
     try:
-        fields: dict[str, Any] = json.loads(header)
+        fields: dict[str, Any] = parse_json(header)
         metadata = fields.pop("__metadata__")[METADATA]
         tensors = {name: _stored(entry, first) for name, entry in fields.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -215,7 +215,7 @@ def _stored(entry: Any, first: int) -> StoredTensor:
 def _read_listing(metadata: Any) -> tuple[Encoding, list[tuple[str, str]]]:
     """Encoding, and id and source of each sample."""
     try:
-        listing = json.loads(metadata)
+        listing = parse_json(metadata)
         version = listing["format"]
         if version != STATES_FORMAT:
             raise _other_format(version)
@@ -396,7 +396,8 @@ class StatesReader:
             raise self._corrupt(f"has {size} bytes, {self._bytes} were committed")
         if not self._folder.is_local:
             return None
-        file = os.open(self._folder.local_path(self._name), os.O_RDONLY)
+        with open_file(self._folder.local_path(self._name)) as opened:
+            file = os.dup(opened.fileno())
         weakref.finalize(self, os.close, file)  # readers are closed by forgetting them
         return file
 

@@ -27,7 +27,14 @@ from itertools import chain
 from typing import Any
 
 from pipeline.console import show_supervised
-from pipeline.records import Record, Sample, Shard, TargetContract, canonical_json
+from pipeline.records import (
+    Record,
+    Sample,
+    SamplingParams,
+    Shard,
+    TargetContract,
+    canonical_json,
+)
 from pipeline.store.encodings import Encoding, row_width
 from pipeline.store.location import Location
 from pipeline.store.samples import check_supervised, read_samples
@@ -332,6 +339,19 @@ def tally(samples: Sequence[Sample], notes: Mapping[str, Mapping[str, Any]]) -> 
         **by_sample,
         **{name: notes.get(name, {}) for name in _COUNTS},
     }
+
+
+#: Those of a shard that are numbers; the others are numbers by name.
+_NUMBERS = frozenset({"samples", "tokens", "supervised", "system_prompts"})
+
+
+def check_tallies(tallies: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError for what `tally` does not write."""
+    for name in (*_NUMBERS, "sources", "source_licenses", "lengths", *tallies):
+        if type(tallies[name]) is not (int if name in _NUMBERS else dict):
+            raise TypeError(f"{name} is a {type(tallies[name]).__name__}")
+    for text in tallies.get("samplings", ()):
+        SamplingParams.model_validate_json(text)
 
 
 def add(total: Tallies, tallies: Mapping[str, Any]) -> None:

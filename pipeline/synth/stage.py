@@ -40,13 +40,14 @@ from pipeline.store.samples import (
     encode_samples,
     load_prompt_shard,
 )
-from pipeline.store.shards import SHARDS, read_entries
+from pipeline.store.shards import SHARDS, read_entries, reading_tallies
 from pipeline.store.stage_run import Claims, StageRun, make_shards, open_stage
 from pipeline.synth.audit import (
     Tallies,
     add,
     audit_mask,
     audit_record,
+    check_tallies,
     count_tokens,
     forecast,
     show_sample,
@@ -396,9 +397,16 @@ def finish(
     shards = []
     for entry in stage_run.collect(selection.names):
         shards.append(entry.shard)
-        add(tallies, entry.tallies)
+        with reading_tallies(stage_run.location, entry) as of_shard:
+            check_tallies(of_shard)
+            add(tallies, of_shard)
         rejected.update(entry.shard.rejected)
-    assert selection.loaded == tallies["samples"] + rejected.total(), "a prompt was lost"
+    if selection.loaded != tallies["samples"] + rejected.total():
+        problem = f"count {tallies['samples']:,} samples and {rejected.total():,} rejected prompts"
+        where = stage_run.location.child(SHARDS).uri
+        fix = "restore them, or run `eagle3 synth --force`"
+        problem = f"entries {problem}, {selection.loaded:,} were loaded"
+        raise CorruptShard(problem, where=where, fix=fix)
     RejectionLimit(synth_section(config)).add(rejected, prompts=selection.prompts)
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(rejected.items()))
     if not tallies["samples"]:
@@ -421,6 +429,7 @@ def finish(
         sources={name: counts["samples"] for name, counts in tallies["sources"].items()},
         details=details,
         rejected_extra=selection.rejected,
+        files=(SELECTION, AUDIT, DATASHEET),
     )
     made = f"{manifest.rows:,} samples, {manifest.tokens:,} tokens"
     supervised = f"{details['supervised_share']:.0%} supervised"

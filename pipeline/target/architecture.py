@@ -110,6 +110,13 @@ def read_config(directory: Path, where: str) -> Any:
         raise TargetError(problem, where=where, fix=fix) from error
 
 
+#: What transformers and torch raise for fields of another type and for sizes no tensor can have.
+_CANNOT_BUILD = (
+    *(ValueError, TypeError, AttributeError, ImportError),
+    *(ArithmeticError, LookupError, RuntimeError),
+)
+
+
 def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Architecture:
     """How a target with this configuration computes; no weights are read.
 
@@ -121,7 +128,7 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
     try:
         with torch.device("meta"):
             model = model_class(config, where).from_config(config).eval()
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except _CANNOT_BUILD as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise _refusal(config, f"transformers cannot build it: {line}", where) from error
     decoder = decoder_of(model)

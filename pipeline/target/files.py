@@ -29,6 +29,7 @@ from typing import Any
 
 from pipeline.config import cache_directory
 from pipeline.console import progress_bar
+from pipeline.documents import read_json
 from pipeline.errors import Eagle3Error, TargetError
 from pipeline.records import digest
 
@@ -105,7 +106,7 @@ def _shards(directory: Path, index: str, error: type[Eagle3Error]) -> list[str]:
 
 def _read_json(path: Path, error: type[Eagle3Error]) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path, finite=False)
     except (OSError, ValueError) as reason:
         fix = "download or write it again"
         raise error(f"cannot be read as JSON: {reason}", where=str(path), fix=fix) from None
@@ -184,7 +185,7 @@ def _sum(path: Path, advance: Callable[[int], None]) -> str:
     with _alone(entry.with_suffix(".lock")):
         before = _state(path)
         with suppress(OSError, ValueError, TypeError, KeyError):
-            tree = json.loads(entry.read_text(encoding="utf-8"))
+            tree = read_json(entry)
             if tree["state"] == before and re.fullmatch(_SHA256, tree["sha256"]):
                 advance(path.stat().st_size)
                 return str(tree["sha256"])

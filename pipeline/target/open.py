@@ -27,6 +27,7 @@ import torch
 
 from pipeline.config import TargetSection
 from pipeline.console import notice
+from pipeline.documents import BrokenDocument, open_file, parse_json, read_json
 from pipeline.errors import ConfigError, ContractMismatch, TargetError, brief
 from pipeline.records import TargetContract, digest, match_contracts
 from pipeline.target.architecture import DECODED, Architecture, read_architecture, read_config
@@ -41,7 +42,7 @@ from pipeline.target.files import (
 )
 from pipeline.target.forward import LoadedTarget, load_model
 from pipeline.target.gguf import dequantised
-from pipeline.target.template import ChatTemplate, load_template
+from pipeline.target.template import ChatTemplate, load_template, read_settings
 from pipeline.target.weights import TargetWeights
 
 
@@ -170,7 +171,7 @@ def _check_company(directory: Path) -> None:
     index = directory / INDEX
     if (directory / WHOLE).is_file() and index.is_file():
         with suppress(OSError, ValueError, AttributeError):
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            names = set(read_json(index)["weight_map"].values())
             if others := sorted(n for n in names - {WHOLE} if (directory / n).is_file()):
                 text = f"{WHOLE} is read, as by transformers; {INDEX} names {others[0]}, which "
                 notice("target", f"{text}servers may load instead: keep one of the two")
@@ -317,10 +318,10 @@ def read_contract(
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        rope=json.loads(json.dumps(getattr(config, "rope_parameters", None) or {})),
+        rope=_rope(config, where),
         capture_layers=capture_layers(target, config.num_hidden_layers),
         tokenizer_hash=_tokenizer_hash(directory, where),
-        chat_template_hash=_template_hash(directory, target.chat_template),
+        chat_template_hash=_template_hash(directory, resolved.source, target.chat_template),
         chat_template=target.chat_template,
         chat_template_kwargs=dict(sorted(target.chat_template_kwargs.items())),
         parameters=weights.count_parameters(tied=bool(architecture.tied)),
@@ -368,23 +369,39 @@ def capture_layers(target: TargetSection, num_layers: int) -> tuple[int, ...]:
     return layers
 
 
+def _rope(config: Any, where: str) -> dict[str, Any]:
+    """Its RoPE as plain JSON. Raises TargetError for numbers that nothing can be computed with."""
+    try:
+        rope: dict[str, Any] = parse_json(
+            json.dumps(getattr(config, "rope_parameters", None) or {})
+        )
+    except BrokenDocument as error:
+        fix = "correct the RoPE fields of its config.json"
+        raise TargetError(f"rope_parameters: {error}", where=where, fix=fix) from None
+    return rope
+
+
+def _sha256(path: Path) -> str:
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _tokenizer_hash(directory: Path, where: str) -> str:
     for name in ("tokenizer.json", "tokenizer.model", "vocab.json"):
         path = directory / name
         if path.is_file():
-            return hashlib.sha256(path.read_bytes()).hexdigest()
+            return _sha256(path)
     problem = "has no tokenizer.json, tokenizer.model or vocab.json"
     fix = "save the tokenizer beside the weights with `save_pretrained`"
     raise TargetError(problem, where=where, fix=fix)
 
 
-def _template_hash(directory: Path, configured: str | None) -> str:
+def _template_hash(directory: Path, source: str, configured: str | None) -> str:
     """Hash of the chat template's text, the configured one or the target's; "none" without one."""
     separate = directory / "chat_template.jinja"
     if separate.is_file() and configured is None:
-        return hashlib.sha256(separate.read_bytes()).hexdigest()
-    settings = directory / "tokenizer_config.json"
-    template = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+        return _sha256(separate)
+    template = read_settings(directory / "tokenizer_config.json", source).get("chat_template")
     if configured is not None and configured != template:
         return hashlib.sha256(configured.encode()).hexdigest()
     return digest(template) if template else "none"

@@ -36,6 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeline.documents import read_json
 from pipeline.errors import TargetError, TemplateError, brief
 from pipeline.records import Span
 
@@ -432,7 +433,7 @@ def read_end_ids(directory: Path, *, source: str) -> EndIds:
 
     Raises TargetError, which names file and field, for what is no id of its vocabulary.
     """
-    files = {name: _read_settings(directory / name, source) for name in _END_ID_FILES}
+    files = {name: read_settings(directory / name, source) for name in _END_ID_FILES}
     vocabulary = _decoder_field(files["config.json"], "vocab_size")
     most = vocabulary if isinstance(vocabulary, int) else None
     for name, fields in files.items():
@@ -442,13 +443,13 @@ def read_end_ids(directory: Path, *, source: str) -> EndIds:
     return EndIds(frozenset(), most)
 
 
-def _read_settings(path: Path, source: str) -> dict[str, Any]:
+def read_settings(path: Path, source: str) -> dict[str, Any]:
     """A file's fields, none where there is no such file. Raises TargetError."""
     if not path.is_file():
         return {}
     where = f"target.source={source}, {path.name}"
     try:
-        fields = json.loads(path.read_bytes())
+        fields = read_json(path, finite=False)
     except (ValueError, OSError) as error:
         fix = "download the file again"
         raise TargetError(f"cannot be read as JSON: {error}", where=where, fix=fix) from error

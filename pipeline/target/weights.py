@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.documents import check_header
 from pipeline.errors import TargetError
 from pipeline.target.architecture import Architecture
 from pipeline.target.files import weight_files
@@ -42,8 +43,9 @@ class TargetWeights:
         self.surplus: list[str] = []
         for path in weight_files(directory):
             try:
+                check_header(path)
                 file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ValueError) as error:
                 fix = "download or convert the target again"
                 raise TargetError(f"cannot be read: {error}", where=str(path), fix=fix) from error
             self._files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]

@@ -22,7 +22,6 @@ executes nothing: they are tensors and JSON.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -30,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as encode
@@ -38,19 +37,24 @@ from torch import Tensor, tensor
 
 from pipeline.config import cache_directory
 from pipeline.console import notice
+from pipeline.documents import check_header
 from pipeline.errors import CorruptShard, StoreError
-from pipeline.records import Record, digest
+from pipeline.records import Record, StoredFile, digest, stored_file
 from pipeline.store.disk import replace_file
 from pipeline.store.location import Location
 from pipeline.train.metrics import METRICS
-from pipeline.train.progress import Best, Progress, StoredFile
+from pipeline.train.progress import Best, Progress
 from pipeline.train.trainer import TrainingState
 
+CHECKPOINTS = "checkpoints"
 WEIGHTS, MOMENTS = "weights.safetensors", "moments.safetensors"
 #: Of everything here; a marker's last.
 _STEP = re.compile(r"(?:step|best)-(\d+)[-.]")
 _MARKER = re.compile(r"step-\d+\.json")
 _FOLDER = r"^step-\d+-[0-9a-f]{16}$"
+
+
+_DAMAGED = "delete the checkpoint; training then goes on from the one before it"
 
 
 class Marker(Record):
@@ -81,12 +85,34 @@ class Checkpoint(NamedTuple):
     def state(self) -> TrainingState:
         """What the trainer is to take back. Raises CorruptShard for files that hold no tensors."""
         try:
+            check_header(self.directory / MOMENTS)
+            check_header(self.directory / WEIGHTS)
             moments = load_file(self.directory / MOMENTS)
             step = int(moments.pop("step"))
             return TrainingState(load_file(self.directory / WEIGHTS), moments, step)
-        except (SafetensorError, KeyError) as error:
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
             problem, fix = f"not a checkpoint: {error}", "run `eagle3 train --force`"
             raise CorruptShard(problem, where=str(self.directory), fix=fix) from None
+
+
+class StoredCheckpoints(NamedTuple):
+    """What the markers of a stage vouch for."""
+
+    files: dict[str, StoredFile]  # markers and their files, by path below the stage's directory
+    prefixes: dict[str, StoredFile]  # what metrics.jsonl begins with, once there is a marker
+
+
+def stored_checkpoints(stage: Location) -> StoredCheckpoints:
+    """Of all checkpoints of the `stage`. Raises CorruptShard for a marker that is none."""
+    store, files = stage.child(CHECKPOINTS), dict[str, StoredFile]()
+    prefixes: dict[str, StoredFile] = {}
+    for name in sorted(filter(_MARKER.fullmatch, store.names()), key=_step_of):
+        data = store.read(name)
+        marker = Marker.parse(data, where=store.where(name), fix=_DAMAGED)
+        files[f"{CHECKPOINTS}/{name}"] = stored_file(data)
+        files |= {f"{CHECKPOINTS}/{path}": file for path, file in _files_of(marker)}
+        prefixes = {METRICS: marker.files[METRICS]} if METRICS in marker.files else {}
+    return StoredCheckpoints(files, prefixes)
 
 
 def workspace(stage: Location) -> Path:
@@ -104,8 +130,8 @@ class Checkpoints:
 
         Checkpoints of another are not read.
         """
-        self._store = stage.child("checkpoints")
-        self._local = workspace(stage) / "checkpoints"
+        self._store = stage.child(CHECKPOINTS)
+        self._local = workspace(stage) / CHECKPOINTS
         self._identity, self._keep = identity, keep
 
     def newest(self) -> Checkpoint | None:
@@ -129,7 +155,7 @@ class Checkpoints:
         Raises StoreError when the store refuses.
         """
         data = encode(dict(weights))
-        file = len(data), hashlib.sha256(data).hexdigest()
+        file = stored_file(data)
         for place in self._places():
             place.write(_best_name(step, file), data)
         return file
@@ -207,8 +233,9 @@ class Checkpoints:
     def _read(self, name: str) -> Marker | None:
         """The marker, if it is one, and of this identity."""
         try:
-            marker = Marker.model_validate(json.loads(self._store.read(name)))
-        except (ValueError, ValidationError):
+            where = self._store.where(name)
+            marker = Marker.parse(self._store.read(name), where=where, fix=_DAMAGED)
+        except CorruptShard:
             return None
         except StoreError:
             if self._store.exists(name):

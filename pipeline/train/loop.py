@@ -34,7 +34,7 @@ from pipeline.heads.base import BorrowedRows, DraftingHead, DraftShape
 from pipeline.heads.registry import algorithm_of, empty_head, solves_least_squares
 from pipeline.learning.batches import ReadAhead
 from pipeline.learning.corpus import HeldOut
-from pipeline.records import digest
+from pipeline.records import StoredFile, digest
 from pipeline.store.manifest import read_begin
 from pipeline.store.stage_run import StageRun
 from pipeline.target.arithmetic import NOT_NATIVE, resolve_dtype, torch_arithmetic
@@ -43,7 +43,7 @@ from pipeline.train.checkpoints import Checkpoint, Checkpoints, workspace
 from pipeline.train.group import broadcast_from_rank0, rank0_only
 from pipeline.train.metrics import Clock, Metrics
 from pipeline.train.prepare import Data, measure_scale, solve_least_squares
-from pipeline.train.progress import Decoded, Progress, StoredFile, Window
+from pipeline.train.progress import Decoded, Progress, Window
 from pipeline.train.trainer import Trainer
 
 #: The learning rate ends at this share of its peak.

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from pydantic import Field
 
-from pipeline.records import Arithmetic, Record
-
-#: Bytes and SHA-256 of a file.
-StoredFile = tuple[int, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]
-
+from pipeline.records import Arithmetic, Record, StoredFile
 
 #: Of one head over another, in standard errors: noise alone gives more in one case of twenty.
 SURE = 1.645

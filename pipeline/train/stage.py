@@ -29,10 +29,10 @@ from pipeline.store.shards import read_shard
 from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import pick_device
 from pipeline.target.open import Target, open_target
-from pipeline.train.checkpoints import workspace
+from pipeline.train.checkpoints import stored_checkpoints, workspace
 from pipeline.train.group import broadcast_from_rank0, join_group, rank0_first
 from pipeline.train.loop import TrainingLoop, set_up
-from pipeline.train.metrics import VOLATILE
+from pipeline.train.metrics import METRICS, VOLATILE
 from pipeline.train.prepare import (
     Data,
     HeadInit,
@@ -117,6 +117,9 @@ def _finish(
         sources=parent.sources,
         details=facts,
         rejected_extra=data.survey.rejected,
+        files=(METRICS,),
+        known=stored_checkpoints(stage_run.location).files
+        | {f"{HEAD}/{name}": (each.bytes, each.sha256) for name, each in stage_run.shards.items()},
     )
 
 

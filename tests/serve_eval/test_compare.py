@@ -11,11 +11,13 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.errors import DataError
-from pipeline.reports import EvalReport, RoundCounters
+from pipeline.reports import REPORT, EvalReport, RoundCounters
 from pipeline.serve_eval.compare import Pair, compare, compare_reports
 from pipeline.store.manifest import read_report
+from pipeline.store.stage_run import open_stage
 from tests.serve_eval.test_acceptance import counted
 from tests.serve_eval.test_report import made_up_report
+from tests.store.conftest import CONTRACT, make_config
 
 
 def rounds(random: np.random.Generator, accept: float, count: int = 15) -> RoundCounters:
@@ -132,9 +134,9 @@ def test_the_gate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "now.json").write_text(report_of(now).model_dump_json())
-    run = tmp_path / "run/eval"
-    run.mkdir(parents=True)
-    (run / "report.json").write_text(report_of(before).model_dump_json())
+    stage_run = open_stage(make_config(tmp_path / "run"), "eval", None)
+    stage_run.location.write(REPORT, report_of(before).model_dump_json().encode())
+    stage_run.finish(contract=CONTRACT, licenses={}, sources={}, files=(REPORT,))
     command = ["compare", str(tmp_path / "now.json"), str(tmp_path / "run"), *options]
     assert main(command) == code
     shown = capsys.readouterr()

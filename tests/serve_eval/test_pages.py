@@ -181,3 +181,19 @@ def test_markdown_for_a_pull_request() -> None:
     assert "| speculative, temperature 0 | 8 | 320.0 | 1.00× | 96.0 | 4.3 | 2.00 |" in text
     assert "* **error** at http://127.0.0.1:30000: its τ is 1.02" in text
     assert "token-identical to plain decoding in fp32, 32 requests" in text
+
+
+def test_names_on_the_pages_show_every_character() -> None:
+    """Terminals obey ESC when they show the page's source or its Markdown."""
+    nasty = "chat\x1b]0;title\x07\u202e\nnext"
+    report = whole_report()
+    report = report.model_copy(
+        update={
+            "by_category": {nasty: next(iter(report.by_category.values()))},
+            "contract": report.contract.model_copy(update={"source": nasty}),
+        }
+    )
+    for page in (write_html(report), write_markdown(report)):
+        assert not set("\x1b\x07\u202e") & set(page)
+        assert "next" in page and "\nnext" not in page
+    assert r"chat\x1b]0;title\x07\u202e\nnext" in write_html(report)

@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from pipeline.store.samples import encode_samples
 from pipeline.store.shards import ENTRY, write_shard
 from pipeline.store.stage_run import open_stage
 from pipeline.store.states import StatesSample, encode_states
-from tests.shard_files import stored, stored_path
+from tests.shard_files import reseal, stored, stored_path
 from tests.store.conftest import CONTRACT, make_config, make_sample
 from tests.store.states import H, make_states
 
@@ -31,7 +33,7 @@ def states_of(count: int, *, hidden: int = H) -> list[StatesSample]:
 
 def make_run(config: RunConfig) -> Manifest:
     """Synth and features of two shards each."""
-    counts = {"licenses": {"MIT": 2}, "sources": {"unit": 2}}
+    counts: dict[str, Any] = {"licenses": {"MIT": 2}, "sources": {"unit": 2}}
     stage_run = open_stage(config, "synth", None)
     for index in range(2):
         data = encode_samples([make_sample(index)])
@@ -52,8 +54,7 @@ def run(tmp_path: Path) -> Path:
 
 def change(run: Path, **fields: object) -> None:
     """Rewrite fields of the features' manifest."""
-    path = run / "features/manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    reseal(run / "features", **fields)
 
 
 def replace_shard(run: Path, data: bytes, *, rows: int = 2, tokens: int = 40) -> None:
@@ -80,7 +81,8 @@ def verify(uri: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, l
 def test_a_sound_run_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, errors = verify(run, capsys)
     assert (code, errors) == (0, [])
-    assert out.startswith("sound: synth, features; 4 shards, ") and len(out.splitlines()) == 1
+    assert out.startswith("sound: synth, features; 4 shards and 6 other files, ")
+    assert len(out.splitlines()) == 1
 
 
 def test_a_sound_run_on_an_object_store(bucket: str, tmp_path: Path) -> None:
@@ -150,9 +152,8 @@ def test_files_that_are_not_what_their_names_say(
     location, name, data = Location(f"{run}/synth"), "00001.parquet", b"not parquet"
     (run / "synth/shards" / (name + ENTRY)).unlink()
     new = write_shard(location, name, data, rows=1, tokens=8, rejected={}, seconds=0)
-    path = run / "synth/manifest.json"
-    fields = json.loads(path.read_text())
-    path.write_text(json.dumps({**fields, "shards": [fields["shards"][0], new.shard.model_dump()]}))
+    fields = json.loads((run / "synth/manifest.json").read_text())
+    reseal(run / "synth", shards=[fields["shards"][0], new.shard.model_dump()])
     code, _, errors = verify(run, capsys)
     assert code == 2
     assert re.search(r"00001\.\w+\.parquet: not a readable Parquet file", errors[0])
@@ -185,11 +186,37 @@ def test_an_unfinished_stage_is_checked_as_far_as_it_is(
 ) -> None:
     (run / "features/manifest.json").unlink()
     code, out, _ = verify(run, capsys)
-    assert code == 0 and "synth; 4 shards" in out and "not finished: features" in out
+    assert code == 0 and "not finished: features" in out
+    assert f"not checked: {run}/features: its manifest, which will name all files, is not" in out
+    assert "sound: synth; 4 shards and 3 other files, " in out
     path = stored_path(run / "features/shards", "00001.safetensors")
     flip(path)
     code, _, errors = verify(run, capsys)
     assert code == 2 and f"{path}: has SHA-256" in errors[0]
+
+
+def test_what_no_manifest_names(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stray file is a problem; what `gc` removes and what lies beside the stages is listed."""
+    orphan, claim = run / "synth/shards/00009.parquet", run / "synth/claims/00000.parquet.0000.json"
+    for path in (orphan, claim, run / "notes.txt", run / "old/report.json"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    log = run / "features/wandb/run/logs/debug.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/nowhere/debug.log")
+    code, out, errors = verify(run, capsys)
+    assert (code, errors) == (0, [])
+    for path in (orphan, claim):
+        assert f"not checked: {path}: left by a writer that was killed, see `eagle3 gc`" in out
+    assert all(f"not checked: {run}/{name}: of no stage" in out for name in ("notes.txt", "old"))
+    strays = [run / name for name in ("synth/a.pkl", "features/head/x.bin")]
+    for path in strays:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and len(errors) == 2
+    for path, line in zip(strays, errors, strict=True):
+        assert f"{path}: is not a file that the stage wrote" in line
 
 
 @pytest.mark.parametrize("command", ["verify", "gc"])
@@ -256,3 +283,81 @@ def test_gc_touches_nothing_below_a_manifest_it_cannot_read(
     assert main(["gc", str(run), "--quiet-minutes", "0"]) == 2
     assert "is newer" in capsys.readouterr().err
     assert (run / "features/shards/00009.bin").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["features/extra", "features/audit.json", "synth/shards/x.parquet"]
+)
+def test_pipes_devices_and_links_out_of_the_run_are_named(
+    name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of them is opened: a pipe would wait for a writer for ever."""
+    path, secret = run / name, tmp_path / "secret"
+    secret.mkdir()
+    (secret / "begin.json").write_text("{}")
+    makers: dict[str, Callable[[], object]] = {
+        "is a named pipe, not a file": lambda: os.mkfifo(path),
+        "is a link that leads out of ": lambda: path.symlink_to(secret / "begin.json"),
+        "is a device, not a file": lambda: path.symlink_to("/dev/zero"),
+        "is a link that leads nowhere": lambda: path.symlink_to("nowhere"),
+    }
+    for problem, make in makers.items():
+        make()
+        code, _, errors = verify(run, capsys)
+        assert code == 2 and len(errors) == 1
+        expected = "is a link that leads out of " if "device" in problem else problem
+        assert errors[0].startswith(f"error: {path}: {expected}") and "(fix: delete it" in errors[0]
+        path.unlink()
+    path.symlink_to(secret, target_is_directory=True)
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and f"{path}: is a link that leads out of " in errors[0]
+
+
+@pytest.mark.parametrize("name", ["begin.json", "manifest.json"])
+def test_a_pipe_in_the_place_of_a_file(
+    name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "features" / name
+    path.unlink()
+    os.mkfifo(path)
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and all(f"{path}: is a named pipe, not a file (fix: " in e for e in errors)
+    if name == "manifest.json":
+        assert main(["gc", str(run)]) == 2
+
+
+def test_a_stage_may_be_a_link_to_that_of_another_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the leaderboard's rows share their data. Nothing in it may lead out of it."""
+    (run / "features").rename(tmp_path / "elsewhere")
+    (run / "features").symlink_to(tmp_path / "elsewhere")
+    assert verify(run, capsys)[0] == 0
+    manifest = tmp_path / "elsewhere/manifest.json"
+    manifest.rename(tmp_path / "manifest.json")
+    manifest.symlink_to(tmp_path / "manifest.json")
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and "features/manifest.json: is a link that leads out of " in errors[0]
+    assert main(["gc", str(run), "--quiet-minutes", "0"]) == 2
+
+
+def test_links_are_not_followed_in_circles(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "features/again").symlink_to(run / "features")
+    code, _, errors = verify(run, capsys)
+    assert code == 2 and f"{run}/features/again: is a link to a directory" in errors[0]
+    assert main(["gc", str(run)]) == 0
+
+
+def test_names_are_printed_with_every_character(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "00009.\x1b[2Jparquet\nremoved 0 files"
+    (run / "synth/shards" / name).write_bytes(b"x")
+    (run / "synth" / name).write_bytes(b"x")
+    shown = r"00009.\x1b[2Jparquet\nremoved 0 files"
+    code, out, errors = verify(run, capsys)
+    assert code == 2 and len(errors) == 1 and f"{run}/synth/{shown}: is not a file" in errors[0]
+    assert "\x1b" not in out and f"not checked: {run}/synth/shards/{shown}: left by" in out
+    assert main(["gc", str(run), "--quiet-minutes", "0"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"removed {run}/synth/shards/{shown}: ") and len(out.splitlines()) == 2

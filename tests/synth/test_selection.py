@@ -272,7 +272,7 @@ def test_damaged_prompts_are_refused(make_config: Configs) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("", "{", "not a selection: Invalid JSON"),
+        ("", "{", "not JSON: "),
         ('"loaded":24', '"loaded":25', "24 prompts and 0 rejected are not the 25 loaded"),
         ('"inputs"', '"input"', "inputs: not a selection: Field required"),
         ('"00000-', '"../../etc-', "shards.0.0: not a selection: String should match pattern"),

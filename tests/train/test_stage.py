@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,11 @@ from safetensors.torch import load_file
 from pipeline.errors import ContractMismatch, DataError, MissingStage, StageConflict, StoreError
 from pipeline.heads.registry import load_head
 from pipeline.store.location import Location
+from pipeline.store.manifest import read_manifest
 from pipeline.store.states import StatesSample
 from pipeline.train.plan import plan
 from pipeline.train.stage import run
+from tests.shard_files import reseal
 from tests.train.runs import Configure, Store, head_of, kill_after, lines_of, stop_at, without_speed
 
 
@@ -82,10 +83,9 @@ def test_needs_states_of_the_same_target(tiny_config: Configure, store_states: S
         run(config)
     store_states(config)
     assert plan(config).state == "not started"
-    file = Path(config.run.uri) / "features" / "manifest.json"
-    body = json.loads(file.read_text())
-    body["contract"]["fingerprint"] = "0" * 64
-    file.write_text(json.dumps(body))
+    contract = read_manifest(config.run.uri, "features").contract
+    other = contract.model_copy(update={"fingerprint": "0" * 64})
+    reseal(Path(config.run.uri) / "features", contract=other.model_dump(mode="json"))
     with pytest.raises(ContractMismatch, match="fingerprint"):
         run(config)
 

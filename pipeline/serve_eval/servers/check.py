@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from pipeline.config import (
     LiveServerSection,
@@ -21,7 +20,7 @@ from pipeline.config import (
     prepare_process,
 )
 from pipeline.console import long_step, notice
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError
 from pipeline.reports import REPORT, EvalReport, GoldenFigure, ServerFinding
 from pipeline.serve_eval.pages import report_of
 from pipeline.serve_eval.questions import Question, evenly
@@ -36,7 +35,7 @@ from pipeline.serve_eval.servers.findings import (
 )
 from pipeline.serve_eval.servers.kinds import identify
 from pipeline.serve_eval.servers.load import LiveMeasure, LiveReply
-from pipeline.store.manifest import stage_location
+from pipeline.store.manifest import read_report, stage_location
 
 #: Adds to a golden figure the decoder's rounds with a shape.
 Replay = Callable[[GoldenFigure, TreeSection], GoldenFigure]
@@ -52,13 +51,8 @@ def check_run(config: RunConfig) -> bool:
 
 
 def check_report(file: str, overrides: Sequence[str]) -> bool:
-    """Against a report.json. Raises DataError, ConfigError."""
-    fix = "pass a report.json that `eagle3 eval` wrote"
-    try:
-        data = Path(file).read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=file, fix=fix) from None
-    report = EvalReport.parse(data, where=file, fix=fix)
+    """Against a report.json, or that of a run. Raises as `read_report`, ConfigError."""
+    report = read_report(file)
     config = overridden({"target": {"source": report.contract.source}}, overrides)
     return check(report, config.eval.server, where=file)
 
@@ -139,12 +133,12 @@ def replay_rounds(config: RunConfig, golden: GoldenFigure, shape: TreeSection) -
     from pipeline.heads.registry import open_head
     from pipeline.serve_eval.measure import Comparison
     from pipeline.serve_eval.shapes import replay_group, with_replay
-    from pipeline.store.manifest import head_location
+    from pipeline.store.manifest import vouched_head
     from pipeline.target.open import open_target
 
     prepare_process(config.run)
     target = open_target(config.target, decoded=True)
-    location = head_location(config.run.uri, config.eval.head)
+    location = vouched_head(config.run.uri, config.eval.head)
     needs_head = config.eval.drafter.needs_head
     questions = [Question(each.id, "", each.prompt_ids) for each in golden.prompts]
     most_tokens = max(len(each.context) for each in questions)

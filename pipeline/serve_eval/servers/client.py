@@ -10,7 +10,6 @@ nothing listens          ServerGone
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import LiveServerSection
 from pipeline.config.credentials import key_headers
+from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, parse_json
 from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable, MissingPackage
 
 if TYPE_CHECKING:
@@ -49,14 +49,16 @@ class LiveClient:
         self._http, self._timeout = http, section.timeout_seconds
         self.failures: Counter[str] = Counter()
 
-    async def page(self, path: str) -> httpx.Response | None:
+    async def page(self, path: str) -> HttpReply | None:
         """A page; None where the server has none. Raises ServerGone."""
         import httpx
 
         try:
-            reply = await self._http.get(path, timeout=min(self._timeout, 30.0))
+            reply = await fetch_reply(self._http, "GET", path, timeout=min(self._timeout, 30.0))
         except httpx.TransportError:
             raise ServerGone from None
+        except BrokenDocument:
+            return None
         if reply.status_code in (401, 403):
             raise _refused(str(self._http.base_url), reply.status_code)
         return reply if reply.status_code == 200 else None
@@ -65,7 +67,7 @@ class LiveClient:
         """Its JSON; None where there is none."""
         reply = await self.page(path)
         try:
-            return None if reply is None else reply.json()
+            return None if reply is None else parse_json(reply.content)
         except ValueError:
             return None
 
@@ -74,8 +76,8 @@ class LiveClient:
         import httpx
 
         try:
-            reply = await self._http.post(path, json=body)
-            return reply.json() if reply.status_code == 200 else None
+            reply = await fetch_reply(self._http, "POST", path, json=body)
+            return parse_json(reply.content) if reply.status_code == 200 else None
         except httpx.ConnectError:
             raise ServerGone from None
         except (httpx.HTTPError, ValueError):
@@ -133,7 +135,7 @@ async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if not data or ended:
             continue
         try:
-            event = json.loads(data)
+            event = parse_json(data)
         except ValueError:
             raise AttemptFailed("unreadable") from None
         if not isinstance(event, dict):

@@ -17,8 +17,9 @@ from typing import Any
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice, progress_bar
-from pipeline.records import Prompt
+from pipeline.records import Prompt, sealed_json
 from pipeline.reports import (
+    SERVERS,
     EvalReport,
     LoadCurve,
     PromptResult,
@@ -27,7 +28,7 @@ from pipeline.reports import (
     ServerResult,
     ServerWorkload,
 )
-from pipeline.serve_eval.pages import SERVERS, renew_pages, report_of
+from pipeline.serve_eval.pages import renew_pages, report_of
 from pipeline.serve_eval.questions import (
     Question,
     clock_of,
@@ -213,7 +214,7 @@ def _prompt_result(reply: LiveReply, kind: str) -> PromptResult:
 
 def _store(folder: Location, result: ServerResult) -> str:
     """Under the first free name; two processes at once take different ones."""
-    data = result.model_dump_json(indent=2).encode() + b"\n"
+    data = sealed_json(result.model_dump(mode="json"))
     taken = set(folder.names())
     for number in range(1, len(taken) + 1000):
         name = f"{result.kind}-{number}.json"

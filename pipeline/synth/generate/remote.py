@@ -38,6 +38,7 @@ from pipeline.config import OWNER, GeneratorSection
 from pipeline.config.credentials import key_headers
 from pipeline.console import notice, readable_duration
 from pipeline.decoder.request import Request
+from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, parse_json
 from pipeline.errors import EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.generate.backend import NextRequest, Reply
 from pipeline.synth.generate.servers import ServerApi, TokenIdReader, Unreadable, pick_api
@@ -320,11 +321,14 @@ async def _identify(
 
 async def _page(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
     """A page's JSON object, empty where there is none. Raises EndpointError for a refused key."""
-    response = await http.get(url, timeout=_HEALTH_CHECK_SECONDS)
+    try:
+        response = await fetch_reply(http, "GET", url, timeout=_HEALTH_CHECK_SECONDS)
+    except BrokenDocument:
+        return {}
     if response.status_code == 401:
         raise _misconfigured(url, "HTTP 401")
     try:
-        body = response.json() if response.status_code == 200 else {}
+        body = parse_json(response.content) if response.status_code == 200 else {}
     except ValueError:
         body = {}
     return body if isinstance(body, dict) else {}
@@ -610,7 +614,7 @@ class EndpointClient:
         if response.status_code >= 300:
             raise RequestRefused(response.status_code, self._without_key(response.text))
         try:
-            return self._reader.reply(request, self._api.read(response.json()))
+            return self._reader.reply(request, self._api.read(parse_json(response.content)))
         except (ValueError, Unreadable):  # truncated JSON, or JSON of something else
             raise RequestFailed("unreadable") from None
 
@@ -619,14 +623,16 @@ class EndpointClient:
         key = self._http.headers.get("Authorization", "").removeprefix("Bearer ")
         return text.replace(key, "…") if key else text
 
-    async def _post(self, url: str, request: Request, timeout: float) -> httpx.Response:
+    async def _post(self, url: str, request: Request, timeout: float) -> HttpReply:
         import httpx
 
         payload = self._api.payload(request)
         try:
             # httpx limits the wait for each piece; a server that drips bytes needs one in all.
             async with asyncio.timeout(timeout):
-                return await self._http.post(url + self._api.path, json=payload)
+                return await fetch_reply(self._http, "POST", url + self._api.path, json=payload)
+        except BrokenDocument:
+            raise RequestFailed("unreadable") from None
         except (TimeoutError, httpx.TimeoutException):
             raise RequestFailed("timeout") from None
         except httpx.ConnectError:
@@ -635,7 +641,7 @@ class EndpointClient:
             raise RequestFailed("disconnected") from None
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(response: HttpReply | httpx.Response) -> float | None:
     """Seconds from now, by the server's own clock where it gives a date."""
     text, sent = response.headers.get("Retry-After", ""), response.headers.get("Date")
     try:
