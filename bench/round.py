@@ -387,7 +387,7 @@ def _parts(arguments: dict[str, Any], context: int) -> tuple[int, int, bool]:
     """Bytes of the chunks' results that are used, and whether a row is cut at all."""
     partial, lse = arguments["partial"], arguments["lse_log2"]
     room = len(partial)
-    chunks = chunks_of(-(-(context + WINDOW) // PAGE))[0] if room else 1
+    chunks = chunks_of(-(-(context + WINDOW) // PAGE), partial.shape[2])[0] if room else 1
     if chunks <= 1:
         return 0, 0, False
     return _bytes(partial) * chunks // room, _bytes(lse) * chunks // room, True

@@ -57,6 +57,8 @@ def test_long_rows_have_few_chunks() -> None:
     """Longer ones: what is left of them and of the merge stays bounded."""
     assert chunks_of(1) == (1, 2) and chunks_of(64) == (32, 2) and chunks_of(65) == (17, 4)
     assert chunks_of(2049) == (17, 128)
+    # 16 nodes of four query heads each; 60 of them.
+    assert chunks_of(65, 64) == (9, 8) and chunks_of(65, 240) == (3, 32)
     assert all(16 < chunks_of(pages)[0] <= 32 for pages in range(33, 5000))
 
 

@@ -12,10 +12,11 @@ row m being node · GROUP_SIZE + query head of the group.
 Pages that all rows see whole need no mask. In the others, entries that no row sees are not even
 read: they may hold anything, and zero times NaN is NaN.
 
-Where a row is cut depends on its own length: into chunks of LEAST_CHUNK pages, and of twice as many
-whenever they become more than the grid has room for. So a short row in a wide block table is many
-programs, a long row among short ones is, too, and a row gets the same bits whatever stands beside
-it and however wide the table is. Programs without a chunk end at once. A row of one chunk is
+Where a row is cut depends on its own length and queries: into chunks of LEAST_CHUNK pages, and of
+twice as many whenever they become more than the grid has room for, or whenever what they leave
+behind would weigh much beside what they read (QUERIES_A_PAGE). So a short row in a wide block table
+is many programs, a long row among short ones is, too, and a row gets the same bits whatever stands
+beside it and however wide the table is. Programs without a chunk end at once. A row of one chunk is
 written by its program, and so is one of more than MOST_SPLIT tokens, whose tiles are enough
 programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, and the merge
 weighs them; a chunk that a tile does not see leaves -inf.
@@ -54,6 +55,7 @@ def tree_attention_kernel(
     PAGE: tl.constexpr,
     MOST_SPLIT: tl.constexpr,
     LEAST_CHUNK: tl.constexpr,
+    QUERIES_A_PAGE: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -71,9 +73,11 @@ def tree_attention_kernel(
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     # The last tile sees the most, and so begins first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS_BLOCK
+    room = tl.num_programs(2)
     chunks, chunk = _chunks_of(
-        seq_len, count, pages, tl.num_programs(2), PAGE, MOST_SPLIT, LEAST_CHUNK, CAUSAL
-    )
+        seq_len, count, pages, room,
+        GROUP_SIZE, PAGE, MOST_SPLIT, LEAST_CHUNK, QUERIES_A_PAGE, CAUSAL,
+    )  # fmt: skip
     if (tile >= count * GROUP_SIZE) | (tl.program_id(2) >= chunks):
         return
     m = tile + tl.arange(0, ROWS_BLOCK)  # [m]
@@ -125,16 +129,20 @@ def _chunks_of(
     count: Scalar,
     pages: Scalar,
     room: Scalar,
+    GROUP_SIZE: tl.constexpr,
     PAGE: tl.constexpr,
     MOST_SPLIT: tl.constexpr,
     LEAST_CHUNK: tl.constexpr,
+    QUERIES_A_PAGE: tl.constexpr,
     CAUSAL: tl.constexpr,
 ) -> Block:
     """Into how many chunks a row is cut, and their pages; `room` is how many the grid has."""
     window = count if CAUSAL else PAGE
     used = tl.maximum(tl.minimum(tl.cdiv(seq_len + window, PAGE), pages), 1)
+    by_length = tl.cdiv(used, LEAST_CHUNK * room)
+    by_queries = tl.cdiv(count * GROUP_SIZE, LEAST_CHUNK * QUERIES_A_PAGE)
     # The next power of two: every bit below the highest is set, then one is added.
-    times = tl.cdiv(used, LEAST_CHUNK * room) - 1
+    times = tl.maximum(by_length, by_queries) - 1
     times |= times >> 1
     times |= times >> 2
     times |= times >> 4
@@ -261,6 +269,7 @@ def merge_chunks_kernel(
     PAGE: tl.constexpr,
     MOST_SPLIT: tl.constexpr,
     LEAST_CHUNK: tl.constexpr,
+    QUERIES_A_PAGE: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     CHUNKS_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -271,7 +280,10 @@ def merge_chunks_kernel(
     start = tl.load(cu_seqlens_q + row)
     count = (tl.load(cu_seqlens_q + row + 1) - start).to(tl.int32)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
-    chunks, _ = _chunks_of(seq_len, count, pages, room, PAGE, MOST_SPLIT, LEAST_CHUNK, CAUSAL)
+    chunks, _ = _chunks_of(
+        seq_len, count, pages, room,
+        GROUP_SIZE, PAGE, MOST_SPLIT, LEAST_CHUNK, QUERIES_A_PAGE, CAUSAL,
+    )  # fmt: skip
     if (m >= count * GROUP_SIZE) | (chunks == 1):
         return
     index, column = tl.arange(0, CHUNKS_BLOCK), tl.arange(0, DIM_BLOCK)

@@ -49,6 +49,9 @@ MOST_SPLIT = WINDOW
 # layer. One multiprocessor loads 25 GB/s of that, two pages in flight; a chunk of two pages is
 # 64 KiB a group.
 LEAST_CHUNK = 2
+# Each of its folded queries (GROUP_SIZE a node) leaves d numbers in float32, written once and read
+# once. At eight of them a page these are a quarter of the keys and values that a chunk reads.
+QUERIES_A_PAGE = 8
 #: More chunks of a row than this cost more in the merge than they win; long rows have longer ones.
 MOST_CHUNKS = 32
 
@@ -172,6 +175,7 @@ class TritonOps(Launcher):
             "PAGE": PAGE,
             "MOST_SPLIT": MOST_SPLIT,
             "LEAST_CHUNK": LEAST_CHUNK,
+            "QUERIES_A_PAGE": QUERIES_A_PAGE,
             "DIM_BLOCK": power_of_two(size, 16),
             "CAUSAL": causal,
         }
@@ -363,10 +367,11 @@ def tile_rows(folded: int, dtype: torch.dtype, *, causal: bool) -> int:
     return 64 if causal else min(128, power_of_two(folded, 16))
 
 
-def chunks_of(used: int) -> tuple[int, int]:
-    """Into how many chunks a row of `used` pages is cut, and their pages, as the kernel does it."""
+def chunks_of(used: int, folded: int = 1) -> tuple[int, int]:
+    """Into how many chunks a row of `used` pages and `folded` queries a key/value head is cut, and
+    their pages, as the kernel does it."""
     chunk = LEAST_CHUNK
-    while chunk * MOST_CHUNKS < used:
+    while chunk * MOST_CHUNKS < used or chunk * QUERIES_A_PAGE < folded:
         chunk *= 2
     return max(-(-used // chunk), 1), chunk
 
