@@ -457,7 +457,7 @@ def test_mrope_is_the_default_for_text(
         ),
         ({"rope_scaling": _LLAMA3, "original_max_position_embeddings": 64}, "contradicts original"),
         ({"rope_theta": 0}, "rope_theta is 0, not a positive number"),
-        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"rope_theta": float("nan")}, "rope_theta: nan is not a finite number"),
     ],
     ids=str,
 )
