@@ -132,7 +132,12 @@ def write_files(
 ) -> None:
     """Write a head directory atomically, weights in bfloat16; an existing one is replaced."""
     partial = directory.with_name(f".{directory.name}.partial")
-    stored = {name: _stored(tensor) for name, tensor in tensors.items()}
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        one = _stored(tensor)
+        # safetensors refuses names that share memory, as embedding and lm_head of tied targets do.
+        is_shared = any(one.data_ptr() == each.data_ptr() for each in stored.values())
+        stored[name] = one.clone() if is_shared else one
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,25 @@ def test_mtp_layers_come_back_as_they_went(
     assert (tmp_path / "back" / WEIGHTS).read_bytes() == (own / WEIGHTS).read_bytes()
     assert card.contract == target.contract and card.metrics == METRICS
     assert card.provenance["format"] == "mtp"
+
+
+def test_embedding_and_lm_head_of_a_tied_target_are_both_written(
+    tiny_target: Path, tmp_path: Path
+) -> None:
+    """In bfloat16 they are one tensor, which safetensors does not write under two names."""
+    directory = Path(shutil.copytree(tiny_target, tmp_path / "tied"))
+    (file,) = directory.glob("*.safetensors")
+    tensors = {name: each.bfloat16() for name, each in load_file(file).items()}
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((directory / CONFIG).read_text())
+    tied = {"tie_word_embeddings": True, "dtype": "bfloat16"}
+    (directory / CONFIG).write_text(json.dumps(config | tied))
+    target = open_target(TargetSection(source=str(directory), capture_layers=LAYERS))
+    own = saved(chain_for(target), target.contract, tmp_path / "own")
+    export_head(str(own), format="mtp", out=str(tmp_path / "mtp"))
+    written = load_file(tmp_path / "mtp" / WEIGHTS)
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
 
 
 def test_the_layout_is_mimos(
