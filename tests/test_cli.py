@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -286,20 +285,42 @@ def test_version() -> None:
     assert done.stdout == f"eagle3 {__version__}\n"
 
 
-def test_ctrl_c_is_one_line_and_code_130(tmp_path: Path) -> None:
-    """A real SIGINT: the command waits for its config out of a pipe when the signal arrives."""
-    pipe = tmp_path / "run.yaml"
-    os.mkfifo(pipe)
-    command = [sys.executable, "-m", "pipeline.cli", "show", "-c", str(pipe)]
+#: A command whose configuration takes a minute to read; it says so, and that it has begun.
+WAITING = """
+import sys, time
+import pipeline.config
+from pipeline.cli import main
+
+def wait(*_, **__):
+    print("reading", flush=True)
+    time.sleep(60)
+
+pipeline.config.read_file = wait
+sys.exit(main())
+"""
+
+
+def interrupted(sent: signal.Signals) -> tuple[int, str]:
+    """Exit code and stderr of a command that a real signal reaches while it reads."""
+    command = [sys.executable, "-c", WAITING, "show", "-c", "run.yaml"]
     # A shell's background jobs ignore the signal, and so would everything that they start.
     heeding = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=heeding
+        command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, preexec_fn=heeding
     )
-    with process, pipe.open("w", encoding="utf-8"):  # opens once the command reads the other end
-        process.send_signal(signal.SIGINT)
+    assert process.stdout
+    with process:
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(sent)
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    return process.returncode, error
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_is_one_line_and_code_130(sent: signal.Signals) -> None:
+    code, error = interrupted(sent)
+    assert code == 130
     assert error.splitlines() == [
         "error: interrupted (fix: run the same command again; "
         "it continues after the last committed work)"
