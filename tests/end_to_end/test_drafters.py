@@ -175,7 +175,10 @@ def test_auto_picks_a_tree_for_every_batch_size(
 
 
 def test_the_server_drafts_what_eval_has_picked(
-    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write_config: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = ["eval.drafter.name=self_spec", "eval.drafter.budget=auto"]
     settings += ["eval.tree=auto", "eval.hf_prompts=0", "eval.shapes=[]"]
@@ -184,17 +187,19 @@ def test_the_server_drafts_what_eval_has_picked(
     with pytest.raises(ConfigError, match="has not finished in this run"):
         make_app(config, None)
     assert main(["eval", "-c", str(path), *settings]) == 0
-    reported = tmp_path / "run/eval/report.json"
-    told = json.loads(reported.read_text())
+    told = json.loads((tmp_path / "run/eval/report.json").read_text())
+
+    def reported(_: str) -> EvalReport:
+        return EvalReport.parse(json.dumps(told).encode(), where="report.json", fix="")
+
+    monkeypatch.setattr("pipeline.server.start.read_report", reported)
     # What pays differs from machine to machine: once a tree, once plain decoding.
     told |= {"decoding": "speculative"}
     told["settings"]["tree"] = {"top_k": 2, "steps": 3, "nodes": 5}
-    reported.write_text(json.dumps(told))
     drafter = make_app(config, None).engine.drafter
     assert drafter is not None and (drafter.depth, drafter.nodes) == (3, 5)
     told |= {"decoding": "plain"}
     told["settings"]["tree"] = None
-    reported.write_text(json.dumps(told))
     assert make_app(config, None).engine.drafter is None
     with pytest.raises(ConfigError, match="is of drafter self_spec"):
         make_app(load(path, ["eval.drafter.name=ngram", "eval.tree=auto"]), None)
