@@ -50,7 +50,7 @@ def finish(stage_run: StageRun, names: tuple[str, ...]) -> None:
         chat_template_hash="c" * 64,
         parameters=1000,
     )
-    stage_run.finish(contract=contract, licenses={}, sources={})
+    stage_run.finish(contract=contract, licenses={}, sources={}, files=(SELECTION,))
 
 
 def leave_alone(folder: Path, hours: float = 2) -> None:
