@@ -84,18 +84,6 @@ BLOCKS = Drafter(
     ),
     drafter=("eval.drafter.name=dflash",),
 )
-#: The whole vocabulary and the target's lm_head, as servers' classes have them.
-MTP = Drafter(
-    "MTP",
-    "mtp",
-    "{top_k: 1, steps: 1, nodes: 2}",
-    training=(
-        "target.capture_layers=[1, 14, 29]",
-        "train.head_config={heads: 2, chain_input: final, draft_vocab_size: 49152, "
-        "intermediate_size: 768, max_share_of_target: 1}",
-        "train.train_lm_head=false",
-    ),
-)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from pipeline.config import TreeSection
 from pipeline.exchange.export import Format, export_head
 from pipeline.serve_eval.servers.findings import ComparedRounds, SeenServer
 from tests.engines.gguf_files import in_float32, target_in_float32
-from tests.engines.lines import BLOCKS, EAGLE3, EAGLE31, MTP, WINDOW, Drafter, Line, make_line
+from tests.engines.lines import BLOCKS, EAGLE3, EAGLE31, WINDOW, Drafter, Line, make_line
 from tests.engines.servers import EngineServer, llama_server, sglang_server, vllm_server
 
 _WARNING = re.compile(r"\b(W|WARN|WARNING)\b|Warning")
@@ -118,7 +118,6 @@ CASES = (
     Case("vLLM", EAGLE31, vllm("speculators"), "`--format speculators`"),
     Case("vLLM", WINDOW, vllm("speculators"), "64 positions, `--format speculators`"),
     Case("vLLM", BLOCKS, vllm("speculators", "dflash", 7), "`--format speculators`"),
-    Case("vLLM", MTP, vllm("mtp", "mtp", 1), "`--format mtp`, one draft"),
     Case("SGLang", EAGLE3, sglang((3, 1, 4)), "chain 3/1/4", stand_in=True),
     Case("SGLang", EAGLE3, sglang((5, 4, 8)), "tree 5/4/8", stand_in=True),
     Case("SGLang", EAGLE31, sglang((3, 1, 4)), "chain 3/1/4", stand_in=True),
