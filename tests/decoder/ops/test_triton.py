@@ -109,6 +109,13 @@ def test_as_many_programs_work_whatever_the_table_has_room_for(
     assert short == [2 * chunks_of(17)[0]] * 2 == [2 * 9] * 2
 
 
+def test_many_queries_have_long_chunks(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen queries a head, of which a page may have one: 65 pages are five chunks of sixteen."""
+    monkeypatch.setattr(choices, "QUERIES_A_PAGE", 1)
+    assert chunks_of(65, 16) == (5, 16)
+    assert working_programs(backend, 4096, 70, monkeypatch)[0] == 2 * 5
+
+
 def test_chunks_by_the_width_of_the_table_are_seen(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
