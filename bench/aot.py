@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from pipeline.config.train import Loss
-from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
+from pipeline.decoder.ops.layer import PAGE, AttentionMetadata, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import SamplingTensors, root_only
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import TritonOps
@@ -104,6 +104,9 @@ class Recorder(TritonOps):
     label: str = ""
     variants: list[Variant] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        super().__init__(self.dtype)
+
     def _start(
         self,
         kernel: Any,
@@ -138,6 +141,7 @@ def variants() -> tuple[Variant, ...]:
         _record_rows(recorder, dtype)
         for size in (64, 128):
             _record_attention(recorder, dtype, size)
+            _record_products(recorder, dtype, size)
         for loss in get_args(Loss):
             _record_loss(recorder, dtype, loss)
     recorder.label = "int64"
@@ -245,6 +249,7 @@ def _record_rows(ops: Recorder, dtype: torch.dtype) -> None:
     )  # fmt: skip
     ops.argmax(logits)
     ops.propose(logits[0], 10)
+    ops.propose(logits[0], 10, beams.flatten())
     tree = root_only(_empty(2))
     fraction = _empty(2, dtype=torch.float32)
     sampling = SamplingTensors(fraction, fraction, _empty(2), _empty(2))
@@ -285,9 +290,42 @@ def _record_attention(ops: Recorder, dtype: torch.dtype, size: int) -> None:
         ops.tree_attention(query, keys, values, metadata(2000, None))
 
 
+def _record_products(ops: Recorder, dtype: torch.dtype, size: int) -> None:
+    """An 8B model's layers with heads of `size`: plain decoding, a tree, the most that are fused;
+    with the biases and head norms of other families."""
+    plane = _empty(2, 2, 32, 8, PAGE, size, dtype=dtype)
+    rotary = _empty(8192, size, dtype=dtype), _empty(8192, size, dtype=dtype)
+    gain = _empty(4096, dtype=dtype)
+    queries = 4096 // size
+    qkv = 4096 + 16 * size
+    plain = LayerWeights(
+        qkv=_empty(qkv, 4096, dtype=dtype),
+        qkv_bias=None,
+        head_norms=None,
+        output=_empty(4096, queries * size, dtype=dtype),
+        output_bias=None,
+        post_norm=gain,
+        gate_up=_empty(28672, 4096, dtype=dtype),
+        down=_empty(4096, 14336, dtype=dtype),
+    )
+    other = replace(plain, qkv_bias=_empty(qkv, dtype=dtype), head_norms=(gain[:size], gain[:size]))
+    # float32 is for checks, as above.
+    forms = [(16, plain)] if dtype == torch.float32 else [(16, plain), (64, plain), (16, other)]
+    for tokens, weights in forms:
+        other_form = " bias, norms" if weights is other else ""
+        ops.label = f"{_TYPES[dtype]} d={size} tokens={tokens}{other_form}"
+        hidden, index = _empty(tokens, 4096, dtype=dtype), _empty(tokens)
+        metadata = AttentionMetadata(
+            rotary, index, index, _empty(1, 128), _empty(1), _empty(2), tokens, index
+        )
+        stack = LayerStack((weights, weights), (gain, gain), 1e-5, ())
+        ops.layers(stack, metadata, hidden, hidden, plane)
+
+
 def _record_trees(ops: Recorder) -> None:
     """The kernels on integers: 10 candidates a step, six steps, 60 nodes."""
     tokens, scores = _empty(2, 510), _empty(2, 510, dtype=torch.float32)
+    ops.compute_slot_mapping(_empty(2, 128), _empty(2), _empty(20), _empty(20))
     tree = ops.grow_tree(_empty(2), tokens, tokens, scores, 60)
     ops.verify(tree, tree.tokens, 7)
 

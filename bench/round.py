@@ -366,31 +366,37 @@ def _attention(arguments: dict[str, Any], constants: Any, context: int) -> _Touc
     keys, rows = arguments["keys"], len(arguments["seq_lens"])
     entries = rows * (context + len(arguments["query"]) // rows)
     cached = entries * constants["GROUPS"] * constants["DIM"] * keys.dtype.itemsize
-    partial, lse, cut = _parts(arguments, context)
+    partial, lse = _parts(arguments, context)
     return {
         "keys": (cached, 0),
         "values": (cached, 0),
         "block_table": (rows * -(-context // PAGE) * 8, 0),
-        "partial": (0, partial),
-        "lse_log2": (0, lse),
-        "out": (0, 0 if cut else _bytes(arguments["out"])),
+        "partial": (partial, partial),
+        "lse_log2": (lse, lse),
+        "arrived": (0, 0),
     }
 
 
-def _merge(arguments: dict[str, Any], constants: Any, context: int) -> _Touched:
-    partial, lse, cut = _parts(arguments, context)
-    written = _bytes(arguments["out"]) if cut else 0
-    return {"partial": (partial, 0), "lse_log2": (lse, 0), "out": (0, written)}
-
-
-def _parts(arguments: dict[str, Any], context: int) -> tuple[int, int, bool]:
-    """Bytes of the chunks' results that are used, and whether a row is cut at all."""
+def _parts(arguments: dict[str, Any], context: int) -> tuple[int, int]:
+    """Bytes of the chunks' results that are used; none where no row is cut."""
     partial, lse = arguments["partial"], arguments["lse_log2"]
     room = len(partial)
     chunks = chunks_of(-(-(context + WINDOW) // PAGE), partial.shape[2])[0] if room else 1
     if chunks <= 1:
-        return 0, 0, False
-    return _bytes(partial) * chunks // room, _bytes(lse) * chunks // room, True
+        return 0, 0
+    return _bytes(partial) * chunks // room, _bytes(lse) * chunks // room
+
+
+def _product(arguments: dict[str, Any], constants: Any, context: int) -> _Touched:
+    """The sums that splits leave behind are read again; what is not used is not touched."""
+    partial, held = _bytes(arguments["partial"]), arguments["x"]
+    touched = {"partial": (partial, partial), "arrived": (0, 0), "x": (_bytes(held), 0)}
+    return touched if constants["PARTS"] else touched | {"gain": (0, 0), "squares": (0, 0)}
+
+
+def _project_heads(arguments: dict[str, Any], constants: Any, context: int) -> _Touched:
+    named = {"NORMS": constants["HEAD_NORMS"]}
+    return _product(arguments, constants, context) | _rope(arguments, constants | named, context)
 
 
 def _compact(arguments: dict[str, Any], constants: Any, context: int) -> _Touched:
@@ -409,7 +415,9 @@ _TOUCHED: dict[str, Callable[[dict[str, Any], Any, int], _Touched]] = {
     "embed_concat": _embed,
     "rope_write": _rope,
     "tree_attention": _attention,
-    "merge_chunks": _merge,
+    "project_heads": _project_heads,
+    "add_product": _product,
+    "gated_product": _product,
     "compact": _compact,
     "threshold": _threshold,
 }

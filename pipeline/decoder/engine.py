@@ -357,11 +357,12 @@ class Prefill:
     def warm(self) -> None:
         """Launch, on a row that nobody holds, all that reading prompts launches later.
 
-        Kernels compile now and not in the middle of serving: those of prompts of one token, of
-        more than any kernel takes at once, and of chunks that are not the last of their prompt.
+        Kernels compile now and not in the middle of serving: those of short prompts, of more tokens
+        than any kernel takes at once, and of chunks that are not the last of their prompt.
         """
-        row = self.batch.rows(0, 1)
-        for length, last in ((1, 1), (min(_LONG, self._model.max_length), 0)):
+        row, limit = self.batch.rows(0, 1), self._model.max_length
+        short = [(each, 1) for each in self._model.ops.lengths if each <= limit]
+        for length, last in (*short, (min(_LONG, limit), 0)):
             ids = torch.zeros(length, dtype=torch.int64, device=self._model.device)
             rows = TokenRows.even(1, length, ids.device)
             prefill(self._model, self._planes, self._drafter, row, rows, ids, ids, last=last)

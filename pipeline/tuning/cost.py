@@ -397,6 +397,16 @@ def best_speedup(
     )
 
 
+def round_floor_seconds(
+    model: DecoderModel, drafter: Drafter, shape: TreeSection, roofline: Roofline
+) -> float | None:
+    """Of a round of such trees; None for a drafter whose floor is not known."""
+    if (work := drafter.work(shape)) is None:
+        return None
+    verify, draft = floor_seconds(model, shape.nodes, roofline), draft_floor_seconds(work, roofline)
+    return verify + (shape.steps - 1) * draft + extend_floor_seconds(work, roofline)
+
+
 def floor_seconds(model: DecoderModel, tokens: int, roofline: Roofline) -> float:
     """T_AR or T_verify: a forward of `tokens` tokens a row, with logits of all of them."""
     size, layers = model.head_dim, len(model.layers)
@@ -459,22 +469,18 @@ def _head_seconds(
 
 
 def read_bandwidth(device: torch.device, *, megabytes: int = 512, runs: int = 9) -> float:
-    """Bytes per second of a sequential read (CPU) or of a copy, both directions counted (CUDA).
+    """Bytes per second of the fastest sequential reader.
 
-    On a CPU it is that of the faster reader: a sum keeps one stream a thread in flight, a product
-    of a matrix and a vector reads several rows at once, which most machines need for their all.
+    A sum keeps one stream a thread in flight; a product of a matrix and a vector reads several rows
+    at once, which most CPUs need for their all.
     """
     source = torch.ones(megabytes * 2**20 // 4, device=device)
     matrix, vector = source.view(-1, 2048), torch.ones(2048, device=device)
     readers: list[Callable[[], object]] = [source.sum, lambda: matrix @ vector]
-    moved = source.numel() * 4
-    if device.type == "cuda":
-        target = torch.empty_like(source)
-        readers, moved = [lambda: target.copy_(source)], 2 * moved
     taken: list[list[float]] = [
         [_seconds(read, device) for read in readers] for _ in range(1 + runs)
     ]
-    return max(moved / float(median(seconds)) for seconds in zip(*taken[1:], strict=True))
+    return 4 * source.numel() / min(float(median(each)) for each in zip(*taken[1:], strict=True))
 
 
 def matmul_rate(device: torch.device, *, size: int, dtype: torch.dtype = torch.bfloat16) -> float:

@@ -32,7 +32,7 @@ from tempfile import TemporaryDirectory
 
 from pipeline.config import TreeSection
 from pipeline.exchange.export import Format, export_head
-from pipeline.serve_eval.servers.findings import ComparedRounds, SeenServer
+from pipeline.serve_eval.servers.findings import ComparedRounds, SeenServer, rounds_until
 from tests.engines.gguf_files import in_float32, target_in_float32
 from tests.engines.lines import BLOCKS, EAGLE3, EAGLE31, WINDOW, Drafter, Line, make_line
 from tests.engines.servers import EngineServer, llama_server, sglang_server, vllm_server
@@ -213,17 +213,10 @@ def _rounds_of_equal_text(pair: ComparedRounds, shape: TreeSection) -> tuple[int
     accepted_at = pair.prompt.accepted_at.get(shape.label)
     if accepted_at and pair.theirs.in_order:  # which goes on after the parting
         listed = iter([accepted for _, accepted in pair.theirs.in_order])
-        theirs = _walked(tokens, lambda _: next(listed, 0))  # a round without a draft is not listed
-        ours = _walked(tokens, lambda position: accepted_at[position])
+        # A round without a draft is not listed.
+        theirs = rounds_until(tokens, lambda _: next(listed, 0))
+        ours = rounds_until(tokens, accepted_at.__getitem__)
     return tokens, theirs, ours
-
-
-def _walked(tokens: int, accepted: Callable[[int], int]) -> int:
-    position = rounds = 0
-    while position < tokens:
-        position += accepted(position) + 1
-        rounds += 1
-    return rounds
 
 
 def _speed(seen: SeenServer, plain: Plain) -> str:

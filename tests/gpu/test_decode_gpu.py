@@ -10,6 +10,7 @@ import torch
 
 from bench import decode_gpu
 from bench.random_target import LLAMA_8B
+from pipeline.decoder.ops.triton import ops as operations
 
 SMALL = {
     "vocab_size": 512,
@@ -47,6 +48,8 @@ def test_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert batch["speedup_simulated"] == pytest.approx(rates[0] / rates[1])
     assert 2 < batch["tau_simulated"] < 5
     assert math.isfinite(batch["cost_model_error"])
+    floor = batch["plain_round_floor_share"] * batch["plain_round_ms"]
+    assert 0 < floor < batch["round_floor_share"] * batch["round_ms"]
 
 
 def test_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +68,15 @@ def test_ragged_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ratio = ragged["ragged_round_ms"] / ragged["even_round_ms"]
     assert ragged["round_ms_ragged_over_even"] == pytest.approx(ratio)
     assert joining["longest_gap_ms_beside_a_long_prompt"] >= joining["gap_ms_beside_a_long_prompt"]
+
+
+def test_products_with_and_without_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is put back: other parts measure what engines do."""
+    most = operations.MOST_FUSED
+    products = measure(monkeypatch, 400, products=decode_gpu._products)["products"]
+    ratio = products["cublas_plain_round_ms"] / products["fused_plain_round_ms"]
+    assert products["plain_round_ms_cublas_over_fused"] == pytest.approx(ratio)
+    assert operations.MOST_FUSED == most > 0
 
 
 def test_parts_by_name_and_number() -> None:

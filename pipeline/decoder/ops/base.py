@@ -45,6 +45,8 @@ class TorchOps:
     """The reference. Other backends inherit what they do not replace."""
 
     name = "torch"
+    #: Forwards of so many tokens, and a long one, launch all that others do.
+    lengths: tuple[int, ...] = (1,)
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         """`dtype` is the type of activations, and of keys and values."""
@@ -217,10 +219,13 @@ class TorchOps:
         best, index = logits.max(-1)
         return torch.where(best.isnan(), -1, index)
 
-    def propose(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """logits [T, V] → log-probabilities (float32) and indices [T, k], the most likely first."""
+    def propose(
+        self, logits: Tensor, k: int, target_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """logits [T, V] → log-probabilities (float32) and indices [T, k], the most likely first;
+        in place of the indices what `target_ids` [V] has there."""
         scores, index = logits.float().log_softmax(-1).topk(k, dim=-1)
-        return scores, index
+        return scores, index if target_ids is None else target_ids[index]
 
     def select_beams(
         self,
@@ -324,9 +329,7 @@ class TorchOps:
             logits = self.linear(normed, head.lm_head)  # [B · n, Vd]
             if trace is not None:
                 trace.append(logits.view(rows, -1, logits.shape[-1]))
-            scores, ids = self.propose(logits, k)
-            if head.target_ids is not None:
-                ids = head.target_ids[ids]
+            scores, ids = self.propose(logits, k, head.target_ids)
             return scores.view(rows, -1, k), ids.view(rows, -1, k)
 
         score, token = (each[:, 0] for each in propose(normed))  # [B, k] of each beam

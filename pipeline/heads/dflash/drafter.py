@@ -95,8 +95,7 @@ class DflashDrafter(TreeDrafter):
         logits = self.ops.linear(proposing, self._lm_head)  # [B · steps, Vd]
         if self.trace is not None:
             self.trace.append(logits.view(rows, shape.steps, -1))
-        scores, ids = self.ops.propose(logits, self.shapes.beams(shape))
-        ids = self._target_ids[ids]
+        scores, ids = self.ops.propose(logits, self.shapes.beams(shape), self._target_ids)
         return join_marginals(*(each.view(rows, shape.steps, -1) for each in (scores, ids)))
 
     def _seen(self, whole: AttentionMetadata, rows: TokenRows, sight: Sight) -> AttentionMetadata:

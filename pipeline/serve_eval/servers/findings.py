@@ -13,7 +13,7 @@ another. Prompts are the same, replies greedy, so three things must hold, from s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
@@ -211,6 +211,16 @@ def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
     return TreeSection.chain(positions) if is_chain and positions else None
 
 
+def rounds_until(tokens: int, accepted: Callable[[int], int]) -> int:
+    """Rounds that so many tokens after prefill's take, where `accepted(position)` drafts are
+    accepted by the round that begins at `position`."""
+    position = rounds = 0
+    while position < tokens:
+        position += accepted(position) + 1
+        rounds += 1
+    return rounds
+
+
 class ComparedRounds(NamedTuple):
     """The server's rounds for a golden prompt, and the decoder's."""
 
@@ -224,11 +234,7 @@ class ComparedRounds(NamedTuple):
         accepted_at = self.prompt.accepted_at.get(shape.label, ())
         if self.tokens is None or self.theirs.in_order or not accepted_at:
             return self.ours.rounds
-        position = rounds = 0
-        while position < self.tokens - 1:
-            position += accepted_at[position] + 1
-            rounds += 1
-        return rounds
+        return rounds_until(self.tokens - 1, accepted_at.__getitem__)
 
     def other_drafts(self, chain: TreeSection) -> Iterator[tuple[float, str]]:
         """Drafts that are not the decoder's: by how much, in nats, its own lead, and where."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.draws import perturb
-from pipeline.decoder.ops.layer import PAGE
+from pipeline.decoder.ops.layer import PAGE, LayerStack, LayerWeights
 from pipeline.decoder.ops.tree import WINDOW, SamplingTensors, Tree
 from pipeline.decoder.ops.triton.launch import INTERPRETED
 from pipeline.decoder.ops.triton.ops import MOST_SPLIT
@@ -275,6 +275,80 @@ def compact(backend: Backend, layers: int, shape: tuple[int, int], moved: int) -
     assert torch.equal(planes[:, :, table[-1]], before[:, :, table[-1]])
 
 
+# Layers ------------------------------------------------------------------------------------------
+
+
+def layer_of(
+    backend: Backend, sizes: tuple[int, ...], formed: bool
+) -> tuple[LayerWeights, LayerWeights]:
+    """A layer of a backend and the same in float64; `formed`: with biases and norms of heads."""
+    hidden, inner, heads, groups, size = sizes
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return backend.numbers(rows, columns, scale=columns**-0.5)
+
+    def vector(length: int) -> Tensor:
+        return 1 + backend.numbers(length, scale=0.3)
+
+    qkv, output = weight((heads + 2 * groups) * size, hidden), weight(hidden, heads * size)
+    gate_up, down = weight(2 * inner, hidden), weight(hidden, inner)
+    matrices = {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
+    vectors = {"post_norm": vector(hidden)}
+    bias = {"qkv_bias": vector(len(qkv)), "output_bias": vector(hidden)} if formed else {}
+    norms = (vector(size), vector(size)) if formed else None
+    packed = {name: backend.ops.pack(each) for name, each in matrices.items()}
+    none: dict[str, Any] = {"qkv_bias": None, "output_bias": None, "head_norms": norms}
+    ours = LayerWeights(**none | packed | vectors | bias)
+    wider = {name: each.double() for name, each in (matrices | vectors | bias).items()}
+    none["head_norms"] = norms and tuple(wide(*norms))
+    return ours, LayerWeights(**none | wider)
+
+
+LAYERS = [(96, 80, 4, 2, 32), (512, 130, 2, 1, 64), (64, 200, 3, 1, 48), (34, 66, 2, 2, 64)]
+
+
+# Of one token, whose products are split; as many as are fused, and one more; heads of an odd size.
+@operation(20, LAYERS, [False, True], corners=[
+    (1, LAYERS[1], False), (2, (256, 544, 1, 1, 128), True), (7, LAYERS[1], True),
+    (64, LAYERS[0], True), (65, LAYERS[0], False), (5, LAYERS[2], True), (16, LAYERS[3], True),
+])  # fmt: skip
+def layers(backend: Backend, tokens: int, sizes: tuple[int, ...], formed: bool) -> None:
+    """Two of them, twice: what the first call leaves behind must not be in the second's way."""
+    hidden, _, _, groups, size = sizes
+    made = [layer_of(backend, sizes, formed) for _ in range(2)]
+    norms = tuple(1 + backend.numbers(hidden, scale=0.3) for _ in made)
+    ours, exact = zip(*made, strict=True)
+    plane = backend.numbers(2, 2, 4, groups, PAGE, size)
+    rotary, prefix = backend.numbers(2, 200, size), 70
+    table = torch.tensor([[2, 0, 3]], device=backend.device)
+    where = attention_metadata(table, torch.tensor([prefix], device=backend.device), [tokens], None)
+    entries = prefix + torch.arange(tokens, device=backend.device)
+    slots = table[0, entries // PAGE] * PAGE + entries % PAGE
+    placed = replace(where, positions=entries, slot_mapping=slots)
+    x = backend.numbers(2, tokens, hidden)
+
+    def through(
+        ops: TorchOps, weights: Any, norms: Any, rotary: Tensor, x: Tensor, plane: Tensor
+    ) -> tuple[Tensor, ...]:
+        stack = LayerStack(weights, tuple(norms), 1e-5, (0,))
+        metadata = replace(placed, rotary=(rotary[0], rotary[1]))
+        return *ops.layers(stack, metadata, x[0], x[1], plane), plane
+
+    wanted = through(REFERENCE, exact, wide(*norms), *wide(rotary, x, plane))
+    for _ in range(2):
+        got = through(backend.ops, ours, norms, rotary, x, plane.clone())
+        for each, right in zip(got, wanted, strict=True):
+            assert each.shape == right.shape and each.dtype is backend.ops.dtype
+            backend.near(each, right, **LAYER_ERRORS[backend.ops.dtype])
+
+
+#: Of numbers of size one, through two layers.
+LAYER_ERRORS = {
+    FP32: {"relative": 1e-4, "absolute": 1e-4},
+    BF16: {"relative": 0.03, "absolute": 0.15},
+}
+
+
 # Choices -----------------------------------------------------------------------------------------
 
 
@@ -304,6 +378,10 @@ def propose(backend: Backend, rows: int, size: int, k: int) -> None:
     logits[0, size // 2 :] = -INF if k < size // 2 else 0.0
     logits[-1, size // 2] = NAN
     scores, index = backend.ops.propose(logits, k)
+    names = torch.randperm(size).to(backend.device) + 7
+    named = backend.ops.propose(logits, k, names)
+    assert torch.equal(named[0].nan_to_num(1), scores.nan_to_num(1))
+    assert torch.equal(named[1], names[index])
     wanted = logits.double().log_softmax(-1).gather(1, index)
     torch.testing.assert_close(scores.double(), wanted, rtol=0, atol=2e-5, equal_nan=True)
     assert scores[-1].isnan().all() and index.min() >= 0 and index.max() < size

@@ -5,6 +5,9 @@ Without a GPU these tests run in Triton's interpreter, see conftest.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +23,11 @@ from pipeline.decoder.ops.triton.attention import tree_attention_kernel
 from pipeline.decoder.ops.triton.launch import Pointer, Table, jit
 from pipeline.decoder.ops.triton.logits import gumbel, threshold_kernel
 from pipeline.decoder.ops.triton.ops import TritonOps, chunks_of
+from tests.decoder.ops import operations
 from tests.decoder.ops.attention import NAN
 from tests.decoder.ops.backends import FP32, TYPES, Backend, triton_backend
 from tests.decoder.ops.conftest import attention_metadata
-from tests.decoder.ops.operations import OPERATIONS, SAMPLING, sampling_of
+from tests.decoder.ops.operations import LAYERS, OPERATIONS, SAMPLING, sampling_of
 
 
 @pytest.fixture
@@ -37,6 +41,36 @@ def backend(device: torch.device) -> Backend:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_operations(device: torch.device, operation: str, dtype: torch.dtype) -> None:
     OPERATIONS[operation](triton_backend(dtype, device))
+
+
+#: What a launch of products.py is changed to: its arguments by name, its constants.
+PRODUCT_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
+    "a share too short": lambda given, fixed: fixed.update(SHARE=fixed["SHARE"] - 1),
+    "counters that are not zero": lambda given, fixed: given["arrived"].fill_(1),
+    "no norm": lambda given, fixed: fixed.update(PARTS=0),
+    "a block's squares": lambda given, fixed: fixed.update(PARTS=min(fixed["PARTS"], 1)),
+    "no bias": lambda given, fixed: fixed.update(BIASED=False),
+    "no norm of heads": lambda given, fixed: fixed.update(HEAD_NORMS=False),
+    "another residual": lambda given, fixed: given.get("hidden", given["x"]).neg_(),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *PRODUCT_FAULTS])
+def test_faults_of_products_are_seen(backend: Backend, fault: str | None) -> None:
+    class Faulty(TritonOps):
+        def _start(self, kernel: Any, grid: Any, given: Any, *rest: Any, **fixed: Any) -> None:
+            if fault is not None and "arrived" in kernel.arg_names and "SHARE" in fixed:
+                named = dict(zip(kernel.arg_names, given, strict=False))
+                PRODUCT_FAULTS[fault](named, fixed)
+                given = tuple(named.values())
+            super()._start(kernel, grid, given, *rest, **fixed)
+
+    posed = partial(operations.layers, replace(backend, ops=Faulty(FP32)), 7, LAYERS[1], True)
+    if fault is None:
+        posed()
+    else:
+        with pytest.raises(AssertionError):
+            posed()
 
 
 def test_a_kernel_refuses_a_view_whose_strides_it_does_not_know(backend: Backend) -> None:

@@ -30,6 +30,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=3,
     num_attention_heads=2,
     num_key_value_heads=1,
+    head_dim=32,  # the least of which products are fused
     max_position_embeddings=64,
 )
 TREES = {

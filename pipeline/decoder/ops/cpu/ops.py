@@ -256,16 +256,18 @@ class CpuOps(TorchOps):
         self._library.eagle3_argmax(*addresses(logits, index), *sizes, _threads())
         return index
 
-    def propose(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def propose(
+        self, logits: Tensor, k: int, target_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         rows, vocabulary = logits.shape
         if logits.dtype is not self.dtype or k > min(vocabulary, self._most_proposed):
-            return super().propose(logits, k)
+            return super().propose(logits, k, target_ids)
         logits = logits.contiguous()
         scores, index = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
         self._library.eagle3_propose(
             *addresses(logits, scores, index), k, rows, vocabulary, _threads()
         )
-        return scores, index
+        return scores, index if target_ids is None else target_ids[index]
 
     def select_beams(
         self,

@@ -3,7 +3,8 @@
 ops.py         TritonOps: outputs, block sizes and grids of each launch
 launch.py      where every kernel starts; the types of its arguments, and what is compiled for each
 layers.py      norms, SiLU times gate, rotary embedding, cache writes; accepted entries compacted
-attention.py   tree attention over a paged cache, split over the keys, and the merge of the chunks
+products.py    a layer's matrix products of up to 64 tokens, with what stands before and after them
+attention.py   tree attention over a paged cache, split over the keys
 logits.py      the largest logit, the k most likely tokens, a draw at every node
 tree.py        selecting beams, growing the draft tree, verifying it
 """

@@ -18,15 +18,15 @@ behind would weigh much beside what they read (QUERIES_A_PAGE). So a short row i
 is many programs, a long row among short ones is, too, and a row gets the same bits whatever stands
 beside it and however wide the table is. Programs without a chunk end at once. A row of one chunk is
 written by its program, and so is one of more than MOST_SPLIT tokens, whose tiles are enough
-programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, and the merge
-weighs them; a chunk that a tile does not see leaves -inf.
+programs. Other chunks leave a softmax each with the logarithm (base 2) of its mass, -inf where a
+tile does not see them. The program that is last to arrive weighs them, in order.
 """
 
 from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped]
 
-from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Stride, Table, jit
+from pipeline.decoder.ops.triton.launch import Block, Pointer, Scalar, Stride, Table, dot, jit
 
 
 @jit
@@ -42,6 +42,7 @@ def tree_attention_kernel(
     out: Pointer,
     partial: Pointer,
     lse_log2: Pointer,
+    arrived: Pointer,
     scale_log2: Scalar,
     pages: Scalar,
     most: Scalar,
@@ -115,12 +116,52 @@ def tree_attention_kernel(
     mass = tl.where(mass == 0, 1.0, mass)
     mixed = mixed / mass[:, None]
     if chunks > 1:
-        part = (tl.program_id(2) * tl.num_programs(1) + problem) * (most * GROUP_SIZE) + m  # [m]
-        tl.store(lse_log2 + part, peak + tl.log2(mass), mask=real)
+        each = most * GROUP_SIZE * tl.num_programs(1)
+        part = problem * (most * GROUP_SIZE) + m  # [m]
+        mine = part + tl.program_id(2) * each
+        tl.store(lse_log2 + mine, peak + tl.log2(mass), mask=real)
         weighed = stored & (first < last)
-        tl.store(partial + part[:, None] * DIM + column[None, :], mixed, mask=weighed)
-    else:
-        tl.store(out + at, mixed.to(out.dtype.element_ty), mask=stored)
+        tl.store(partial + mine[:, None] * DIM + column[None, :], mixed, mask=weighed)
+        tl.debug_barrier()  # all threads' results stand before one of them says so
+        here = arrived + problem * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(here, 1) < chunks - 1:
+            return
+        tl.store(here, 0)  # as the next launch finds it
+        mixed = _merged(partial, lse_log2, part, each, chunks, stored, real, DIM)
+    tl.store(out + at, mixed.to(out.dtype.element_ty), mask=stored)
+
+
+@jit
+def _merged(
+    partial: Pointer,
+    lse_log2: Pointer,
+    part: Block,
+    each: Scalar,
+    chunks: Scalar,
+    stored: Block,
+    real: Block,
+    DIM: tl.constexpr,
+) -> Block:
+    """The chunks of a tile, weighed by their mass, in order; `part` [m] are the first's places."""
+    column = tl.arange(0, stored.shape[1])[None, :]
+    peak = tl.full([stored.shape[0]], float("-inf"), tl.float32)
+    mass = tl.zeros([stored.shape[0]], tl.float32)
+    mixed = tl.zeros([stored.shape[0], stored.shape[1]], tl.float32)
+    for _ in range(chunks):
+        # Past the first-level cache, which knows nothing of other multiprocessors' stores.
+        log = tl.load(lse_log2 + part, mask=real, other=float("-inf"), cache_modifier=".cg")
+        # What a chunk that was not seen left behind is not read.
+        seen = stored & (log != float("-inf"))[:, None]
+        at = partial + part[:, None] * DIM + column
+        theirs = tl.load(at, mask=seen, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(peak, log)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        fade, weight = tl.exp2(peak - shift), tl.exp2(log - shift)
+        mass = mass * fade + weight
+        mixed = mixed * fade[:, None] + theirs * weight[:, None]
+        peak = higher
+        part += each
+    return mixed / tl.where(mass == 0, 1.0, mass)[:, None]
 
 
 @jit
@@ -229,7 +270,7 @@ def _fold(
     else:
         key = tl.load(keys + at, mask=(column < DIM)[None, :], other=0.0)
         value = tl.load(values + at, mask=(column < DIM)[None, :], other=0.0)
-    scores = _dot(rows, tl.trans(key), WIDEN) * scale_log2  # [m, e]
+    scores = dot(rows, tl.trans(key), WIDEN) * scale_log2  # [m, e]
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1))
@@ -238,65 +279,5 @@ def _fold(
     weight = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(peak - shift)
     mass = mass * fade + tl.sum(weight, axis=1)
-    mixed = mixed * fade[:, None] + _dot(weight.to(value.dtype), value, WIDEN)
+    mixed = mixed * fade[:, None] + dot(weight.to(value.dtype), value, WIDEN)
     return higher, mass, mixed
-
-
-@jit
-def _dot(left: Block, right: Block, WIDEN: tl.constexpr) -> Block:
-    """Matrix product in float32; float32 itself is not rounded to TF32.
-
-    WIDEN: the interpreter cannot multiply bfloat16.
-    """
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, input_precision="ieee")
-
-
-@jit
-def merge_chunks_kernel(
-    partial: Pointer,
-    lse_log2: Pointer,
-    out: Pointer,
-    seq_lens: Table,
-    cu_seqlens_q: Table,
-    pages: Scalar,
-    most: Scalar,
-    room: Scalar,
-    GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    MOST_SPLIT: tl.constexpr,
-    LEAST_CHUNK: tl.constexpr,
-    QUERIES_A_PAGE: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    CHUNKS_BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-) -> None:
-    """Weigh the chunks of one folded query by their mass; grid [most · GROUP_SIZE, B·G]."""
-    m, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, group = problem // GROUPS, problem % GROUPS
-    start = tl.load(cu_seqlens_q + row)
-    count = (tl.load(cu_seqlens_q + row + 1) - start).to(tl.int32)
-    seq_len = tl.load(seq_lens + row).to(tl.int32)
-    chunks, _ = _chunks_of(
-        seq_len, count, pages, room,
-        GROUP_SIZE, PAGE, MOST_SPLIT, LEAST_CHUNK, QUERIES_A_PAGE, CAUSAL,
-    )  # fmt: skip
-    if (m >= count * GROUP_SIZE) | (chunks == 1):
-        return
-    index, column = tl.arange(0, CHUNKS_BLOCK), tl.arange(0, DIM_BLOCK)
-    at = (index * tl.num_programs(1) + problem) * (most * GROUP_SIZE) + m  # [i]
-    logs = tl.load(lse_log2 + at, mask=index < chunks, other=float("-inf"))
-    peak = tl.max(logs, axis=0)
-    weight = tl.exp2(logs - tl.where(peak == float("-inf"), 0.0, peak))
-    # What a chunk that was not seen left after is not read.
-    seen = (logs != float("-inf"))[:, None] & (column < DIM)[None, :]
-    source = partial + at[:, None] * DIM + column[None, :]  # [i, c]
-    part = tl.load(source, mask=seen, other=0.0)
-    mass = tl.sum(weight, axis=0)
-    mixed = tl.sum(part * weight[:, None], axis=0) / tl.where(mass == 0, 1.0, mass)
-    head = (m // GROUP_SIZE) * (GROUPS * GROUP_SIZE) + group * GROUP_SIZE + m % GROUP_SIZE
-    to = out + (start * (GROUPS * GROUP_SIZE) + head) * DIM + column
-    tl.store(to, mixed.to(out.dtype.element_ty), mask=column < DIM)

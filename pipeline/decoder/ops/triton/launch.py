@@ -46,6 +46,17 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=free, do_not_specialize_on_alignment=free)
 
 
+@jit
+def dot(left: Block, right: Block, WIDEN: tl.constexpr) -> Block:
+    """Matrix product in float32; float32 itself is not rounded to TF32.
+
+    WIDEN: the interpreter cannot multiply bfloat16.
+    """
+    if WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
+
+
 def power_of_two(size: int, least: int = 1) -> int:
     """The block that holds `size` elements: the next power of two, at least `least`."""
     return max(least, 1 << (size - 1).bit_length())

@@ -91,9 +91,14 @@ def silu_mul_kernel(
     inside = column < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + column, silu_mul(gate, up).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def silu_mul(gate: Block, up: Block) -> Block:
+    """silu(gate) · up, in float32."""
     fade = tl.exp(-tl.abs(gate))  # never overflows
-    silu = gate * tl.where(gate < 0, fade, 1.0) / (1 + fade)
-    tl.store(out + row * SIZE + column, (silu * up).to(out.dtype.element_ty), mask=inside)
+    return gate * tl.where(gate < 0, fade, 1.0) / (1 + fade) * up
 
 
 @jit
@@ -122,18 +127,59 @@ def rope_write_kernel(
 ) -> None:
     """HEADS_BLOCK heads of one token a program; the gains are read with NORMS only."""
     token = tl.program_id(0).to(tl.int64)
-    dtype = qkv.dtype.element_ty
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]  # [h, 1]
     column = tl.arange(0, HALF_BLOCK)[None, :]  # [1, c]
-    half = column < HALF
-    inside = (head < QUERY_HEADS + 2 * GROUPS) & half
-    is_query, is_value = head < QUERY_HEADS, head >= QUERY_HEADS + GROUPS
+    half, real = column < HALF, head < QUERY_HEADS + 2 * GROUPS
     source = qkv + (token * (QUERY_HEADS + 2 * GROUPS) + head) * (2 * HALF) + column
-    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(source, mask=real & half, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=real & half, other=0.0).to(tl.float32)
+    write_rotated(
+        low, high, token, head, column, token >= 0, real, half,
+        query_gain, key_gain, eps, cos, sin, positions, slot_mapping, query, keys, values,
+        page_stride, head_stride, entry_stride, QUERY_HEADS, GROUPS, HALF, PAGE, NORMS,
+    )  # fmt: skip
+
+
+@jit
+def write_rotated(
+    low: Block,
+    high: Block,
+    token: Block,
+    head: Block,
+    column: Block,
+    exists: Block,
+    real: Block,
+    half: Block,
+    query_gain: Pointer,
+    key_gain: Pointer,
+    eps: Scalar,
+    cos: Pointer,
+    sin: Pointer,
+    positions: Table,
+    slot_mapping: Table,
+    query: Pointer,
+    keys: Pointer,
+    values: Pointer,
+    page_stride: Stride,
+    head_stride: Stride,
+    entry_stride: Stride,
+    QUERY_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORMS: tl.constexpr,
+) -> None:
+    """Rotate heads, and store them where they belong: low and high [r, c] in float32.
+
+    `token` and `head` say whose they are, one of them [r, 1], the other a number. Of those are
+    there: tokens that `exists` names, heads and tokens as `real` [r, 1], columns as `half` [1, c].
+    """
+    dtype = query.dtype.element_ty
+    token = token.to(tl.int64)
+    is_query, is_value = head < QUERY_HEADS, head >= QUERY_HEADS + GROUPS
     if NORMS:
         squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
-        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]  # [h, 1]
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]  # [r, 1]
         query_low = tl.load(query_gain + column, mask=half)
         key_low = tl.load(key_gain + column, mask=half)
         query_high = tl.load(query_gain + HALF + column, mask=half)
@@ -144,17 +190,18 @@ def rope_write_kernel(
         normed_low = (low * scale * gain_low).to(dtype).to(tl.float32)
         normed_high = (high * scale * gain_high).to(dtype).to(tl.float32)
         low, high = tl.where(is_value, low, normed_low), tl.where(is_value, high, normed_high)
-    angle = tl.load(positions + token) * (2 * HALF) + column
+    angle = tl.load(positions + token, mask=exists, other=0) * (2 * HALF) + column
     cos_low = tl.load(cos + angle, mask=half, other=0.0).to(tl.float32)
     cos_high = tl.load(cos + angle + HALF, mask=half, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + angle, mask=half, other=0.0).to(tl.float32)
     sin_high = tl.load(sin + angle + HALF, mask=half, other=0.0).to(tl.float32)
     out_low = tl.where(is_value, low, low * cos_low - high * sin_low).to(dtype)
     out_high = tl.where(is_value, high, high * cos_high + low * sin_high).to(dtype)
+    inside = real & half
     rotated = query + (token * QUERY_HEADS + head) * (2 * HALF) + column
     tl.store(rotated, out_low, mask=inside & is_query)
     tl.store(rotated + HALF, out_high, mask=inside & is_query)
-    slot = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping + token, mask=exists, other=0)
     entry = slot // PAGE * page_stride + slot % PAGE * entry_stride + column
     key = keys + entry + (head - QUERY_HEADS) * head_stride
     tl.store(key, out_low, mask=inside & ~is_query & ~is_value)
@@ -162,6 +209,29 @@ def rope_write_kernel(
     value = values + entry + (head - QUERY_HEADS - GROUPS) * head_stride
     tl.store(value, out_low, mask=inside & is_value)
     tl.store(value + HALF, out_high, mask=inside & is_value)
+
+
+@jit
+def slot_mapping_kernel(
+    block_table: Table,
+    seq_lens: Table,
+    row: Table,
+    within: Table,
+    entries: Table,
+    slots: Table,
+    tokens: Scalar,
+    block_table_stride: Scalar,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """BLOCK tokens a program: their cache entries, and the slots of these."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    real = token < tokens
+    at = tl.load(row + token, mask=real, other=0)
+    entry = tl.load(seq_lens + at, mask=real, other=0) + tl.load(within + token, mask=real, other=0)
+    page = tl.load(block_table + at * block_table_stride + entry // PAGE, mask=real, other=0)
+    tl.store(entries + token, entry, mask=real)
+    tl.store(slots + token, page * PAGE + entry % PAGE, mask=real)
 
 
 @jit

@@ -124,14 +124,16 @@ def propose_join_kernel(
     keys: Pointer,
     peaks: Pointer,
     masses: Pointer,
+    target_ids: Pointer,
     scores: Pointer,
     index: Pointer,
     parts: Scalar,
     K: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
+    MAPPED: tl.constexpr,
 ) -> None:
-    """One row; grid [T]."""
+    """One row; grid [T]. MAPPED: indices become `target_ids`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS_BLOCK)
     peak = tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -143,7 +145,10 @@ def propose_join_kernel(
     for rank in range(K):
         best = tl.max(key, axis=0)
         tl.store(scores + row * K + rank, value_of(best) - top - total)
-        tl.store(index + row * K + rank, index_of(best))
+        token = index_of(best)
+        if MAPPED:
+            token = tl.load(target_ids + token)
+        tl.store(index + row * K + rank, token)
         key = tl.where(key == best, -(2**63), key)
 
 

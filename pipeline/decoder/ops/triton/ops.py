@@ -5,20 +5,26 @@ device. Block sizes, warps and stages are fixed by shape and type, never tuned a
 a graph captured today does the same arithmetic tomorrow.
 
 What is compiled depends on the model, the tree and the width of the block table. The lengths of
-prompts, positions and slots compile nothing: a prompt of one token and a long one warm them all.
+prompts, positions and slots compile nothing more than those of `lengths` and a long one.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.decoder.ops.layer import PAGE, AttentionMetadata
+from pipeline.decoder.ops.layer import (
+    PAGE,
+    AttentionMetadata,
+    LayerStack,
+    LayerWeights,
+    Packed,
+)
 from pipeline.decoder.ops.tree import WINDOW, Beams, SamplingTensors, Tree, VerifyOutput, root_only
-from pipeline.decoder.ops.triton.attention import merge_chunks_kernel, tree_attention_kernel
+from pipeline.decoder.ops.triton.attention import tree_attention_kernel
 from pipeline.decoder.ops.triton.launch import INTERPRETED, Launcher, power_of_two
 from pipeline.decoder.ops.triton.layers import (
     add_rms_norm_kernel,
@@ -26,6 +32,7 @@ from pipeline.decoder.ops.triton.layers import (
     embed_concat_kernel,
     rope_write_kernel,
     silu_mul_kernel,
+    slot_mapping_kernel,
 )
 from pipeline.decoder.ops.triton.logits import (
     argmax_join_kernel,
@@ -34,6 +41,11 @@ from pipeline.decoder.ops.triton.logits import (
     propose_join_kernel,
     propose_part_kernel,
     threshold_kernel,
+)
+from pipeline.decoder.ops.triton.products import (
+    add_product_kernel,
+    gated_product_kernel,
+    project_heads_kernel,
 )
 from pipeline.decoder.ops.triton.tree import grow_tree_kernel, select_beams_kernel, verify_kernel
 
@@ -55,19 +67,179 @@ QUERIES_A_PAGE = 8
 #: More chunks of a row than this cost more in the merge than they win; long rows have longer ones.
 MOST_CHUNKS = 32
 
+#: Forwards of more tokens leave their products to cuBLAS: arithmetic binds them, not the weights.
+MOST_FUSED = 64
+#: Rows of a weight that a program reads at a time, in two blocks.
+HALF_ROWS = 64
+#: Programs of a product, about, and steps of each: two for every multiprocessor of an H100, with
+#: enough steps to keep loads in flight.
+PRODUCT_PROGRAMS, LEAST_STEPS = 256, 4
+#: Counters of an engine, at first: the blocks of the widest product.
+ARRIVALS = 4096
+#: What the splits of a product leave behind, written and read, is an eighth of its weight at most.
+SPLIT_INPUTS = 32
+
 assert PAGE == WINDOW, "the attention kernel shifts a page's worth of bits"
 
 
+class Normed(NamedTuple):
+    """States that the product which reads them norms."""
+
+    hidden: Tensor  # [T, H]
+    gain: Tensor  # [H]
+    squares: Tensor  # [T, blocks] sums of hidden² over each block's columns, float32
+
+
 class TritonOps(Launcher):
-    """Kernels for everything but matrix products, which stay with cuBLAS.
+    """Kernels for everything but matrix products of many tokens, which stay with cuBLAS.
 
     Cache planes and block tables may be slices, of which the strides are passed on. All else is
     contiguous, or is copied.
     """
 
+    lengths = (1, 17, 33)  # tiles of 16, 32 and 64 tokens in products
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(dtype)
+        self._counters: list[Tensor] = []
+
     def scratch_bytes(self, rows: int, query_len: int, heads: int, size: int, drawn: int) -> int:
         queries = rows * min(query_len, MOST_SPLIT) * heads
-        return 4 * MOST_CHUNKS * queries * (size + 1) + drawn * CAPACITY * self.dtype.itemsize
+        attention = 4 * MOST_CHUNKS * queries * (size + 1)
+        # Splits are doubled while there are too few programs.
+        outputs = 2 * PRODUCT_PROGRAMS * max(2 * HALF_ROWS, size)
+        product = 4 * outputs * min(rows * query_len, MOST_FUSED) + 4 * ARRIVALS
+        return attention + product + drawn * CAPACITY * self.dtype.itemsize
+
+    def layers(
+        self,
+        stack: LayerStack,
+        metadata: AttentionMetadata,
+        hidden: Tensor,
+        normed: Tensor,
+        plane: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = plane.shape[-1]
+        if len(hidden) > MOST_FUSED or size != power_of_two(size, 32):
+            return super().layers(stack, metadata, hidden, normed, plane)
+        captured = list[Tensor]()
+        x: Tensor | Normed = normed
+        for index, (weights, norm) in enumerate(zip(stack.layers, stack.norms, strict=True)):
+            keys, values = plane[index]
+            query = self.project_heads(x, weights, stack.eps, metadata, keys, values)
+            mixed = self.tree_attention(query, keys, values, metadata).flatten(1)
+            output = weights.output, weights.output_bias
+            attended = self.add_product(mixed, *output, hidden, weights.post_norm)
+            inner = self.gated_product(attended, weights.gate_up, stack.eps)
+            x = self.add_product(inner, weights.down, None, attended.hidden, norm)
+            hidden = x.hidden
+            if index in stack.captured:
+                captured.append(hidden)
+        normed, _ = self.add_rms_norm(hidden, None, stack.norms[-1], stack.eps)
+        return normed, hidden, torch.cat(captured, dim=-1) if captured else hidden[:, :0]
+
+    def project_heads(
+        self,
+        x: Tensor | Normed,
+        weights: LayerWeights,
+        eps: float,
+        metadata: AttentionMetadata,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        """Queries [T, Q, d] of x [T, In], rotated; keys and values go to their slots."""
+        assert keys.stride() == values.stride() and keys.stride(3) == 1
+        groups, size = keys.shape[1], keys.shape[3]
+        heads, cos = len(weights.qkv) // size - 2 * groups, metadata.rotary[0]
+        query = keys.new_empty(len(metadata.positions), heads, size)
+        norms = (cos, cos) if weights.head_norms is None else weights.head_norms
+        where = *norms, *metadata.rotary, metadata.positions, metadata.slot_mapping
+        self._product(
+            project_heads_kernel,
+            x, weights.qkv, weights.qkv_bias, eps, heads + 2 * groups, size // 2,
+            (*where, query, keys, values, *keys.stride()[:3]),
+            strided=(keys, values),
+            QUERY_HEADS=heads,
+            GROUPS=groups,
+            PAGE=PAGE,
+            HEAD_NORMS=weights.head_norms is not None,
+        )  # fmt: skip
+        return query
+
+    def add_product(
+        self, x: Tensor, weight: Packed, bias: Tensor | None, hidden: Tensor, gain: Tensor
+    ) -> Normed:
+        """hidden [T, H] + x [T, In] · weightᵀ, for a product that norms it with `gain`."""
+        outputs = len(weight)
+        blocks = -(-outputs // (2 * HALF_ROWS))
+        total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        squares = total.new_empty(len(x), blocks, dtype=torch.float32)
+        own = hidden.contiguous(), total, squares
+        self._product(
+            add_product_kernel, x, weight, bias, 0.0, blocks, HALF_ROWS, own, OUTPUTS=outputs
+        )
+        return Normed(total, gain, squares)
+
+    def gated_product(self, x: Normed, weight: Packed, eps: float) -> Tensor:
+        """silu(first half) · second half [T, I] of x [T, H] · weightᵀ."""
+        outputs = len(weight) // 2
+        out = x.hidden.new_empty(len(x.hidden), outputs)
+        where = eps, -(-outputs // HALF_ROWS), HALF_ROWS, (out,)
+        self._product(gated_product_kernel, x, weight, None, *where, OUTPUTS=outputs)
+        return out
+
+    def _product(
+        self,
+        kernel: Any,
+        x: Tensor | Normed,
+        weight: Packed,
+        bias: Tensor | None,
+        eps: float,
+        blocks: int,
+        half: int,
+        own: tuple[Any, ...],
+        strided: tuple[Tensor, ...] = (),
+        **constants: Any,
+    ) -> None:
+        """Launch a kernel of products.py: x [T, In] by `blocks` times 2 · half rows of the weight;
+        `own` are the arguments that are this kernel's alone."""
+        held, gain, squares = x if isinstance(x, Normed) else (x.contiguous(),) * 3
+        (tokens, size), narrow = held.shape, held.dtype != torch.float32
+        step = 64 if narrow else 32
+        block = power_of_two(tokens, 16)
+        splits = splits_of(blocks, -(-size // step), size // (SPLIT_INPUTS * block))
+        parts = squares.shape[1] if isinstance(x, Normed) else 0
+        left = (blocks, splits, tokens, 2 * half) if splits > 1 else (0,)
+        partial = held.new_empty(left, dtype=torch.float32)
+        inputs = held, gain, squares, weight, held if bias is None else bias
+        self._launch(
+            kernel,
+            (blocks, splits),
+            (*inputs, partial, self._arrivals(blocks, held.device), tokens, eps, *own),
+            warps=4,
+            # 18 KiB a stage with 16 tokens (bfloat16): two programs share a multiprocessor.
+            stages=(5 if block <= 32 else 4) if narrow else 2,
+            strided=strided,
+            **constants,
+            SIZE=size,
+            HALF=half,
+            TOKENS_BLOCK=block,
+            SIZE_BLOCK=step,
+            SHARE=-(-size // (step * splits)),
+            SPLITS=splits,
+            PARTS=parts,
+            PARTS_BLOCK=power_of_two(parts) if parts else 1,
+            BIASED=bias is not None,
+            WIDEN=INTERPRETED,
+        )
+
+    def _arrivals(self, count: int, device: torch.device) -> Tensor:
+        """`count` counters or more that are zero before and after every kernel: of programs that
+        have left something for the last one. Captured graphs keep their address: they stay."""
+        if not self._counters or len(self._counters[-1]) < count:
+            size = max(count, ARRIVALS)
+            self._counters.append(torch.zeros(size, dtype=torch.int32, device=device))
+        return self._counters[-1]
 
     def add_rms_norm(
         self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float
@@ -111,6 +283,24 @@ class TritonOps(Launcher):
         grid, arguments = (count, -(-size // block)), (gate_up.contiguous(), out)
         self._launch(silu_mul_kernel, grid, arguments, warps=4, SIZE=size, BLOCK=block)
         return out
+
+    def compute_slot_mapping(
+        self, block_table: Tensor, seq_lens: Tensor, row: Tensor, within: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if block_table.stride(1) != 1:
+            block_table = block_table.contiguous()
+        entries, slots = _int64(2, *row.shape, like=row)
+        inputs = block_table, seq_lens.contiguous(), row.contiguous(), within.contiguous()
+        self._launch(
+            slot_mapping_kernel,
+            (-(-len(row) // 128),),
+            (*inputs, entries, slots, len(row), block_table.stride(0)),
+            warps=1,
+            strided=(block_table,),
+            PAGE=PAGE,
+            BLOCK=128,
+        )
+        return entries, slots
 
     def rope_write(
         self,
@@ -168,40 +358,33 @@ class TritonOps(Launcher):
         optional = [lengths[0] if each is None else each for each in (mask, metadata.first_seen)]
         inputs = query, keys, values, block_table, *lengths, *optional
         cuts = pages, most
-        shape: dict[str, Any] = {
-            "GROUPS": groups,
-            "GROUP_SIZE": group,
-            "DIM": size,
-            "PAGE": PAGE,
-            "MOST_SPLIT": MOST_SPLIT,
-            "LEAST_CHUNK": LEAST_CHUNK,
-            "QUERIES_A_PAGE": QUERIES_A_PAGE,
-            "DIM_BLOCK": power_of_two(size, 16),
-            "CAUSAL": causal,
-        }
         narrow = query.dtype != torch.float32
         scale, strides = math.log2(math.e) * size**-0.5, keys.stride()[:3]
+        tiles = -(-max_query_len * group // block)
+        arrived = self._arrivals(rows * groups * tiles if room > 1 else 1, query.device)
         self._launch(
             tree_attention_kernel,
-            (-(-max_query_len * group // block), rows * groups, room),
-            (*inputs, out, partial, lse, scale, *cuts, *strides, block_table.stride(0)),
+            (tiles, rows * groups, room),
+            (*inputs, out, partial, lse, arrived, scale, *cuts, *strides, block_table.stride(0)),
             warps=8 if block == 128 or not narrow else 4,
             # Two programs share a multiprocessor, and so does their shared memory: with two pages
             # of 32 KiB in flight (bfloat16, d = 128) a program of 64 rows takes 81 KiB of 113 on an
             # H100, and 56 of 81 on an A100. A third page would leave one program alone.
             stages=4 if narrow else 2,
             strided=(keys, values, block_table),
-            **shape,
+            GROUPS=groups,
+            GROUP_SIZE=group,
+            DIM=size,
+            PAGE=PAGE,
+            MOST_SPLIT=MOST_SPLIT,
+            LEAST_CHUNK=LEAST_CHUNK,
+            QUERIES_A_PAGE=QUERIES_A_PAGE,
             ROWS_BLOCK=block,
+            DIM_BLOCK=power_of_two(size, 16),
+            CAUSAL=causal,
             SLIDING=metadata.first_seen is not None,
             WIDEN=INTERPRETED,
         )
-        if room > 1:
-            self._launch(
-                merge_chunks_kernel, (most * group, rows * groups),
-                (partial, lse, out, *lengths, *cuts, room),
-                warps=4, **shape, CHUNKS_BLOCK=power_of_two(room),
-            )  # fmt: skip
         return out
 
     def compact(self, planes: Tensor, block_table: Tensor, seq_lens: Tensor, path: Tensor) -> None:
@@ -232,7 +415,9 @@ class TritonOps(Launcher):
         self._launch(argmax_part_kernel, (rows, parts), arguments, warps=8, SIZE=size, BLOCK=block)
         return self._join(keys).view(logits.shape[:-1])
 
-    def propose(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def propose(
+        self, logits: Tensor, k: int, target_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         rows, size = logits.shape
         # Short blocks: finding k in a block takes k passes over its registers, and blocks run side
         # by side.
@@ -247,8 +432,10 @@ class TritonOps(Launcher):
             SIZE=size, K=k, BLOCK=block,
         )  # fmt: skip
         self._launch(
-            propose_join_kernel, (rows,), (*by_part, scores, index, parts), warps=4,
+            propose_join_kernel, (rows,),
+            (*by_part, index if target_ids is None else target_ids, scores, index, parts), warps=4,
             K=k, PARTS_BLOCK=power_of_two(parts), KEYS_BLOCK=power_of_two(parts * k),
+            MAPPED=target_ids is not None,
         )  # fmt: skip
         return scores, index
 
@@ -365,6 +552,14 @@ def tile_rows(folded: int, dtype: torch.dtype, *, causal: bool) -> int:
     if dtype == torch.float32:
         return 16
     return 64 if causal else min(128, power_of_two(folded, 16))
+
+
+def splits_of(blocks: int, steps: int, most: int) -> int:
+    """Among how many programs the steps of each of a product's blocks are divided."""
+    splits = 1
+    while blocks * splits < PRODUCT_PROGRAMS and 2 * splits <= min(most, steps // LEAST_STEPS):
+        splits *= 2
+    return splits
 
 
 def chunks_of(used: int, folded: int = 1) -> tuple[int, int]:
