@@ -59,7 +59,7 @@ class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @torch.inference_mode()
-def test_a_draft_step_is_fourteen_operations(
+def test_a_draft_step_is_thirteen_operations(
     make_target: Callable[[str], Path], head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu, dtype = torch.device("cpu"), torch.float32
@@ -83,7 +83,6 @@ def test_a_draft_step_is_fourteen_operations(
     assert step == {
         **{"embed_concat": 1, "linear": 5, "rope_write": 1, "tree_attention": 1},
         **{"add_rms_norm": 2, "silu_mul": 1, "propose": 1, "select_beams": 1},
-        "aten.index.Tensor": 1,  # the draft vocabulary's target tokens
     }
 
 
