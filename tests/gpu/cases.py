@@ -97,6 +97,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 #: Draft vocabulary and vocabulary of the widest targets.
 WIDE = 32000, 128256
+#: Of serving, and prompts in it.
+LONGEST, PROMPTS = 131072, (3000, 5, 700)
+#: More than 32 bits address.
+POOL_ELEMENTS = 2**31
 #: A long row among short ones.
 RAGGED = (6000, 3, 200, 17, 64, 1)
 #: Log-probabilities may differ by this much in fp32, for small models and for whole ones.
@@ -124,13 +128,13 @@ def model_of(
     config = LlamaConfig(
         vocab_size=vocabulary or VOCABULARY,
         intermediate_size=768,
-        num_hidden_layers=6,
         max_position_embeddings=2 * length,
         tie_word_embeddings=False,
-        **shape,
+        **{"num_hidden_layers": 6, **shape},
     )
+    capture = (1, 2, 4) if config.num_hidden_layers > 4 else (0, 1, 2)
     return random_model(
-        config, (1, 2, 4), device=device, dtype=dtype, max_length=length, scale=0.08, ops=ops
+        config, capture, device=device, dtype=dtype, max_length=length, scale=0.08, ops=ops
     )
 
 
@@ -248,11 +252,10 @@ def length_limit(length: int, device: torch.device) -> dict[str, Any]:
     return {"tokens": (1 + len(TREES)) * sum(map(len, plain.values()))}
 
 
-def ragged_batch(device: torch.device) -> dict[str, Any]:
-    """fp32: a long row among short ones decodes as every row alone."""
-    length = max(RAGGED) + 64
+def ragged_batch(device: torch.device, length: int, prompts: tuple[int, ...]) -> dict[str, Any]:
+    """fp32: a long row among short ones decodes as every row alone, in tables for `length`."""
     model = model_of(LLAMA, device, torch.float32, length=length)
-    submitted = [Request(str(tokens), prompt_of(tokens), 24, ()) for tokens in RAGGED]
+    submitted = [Request(str(tokens), prompt_of(tokens), 24, ()) for tokens in prompts]
     plain = decode(Engine(model), submitted)
     for name, tree in TREES.items():
         assert decode(drafting(model, tree, len(submitted)), submitted) == plain, f"{name} differs"
@@ -269,6 +272,45 @@ def wide_vocabulary(device: torch.device) -> dict[str, Any]:
     assert decode(engine, requests()) == plain, "greedy replies differ"
     submitted = requests(0.8, top_p=0.95, top_k=50)
     return {**_draws(model, submitted, decode(engine, submitted)), "vocabulary": vocabulary}
+
+
+def joins_and_aborts(device: torch.device) -> dict[str, Any]:
+    """fp32: requests come one by one and some are aborted, waiting or not: the others' tokens are
+    the plain ones, and all pages come back."""
+    model, submitted = model_of(LLAMA, device, torch.float32), requests()
+    plain, engine = decode(Engine(model), submitted), drafting(model, TREES["tree"], 4)
+    waiting, dropped, kept = list(submitted), set[str](), dict[str, tuple[int, ...]]()
+    for step in range(10_000):
+        if waiting and step % 2 == 0:
+            engine.add(waiting.pop())
+        if step in (1, 4, 9, 16):  # the request before last to come, then earlier ones
+            chosen = submitted[min(len(waiting) + step % 3, len(submitted) - 1)].request_id
+            if engine.abort(chosen) is not None:
+                dropped.add(chosen)
+        for emission in engine.step():
+            if emission.completion and emission.completion.finish_reason != "abort":
+                kept[emission.request_id] = emission.completion.token_ids
+        if not waiting and not engine.busy:
+            break
+    assert dropped and kept.keys() | dropped == plain.keys(), f"{dropped} and {kept.keys()}"
+    wrong = [name for name, tokens in kept.items() if tokens != plain[name]]
+    assert not wrong, f"replies {wrong} differ"
+    pool = engine.pools.shared
+    assert pool.free_pages == pool.capacity, f"{pool.capacity - pool.free_pages} pages are lost"
+    return {"aborted": len(dropped), "tokens": sum(map(len, kept.values()))}
+
+
+def large_pool(device: torch.device) -> dict[str, Any]:
+    """bf16, which takes 34 GB: keys behind the first POOL_ELEMENTS of a layer's."""
+    model = model_of({**LLAMA, "num_hidden_layers": 3}, device, torch.bfloat16)
+    near = drafting(model, TREES["tree"], 4)
+    page = near.pools.planes.target[0, 0, 0].numel()
+    first = POOL_ELEMENTS // page + 1
+    drafter = Eagle3Drafter(head_of(model), model, TREES["tree"])
+    engine = Engine(model, drafter=drafter, slots=4, pages=first + near.pools.shared.pages)
+    assert engine.pools.shared.allocate(first) is not None  # what is left lies behind it
+    assert decode(engine, requests()) == decode(near, requests()), "replies differ"
+    return {"elements": engine.pools.planes.target[0, 0].numel()}
 
 
 def capture_beside_pinning(device: torch.device) -> dict[str, Any]:
@@ -393,7 +435,10 @@ def _checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     yield "sampling, top-p and top-k", partial(sampling_is_lossless, device, 0.9, 40)
     for length in (LENGTH, LENGTH - 24):
         yield f"length limit, {length}", partial(length_limit, length, device)
-    yield "ragged batch", partial(ragged_batch, device)
+    yield "ragged batch", partial(ragged_batch, device, max(RAGGED) + 64, RAGGED)
+    yield "positions for 128k", partial(ragged_batch, device, LONGEST, PROMPTS)
+    yield "a pool above 2^31 elements", partial(large_pool, device)
+    yield "joins and aborts", partial(joins_and_aborts, device)
     yield "vocabulary of 128k", partial(wide_vocabulary, device)
     yield "training losses", partial(losses_agree, *WIDE, device)
     yield "training attention", partial(attention_agrees, device)

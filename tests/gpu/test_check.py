@@ -36,6 +36,9 @@ NAMES = [
     "length limit, 256",
     "length limit, 232",
     "ragged batch",
+    "positions for 128k",
+    "a pool above 2^31 elements",
+    "joins and aborts",
     "vocabulary of 128k",
     "training losses",
     "training attention",
@@ -55,6 +58,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "WIDE", (64, 2048))
     monkeypatch.setattr(cases, "RAGGED", (300, 3, 40, 1))
     monkeypatch.setattr(cases, "LENGTH", 256)
+    monkeypatch.setattr(cases, "LONGEST", 4096)
+    monkeypatch.setattr(cases, "PROMPTS", (300, 5))
+    monkeypatch.setattr(cases, "POOL_ELEMENTS", 2**20)
 
 
 def perform(*names: str) -> dict[str, dict[str, Any]]:
