@@ -5,7 +5,7 @@
 Every row serves a right head twice, in fp32 and in bf16, one request at a time, and holds the
 golden replies against the decoder's report in that type, as `eagle3 check-serving` does. Heads and
 reports that are not there yet are made (tests/engines/lines.py). Rows go to stderr as they are
-made, the table to stdout.
+made, and to FILE, where a call that was interrupted goes on; the table goes to stdout.
 
     loads     warnings in the log about weights or a configuration that the same server without a
               head does not give
@@ -25,7 +25,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,6 +53,10 @@ class Case:
     served: Served
     note: str = ""
     stand_in: bool = False
+
+    @property
+    def format(self) -> str:
+        return f"{self.drafter.name}, {self.note}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def measure(case: Case) -> Row:
     warnings = (_warnings(log) | _warnings(other_log)) - plain.warnings
     return Row(
         case.engine,
-        f"{case.drafter.name}, {case.note}",
+        case.format,
         "; ".join(sorted(warnings)) or "no warning",
         _in_fp32(*exact),
         _in_bf16(*near),
@@ -231,19 +235,23 @@ def main() -> None:
     )
     engines = list(Counter(case.engine for case in CASES))
     parser.add_argument("--engines", default=",".join(engines), help=f"of {', '.join(engines)}")
-    parser.add_argument("--json", type=Path, help="rows go to this file too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="of rows")
     options = parser.parse_args()
     chosen = [case for case in CASES if case.engine in options.engines.split(",")]
-    rows = []
+    file: Path | None = options.json
+    rows = [Row(**row) for row in json.loads(file.read_text())] if file and file.exists() else []
     for case in chosen:
-        rows.append(asdict(measure(case)))
-        print(" | ".join(rows[-1].values()), file=sys.stderr)
+        if any((row.engine, row.format) == (case.engine, case.format) for row in rows):
+            continue
+        rows.append(measure(case))
+        print(" | ".join(astuple(rows[-1])), file=sys.stderr)
+        if file:
+            text = json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False)
+            file.write_text(f"{text}\n", encoding="utf-8")
     print("| engine | format | loads | fp32: equal | bf16: τ, the decoder's | tokens/s |")
     print("|---|---|---|---|---|---|")
     for row in rows:
-        print("|", " | ".join(row.values()), "|")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+        print("|", " | ".join(astuple(row)), "|")
 
 
 if __name__ == "__main__":
