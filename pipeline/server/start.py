@@ -33,6 +33,7 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS
 from pipeline.heads.registry import open_head
 from pipeline.reports import REPORT
+from pipeline.server.connections import timed_connection
 from pipeline.server.metrics import ServerMetrics, missing
 from pipeline.server.protocol import (
     CROWDED,
@@ -207,7 +208,7 @@ def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:
     try:
         import uvicorn
 
-        from pipeline.server.connections import TimedConnection
+        connection = timed_connection()
     except ImportError:
         raise missing("uvicorn") from None
     settings = uvicorn.Config(
@@ -215,7 +216,7 @@ def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:
         log_config=None,
         access_log=False,  # no address and no prompt is written anywhere
         lifespan="off",
-        http=TimedConnection,
+        http=connection,
         loop="asyncio",
         ws="none",
         server_header=False,
