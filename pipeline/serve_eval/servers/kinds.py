@@ -315,7 +315,7 @@ def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> Ser
     if not drafted:
         return None
     if totals.total() != completion:
-        return ServerRounds(tokens - accepted, tokens, drafted, accepted)
+        return ServerRounds(max(tokens - accepted, 1), tokens, drafted, accepted)
     made: list[tuple[int, int]] = []  # drafted and accepted tokens, by round
     before = (0, 0)
     for total, count in sorted(totals.items()):
