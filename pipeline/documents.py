@@ -375,15 +375,13 @@ async def fetch_reply(
 
 async def read_content(reply: httpx.Response, most: int) -> bytes:
     """The bytes of a reply, or the beginning of an error's. Raises as `fetch_reply`."""
-    data = bytearray()
-    if reply.status_code != 200:
-        async for block in reply.aiter_raw():
-            data += block
-            if len(data) >= LARGEST_REFUSAL:
-                break
-        return bytes(data[:LARGEST_REFUSAL])
+    data, is_error = bytearray(), reply.status_code != 200
+    if is_error and _is_compressed(reply):
+        return b""
     async for block in _blocks_of(reply):
         data += block
+        if is_error and len(data) >= LARGEST_REFUSAL:
+            return bytes(data[:LARGEST_REFUSAL])
         _require_size(data, most)
     return bytes(data)
 
@@ -407,8 +405,12 @@ async def read_lines(reply: httpx.Response, *, most: int, most_line: int) -> Asy
 
 
 async def _blocks_of(reply: httpx.Response) -> AsyncIterator[bytes]:
-    encoding = reply.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding not in ("", "identity"):
-        raise BrokenDocument(f"is compressed ({encoding[:_SHOWN]}), which was not asked for")
-    async for block in reply.aiter_raw():
+    if _is_compressed(reply):
+        raise BrokenDocument("is compressed, which was not asked for")
+    async for block in reply.aiter_bytes():
         yield block
+
+
+def _is_compressed(reply: httpx.Response) -> bool:
+    encoding = reply.headers.get("Content-Encoding", "").strip().lower()
+    return encoding not in ("", "identity")

@@ -17,8 +17,8 @@ from pipeline.server.protocol import CROWDED
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-#: Connections beyond the limit, where all have a request: each may ask for /health.
-_SPARE = 16
+#: Before one too many makes room: of those that come together, each has sent its request by then.
+_GRACE_SECONDS = 0.1
 
 
 def timed_connection() -> type[H11Protocol]:
@@ -47,7 +47,7 @@ def timed_connection() -> type[H11Protocol]:
             super().connection_made(transport)
             self._start_clock()
             if len(self.connections) > self._most:
-                self._make_room()
+                self.loop.call_later(_GRACE_SECONDS, self._make_room)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_clock()
@@ -78,14 +78,12 @@ def timed_connection() -> type[H11Protocol]:
 
         def _make_room(self) -> None:
             """Cut off the client that has been waited for longest."""
-            if waiting := [each for each in self._others() if each.waits_for_client]:
+            waiting = [each for each in self._timed() if each.waits_for_client]
+            if len(self.connections) > self._most and waiting:
                 min(waiting, key=lambda each: each._waiting_since).cut()
-            elif len(self.connections) > self._most + _SPARE:
-                self.cut()
 
-        def _others(self) -> list[TimedConnection]:
-            connections = self.connections - {self}
-            return [each for each in connections if isinstance(each, TimedConnection)]
+        def _timed(self) -> list[TimedConnection]:
+            return [each for each in self.connections if isinstance(each, TimedConnection)]
 
         def _start_clock(self) -> None:
             self._clock = self.loop.call_later(self.timeout_keep_alive, self.cut)
@@ -96,8 +94,8 @@ def timed_connection() -> type[H11Protocol]:
                 self._clock = None
 
         async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-            replying = [each for each in self._others() if not each.waits_for_client]
-            scope["state"][CROWDED] = len(replying) >= self._most
+            replying = [each for each in self._timed() if not each.waits_for_client]
+            scope["state"][CROWDED] = len({*replying, self}) > self._most
             await self._served_app(scope, receive, send)
 
     return TimedConnection

@@ -447,7 +447,7 @@ WHOLE = b'{"prompt": "a", "max_tokens": 1}'
             400,
         ),
         (POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
-        (POST + b"transfer-encoding: gzip\r\n\r\n", 501),
+        (POST + b"transfer-encoding: gzip\r\n\r\n", 400),
         (CHUNKED + b"zz\r\n", 400),
         (CHUNKED + b"-5\r\nabc", 400),
         (CHUNKED + b"f" * 30 + b"\r\n", 400),
@@ -477,7 +477,7 @@ def test_requests_that_are_none(
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("after", [b"zz\r\n", b"f" * 40, b"5;" + b"x" * 100_000])
+@pytest.mark.parametrize("after", [b"zz\r\n", b"f" * 40 + b"\r\n", b"5;" + b"x" * 100_000])
 def test_rubbish_after_a_reply_leaves_no_traceback(
     start: Start, after: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -575,7 +575,8 @@ def test_many_of_them_at_once_leave_nothing_behind(
             pass
 
     async def honest() -> list[int]:
-        async with httpx.AsyncClient(timeout=30) as http:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=30, limits=limits) as http:
             statuses = []
             for _ in range(10):
                 statuses.append((await http.get(f"{served.url}/health")).status_code)
