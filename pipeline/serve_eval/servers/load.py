@@ -254,7 +254,7 @@ class LiveMeasure:
             raise EndpointsUnavailable(problem, where=self._url, fix=fix) from None
 
 
-class _Sent(BaseModel):
+class _StreamPart(BaseModel):
     """Base of what servers send."""
 
     model_config = ConfigDict(strict=True)
@@ -263,26 +263,26 @@ class _Sent(BaseModel):
 _Count = Annotated[int, Field(ge=0)]
 
 
-class _Choice(_Sent):
+class _StreamedChoice(_StreamPart):
     token_ids: list[_Count] | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class _Usage(_Sent):
+class _StreamedUsage(_StreamPart):
     completion_tokens: _Count | None = None
     prompt_tokens: _Count | None = None
 
 
-class _Meta(_Usage):
+class _StreamedMeta(_StreamedUsage):
     finish_reason: dict[str, Any] | str | None = None
 
 
-class _Event(_Sent):
+class _StreamEvent(_StreamPart):
     """What is read of an event of any kind of server."""
 
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    choices: list[_StreamedChoice] | None = None
+    usage: _StreamedUsage | None = None
     metrics: dict[str, Any] | None = None
     meta_info: dict[str, Any] | None = None
     output_ids: list[_Count] | None = None
@@ -309,7 +309,7 @@ class _Reading:
     def take(self, event: dict[str, Any]) -> None:
         """Raises AttemptFailed for what is no event, and for more tokens than there may be."""
         try:
-            sent = _Event.model_validate(event)
+            sent = _StreamEvent.model_validate(event)
             if self._native:
                 self._take_native(sent)
             elif self._server.kind == "llamacpp":
@@ -323,10 +323,10 @@ class _Reading:
             raise AttemptFailed("too_long")
         self.finish_reason = self.finish_reason[:_LONGEST_REASON]
 
-    def _take_choices(self, event: _Event) -> None:
+    def _take_choices(self, event: _StreamEvent) -> None:
         rounds = (event.metrics or {}).get("speculative_decoding")
         self.meta = event.meta_info or (rounds if isinstance(rounds, dict) else {}) or self.meta
-        usage = event.usage or _Usage()
+        usage = event.usage or _StreamedUsage()
         self._completion = usage.completion_tokens or self._completion
         self.prompt_tokens = usage.prompt_tokens or self.prompt_tokens
         for choice in event.choices or ():
@@ -334,9 +334,9 @@ class _Reading:
             self._texts += bool(choice.text)
             self.finish_reason = choice.finish_reason or self.finish_reason
 
-    def _take_native(self, event: _Event) -> None:
+    def _take_native(self, event: _StreamEvent) -> None:
         self.meta = event.meta_info or self.meta
-        meta = _Meta.model_validate(self.meta)
+        meta = _StreamedMeta.model_validate(self.meta)
         self._pieces.append(event.output_ids or [])
         self._completion = meta.completion_tokens or self._completion
         self.prompt_tokens = meta.prompt_tokens
@@ -345,7 +345,7 @@ class _Reading:
         if self.finish_reason == "abort":
             raise AttemptFailed("aborted", str(reason.get("message", ""))[:200])
 
-    def _take_token(self, event: _Event) -> None:
+    def _take_token(self, event: _StreamEvent) -> None:
         if event.tokens:
             self._pieces.append(event.tokens)
             self._timings.append(event.timings or {})
