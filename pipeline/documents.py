@@ -13,12 +13,13 @@ KeyError) do not get out of here.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import math
 import os
 import stat
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
 LARGEST = 256 << 20
 #: Of a YAML file, which a person wrote: a megabyte takes seconds.
 LARGEST_YAML = 1 << 20
-#: Of a server's reply: a long one with log-probabilities has 10 MB.
-LARGEST_REPLY = 64 << 20
+#: Of a server's reply, where the caller knows no less: a page of metrics has 1 MB.
+LARGEST_REPLY = 4 << 20
+#: Of an error's, of which no more is read.
+LARGEST_REFUSAL = 64 << 10
 #: Of a safetensors header, as safetensors has it.
 LARGEST_HEADER = 100 << 20
 DEEPEST = 64
@@ -333,7 +336,7 @@ def check_header(path: str | os.PathLike[str]) -> None:
 
 
 class HttpReply(NamedTuple):
-    """What a server answered, of limited size."""
+    """What a server answered, of limited size; of an error's content the beginning."""
 
     status_code: int
     headers: Mapping[str, str]
@@ -344,12 +347,70 @@ class HttpReply(NamedTuple):
         return self.content.decode(errors="replace")
 
 
-async def fetch_reply(http: httpx.AsyncClient, method: str, url: str, **options: Any) -> HttpReply:
-    """Ask a server, and read at most LARGEST_REPLY bytes. Raises BrokenDocument for more, and what
-    httpx raises."""
-    async with http.stream(method, url, **options) as reply:
-        data = bytearray()
-        async for block in reply.aiter_bytes():
-            data += block
-            _require_size(data, LARGEST_REPLY)
-        return HttpReply(reply.status_code, reply.headers, bytes(data))
+#: Of requests: replies are read as they are sent, so that none is larger than what has come.
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+
+
+async def fetch_reply(
+    http: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    seconds: float | None = None,
+    most: int | None = None,
+    **options: Any,
+) -> HttpReply:
+    """Ask a server, and read at most `most` bytes, or LARGEST_REPLY, within so many `seconds`:
+    httpx limits the wait for each piece alone.
+
+    Raises BrokenDocument for more bytes, or compressed ones, TimeoutError, and what httpx raises.
+    """
+    async with (
+        asyncio.timeout(seconds),
+        http.stream(method, url, headers=UNCOMPRESSED, **options) as reply,
+    ):
+        content = await read_content(reply, LARGEST_REPLY if most is None else most)
+        return HttpReply(reply.status_code, reply.headers, content)
+
+
+async def read_content(reply: httpx.Response, most: int) -> bytes:
+    """The bytes of a reply, or the beginning of an error's. Raises as `fetch_reply`."""
+    data, is_error = bytearray(), reply.status_code != 200
+    if is_error and _is_compressed(reply):
+        return b""
+    async for block in _blocks_of(reply):
+        data += block
+        if is_error and len(data) >= LARGEST_REFUSAL:
+            return bytes(data[:LARGEST_REFUSAL])
+        _require_size(data, most)
+    return bytes(data)
+
+
+async def read_lines(reply: httpx.Response, *, most: int, most_line: int) -> AsyncIterator[str]:
+    """Lines of a reply as they come. Raises as `fetch_reply`, for a longer line too."""
+    count, line = 0, bytearray()
+    async for block in _blocks_of(reply):
+        count += len(block)
+        if count > most:
+            raise BrokenDocument(f"holds more than {most:,} bytes")
+        *ended, rest = block.split(b"\n")
+        for each in ended:
+            _require_size(line + each, most_line)
+            yield (line + each).decode(errors="replace").rstrip("\r")
+            line.clear()
+        line += rest
+        _require_size(line, most_line)
+    if line:
+        yield line.decode(errors="replace")
+
+
+async def _blocks_of(reply: httpx.Response) -> AsyncIterator[bytes]:
+    if _is_compressed(reply):
+        raise BrokenDocument("is compressed, which was not asked for")
+    async for block in reply.aiter_bytes():
+        yield block
+
+
+def _is_compressed(reply: httpx.Response) -> bool:
+    encoding = reply.headers.get("Content-Encoding", "").strip().lower()
+    return encoding not in ("", "identity")

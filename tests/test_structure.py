@@ -86,6 +86,7 @@ SEAMS = {
     "pipeline.store.gc": "a command",
     "pipeline.store.verify": "a command",
     "pipeline.server.start": "a command",
+    "pipeline.server.connections": "a subclass of uvicorn's, imported where that is installed",
     "pipeline.serve_eval.decode_plan": "a command",
     "pipeline.serve_eval.servers.check": "a command",
     "pipeline.serve_eval.servers.evaluate": "a command",

@@ -66,6 +66,10 @@ class ServeSection(Section):
     """Name, in capitals, of the environment variable that holds the key which clients must send."""
     allow_anonymous: bool = False
     """Listen beyond this machine without a key: whoever reaches the port may use it."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names under which clients without a key may ask (header Host), beside `host`, the
+    address that they reach, and this machine's loopback. Others may be a web page's (DNS
+    rebinding)."""
     slots: int = Field(32, gt=0)
     """Requests that run at a time."""
     max_waiting: int = Field(64, ge=0)
@@ -75,7 +79,11 @@ class ServeSection(Section):
     max_body_bytes: int = Field(1_000_000, gt=0)
     """Largest body of a request; larger ones get 413."""
     max_connections: int = Field(1024, gt=0)
-    """Connections at a time; further ones get 503."""
+    """Connections at a time. A further one takes the place of the one whose client has been waited
+    for longest; where all wait for replies, it gets 503, or /health."""
+    idle_seconds: int = Field(10, gt=0)
+    """A client that sends no request, or half of its head, for so long is cut off; a body may take
+    a second longer for each 10,000 bytes."""
     stall_seconds: float = Field(60.0, gt=0)
     """A client that takes nothing of its reply, or sends nothing of its request, for so long is cut
     off."""

@@ -17,6 +17,8 @@ from pipeline.reports import VllmNames
 #: Upper ends of histogram buckets, in seconds.
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+#: Methods of the routes; a client may write any word.
+_METHODS = frozenset({"GET", "HEAD", "POST"})
 
 
 @dataclass
@@ -84,8 +86,9 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def count_answer(self, handler: str, method: str, status: int) -> None:
-        """An HTTP answer, at its end."""
-        self._http.labels(handler, method, str(status)).inc()
+        """An HTTP answer, at its end. `handler`: a route, not what a client has written."""
+        known = method if method in _METHODS else "other"
+        self._http.labels(handler, known, str(status)).inc()
 
     def count_tokens(self, times: RequestTimes) -> None:
         """A request emits tokens now."""

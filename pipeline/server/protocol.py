@@ -6,12 +6,15 @@ field is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ipaddress
+import re
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import TypeVar
 
+from pipeline.config.credentials import is_this_machine
 from pipeline.documents import BrokenDocument, parse_json
 
 #: Fields of OpenAI's and vLLM's APIs that are not supported, and values of them that ask for
@@ -43,6 +46,14 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "include_stop_str_in_output": (False,),
 }
+#: In a request's state: whether as many connections have requests as there may be.
+CROWDED = "crowded"
+#: Characters of an error: it may name what a client has written.
+_LONGEST_MESSAGE, _LONGEST_NAME = 400, 80
+#: Characters of a stop string: each is searched for after each token.
+_LONGEST_STOP = 256
+#: Items of a list that no context bounds.
+_MOST_ITEMS = 1024
 
 
 class ApiError(Exception):
@@ -58,6 +69,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        message = message[:_LONGEST_MESSAGE]
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
         error = {"message": message, "type": kind, "param": param, "code": code}
@@ -89,10 +101,11 @@ class GenerationBody(StrictBody):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more)] = (
-        Field([], max_length=16)
-    )
-    stop_token_ids: list[int] = []
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]],
+        BeforeValidator(_one_or_more),
+    ] = Field([], max_length=16)
+    stop_token_ids: list[int] = Field([], max_length=_MOST_ITEMS)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -154,7 +167,7 @@ class ChatMessage(StrictBody):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_parts)]
+    content: Annotated[list[TextPart], BeforeValidator(_parts), Field(max_length=_MOST_ITEMS)]
     name: None = None
 
     @property
@@ -168,13 +181,19 @@ class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    chat_template_kwargs: dict[str, str | int | float | bool] = {}
+    chat_template_kwargs: dict[str, str | int | float | bool] = Field({}, max_length=16)
 
     @property
     def limit(self) -> int | None:
         """None: all that the context leaves."""
         limits = [each for each in (self.max_tokens, self.max_completion_tokens) if each]
         return min(limits, default=None)
+
+    @property
+    def characters(self) -> int:
+        """Of all that a template may write into the prompt."""
+        variables = [each for each in self.chat_template_kwargs.values() if isinstance(each, str)]
+        return sum(map(len, [*variables, *(message.text for message in self.messages)]))
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -194,7 +213,7 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         return kind.model_validate(_supported(tree))
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"]))[:_LONGEST_NAME]
         message = f"{where}: {first['msg']}" if where else first["msg"]
         raise ApiError(400, message, param=where or None) from None
 
@@ -213,6 +232,55 @@ def _supported(tree: dict[str, Any]) -> dict[str, Any]:
     return supported
 
 
-def stop_ids_of(body: GenerationBody, own: Sequence[int]) -> tuple[int, ...]:
-    """Tokens that end a reply; `own` are the target's."""
+def stop_ids_of(body: GenerationBody, own: Sequence[int], vocabulary: int) -> tuple[int, ...]:
+    """Tokens that end a reply; `own` are the target's. Raises ApiError (400)."""
+    outside = next((token for token in body.stop_token_ids if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        problem = f"stop_token_ids has token {outside}, the vocabulary has {vocabulary}"
+        raise ApiError(400, problem, param="stop_token_ids")
     return tuple(dict.fromkeys([*([] if body.ignore_eos else own), *body.stop_token_ids]))
+
+
+#: A header of a request, as ASGI has it: name in small letters, value.
+Header = tuple[bytes, bytes]
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z_-][0-9a-z._-]*?)\.?)(?::[0-9]{1,5})?")
+
+
+def check_framing(headers: Iterable[Header]) -> None:
+    """Raises ApiError (400) for a request with two lengths: a proxy may believe the other one."""
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+        raise ApiError(400, "the request has Content-Length and Transfer-Encoding; send one")
+
+
+def check_hosts(headers: Iterable[Header], allowed: Iterable[str]) -> None:
+    """Raises ApiError (403) for a request that a web page may have sent: one to a name that is not
+    this machine's, whose owner lets it point here (DNS rebinding), or one from another origin.
+
+    `allowed` are names and addresses besides those of the loopback.
+    """
+    written = [(name, value.decode("latin-1").lower()) for name, value in headers]
+    hosts = [value for name, value in written if name == b"host"]
+    origins = [value for name, value in written if name == b"origin"]
+    known = {_plain_host(each.lower()) for each in allowed}
+    if len(hosts) != 1 or not _is_known(hosts[0], known):
+        fix = "add its name to serve.allowed_hosts, or set serve.api_key_env"
+        raise ApiError(403, f"Host is not an address of this server ({fix})", code="host_refused")
+    for origin in origins:
+        scheme, _, host = origin.partition("://")
+        if scheme not in ("http", "https") or not _is_known(host, known):
+            raise ApiError(403, "web pages of other hosts may not ask", code="origin_refused")
+
+
+def _is_known(written: str, known: Container[str]) -> bool:
+    match = _HOST.fullmatch(written)
+    host = _plain_host(match[1] or match[2]) if match else ""
+    return bool(host) and (is_this_machine(host) or host in known)
+
+
+def _plain_host(host: str) -> str:
+    """Each address in one spelling; of ::ffff:192.0.2.1 the IPv4 address."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(getattr(address, "ipv4_mapped", None) or address)

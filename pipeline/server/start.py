@@ -33,12 +33,16 @@ from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS
 from pipeline.heads.registry import open_head
 from pipeline.reports import REPORT
+from pipeline.server.connections import timed_connection
 from pipeline.server.metrics import ServerMetrics, missing
 from pipeline.server.protocol import (
+    CROWDED,
     ApiError,
     ChatBody,
     CompletionBody,
     GenerationBody,
+    check_framing,
+    check_hosts,
     parse_body,
     stop_ids_of,
 )
@@ -59,11 +63,18 @@ if TYPE_CHECKING:
     import socket
 
     import uvicorn
-    from starlette.applications import Starlette
     from starlette.requests import Request
+    from starlette.types import Receive, Scope, Send
+
+#: A page.
+Handler = Callable[["Request"], Awaitable[Answer]]
 
 #: Once the replies are made: how long slow readers may take to fetch what is left of them.
 _FETCH_SECONDS = 5
+#: Bytes of a body in a second, after its first `idle_seconds`.
+_SLOWEST = 10_000
+#: It is answered however many connections there are.
+_HEALTH = "/health"
 
 
 def serve(config: RunConfig) -> None:
@@ -196,6 +207,8 @@ def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:
     """Raises MissingPackage."""
     try:
         import uvicorn
+
+        connection = timed_connection()
     except ImportError:
         raise missing("uvicorn") from None
     settings = uvicorn.Config(
@@ -203,11 +216,13 @@ def make_server(app: ServerApp, section: ServeSection) -> uvicorn.Server:
         log_config=None,
         access_log=False,  # no address and no prompt is written anywhere
         lifespan="off",
-        http="h11",
+        http=connection,
         loop="asyncio",
         ws="none",
         server_header=False,
+        proxy_headers=False,  # nobody's address is used
         limit_concurrency=section.max_connections,
+        timeout_keep_alive=section.idle_seconds,
         timeout_graceful_shutdown=_FETCH_SECONDS,
     )
     return uvicorn.Server(settings)
@@ -330,38 +345,65 @@ class ServerApp:
         self._model, self._key = model, key.encode() if key else None
         self._drafting = dict(drafting or {})
 
-    def routes(self) -> Starlette:
+    def routes(self) -> Answer:
         """The application. Raises MissingPackage."""
         try:
             from starlette.applications import Starlette
             from starlette.routing import Route
         except ImportError:
             raise missing("starlette") from None
-        return Starlette(
+
+        def route(path: str, handler: Handler, method: str = "GET") -> Route:
+            return Route(path, self._answering(path, handler), methods=[method])
+
+        pages = Starlette(
             routes=[
-                Route("/health", self._answering(self._health), methods=["GET"]),
-                Route("/metrics", self._answering(self._show_metrics), methods=["GET"]),
-                Route("/v1/models", self._answering(self._models), methods=["GET"]),
-                Route("/v1/completions", self._answering(self._complete), methods=["POST"]),
-                Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+                route(_HEALTH, self._health),
+                route("/metrics", self._show_metrics),
+                route("/v1/models", self._models),
+                route("/v1/completions", self._complete, "POST"),
+                route("/v1/chat/completions", self._chat, "POST"),
             ],
             exception_handlers={404: self._no_such_page, 405: self._no_such_page},
         )
+        pages.router.redirect_slashes = False  # the address would be built from the header Host
 
-    def _answering(
-        self, handler: Callable[[Request], Awaitable[Answer]]
-    ) -> Callable[[Request], Awaitable[Answer]]:
-        """A route with its key, its errors and its count."""
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                self._admit(scope)
+            except ApiError as error:
+                self.metrics.count_answer("other", scope["method"], error.status)
+                await refusal(error)(scope, receive, send)
+            else:
+                await pages(scope, receive, send)
+
+        return answer
+
+    def _admit(self, scope: Scope) -> None:
+        """Raises ApiError for what no page is to see: 400, 403, 503."""
+        check_framing(scope["headers"])
+        if self._key is None:
+            local = str((scope.get("server") or [""])[0])
+            check_hosts(scope["headers"], {local, self._section.host, *self._section.allowed_hosts})
+        if scope.get("state", {}).get(CROWDED) and scope["path"] != _HEALTH:
+            problem = "too many connections; try again later"
+            raise ApiError(
+                503, problem, kind="server_error", code="too_many_connections", retry_after=1
+            )
+
+    def _answering(self, path: str, handler: Handler) -> Handler:
+        """A route with its key, its errors and its count. What it is does not depend on an address,
+        which a client writes."""
 
         async def answer(request: Request) -> Answer:
             try:
-                if request.url.path.startswith("/v1"):
+                if path.startswith("/v1"):
                     self._check_key(request)
                 reply = await handler(request)
             except ApiError as error:
                 reply = refusal(error)
             status = getattr(reply, "status_code", 200)
-            self.metrics.count_answer(request.url.path, request.method, status)
+            self.metrics.count_answer(path, request.method, status)
             return reply
 
         return answer
@@ -395,12 +437,14 @@ class ServerApp:
         return as_json({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Answer:
-        body = parse_body(CompletionBody, await self._read(request))
+        body = await asyncio.to_thread(parse_body, CompletionBody, await self._read(request))
+        self.worker.check(len(body.prompt))
         prompts = await asyncio.to_thread(self._encode, body)
         return await self._generate(request, body, prompts, body.max_tokens)
 
     async def _chat(self, request: Request) -> Answer:
-        body = parse_body(ChatBody, await self._read(request))
+        body = await asyncio.to_thread(parse_body, ChatBody, await self._read(request))
+        self.worker.check(1)
         prompt = await asyncio.to_thread(self._render, body)
         return await self._generate(request, body, [prompt], body.limit)
 
@@ -411,34 +455,50 @@ class ServerApp:
         self.worker.check()
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             raise ApiError(415, f"the body must be sent as content-type {JSON}")
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise ApiError(415, "the body must be sent without content-encoding")
         most, body = self._section.max_body_bytes, bytearray()
         problem = f"the body is larger than {most} bytes"
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > most:
             raise ApiError(413, problem, code="body_too_large")
+        start = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(self._section.stall_seconds):
+            async with asyncio.timeout_at(start + self._body_seconds(0)) as limit:
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > most:
                         raise ApiError(413, problem, code="body_too_large")
+                    limit.reschedule(start + self._body_seconds(len(body)))
         except TimeoutError:
             raise ApiError(408, "the body did not arrive in time") from None
         except ClientDisconnect:
             raise ApiError(499, "the client has gone") from None
         return bytes(body)
 
+    def _body_seconds(self, received: int) -> float:
+        """How long a body may take of which so many bytes are here."""
+        slowest = self._section.idle_seconds + received / _SLOWEST
+        return min(slowest, self._section.stall_seconds)
+
     def _encode(self, body: CompletionBody) -> list[tuple[int, ...]]:
-        special = body.add_special_tokens
-        return [
-            tuple(self._template.encode(prompt, add_special=special))
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in body.prompt
-        ]
+        """Raises ApiError for a text that no prompt can be, before it is tokenised."""
+        special, prompts = body.add_special_tokens, []
+        for prompt in body.prompt:
+            ids = prompt
+            if isinstance(prompt, str):
+                self._check_length(len(prompt), "prompt")
+                ids = tuple(self._template.encode(prompt, add_special=special))
+            self._check_context(len(ids), 1)
+            prompts.append(ids)
+        return prompts
 
     def _render(self, body: ChatBody) -> tuple[int, ...]:
+        """Raises ApiError for texts that no prompt can be, before they are rendered."""
         template, kwargs = self._template, body.chat_template_kwargs
+        # No template writes less than a token for a message.
+        self._check_context(len(body.messages), 1, "messages")
+        self._check_length(body.characters, "messages")
         try:
             if kwargs:
                 template = template.varied(kwargs=kwargs, where="request")
@@ -483,19 +543,15 @@ class ServerApp:
         max_length, vocabulary = self.engine.model.max_length, self.engine.model.vocabulary
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         requests = []
+        stop_ids = stop_ids_of(body, self._template.stop_ids, vocabulary)
         for ids in prompts:
             new = max(max_length - len(ids), 1) if limit is None else limit
-            if len(ids) + new > max_length:
-                problem = (
-                    f"this model's context holds {max_length} tokens; the prompt has {len(ids)} "
-                    f"and {new} were asked for"
-                )
-                raise ApiError(400, problem, code="context_length_exceeded", param="prompt")
+            self._check_context(len(ids), new)
             request = EngineRequest(
                 uuid4().hex,
                 ids,
                 new,
-                stop_ids_of(body, self._template.stop_ids),
+                stop_ids,
                 temperature=body.temperature,
                 top_p=body.top_p,
                 top_k=min(max(body.top_k, 0), vocabulary),
@@ -505,6 +561,27 @@ class ServerApp:
                 raise ApiError(400, wrong.what)
             requests.append(request)
         return requests
+
+    def _check_length(self, characters: int, param: str) -> None:
+        """Raises ApiError (400) for a text of more characters than any prompt's tokens have."""
+        max_length = self.engine.model.max_length
+        most = max_length * self._template.longest_token
+        if characters > most:
+            problem = (
+                f"this model's context holds {max_length} tokens, which are {most} characters at "
+                f"most; the text has {characters}"
+            )
+            raise ApiError(400, problem, code="context_length_exceeded", param=param)
+
+    def _check_context(self, prompt: int, new: int, param: str = "prompt") -> None:
+        """Raises ApiError (400) where so many tokens do not fit."""
+        max_length = self.engine.model.max_length
+        if prompt + new > max_length:
+            problem = (
+                f"this model's context holds {max_length} tokens; the prompt has {prompt} "
+                f"and {new} were asked for"
+            )
+            raise ApiError(400, problem, code="context_length_exceeded", param=param)
 
     def _pieces(self, body: GenerationBody) -> TextPieces:
         special, template = not body.skip_special_tokens, self._template

@@ -114,27 +114,26 @@ class EngineWorker:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Let jobs wait for slots, all or none. Raises ApiError: 429, 503."""
         with self._changed:
-            self.check()
-            if len(jobs) > self._most:
-                problem = f"{len(jobs)} prompts in one request, at most {self._most} are possible"
-                raise ApiError(400, problem, param="prompt")
-            if self._open + len(jobs) > self._most:
-                problem = "too many requests are waiting; try again later"
-                raise ApiError(
-                    429, problem, kind="rate_limit_error", code="queue_full", retry_after=1
-                )
+            self.check(len(jobs))
             self._open += len(jobs)
             self._arriving += jobs
             self._changed.notify()
 
-    def check(self) -> None:
-        """Raises ApiError (503) while the server ends, or once the engine has failed."""
+    def check(self, jobs: int = 0) -> None:
+        """Raises ApiError: 503 while the server ends, or once the engine has failed; 400 and 429
+        where there is no room for so many jobs."""
         if self.failure is not None:
             problem = f"the engine has failed: {self.failure}"
             raise ApiError(503, problem, kind="server_error", code="engine_failed")
         if self._closing:
             problem = "the server is shutting down"
             raise ApiError(503, problem, kind="server_error", code="shutting_down", retry_after=5)
+        if jobs > self._most:
+            problem = f"{jobs} prompts in one request, at most {self._most} are possible"
+            raise ApiError(400, problem, param="prompt")
+        if self._open + jobs > self._most:
+            problem = "too many requests are waiting; try again later"
+            raise ApiError(429, problem, kind="rate_limit_error", code="queue_full", retry_after=1)
 
     def abort(self, job: Job) -> None:
         """End a job whose connection is gone; nothing happens to one that has ended."""

@@ -308,6 +308,11 @@ class ChatTemplate:
         name = self._tokenizer.convert_ids_to_tokens(token)
         return name is not None and re.fullmatch(r"<0x[0-9A-F]{2}>", name) is not None
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that a token stands for, at most."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Ids of a text that already holds every special token that belongs there, unless the
         tokenizer is to add those that it begins a text with."""

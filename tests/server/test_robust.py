@@ -42,7 +42,9 @@ def raw_request(port: int, body: dict[str, Any]) -> socket.socket:
     data = json.dumps(body).encode()
     head = f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", port))
-    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{head}".encode() + data)
+    connection.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{head}".encode() + data
+    )
     return connection
 
 
@@ -86,7 +88,7 @@ def _ask(app: Any, body: dict[str, Any], send: Any) -> Any:
         "raw_path": b"/v1/completions",
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "http_version": "1.1",
         "scheme": "http",
         "server": ("x", 1),
@@ -135,7 +137,7 @@ def test_a_body_that_does_not_arrive_is_given_up(start: Start) -> None:
     served = start(stall_seconds=0.3)
     connection = socket.create_connection(("127.0.0.1", served.port))
     head = "content-type: application/json\r\ncontent-length: 50\r\n\r\n{"
-    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{head}".encode())
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{head}".encode())
     connection.settimeout(10)
     assert connection.recv(100).startswith(b"HTTP/1.1 408")
     connection.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -31,6 +31,7 @@ class Service:
         self.requests: list[Any] = []
         self.max_findings = 100
         self.status: Any = None
+        self.distort: Callable[[Any], None] = lambda location: None
 
     def inspect(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
@@ -57,6 +58,7 @@ class Service:
             codepoint_range=dlp_v2.Range(start=match.start(), end=match.end()),
             content_locations=[dlp_v2.ContentLocation(record_location=record)],
         )
+        self.distort(location)
         info_type = dlp_v2.InfoType(name=name)
         return dlp_v2.Finding(info_type=info_type, likelihood=likelihood, location=location)
 
@@ -148,6 +150,42 @@ def test_a_refusal_is_a_typed_error_with_a_fix(service: Service, client: Any) ->
     line = r"synth\.dlp: Cloud DLP refused or did not answer: .*quota.*\(fix: check project"
     with pytest.raises(EndpointError, match=line):
         GoogleInspector(SECTION, client=client).inspect(["text"])
+
+
+def _in_row(row: int) -> Callable[[Any], None]:
+    def distort(location: Any) -> None:
+        location.content_locations[0].record_location.table_location.row_index = row
+
+    return distort
+
+
+def _at(start: int, end: int) -> Callable[[Any], None]:
+    def distort(location: Any) -> None:
+        location.codepoint_range = dlp_v2.Range(start=start, end=end)
+
+    return distort
+
+
+@pytest.mark.parametrize(
+    ("distort", "said"),
+    [
+        (_in_row(1), "a text that it was not sent"),
+        (_in_row(-1), "a text that it was not sent"),
+        (_in_row(2**62), "a text that it was not sent"),
+        (lambda location: location.content_locations.clear(), "a text that it was not sent"),
+        (_at(0, 99), "characters that the text does not have"),
+        (_at(-3, 2), "characters that the text does not have"),
+        (_at(5, 5), "characters that the text does not have"),
+        (_at(5, 2), "characters that the text does not have"),
+    ],
+)
+def test_a_finding_that_is_nowhere_ends_the_run(
+    service: Service, client: Any, distort: Callable[[Any], None], said: str
+) -> None:
+    """Otherwise the text would be kept as if it had been read."""
+    service.distort = distort
+    with pytest.raises(EndpointError, match=said):
+        GoogleInspector(SECTION, client=client).inspect(["see EMP-123"])
 
 
 def test_its_findings_join_the_others(client: Any) -> None:

@@ -1,8 +1,9 @@
 """HTTP to one server: pages, streams of server-sent events, and why an attempt failed.
 
 429, 503                 retried after Retry-After, until the request's time is up
-other 4xx and 5xx        failed, named after the status
+other statuses           failed, named after the status
 an error in the stream   failed: stream_error
+more than was asked for  failed: too_long
 a stream without its end failed: truncated
 nothing listens          ServerGone
 """
@@ -19,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import LiveServerSection
 from pipeline.config.credentials import key_headers
-from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, parse_json
+from pipeline.documents import (
+    LARGEST_REFUSAL,
+    UNCOMPRESSED,
+    BrokenDocument,
+    HttpReply,
+    fetch_reply,
+    parse_json,
+    read_content,
+    read_lines,
+)
 from pipeline.errors import ConfigError, EndpointError, EndpointsUnavailable, MissingPackage
 
 if TYPE_CHECKING:
@@ -28,6 +38,11 @@ if TYPE_CHECKING:
 _BUSY = frozenset({429, 503})
 _CONNECT_SECONDS = 10.0
 _LONGEST_WAIT = 10.0
+#: Bytes of an event beside its tokens; of a token, with its id and its text escaped; of one that
+#: an earlier event had.
+_EVENT_BYTES, _TOKEN_BYTES, _REPEATED_BYTES = 64 << 10, 1 << 10, 32
+#: Events beside those of tokens.
+_MOST_OTHERS = 64
 
 
 class AttemptFailed(Exception):
@@ -54,8 +69,8 @@ class LiveClient:
         import httpx
 
         try:
-            reply = await fetch_reply(self._http, "GET", path, timeout=min(self._timeout, 30.0))
-        except httpx.TransportError:
+            reply = await fetch_reply(self._http, "GET", path, seconds=min(self._timeout, 30.0))
+        except (TimeoutError, httpx.TransportError):
             raise ServerGone from None
         except BrokenDocument:
             return None
@@ -76,25 +91,30 @@ class LiveClient:
         import httpx
 
         try:
-            reply = await fetch_reply(self._http, "POST", path, json=body)
+            reply = await fetch_reply(self._http, "POST", path, seconds=self._timeout, json=body)
             return parse_json(reply.content) if reply.status_code == 200 else None
         except httpx.ConnectError:
             raise ServerGone from None
-        except (httpx.HTTPError, ValueError):
+        except (TimeoutError, httpx.HTTPError, ValueError):
             return None
 
     async def events(
-        self, path: str, body: dict[str, Any], headers: dict[str, str]
+        self, path: str, body: dict[str, Any], headers: dict[str, str], *, prompt: int, new: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a streamed reply, in time. Raises AttemptFailed, ServerGone."""
+        """The events of a streamed reply of `new` tokens to a prompt of so many, in time.
+
+        Raises AttemptFailed, ServerGone.
+        """
         import httpx
 
         until = asyncio.get_running_loop().time() + self._timeout
         try:
             async with asyncio.timeout_at(until):
                 async with self._opened(path, body, headers) as reply:
-                    async for event in _read_events(reply):
+                    async for event in _read_events(reply, prompt, new):
                         yield event
+        except BrokenDocument:
+            raise AttemptFailed("too_long") from None
         except (TimeoutError, httpx.TimeoutException):
             raise AttemptFailed("timeout") from None
         except httpx.ConnectError:
@@ -108,12 +128,14 @@ class LiveClient:
     ) -> AsyncIterator[httpx.Response]:
         """A reply with status 200; a busy server is asked again."""
         while True:
-            async with self._http.stream("POST", path, json=body, headers=headers) as reply:
+            sent = {**UNCOMPRESSED, **headers}
+            async with self._http.stream("POST", path, json=body, headers=sent) as reply:
                 status = reply.status_code
                 if status == 200:
                     yield reply
                     return
-                detail = " ".join((await reply.aread()).decode(errors="replace").split())[:200]
+                refusal = await read_content(reply, LARGEST_REFUSAL)
+                detail = " ".join(refusal.decode(errors="replace").split())[:200]
             if status in (401, 403):
                 raise _refused(str(self._http.base_url), status)
             if status not in _BUSY:
@@ -122,18 +144,27 @@ class LiveClient:
             await asyncio.sleep(_wait_seconds(reply))
 
 
-async def _read_events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Raises AttemptFailed for a stream that reports an error, is not JSON, or lacks its end.
+async def _read_events(
+    reply: httpx.Response, prompt: int, new: int
+) -> AsyncIterator[dict[str, Any]]:
+    """Raises AttemptFailed for a stream that reports an error, is not JSON, or lacks its end;
+    BrokenDocument for one that is longer than such a reply can be.
 
     What follows the end is read too: the connection can then be used again.
     """
-    ended = False
-    async for line in reply.aiter_lines():
+    most_line = _EVENT_BYTES + _TOKEN_BYTES * (prompt + new)
+    # Some versions of SGLang repeat in each event all that came before.
+    repeated = new * new // 2 * _REPEATED_BYTES
+    most = 2 * most_line + _EVENT_BYTES // 16 * new + repeated
+    ended, left = False, _MOST_OTHERS + 2 * new
+    async for line in read_lines(reply, most=most, most_line=most_line):
         data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
         if data == "[DONE]":
             ended = True
         if not data or ended:
             continue
+        if (left := left - 1) < 0:
+            raise AttemptFailed("too_long")
         try:
             event = parse_json(data)
         except ValueError:

@@ -148,8 +148,10 @@ async def _check_template(
         if not isinstance(theirs, int):
             break
         ours = list(first_question(prompt, template).context)
-        choice = (reply.get("choices") or [{}])[0]
-        ids = reply.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        choices = reply.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else {}
+        ids = reply.get("prompt_token_ids")
+        ids = ids or (choice.get("prompt_token_ids") if isinstance(choice, dict) else None)
         same = ids == ours if isinstance(ids, list) else theirs == len(ours)
         checked.append((f"{prompt.source}/{prompt.sample_id}", theirs, len(ours), same))
     return checked

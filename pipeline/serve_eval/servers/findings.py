@@ -14,12 +14,14 @@ another. Prompts are the same, replies greedy, so three things must hold, from s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
+from pydantic import ValidationError
 
 from pipeline.config import LiveServerSection, TreeSection
 from pipeline.console import console, logs_json, notice, printable
@@ -203,7 +205,8 @@ def drafted_shape(server: LiveServer, run: LoadRun) -> TreeSection | None:
     names = "num_steps", "eagle_topk", "num_draft_tokens"
     steps, top_k, nodes = (server.settings.get(f"speculative_{name}") for name in names)
     if isinstance(steps, int) and isinstance(top_k, int) and isinstance(nodes, int):
-        return TreeSection(steps=steps, top_k=top_k, nodes=nodes)
+        with suppress(ValidationError):  # no tree has such a shape
+            return TreeSection(steps=steps, top_k=top_k, nodes=nodes)
     positions = max(
         (len(each.counters.proposed) for each in run.rounds if each.counters), default=0
     )
@@ -390,7 +393,8 @@ def _acceptance(seen: SeenServer) -> Iterator[ServerFinding]:
         if abs(moved - tau) <= _UNDER_LOAD * tau:
             continue
         text = f"τ is {tau:.2f} at concurrency {count} and {moved:.2f} at {under_load}"
-        if trees := seen.server.settings.get("speculative_trees"):
+        trees = seen.server.settings.get("speculative_trees")
+        if isinstance(trees, dict) and trees:
             by_batch = ", ".join(f"{tree} from batch {rows}" for rows, tree in trees.items())
             yield finding(
                 "note", "changes_under_load", f"{text}, as it drafts {by_batch}", "nothing"

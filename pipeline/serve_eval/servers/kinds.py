@@ -38,6 +38,12 @@ _RECORDED = (
     "context_length",
 )
 _SAMPLE = re.compile(r"^(vllm:\w+?)(?:\{(.*)\})?\s+(\S+)$")
+#: Characters of a name; of a setting, and entries of one.
+_LONGEST_NAME, _LONGEST_SETTING, _MOST_ENTRIES = 200, 4096, 256
+#: Above it a float does not count on.
+_MOST_COUNTED = 2**53
+#: Positions that any round drafts, and tokens.
+_DEEPEST, _MOST_DRAFTED = 1024, 4096
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -69,7 +75,7 @@ class LiveServer:
     def depth(self) -> int | None:
         """Positions that one of its rounds drafts, as it reports."""
         steps = self.settings.get("speculative_num_steps")
-        return steps if isinstance(steps, int) else None
+        return steps if type(steps) is int and 0 <= steps <= _DEEPEST else None
 
     def body(self, ids: Sequence[int], new: int, stop_ids: Sequence[int]) -> dict[str, Any]:
         """A greedy request with a streamed reply. It overrides the server's defaults, which come
@@ -110,7 +116,7 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
     listed = await client.json_page("/v1/models")
     rows = listed.get("data") if isinstance(listed, dict) else None
     first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
-    owner = str(first.get("owned_by", "")) if kind == "auto" else kind
+    owner = _name(first.get("owned_by")) if kind == "auto" else kind
     info = None
     if owner not in ("vllm", "llamacpp", OWNER):
         info = await client.json_page("/server_info") or await client.json_page("/get_server_info")
@@ -128,46 +134,63 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
         problem = "not recognised as SGLang, vLLM, llama-server or `eagle3 serve`"
         fix = "set eval.server.kind, or correct the address"
         raise EndpointError(problem, where=url, fix=fix)
-    named = model or str(first.get("id", ""))
+    named = model or _name(first.get("id"))
     if known == "sglang":
         return _sglang(info if isinstance(info, dict) else {}, named)
     if known == "llamacpp":
         return _llamacpp(first, await client.json_page("/props"), named)
     version = await client.json_page("/version") if known == "vllm" else first
-    number = str(version.get("version", "")) if isinstance(version, dict) else ""
+    number = _name(version.get("version")) if isinstance(version, dict) else ""
     return LiveServer(known, named, number, _recorded(first, ("max_model_len", "root", "golden")))
 
 
 def _recorded(settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Those of the names, and the speculative ones."""
+    """Those of the names, and the speculative ones, where a report can hold them."""
     return {
         name: value
         for name, value in settings.items()
-        if value is not None and (name in names or name.startswith("speculative_"))
+        if (name in names or (name.startswith("speculative_") and len(name) <= _LONGEST_NAME))
+        and value is not None
+        and _is_short(value)
     }
+
+
+def _is_short(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        children = list(value.values()) if isinstance(value, dict) else value
+        return len(children) <= _MOST_ENTRIES and all(map(_is_short, children))
+    return len(str(value)) <= _LONGEST_SETTING
+
+
+def _name(value: Any) -> str:
+    """What a server says of itself; "" for what is no name."""
+    is_name = isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable()
+    return value if is_name else ""
 
 
 def _sglang(info: dict[str, Any], model: str) -> LiveServer:
     settings = _recorded(info, _RECORDED)
     states = info.get("internal_states")
     state = states[0] if isinstance(states, list) and states else {}
-    if isinstance(state, dict) and state.get("avg_spec_accept_length") is not None:
-        settings["avg_spec_accept_length"] = state["avg_spec_accept_length"]
+    average = state.get("avg_spec_accept_length") if isinstance(state, dict) else None
+    if isinstance(average, int | float):
+        settings["avg_spec_accept_length"] = average
     if info:
-        settings["speculative_algorithm"] = info.get("speculative_algorithm")
-    return LiveServer("sglang", model, str(info.get("version", "")), settings)
+        settings.setdefault("speculative_algorithm", None)
+    return LiveServer("sglang", model, _name(info.get("version")), settings)
 
 
 def _llamacpp(listed: dict[str, Any], props: Any, model: str) -> LiveServer:
     """Its `dtype` is the target file's type; of its head and of keys and values it reports none."""
-    meta, props = listed.get("meta") or {}, props if isinstance(props, dict) else {}
+    meta, props = listed.get("meta"), props if isinstance(props, dict) else {}
+    meta = meta if isinstance(meta, dict) else {}
     settings = {
         "context_length": meta.get("n_ctx"),
         "dtype": meta.get("ftype"),
         "total_slots": props.get("total_slots"),
     }
-    reported = {name: value for name, value in settings.items() if value is not None}
-    return LiveServer("llamacpp", model, str(props.get("build_info", "")), reported)
+    reported = _recorded(settings, tuple(settings))
+    return LiveServer("llamacpp", model, _name(props.get("build_info")), reported)
 
 
 @dataclass(frozen=True)
@@ -182,6 +205,24 @@ class ServerRounds:
     #: Drafted and accepted tokens of each round; (): it does not list them.
     in_order: tuple[tuple[int, int], ...] = ()
 
+    def check(self, completion: int, depth: int | None) -> None:
+        """Raises ImpossibleRounds where no rounds, of drafts of at most `depth` positions, make
+        what is reported of a reply of `completion` tokens."""
+        most_accepted = self.rounds * (_DEEPEST if depth is None else depth)
+        if self.drafted:
+            most_accepted = min(most_accepted, self.drafted)
+        if not (
+            0 < self.rounds <= completion
+            and 0 <= self.drafted <= self.rounds * _MOST_DRAFTED
+            and 0 <= self.accepted <= most_accepted
+            and 0 <= self.tokens <= self.rounds + self.accepted
+        ):
+            raise ImpossibleRounds
+
+
+class ImpossibleRounds(ValueError):
+    """A server's counters of a reply contradict each other, or the reply."""
+
 
 def rounds_of(meta: dict[str, Any], completion: int, depth: int | None) -> ServerRounds | None:
     """Of a request, from its `meta_info` or vLLM's metrics; None where it has no rounds.
@@ -194,13 +235,15 @@ def rounds_of(meta: dict[str, Any], completion: int, depth: int | None) -> Serve
     rounds = meta.get("spec_verify_ct")
     if not isinstance(rounds, int) or rounds < 1:
         return None
+    if rounds > completion:
+        raise ImpossibleRounds
     tokens = max(completion - 1, 0)
     accepted = _first(meta, "spec_num_correct_drafts", "spec_accept_token_num")
     accepted = accepted if isinstance(accepted, int) else max(tokens - rounds, 0)
     drafted = _first(meta, "spec_num_proposed_drafts", "spec_draft_token_num")
     drafted = drafted if isinstance(drafted, int) else 0
     lengths = _first(meta, "spec_correct_drafts_histogram", "spec_accept_histogram")
-    if not isinstance(lengths, list) or sum(lengths) != rounds:
+    if not _are_counts(lengths) or sum(lengths) != rounds:
         return ServerRounds(rounds, tokens, drafted, accepted)
     lengths = _without_zeros(lengths)
     positions = max(depth or 0, len(lengths) - 1)
@@ -221,9 +264,9 @@ def _drafts_of(metrics: dict[str, Any]) -> ServerRounds | None:
         drafted, depth = int(metrics["num_draft_tokens"]), int(metrics["num_spec_tokens"])
         listed = (metrics.get(f"per_step_{name}") or () for name in ("drafted", "accepted"))
         in_order = tuple((int(one), int(other)) for one, other in zip(*listed, strict=True))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    if sum(lengths) < 1 or min(lengths) < 0 or len(lengths) > depth + 1:
+    if sum(lengths) < 1 or min(lengths) < 0 or len(lengths) > depth + 1 or depth > _DEEPEST:
         return None
     return _uncut_rounds(lengths, drafted, depth, in_order)
 
@@ -262,14 +305,17 @@ def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> Ser
         draft_n_accepted   0  1  1  1  1  1      one; the first token is prefill's
 
     A character that several tokens make has an event for the last of them alone, so that no round
-    can be told from another: then only the sums are known.
+    can be told from another: then only the sums are known. Raises ImpossibleRounds.
     """
+    counts = [each.get(name, 0) for each in timings for name in ("draft_n", "draft_n_accepted")]
+    if not _are_counts(counts) or max(counts, default=0) > completion * _MOST_DRAFTED:
+        raise ImpossibleRounds
     totals = Counter((each.get("draft_n", 0), each.get("draft_n_accepted", 0)) for each in timings)
     (drafted, accepted), tokens = max(totals, default=(0, 0)), completion - 1
     if not drafted:
         return None
     if totals.total() != completion:
-        return ServerRounds(tokens - accepted, tokens, drafted, accepted)
+        return ServerRounds(max(tokens - accepted, 1), tokens, drafted, accepted)
     made: list[tuple[int, int]] = []  # drafted and accepted tokens, by round
     before = (0, 0)
     for total, count in sorted(totals.items()):
@@ -277,6 +323,8 @@ def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> Ser
         plain = count - (rounds[0][1] + 1 if rounds else 1)  # negative where a stop cuts the round
         made += [*rounds, *[(0, 0)] * plain]
         before = total
+    if any(not 0 <= accepted <= drafted <= _MOST_DRAFTED for drafted, accepted in made):
+        raise ImpossibleRounds
     lengths = Counter(length for _, length in made)
     counters = RoundCounters(
         rounds=len(made),
@@ -287,6 +335,10 @@ def rounds_of_timings(timings: Sequence[dict[str, Any]], completion: int) -> Ser
     )
     # The last round may be cut by a stop.
     return ServerRounds(len(made), tokens, drafted, accepted, counters, tuple(made[:-1]))
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(each) is int and each >= 0 for each in values)
 
 
 def _first(meta: dict[str, Any], *names: str) -> Any:
@@ -367,7 +419,10 @@ def _sample(line: str) -> tuple[str, dict[str, str], float] | None:
     match = _SAMPLE.match(line)
     if match is None or match[1].endswith(("_bucket", "_created")):
         return None
+    labels = dict(_LABEL.findall(match[2] or ""))
     try:
-        return match[1], dict(_LABEL.findall(match[2] or "")), float(match[3])
+        value, position = float(match[3]), int(labels.get("position", 0))
     except ValueError:
         return None
+    is_count = 0 <= value < _MOST_COUNTED and 0 <= position < _DEEPEST
+    return (match[1], labels, value) if is_count else None

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import EndpointError, EndpointsUnavailable
 from pipeline.reports import AcceptanceFigures, LoadPoint
@@ -22,6 +23,7 @@ from pipeline.serve_eval.intervals import acceptance_figures, drawn_sums, estima
 from pipeline.serve_eval.questions import Question
 from pipeline.serve_eval.servers.client import AttemptFailed, LiveClient, ServerGone
 from pipeline.serve_eval.servers.kinds import (
+    ImpossibleRounds,
     LiveServer,
     MetricCounts,
     ServerRounds,
@@ -32,6 +34,8 @@ from pipeline.serve_eval.servers.kinds import (
 
 #: How long to wait for counters: vLLM counts a step after it has sent the step's tokens.
 _SETTLE_SECONDS = 2.0
+#: Characters of why a reply ended.
+_LONGEST_REASON = 40
 _CUT = frozenset({"disconnected", "truncated"})
 #: Why a reply of llama-server ended, in an OpenAI API's words.
 _STOPS = {"limit": "length", "eos": "stop", "word": "stop"}
@@ -185,10 +189,13 @@ class LiveMeasure:
         counts = alone and not self._server.reports_requests
         before = await self._metrics() if counts else None
         body = self._server.body(question.context, self._new, self._stop)
-        reading = _Reading(self._server)
+        reading = _Reading(self._server, self._new)
         start = last = first = time.perf_counter()
         server = self._server
-        async with aclosing(self._client.events(server.path, body, server.headers)) as events:
+        events = self._client.events(
+            *(server.path, body, server.headers), prompt=len(question.context), new=self._new
+        )
+        async with aclosing(events):
             async for event in events:
                 now, before_it = time.perf_counter(), reading.tokens_so_far
                 reading.take(event)
@@ -197,7 +204,10 @@ class LiveMeasure:
         tokens = reading.completion
         if not tokens:
             raise AttemptFailed("empty")
-        rounds = reading.rounds
+        try:
+            rounds = reading.rounds
+        except (ImpossibleRounds, ValidationError):  # RoundCounters do not add up
+            raise AttemptFailed("impossible_counters") from None
         if counts and rounds is None:
             counted = await self._counted(before, tokens)
             if counted and counted.generated == tokens:
@@ -244,11 +254,50 @@ class LiveMeasure:
             raise EndpointsUnavailable(problem, where=self._url, fix=fix) from None
 
 
-class _Reading:
-    """A stream of events, read into a reply."""
+class _StreamPart(BaseModel):
+    """Base of what servers send."""
 
-    def __init__(self, server: LiveServer) -> None:
-        self._server = server
+    model_config = ConfigDict(strict=True)
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _StreamedChoice(_StreamPart):
+    token_ids: list[_Count] | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _StreamedUsage(_StreamPart):
+    completion_tokens: _Count | None = None
+    prompt_tokens: _Count | None = None
+
+
+class _StreamedMeta(_StreamedUsage):
+    finish_reason: dict[str, Any] | str | None = None
+
+
+class _StreamEvent(_StreamPart):
+    """What is read of an event of any kind of server."""
+
+    choices: list[_StreamedChoice] | None = None
+    usage: _StreamedUsage | None = None
+    metrics: dict[str, Any] | None = None
+    meta_info: dict[str, Any] | None = None
+    output_ids: list[_Count] | None = None
+    tokens: list[_Count] | None = None
+    timings: dict[str, Any] | None = None
+    tokens_predicted: _Count | None = None
+    tokens_evaluated: _Count | None = None
+    stop_type: str | None = None
+
+
+class _Reading:
+    """A stream of events, read into a reply of at most `new` tokens."""
+
+    def __init__(self, server: LiveServer, new: int) -> None:
+        self._server, self._new = server, new
         self._native = server.kind == "sglang"
         self._timings: list[dict[str, Any]] = []
         self._pieces: list[list[int]] = []
@@ -258,45 +307,63 @@ class _Reading:
         self.finish_reason = ""
 
     def take(self, event: dict[str, Any]) -> None:
-        if self._native:
-            return self._take_native(event)
-        if self._server.kind == "llamacpp":
-            return self._take_token(event)
-        metrics = event.get("metrics") or {}
-        self.meta = event.get("meta_info") or metrics.get("speculative_decoding") or self.meta
-        usage = event.get("usage") or {}
-        self._completion = usage.get("completion_tokens") or self._completion
-        self.prompt_tokens = usage.get("prompt_tokens") or self.prompt_tokens
-        for choice in event.get("choices") or ():
-            self._pieces.append(choice.get("token_ids") or [])
-            self._texts += bool(choice.get("text"))
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        return None
+        """Raises AttemptFailed for what is no event, and for more tokens than there may be."""
+        try:
+            sent = _StreamEvent.model_validate(event)
+            if self._native:
+                self._take_native(sent)
+            elif self._server.kind == "llamacpp":
+                self._take_token(sent)
+            else:
+                self._take_choices(sent)
+        except ValidationError:
+            raise AttemptFailed("unreadable") from None
+        pieces = self._pieces[-1:] if self._native else self._pieces  # its own may be cumulative
+        if max(self._completion, sum(map(len, pieces))) > self._new:
+            raise AttemptFailed("too_long")
+        self.finish_reason = self.finish_reason[:_LONGEST_REASON]
 
-    def _take_native(self, event: dict[str, Any]) -> None:
-        self.meta = event.get("meta_info") or self.meta
-        self._pieces.append(event.get("output_ids") or [])
-        self._completion = self.meta.get("completion_tokens") or self._completion
-        self.prompt_tokens = self.meta.get("prompt_tokens")
-        reason = self.meta.get("finish_reason") or {}
-        self.finish_reason = str(reason.get("type", "")) if isinstance(reason, dict) else ""
+    def _take_choices(self, event: _StreamEvent) -> None:
+        rounds = (event.metrics or {}).get("speculative_decoding")
+        self.meta = event.meta_info or (rounds if isinstance(rounds, dict) else {}) or self.meta
+        usage = event.usage or _StreamedUsage()
+        self._completion = usage.completion_tokens or self._completion
+        self.prompt_tokens = usage.prompt_tokens or self.prompt_tokens
+        for choice in event.choices or ():
+            self._pieces.append(choice.token_ids or [])
+            self._texts += bool(choice.text)
+            self.finish_reason = choice.finish_reason or self.finish_reason
+
+    def _take_native(self, event: _StreamEvent) -> None:
+        self.meta = event.meta_info or self.meta
+        meta = _StreamedMeta.model_validate(self.meta)
+        self._pieces.append(event.output_ids or [])
+        self._completion = meta.completion_tokens or self._completion
+        self.prompt_tokens = meta.prompt_tokens
+        reason = meta.finish_reason if isinstance(meta.finish_reason, dict) else {}
+        self.finish_reason = str(reason.get("type", ""))
         if self.finish_reason == "abort":
             raise AttemptFailed("aborted", str(reason.get("message", ""))[:200])
 
-    def _take_token(self, event: dict[str, Any]) -> None:
-        if piece := event.get("tokens"):
-            self._pieces.append(piece)
-            self._timings.append(event.get("timings") or {})
-        self._completion = event.get("tokens_predicted") or self._completion
-        self.prompt_tokens = event.get("tokens_evaluated") or self.prompt_tokens
-        self.finish_reason = _STOPS.get(event.get("stop_type", ""), self.finish_reason)
+    def _take_token(self, event: _StreamEvent) -> None:
+        if event.tokens:
+            self._pieces.append(event.tokens)
+            self._timings.append(event.timings or {})
+        self._completion = event.tokens_predicted or self._completion
+        self.prompt_tokens = event.tokens_evaluated or self.prompt_tokens
+        self.finish_reason = _STOPS.get(event.stop_type or "", self.finish_reason)
 
     @property
     def rounds(self) -> ServerRounds | None:
-        """As the reply reports them."""
+        """As the reply reports them. Raises ImpossibleRounds, ValidationError."""
+        depth = self._server.depth
         if self._server.kind == "llamacpp":
-            return rounds_of_timings(self._timings, self.completion)
-        return rounds_of(self.meta, self.completion, self._server.depth)
+            rounds = rounds_of_timings(self._timings, self.completion)
+        else:
+            rounds = rounds_of(self.meta, self.completion, depth)
+        if rounds is not None:
+            rounds.check(self.completion, depth)
+        return rounds
 
     @property
     def tokens_so_far(self) -> int:

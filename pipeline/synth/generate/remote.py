@@ -2,6 +2,7 @@
 
     outcome                                  consequence
     200                                      a reply, or a counted rejection (servers.py)
+    more bytes than the reply can have       as no JSON
     429, 502, 503: busy                      the same again, when the endpoint says or ever later;
                                                  no reply for an hour: the run stops
     timeout, cut connection, 5xx, no JSON    the endpoint gets a health check, a short request:
@@ -292,6 +293,12 @@ async def identify(section: GeneratorSection, source: str) -> Served:
     return served
 
 
+#: Characters of a name or a version, and names that an error lists.
+_LONGEST_NAME, _MOST_NAMES = 200, 5
+#: Bytes of a reply beside its tokens, and for each token of prompt and reply: its id, and its text
+#: escaped.
+_REPLY_BYTES, _TOKEN_BYTES = 64 << 10, 1 << 10
+
 #: Where a server's software says its version. SGLang's second page is that of older versions.
 _VERSION_PAGES = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
 
@@ -308,21 +315,21 @@ async def _identify(
         rows = listed.get("data")
         models = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         row = models[0] if models else {}
-        owner = row.get("owned_by")
-        software = str(owner) if owner in (OWNER, *_VERSION_PAGES) else section.backend
-        version = row.get("version") if software == OWNER else None
+        owner = _name(row.get("owned_by"))
+        software = owner if owner in (OWNER, *_VERSION_PAGES) else section.backend
+        version = _name(row.get("version")) if software == OWNER else ""
         for page in _VERSION_PAGES.get(software, ()):
-            version = version or (await _page(http, root + page)).get("version")
-    except (httpx.HTTPError, httpx.InvalidURL):
+            version = version or _name((await _page(http, root + page)).get("version"))
+    except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return None
     model = section.model or (source if section.backend == "sglang" else None)
-    return Served(software, str(version or ""), model or _only_model(models, f"{root}/v1/models"))
+    return Served(software, version, model or _only_model(models, f"{root}/v1/models"))
 
 
 async def _page(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
     """A page's JSON object, empty where there is none. Raises EndpointError for a refused key."""
     try:
-        response = await fetch_reply(http, "GET", url, timeout=_HEALTH_CHECK_SECONDS)
+        response = await fetch_reply(http, "GET", url, seconds=_HEALTH_CHECK_SECONDS)
     except BrokenDocument:
         return {}
     if response.status_code == 401:
@@ -336,12 +343,19 @@ async def _page(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
 def _only_model(models: Sequence[dict[str, Any]], page: str) -> str:
     """The one model that a server lists. Raises EndpointError."""
-    names = [str(row["id"]) for row in models if row.get("id")]
+    names = [name for row in models if (name := _name(row.get("id")))]
     if len(names) == 1:
         return names[0]
-    problem = f"lists the models {', '.join(names)}" if names else "lists no model"
+    listed = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
+    problem = f"lists the models {listed}" if names else "lists no model"
     fix = "set synth.generator.model to the name under which the servers know the target"
     raise EndpointError(problem, where=page, fix=fix)
+
+
+def _name(value: Any) -> str:
+    """What a server says of itself; "" for what is no name."""
+    is_name = isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable()
+    return value if is_name else ""
 
 
 def _misconfigured(url: str, problem: str) -> EndpointError:
@@ -628,9 +642,11 @@ class EndpointClient:
 
         payload = self._api.payload(request)
         try:
-            # httpx limits the wait for each piece; a server that drips bytes needs one in all.
-            async with asyncio.timeout(timeout):
-                return await fetch_reply(self._http, "POST", url + self._api.path, json=payload)
+            path, tokens = url + self._api.path, len(request.prompt_ids) + request.max_new_tokens
+            most = _REPLY_BYTES + _TOKEN_BYTES * tokens
+            return await fetch_reply(
+                self._http, "POST", path, seconds=timeout, most=most, json=payload
+            )
         except BrokenDocument:
             raise RequestFailed("unreadable") from None
         except (TimeoutError, httpx.TimeoutException):

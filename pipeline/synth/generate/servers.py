@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.config import GeneratorSection
 from pipeline.decoder.request import Request
@@ -168,7 +168,13 @@ def _extensions(request: Request) -> dict[str, Any]:
     }
 
 
-class _Choice(BaseModel):
+class _Sent(BaseModel):
+    """Base of what servers send: no text is a number, and no number true."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)
+
+
+class _Choice(_Sent):
     text: str
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
@@ -176,28 +182,28 @@ class _Choice(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class _Usage(BaseModel):
+class _Usage(_Sent):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class _Completions(BaseModel):
+class _Completions(_Sent):
     choices: list[_Choice]
     usage: _Usage | None = None
 
 
-class _Finish(BaseModel):
+class _Finish(_Sent):
     type: Literal["stop", "length"]
     matched: int | str | list[int] | None = None
 
 
-class _Meta(BaseModel):
+class _Meta(_Sent):
     finish_reason: _Finish
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class _Generated(BaseModel):
+class _Generated(_Sent):
     text: str = ""
     output_ids: list[int] | None = None
     meta_info: _Meta
@@ -242,6 +248,9 @@ class TokenIdReader:
         """The server's ids, with the token that ended the reply."""
         ids = sent.token_ids
         assert ids is not None
+        # Servers differ in whether they list, and count, the token that ended the reply.
+        if sent.completion_tokens not in (None, len(ids), len(ids) + 1):
+            return "other_count"
         if sent.finish_reason == "length" or (ids and ids[-1] in request.stop_ids):
             return ids
         if sent.stop_id in request.stop_ids:  # it names the stop token, but leaves it out
@@ -253,6 +262,8 @@ class TokenIdReader:
     def _encoded(self, request: Request, sent: ServerReply) -> tuple[int, ...] | str:
         """The text as ids, with the token that ended the reply."""
         prompt, template = request.prompt_ids, self._template
+        if len(sent.text) > request.max_new_tokens * template.longest_token:
+            return "too_long"
         text = template.text(prompt, special=True) + sent.text
         whole = tuple(template.encode(text))
         if _REPLACEMENT in sent.text or template.text(whole, special=True) != text:

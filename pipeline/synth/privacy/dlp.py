@@ -81,8 +81,7 @@ class GoogleInspector:
                 yield from self._inspect_parts(half)
             return
         for finding in result.findings:
-            location, span = finding.location.content_locations[0], finding.location.codepoint_range
-            part = parts[location.record_location.table_location.row_index]
+            part, span = _place(finding.location, parts)
             entity = _ENTITIES.get(finding.info_type.name, finding.info_type.name)
             score = _SCORES.get(finding.likelihood.name, 0.5)
             start, end = part.offset + span.start, part.offset + span.end
@@ -128,6 +127,22 @@ class GoogleInspector:
                 where="synth.dlp",
                 fix="run gcloud auth application-default login",
             ) from error
+
+
+def _place(location: Any, parts: Sequence[_TextPart]) -> tuple[_TextPart, Any]:
+    """The part of a text and the characters of it. Raises EndpointError for a place that is none:
+    a text would be kept as if it had been read."""
+    span = location.codepoint_range
+    rows = [each.record_location.table_location.row_index for each in location.content_locations]
+    if not rows or not 0 <= rows[0] < len(parts):
+        problem = "names a text that it was not sent"
+    elif not 0 <= span.start < span.end <= len(parts[rows[0]].text):
+        problem = "names characters that the text does not have"
+    else:
+        return parts[rows[0]], span
+    raise EndpointError(
+        f"Cloud DLP {problem}", where="synth.dlp", fix="check synth.dlp.endpoint, or leave it out"
+    )
 
 
 class _TextPart(NamedTuple):
