@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 from pipeline.config import SourceSpec
+from pipeline.config.credentials import holds_credentials
 from pipeline.documents import BrokenDocument, parse_record, refuse_other_kinds
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
@@ -225,6 +226,9 @@ def open_file(source: str, *, unpack: bool = True) -> BinaryIO:
     """
     import fsspec  # type: ignore[import-untyped]
 
+    if holds_credentials(source):
+        problem, fix = "holds a key or a password", "take it out of the address"
+        raise DataError(problem, where="the address of a file", fix=fix)
     compression = "gzip" if unpack and source.endswith(".gz") else None
     try:
         refuse_other_kinds(source)
