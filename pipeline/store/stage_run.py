@@ -647,8 +647,9 @@ class Claims:
 
     def _renew_in_background(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._renew, name="claims", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._renew, name="claims", daemon=True)
+            thread.start()  # which fails where memory is short
+            self._thread = thread
 
     def _renew(self) -> None:
         while not self._over.wait(self._seconds / _RENEWALS):

@@ -166,7 +166,8 @@ def test_memory_that_runs_out_as_a_stage_starts_is_tried_again(
     config = tiny_config(max_steps=2)
     store_states(config)
     codes, said = attempts(config, MEMORY, tmp_path)
+    del codes["inspect"]  # which may do without more memory, and finds no head there
     assert set(codes.values()) <= {0, 75} and codes["train 0"] == 75, said
+    assert "Traceback" not in "".join(said.values())
     for name, code in codes.items():
-        assert "Traceback" not in said[name]
         assert code == 0 or "out of memory" in said[name].splitlines()[-1], said
