@@ -1,6 +1,7 @@
 """The one reader of JSON, YAML and safetensors headers, whoever wrote them.
 
     parse_json(data)    bytes → value         read_json(path)     the same of a file
+    parse_record(text)  a line of a data set
     parse_yaml(data)    likewise              read_file(path)     bytes of a regular file
     check_header(path)  a safetensors file's header      fetch_reply(http, …)  a server's reply
 
@@ -139,17 +140,37 @@ def parse_json(data: bytes | bytearray | str, *, most: int = LARGEST, finite: bo
     """
     _require_size(data, most)
     try:
-        text = data if isinstance(data, str) else data.decode()
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        value = _loaded(data if isinstance(data, str) else data.decode())
     except UnicodeDecodeError as error:
         raise BrokenDocument(f"byte {error.start + 1} is not UTF-8") from None
     except json.JSONDecodeError as error:
         problem = f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         raise BrokenDocument(problem, line=error.lineno, is_syntax=True) from None
-    except RecursionError:
-        raise BrokenDocument(_TOO_DEEP) from None
     _check_values(value, finite=finite)
     return value
+
+
+def parse_record(text: str) -> Any:
+    """The value in one line of a data set, most of whose fields nobody reads.
+
+    Raises BrokenDocument as `parse_json` does, but any number that Python holds passes, and so does
+    any text: whoever reads a field checks it.
+    """
+    try:
+        value = _loaded(text)
+    except json.JSONDecodeError as error:
+        problem = f"not valid JSON: {error.msg} at column {error.colno}"
+        raise BrokenDocument(problem, is_syntax=True) from None
+    _check_values(value, finite=False, storable=False)
+    return value
+
+
+def _loaded(text: str) -> Any:
+    """With a _Broken in the place of each value that no document may hold."""
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+    except RecursionError:
+        raise BrokenDocument(_TOO_DEEP) from None
 
 
 _TOO_DEEP = f"is nested more than {DEEPEST} layers deep"
@@ -182,8 +203,11 @@ def _too_long(digits: int) -> str:
 _Path = tuple[Any, Any] | None
 
 
-def _check_values(document: Any, *, finite: bool) -> None:
-    """Raises BrokenDocument for the first value that may not be."""
+def _check_values(document: Any, *, finite: bool, storable: bool = True) -> None:
+    """Raises BrokenDocument for the first value that may not be.
+
+    `storable` ones fit into 64 bits, or can be written as UTF-8.
+    """
     waiting: list[tuple[Any, _Path, int]] = [(document, None, 0)]
     while waiting:
         value, path, depth = waiting.pop()
@@ -192,22 +216,25 @@ def _check_values(document: Any, *, finite: bool) -> None:
                 raise BrokenDocument(_TOO_DEEP)
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             for key, each in pairs:
-                _check_text(key, path)
+                if storable:
+                    _check_text(key, path)
                 waiting.append((each, (path, key), depth + 1))
         elif isinstance(value, str):
-            _check_text(value, path)
+            if storable:
+                _check_text(value, path)
         elif isinstance(value, float):
             if finite and not math.isfinite(value):
                 raise BrokenDocument(f"{value} is not a finite number", key=_dotted(path))
         elif isinstance(value, _Broken):
             at = (path, value.key) if value.key else path
             raise BrokenDocument(value.problem, key=_dotted(at))
-        elif type(value) is int and not (_fits(value) or (path and path[1] in _UNLIMITED)):
+        elif storable and type(value) is int and not _fits(value, path):
             raise BrokenDocument(_too_long(len(str(abs(value)))), key=_dotted(path))
 
 
-def _fits(number: int) -> bool:
-    return -(2**63) <= number < 2**63
+def _fits(number: int, path: _Path) -> bool:
+    is_limit = path is not None and path[1] in _UNLIMITED
+    return is_limit or -(2**63) <= number < 2**63
 
 
 def _check_text(text: Any, path: _Path) -> None:

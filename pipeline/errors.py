@@ -14,12 +14,13 @@
     │   │   └── UnfinishedStage  it has been begun, others may be at work on it (75)
     │   ├── StageConflict      finished or begun work that belongs to another config or parent
     │   ├── StageIncomplete    this process's part is done, others' parts are not (75)
+    │   ├── TakenOver          another attempt goes on with what this process had claimed (75)
     │   └── StoreUnavailable   an outage that was longer than the retries (75)
     ├── WorkersDied            the processes that should share a stage's work end early (75)
     ├── EndpointError          a server that is asked something refuses it, or replies otherwise
     │   └── EndpointsUnavailable  none has answered for too long, or the quota is used up (75)
     ├── LostProcess            another process of the launcher has ended (75)
-    ├── OutOfMemory            half a batch did not fit into the memory either (75)
+    ├── OutOfMemory            a stage did not start, or half a batch did not fit either (75)
     ├── TooLargeForMemory      what cannot be halved without a person's decision did not fit
     ├── MissingPackage         an optional dependency that this command needs
     ├── NotLossless            speculative output differs from plain output (1)
@@ -33,6 +34,7 @@ succeed later as it is, 2 where a person has to act first. A broken invariant of
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,6 +117,12 @@ class StageIncomplete(StoreError):
     exit_code = TRY_AGAIN
 
 
+class TakenOver(StoreError):
+    """This process was silent for so long that another one has taken its work over."""
+
+    exit_code = TRY_AGAIN
+
+
 class StoreUnavailable(StoreError):
     """The storage failed in a way that passes, for longer than it is tried again."""
 
@@ -138,7 +146,7 @@ class EndpointsUnavailable(EndpointError):
 
 
 class OutOfMemory(Eagle3Error):
-    """Memory ran out, and again with half the batch: other processes may leave more of it later."""
+    """Memory ran out, as a stage started or with half the batch: there may be more of it later."""
 
     exit_code = TRY_AGAIN
 
@@ -171,8 +179,6 @@ class Regression(Eagle3Error):
 
 #: Stage → what makes it smaller.
 _SMALLER = {
-    "synth": ("synth.batch_size", "lower it"),
-    "features": ("features.batch_tokens", "lower it, or set features.device_map=auto"),
     "train": (
         "train.batch_tokens",
         "set train.activation_checkpointing=true; or lower it, which gives another head: with "
@@ -182,23 +188,60 @@ _SMALLER = {
 }
 
 
+#: Of libraries that have no exception of their own for it: torch's allocators, cuBLAS, C++, the
+#: dynamic linker, threads, the operating system's own text.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "bad_alloc",
+    "out of memory",
+    "can't start new thread",
+    "failed to map segment",
+    "failed to allocate",
+)
+_NO_MEMORY_KINDS = (RuntimeError, OSError, ImportError, SystemError, ValueError)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the host or on an accelerator."""
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
-    # The CPU's allocator, cuBLAS and the C++ library have no exception of their own in Python.
-    words = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "std::bad_alloc")
-    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error).lower()
+    said = any(words.lower() in text for words in _NO_MEMORY)
+    if said and isinstance(error, _NO_MEMORY_KINDS):
+        return True
+    # Code in C that met a failed allocation forgets to say so: what it was called by says more.
+    cause = error.__cause__ or error.__context__
+    return (
+        isinstance(error, SystemError | ImportError)
+        and cause is not None
+        and is_out_of_memory(cause)
+    )
+
+
+def out_of_memory(error: BaseException, *, where: str) -> OutOfMemory:
+    """The error of a failed allocation outside of what can be made smaller."""
+    fix = (
+        "run the same command again when other processes have ended, "
+        "or take a machine or a device with more memory"
+    )
+    return OutOfMemory(f"out of memory: {brief(error)}", where=where, fix=fix)
 
 
 @contextmanager
 def memory_explained(stage: str) -> Iterator[None]:
-    """A block whose failed allocations are raised as TooLargeForMemory."""
+    """A block whose failed allocations are raised as TooLargeForMemory.
+
+    It is what a stage does once it has started, with batches whose size shapes the output.
+    """
     try:
         yield
     except Exception as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, Eagle3Error) or not is_out_of_memory(error):
             raise
         where, smaller = _SMALLER[stage]
         fix = f"{smaller}; or take a machine or a device with more memory"

@@ -24,7 +24,14 @@ from typing import Any
 
 from pipeline.config import RunConfig, take_settings
 from pipeline.console import notice, progress_bar
-from pipeline.errors import ConfigError, Eagle3Error, MissingPackage, WorkersDied, memory_explained
+from pipeline.errors import (
+    ConfigError,
+    Eagle3Error,
+    MissingPackage,
+    WorkersDied,
+    is_out_of_memory,
+    out_of_memory,
+)
 from pipeline.records import Manifest, Stage
 from pipeline.store.manifest import find_manifest, stage_location
 from pipeline.store.shards import SHARDS, committed
@@ -53,9 +60,14 @@ def run(config: RunConfig, stage: Stage) -> Manifest:
     """Run `stage` as `run.runtime` says. Raises Eagle3Error for whatever the user can fix."""
     if config.run.runtime == "ray" and stage in SHARED:
         return _run_on_ray(config, stage)
-    with metrics_of(config.run, stage), memory_explained(stage):
-        module = importlib.import_module(f"pipeline.{ROOMS[stage]}.stage")
-        manifest: Manifest = module.run(config)
+    with metrics_of(config.run, stage):
+        try:
+            module = importlib.import_module(f"pipeline.{ROOMS[stage]}.stage")
+            manifest: Manifest = module.run(config)
+        except Exception as error:
+            if isinstance(error, Eagle3Error) or not is_out_of_memory(error):
+                raise
+            raise out_of_memory(error, where=stage) from error
     return manifest
 
 

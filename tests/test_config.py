@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
+from pipeline import cli
 from pipeline.config import (
     NgramSection,
     RunConfig,
@@ -411,3 +416,63 @@ def test_an_installed_package_adds_a_drafter_with_settings(
     assert (toy.model_dump(), toy.needs_head) == ({"name": "toy", "depth": 5}, False)
     with pytest.raises(ConfigError, match=r"has no setting 'deph' .*did you mean 'depth'"):
         load(file, ["eval.drafter={name: toy, deph: 5}"])
+
+
+HEX = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value"),
+    [
+        ("train.wandb_project", HEX),
+        ("train.wandb_project", HEX.upper()),
+        ("train.wandb_project", "wandb_v1_" + HEX),
+        ("run.uri", HEX),
+        ("run.uri", "s3://user:pass-w0rd@bucket/run"),
+        ("target.source", "hf_abcdefghijklmnopqrstuvwxyz012345"),
+        ("train.start_from", "Bearer abcdefgh12345678"),
+        ("jobs.image", "ghp_0123456789abcdefghij0123456789abcdef"),
+        ("run.cache_dir", f"\n{HEX}\n"),
+    ],
+)
+def test_a_key_is_refused_wherever_it_stands_and_never_shown(
+    dotted: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(TREE))
+    for command in (["train", "--plan"], ["show"], ["jobs", "render", "--for", "slurm"]):
+        override = f"{dotted}={json.dumps(value)}"
+        assert cli.main([*command, "-c", str(path), override]) == 2
+        said = "".join(capsys.readouterr())
+        assert dotted in said and "take it out" in said
+        assert value.strip() not in said and "w0rd" not in said
+
+
+def test_a_commit_is_no_key() -> None:
+    tree = {**TREE, "target": {"source": "org/model", "revision": HEX}}
+    assert parse(tree).target.revision == HEX
+    tree["run"] = {"uri": f"runs/{HEX}"}
+    assert parse(tree).run.uri == f"runs/{HEX}"
+
+
+GONE = """
+import os, sys, tempfile
+folder = tempfile.mkdtemp()
+os.chdir(folder)
+os.rmdir(folder)
+sys.path.insert(0, sys.argv[1])
+from pipeline.cli import main
+for command in (["synth", "-c", "x.yaml"], ["verify", "run"], ["gc", "run"], ["inspect", "head"],
+                ["jobs", "render", "-c", "x.yaml", "--for", "slurm"], ["schema"],
+                ["export", "head", "--format", "sglang", "--out", "out"]):
+    print(main(command))
+"""
+
+
+def test_a_deleted_working_directory_is_named() -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", GONE, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert done.stdout.split() == ["2"] * 7 and len(lines) == 7, done.stderr
+    assert all(line.startswith("error: the working directory: cannot be found") for line in lines)

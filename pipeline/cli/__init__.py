@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import signal
 import sys
 import threading
@@ -45,7 +46,7 @@ from pipeline.console import (
     output,
     readable_bytes,
 )
-from pipeline.errors import ConfigError, Eagle3Error
+from pipeline.errors import ConfigError, Eagle3Error, is_out_of_memory, out_of_memory
 from pipeline.planning.decode import DecodePlan, MachineRates, parse_acceptance, plan_on_paper
 from pipeline.records import STAGES, Plan, Stage, ZeroMemory
 from pipeline.reports import report_schema
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     arguments = parse_arguments(argv)
     try:
+        _require_working_directory()
         with _sigterm_as_ctrl_c():
             logs_json()  # an unusable EAGLE3_LOG stops here and not at the first notice
             if arguments.handler:
@@ -85,13 +87,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         fix = "run the same command again; it continues after the last committed work"
         return fail(f"interrupted (fix: {fix})", INTERRUPTED, stage=_stage(arguments))
+    except FileNotFoundError:
+        try:
+            _require_working_directory()  # deleted meanwhile
+        except ConfigError as error:
+            return fail(str(error), error.exit_code, stage=_stage(arguments))
+        raise
     except BrokenPipeError:
         if arguments.handler is None:  # not standard output, whose loss does not stop a stage
             raise
         discard_output()  # `eagle3 schema | head`: the reader has seen enough
         return 0
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        no_memory = out_of_memory(error, where=f"eagle3 {_stage(arguments)}")
+        return fail(str(no_memory), no_memory.exit_code, stage=_stage(arguments))
     finally:
         output.drop_unwritten()
+
+
+def _require_working_directory() -> None:
+    """Raises ConfigError where it has been deleted: every relative path is then lost."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        problem = f"cannot be found: {error.strerror}; it has been deleted or unmounted"
+        fix = "cd to a directory that exists, and run the same command again"
+        raise ConfigError(problem, where="the working directory", fix=fix) from None
 
 
 def _stage(arguments: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
     api_key_env: sk-…                        not a variable's name
     https://user:key@host, …/v1?token=…      not an address alone
+    wandb_project: 0123…cdef, hf_…, Bearer … what a key looks like, whatever it is the value of
 
 Whatever the configuration holds is shown: by `eagle3 show`, in manifests, messages and jobs.
 """
@@ -27,6 +28,28 @@ _IN_ADDRESS = re.compile(
     r"|://\S*[?&;]([\w-]*(key|token|secret|password|signature)|auth|pwd|sig)=",
     re.IGNORECASE,
 )
+#: What issuers write before their keys.
+_PREFIXES = (
+    r"AIza|gh[pousr]_|github_pat_|hf_|npm_|gsk_|r8_|ntn_|nvapi-|pplx-|xai-|fw_|tvly-|wandb_v\d_|"
+    r"[spr]k_(?:live|test)_|whsec_|shp(?:at|ca|pa|ss)_|sq0(?:atp|csp)-|EAA[A-Z]|"  # payments, shops
+    r"xapp-\d-|xox[a-z]-|GOCSPX-|ya29\.|SG\.|lin_api_|figd_|key-|pat[A-Za-z0-9]{14}\.|ATATT3x|"
+    r"hvs\.|gl(?:sa|pat|rt|dt)[_\-]|do[op]_v1_|dckr_pat_|dapi|pypi-AgE|sbp_|pscale_tkn_|dp\.pt\.|"
+    r"NRAK-|AKCp|tok-|AGE-SECRET-KEY-1"
+)
+#: Keys of these issuers, of OpenAI and Anthropic, and JSON web tokens.
+ISSUED_KEYS = (
+    rf"\b(?:{_PREFIXES})(?=[A-Za-z_\-.]*+[0-9])[A-Za-z0-9_\-.]{{19,}}+",
+    r"\bsk-(?:[A-Za-z]{2,10}-)*[A-Za-z0-9_\-]{20,}",
+    r"\beyJ[\w\-]{8,}+\.[\w\-]{8,}+(?:\.[\w\-]*+)?",
+)
+#: A whole value that is a key: one of those, a cloud's key id, or 32 digits of a hexadecimal number
+#: and more, as Weights & Biases and many others have them.
+_KEY = re.compile(
+    rf"(?i:(?:bearer|basic|token)\s+)?(?:{'|'.join(ISSUED_KEYS)}|(?:AKIA|ASIA)[A-Z0-9]{{16}}"
+    r"|[0-9a-fA-F]{32,})|(?i:bearer|basic)\s+\S{8,}"
+)
+#: Hexadecimal without being a secret: a commit.
+_COMMITS = ("revision",)
 
 
 def _is_a_name(value: str) -> str:
@@ -42,16 +65,27 @@ VariableName = Annotated[str, AfterValidator(_is_a_name)]
 
 
 def refuse_credentials(tree: dict[str, Any], where: str) -> None:
-    """Raises ConfigError for an address in `tree` that holds a key or a password."""
+    """Raises ConfigError, which never quotes it, for a key in `tree`, or an address with one."""
     for key, text in _texts(tree):
-        if _IN_ADDRESS.search(text):
+        is_key = _KEY.fullmatch(text.strip()) and key.rpartition(".")[2] not in _COMMITS
+        if is_key or holds_credentials(text):
+            what = (
+                "this looks like a key" if is_key else "an address here holds a key or a password"
+            )
             raise ConfigError(
-                "an address here holds a key or a password",
+                what,
                 where=f"{where}: {key}",
                 fix="take it out, and change it where others saw it; "
                 "servers' keys are read from the variable that synth.generator.api_key_env names, "
+                "WANDB_API_KEY and HF_TOKEN from the environment, "
                 "those of a store from its own configuration",
             )
+
+
+def holds_credentials(address: str) -> bool:
+    """Whether there is a key or a password in an address."""
+    is_one_word = not re.search(r"\s", address.strip())
+    return is_one_word and _IN_ADDRESS.search(address) is not None
 
 
 def key_headers(variable: str | None, *, where: str) -> dict[str, str]:
@@ -95,12 +129,12 @@ def is_this_machine(host: str) -> bool:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Texts without white space anywhere in a tree, with their dotted keys."""
+    """Texts anywhere in a tree, with their dotted keys."""
     if isinstance(value, dict):
         for name, child in value.items():
             yield from _texts(child, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for index, child in enumerate(value):
             yield from _texts(child, f"{key}.{index}")
-    elif isinstance(value, str) and not re.search(r"\s", value.strip()):
+    elif isinstance(value, str):
         yield key, value

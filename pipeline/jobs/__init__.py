@@ -176,7 +176,8 @@ def _run_yaml(config: RunConfig, **run: Any) -> str:
             raise ConfigError("belongs to one process, not to jobs", where=f"run.{key}", fix=fix)
     values = config.model_dump(mode="json", exclude={"jobs": True, "run": {"threads"}})
     values["run"] |= run
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    # Escaped: characters that YAML takes for line breaks would end a block of a ConfigMap.
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=False, width=120)
 
 
 def _volume_path(config: RunConfig) -> str:
@@ -188,6 +189,9 @@ def _volume_path(config: RunConfig) -> str:
     if config.jobs.volume_claim is None or not path.is_absolute() or len(path.parts) < 3:
         fix = "set run.uri to a bucket, or to /DIR/NAME with jobs.volume_claim"
         raise ConfigError(f"{uri} is not on storage that pods share", where="run.uri", fix=fix)
+    if ":" in str(path.parent):
+        fix = "choose a directory without one"
+        raise ConfigError("Kubernetes mounts no path with a colon", where="run.uri", fix=fix)
     return str(path.parent)
 
 

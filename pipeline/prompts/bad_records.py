@@ -4,7 +4,8 @@ Where every record counts, as in an evaluation, the first one is an error. Where
 it is counted under its reason and left out. Damage, as long as a source has little of it:
 
     record:not_utf8     bytes that are no UTF-8
-    record:not_json     a line that is no JSON
+    record:not_json     a line that is no JSON, or says two values of one key
+    record:too_long     a line of more than 16 MiB
     record:not_object   a number, a list or a text in place of an object
     record:fields       no field with turns, or one that holds something else than it should
     record:blank        a turn or a system prompt without text
@@ -40,6 +41,7 @@ _SHOWN = 3
 Reason = Literal[
     "not_utf8",
     "not_json",
+    "too_long",
     "not_object",
     "fields",
     "blank",

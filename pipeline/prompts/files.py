@@ -7,15 +7,15 @@ holds only what was written, so records of JSONL files are left as they are.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any, BinaryIO
 
 from pipeline.config import SourceSpec
-from pipeline.documents import refuse_other_kinds
+from pipeline.config.credentials import holds_credentials
+from pipeline.documents import BrokenDocument, parse_record, refuse_other_kinds
 from pipeline.errors import DataError
 from pipeline.prompts.bad_records import BadRecord, BadRecords, usable
 from pipeline.prompts.records import to_prompt
@@ -23,8 +23,14 @@ from pipeline.records import Prompt
 
 _JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 PARQUET = (".parquet", ".parquet.gz")
+#: Bytes of a line: some four million tokens. Parsed, it takes twenty times as much memory.
+LONGEST_LINE = 16 << 20
 #: Of a Parquet file, decoded at one time.
 _ROWS = 4096
+#: Bytes of records that are made of a table at one time.
+_MOST_AT_ONCE = 128 << 20
+#: How many times smaller texts get when they are packed; those of people seldom ten times.
+_MOST_PACKED = 200
 #: Of files that Windows and its programs save as UTF-8 and as UTF-16.
 _MARK = b"\xef\xbb\xbf"
 _OTHER_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -50,6 +56,8 @@ def read_file(spec: SourceSpec, name: str, bad: BadRecords | None = None) -> Ite
         values = _parse(record, where) if isinstance(record, bytes) else record
         if isinstance(values, UnicodeDecodeError):
             raise _not_utf8(values, where)
+        if isinstance(values, _RowSize):
+            raise _too_long(where)
         sample_id = f"{name}:{number}"
         return to_prompt(values, where=where, sample_id=sample_id, source=name, field=spec.field)
 
@@ -73,18 +81,21 @@ def _read_lines(source: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _parse(line: bytes, where: str) -> Any:
+    if len(line) > LONGEST_LINE:
+        raise _too_long(where)
     try:
-        return json.loads(line.decode("utf-8"))
+        return parse_record(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _not_utf8(error, where) from None
-    except json.JSONDecodeError as error:
-        problem = f"{error.msg} at column {error.colno}"
-    except ValueError:
-        problem = "a number has too many digits"
-    except RecursionError:
-        problem = "it is nested too deeply"
-    fix = "correct or remove that line"
-    raise BadRecord(f"not valid JSON: {problem}", where=where, fix=fix, reason="not_json")
+    except BrokenDocument as error:
+        at = f"{where}: {error.key}" if error.key else where
+        fix = "correct or remove that line"
+        raise BadRecord(error.problem, where=at, fix=fix, reason="not_json") from None
+
+
+def _too_long(where: str) -> BadRecord:
+    problem, fix = f"has more than {LONGEST_LINE:,} bytes", "remove or shorten it"
+    return BadRecord(problem, where=where, fix=fix, reason="too_long")
 
 
 def _not_utf8(error: UnicodeDecodeError, where: str) -> BadRecord:
@@ -99,7 +110,9 @@ def count_rows(source: str) -> int:
 
 
 def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
-    with _parquet(source) as table:
+    with _parquet(source, as_dictionaries=True) as table:
+        _refuse_repeated_names(table.schema_arrow, source)
+        _refuse_bombs(table.metadata, source)
         number = 0
         for batch in table.iter_batches(_ROWS):
             for record in _rows(batch):
@@ -107,36 +120,100 @@ def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
                 yield f"{source}: row {number}", record
 
 
+def _refuse_repeated_names(fields: Any, source: str, above: str = "") -> None:
+    """Raises DataError for two columns of one name, of which a record would hold the last."""
+    names = [field.name for field in fields]
+    for field, name in zip(fields, names, strict=True):
+        if names.count(name) > 1:
+            problem, fix = f"has two columns {above}{name}", "rename or remove one of them"
+            raise DataError(problem, where=source, fix=fix)
+        inner = field.type
+        while hasattr(inner, "value_field"):
+            inner = inner.value_field.type
+        if hasattr(inner, "fields"):
+            _refuse_repeated_names(inner.fields, source, f"{above}{name}.")
+
+
+def _refuse_bombs(metadata: Any, source: str) -> None:
+    """Raises DataError for a column of which a page may fill the memory once it is unpacked."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            size, packed = column.total_uncompressed_size, max(1, column.total_compressed_size)
+            if size > _MOST_AT_ONCE and size > _MOST_PACKED * packed:
+                problem = f"unpacks to {size // packed:,} times its size"
+                fix = "write the file again, with pages of a few megabytes"
+                raise DataError(problem, where=f"{source}: {column.path_in_schema}", fix=fix)
+
+
 def _rows(batch: Any) -> Iterator[Any]:
-    """Of a row whose texts are no UTF-8 the error takes the place."""
-    try:
-        yield from map(plain, batch.to_pylist())
-    except UnicodeDecodeError:
-        for index in range(batch.num_rows):
-            try:
-                yield from map(plain, batch.slice(index, 1).to_pylist())
-            except UnicodeDecodeError as error:
-                yield error
+    """The records. In the place of one that cannot be is its error, or its size where it is too
+    large: repetitions of a text take no room in a file, and all of their length here."""
+    if sum(map(_text_bytes, batch.columns)) <= _MOST_AT_ONCE:
+        with suppress(UnicodeDecodeError):
+            yield from [plain(record) for record in batch.to_pylist()]
+            return
+    for index in range(batch.num_rows):
+        row = batch.slice(index, 1)
+        size = sum(map(_text_bytes, row.columns))
+        try:
+            yield _RowSize(size) if size > LONGEST_LINE else plain(row.to_pylist()[0])
+        except UnicodeDecodeError as error:
+            yield error
+
+
+class _RowSize(int):
+    """Bytes of a row that is not read."""
+
+
+def _text_bytes(array: Any) -> int:
+    """Bytes of an array whose texts are each counted as often as they occur."""
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.compute as compute  # type: ignore[import-untyped]
+
+    kind = array.type
+    if pyarrow.types.is_dictionary(kind):
+        array = compute.binary_length(array.dictionary).take(array.indices)
+        return compute.sum(array).as_py() or 0
+    if pyarrow.types.is_struct(kind):
+        return sum(map(_text_bytes, array.flatten()))
+    if hasattr(kind, "value_field"):
+        return _text_bytes(array.flatten())
+    return int(array.nbytes)
 
 
 @contextmanager
-def _parquet(source: str) -> Iterator[Any]:
-    """The file as pyarrow has it. Raises DataError, also for damage that shows while reading."""
-    import pyarrow  # type: ignore[import-untyped]
+def _parquet(source: str, *, as_dictionaries: bool = False) -> Iterator[Any]:
+    """The file as pyarrow has it, equal texts maybe once. Raises DataError, also for damage that
+    shows while reading."""
+    import pyarrow
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     with open_file(source) as file:
         try:
-            yield pyarrow.parquet.ParquetFile(file)
+            table = pyarrow.parquet.ParquetFile(file)
+            if as_dictionaries:
+                columns = [table.schema.column(index) for index in range(len(table.schema))]
+                texts = [each.path for each in columns if each.physical_type == "BYTE_ARRAY"]
+                table = pyarrow.parquet.ParquetFile(file, read_dictionary=texts)
+            yield table
         except (pyarrow.ArrowException, OSError) as error:
+            if isinstance(error, MemoryError):
+                raise
             problem = f"not a readable Parquet file: {str(error).splitlines()[0]}"
             raise DataError(problem, where=source, fix="write the file again") from None
 
 
 def _lines(file: BinaryIO, source: str) -> Iterator[bytes]:
-    """Lines of a possibly compressed file, whose damage shows only while reading."""
+    """Lines of a possibly compressed file, whose damage shows only while reading.
+
+    Of one that is too long the beginning comes, with more than LONGEST_LINE bytes: a small
+    compressed file may hold a line that fills the memory.
+    """
     try:
-        yield from file
+        while line := file.readline(LONGEST_LINE + 1):
+            yield line
+            while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE + 1) or b"\n"
     except (OSError, EOFError, zlib.error) as error:
         problem = f"cannot be read to its end: {error}"
         raise DataError(problem, where=source, fix="write or download the file again") from None
@@ -149,6 +226,9 @@ def open_file(source: str, *, unpack: bool = True) -> BinaryIO:
     """
     import fsspec  # type: ignore[import-untyped]
 
+    if holds_credentials(source):
+        problem, fix = "holds a key or a password", "take it out of the address"
+        raise DataError(problem, where="the address of a file", fix=fix)
     compression = "gzip" if unpack and source.endswith(".gz") else None
     try:
         refuse_other_kinds(source)

@@ -36,6 +36,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from pipeline.documents import BrokenDocument, parse_record
 from pipeline.prompts.bad_records import BadRecord, Reason
 from pipeline.records import Prompt, canonical_json
 
@@ -571,14 +572,25 @@ def _parsed(text: str) -> Any:
     if text[:1] not in tuple("[{(\"'"):
         return None
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    if len(text) > _LONGEST_LITERAL:
-        return None
+        return parse_record(text)
+    except BrokenDocument as error:
+        if not error.is_syntax or len(text) > _LONGEST_LITERAL:
+            return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a backslash in somebody's text
         try:
-            return ast.literal_eval(text)
+            literal = ast.parse(text, mode="eval")
+            return (
+                None if any(map(_has_key_twice, ast.walk(literal))) else ast.literal_eval(literal)
+            )
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return None
+
+
+def _has_key_twice(node: ast.AST) -> bool:
+    keys = (
+        [key.value for key in node.keys if isinstance(key, ast.Constant)]
+        if isinstance(node, ast.Dict)
+        else []
+    )
+    return len(set(keys)) < len(keys)

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config import RunConfig, prepare_process
 from pipeline.console import long_step, notice
-from pipeline.errors import ConfigError, NotLossless
+from pipeline.errors import ConfigError, NotLossless, memory_explained
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS, HeadCard
 from pipeline.heads.registry import open_head
@@ -74,11 +74,13 @@ def run(config: RunConfig) -> Manifest:
         report = _parse(stage_run, location.read(REPORT))
     else:
         evaluation = _Evaluation(config, stage_run, target, head)
-        measured, left_out = evaluation.own.measure(evaluation.prompts, evaluation.hf)
-        report = evaluation.report(measured, left_out)
+        with memory_explained("eval"):
+            measured, left_out = evaluation.own.measure(evaluation.prompts, evaluation.hf)
+            report = evaluation.report(measured, left_out)
     if not report.is_lossless:
         raise _not_lossless(stage_run, report)
     # Created exclusively: of two processes that measured, the first one's report is the run's.
+    stage_run.require_own()
     data = location.create(REPORT, _as_json(report))
     report = _parse(stage_run, data)
     write_pages(location, report, config.run.uri)

@@ -6,6 +6,7 @@
     unselected prompts files of synth's prompts/ that selection.json does not name
     needless prompts   all of prompts/ once synth has its manifest: they were not screened
     needless claims    those on shards of a finished stage
+    unmarked files     of train's checkpoints/, which no marker there names
 
 Committed data — what a manifest lists, or an entry or an unfinished stage's selection names — is
 never touched, nor is anything that may belong to a running writer: a file must have been left alone
@@ -20,16 +21,23 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
 
-from pipeline.errors import StoreError
+from pipeline.documents import parse_json
+from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import STAGES, Stage
 from pipeline.store.backend import FileInfo
 from pipeline.store.location import Location
-from pipeline.store.manifest import BEGIN, MANIFEST, find_manifest, stage_location
+from pipeline.store.manifest import BEGIN, CHECKPOINTS, MANIFEST, find_manifest, stage_location
 from pipeline.store.samples import PROMPTS, SELECTION, find_selection
 from pipeline.store.shards import ENTRY, SHARDS, committed, read_entries
 from pipeline.store.stage_run import CLAIMS
 
 _Clock = Callable[[], float]
+#: Below train's checkpoints/: markers, and what they name.
+_MARKER = re.compile(r"step-\d+\.json")
+_STEP, _BEST = (
+    re.compile(r"step-\d+-[0-9a-f]{16}"),
+    re.compile(r"best-\d+-[0-9a-f]{16}\.safetensors"),
+)
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp")
 
 
@@ -69,6 +77,7 @@ def find_orphans(run_uri: str) -> list[Orphan]:
         orphans += _shards(run_uri, stage, now, begun=stage in begun)
         orphans += _claims(run_uri, stage, now)
     orphans += _prompts(run_uri, now)
+    orphans += _checkpoints(run_uri, now)
     return orphans
 
 
@@ -134,6 +143,47 @@ def _prompts(run_uri: str, now: _Clock) -> Iterator[Orphan]:
     for name, info in files.items():
         if name not in referenced:
             yield _orphan(folder, name, info._replace(modified=newest.modified), reason, now)
+
+
+def _checkpoints(run_uri: str, now: _Clock) -> Iterator[Orphan]:
+    """Files of a folder are as old as its newest: a large checkpoint is written for minutes."""
+    store = stage_location(run_uri, "train").child(CHECKPOINTS)
+    heads = {name: info for name, info in store.files().items() if _BEST.fullmatch(name)}
+    folders = [name for name in store.subdirectories() if _STEP.fullmatch(name)]
+    if not (heads or folders):
+        return
+    named = {
+        each for name in store.names() if _MARKER.fullmatch(name) for each in _named(store, name)
+    }
+    reason = "of a checkpoint that no marker names"
+    for name in sorted(set(heads) - named):
+        yield _orphan(store, name, heads[name], reason, now)
+    for folder in map(store.child, sorted(set(folders) - named)):
+        files = folder.files()
+        newest = max((info.modified or 0.0 for info in files.values()), default=0.0)
+        for name, info in files.items():
+            yield _orphan(folder, name, info._replace(modified=newest), reason, now)
+
+
+def _named(store: Location, marker: str) -> set[str]:
+    """The folder and the best head of a checkpoint; nothing for a marker that has gone meanwhile.
+
+    Raises CorruptShard for one that cannot be read: its files may be sound.
+    """
+    try:
+        fields = parse_json(store.read(marker))
+        best = fields["progress"].get("best")
+        named = {str(fields["folder"])}
+        return named | (
+            {f"best-{int(best['step']):06d}-{best['file'][1][:16]}.safetensors"} if best else set()
+        )
+    except StoreError:
+        if store.exists(marker):
+            raise
+        return set()
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        fix = "delete the checkpoint; training then goes on from the one before it"
+        raise CorruptShard("not a marker", where=store.where(marker), fix=fix) from None
 
 
 def _orphan(folder: Location, name: str, info: FileInfo, reason: str, now: _Clock) -> Orphan:

@@ -33,6 +33,8 @@ from pipeline.records import (
 from pipeline.reports import REPORT, EvalReport
 from pipeline.store.location import Location
 
+#: Directory of train's checkpoints inside its stage's.
+CHECKPOINTS = "checkpoints"
 BEGIN, MANIFEST = "begin.json", "manifest.json"
 #: Where training puts the head.
 _HEAD = "head"

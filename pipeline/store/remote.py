@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.config import store_timeout_seconds
+from pipeline.config.credentials import holds_credentials
 from pipeline.errors import Eagle3Error, MissingPackage, StoreError, StoreUnavailable
 from pipeline.store.backend import (
     BLOCK,
@@ -182,6 +183,12 @@ def open_filesystem(uri: str) -> tuple[Any, str]:
     """fsspec's filesystem of `uri` and the path in it."""
     import fsspec  # type: ignore[import-untyped]
 
+    if holds_credentials(uri):  # of a command; a configuration has been refused before
+        problem, fix = (
+            "holds a key or a password",
+            "take it out, and let the store's client have it",
+        )
+        raise StoreError(problem, where="the address of the run or the head", fix=fix)
     protocol, where = uri.split("://", 1)[0], f"run.uri {uri}"
     try:
         options = _gcs_options() if protocol in ("gs", "gcs") else {}

@@ -13,7 +13,13 @@ Killed at any instant, the same command picks up the committed shards and ends w
 
 The guarantee is the commit's (shards.py): a claim that is taken over too early costs work and
 nothing else. A claim's age is the difference of two times of the store, so two machines' clocks are
-never compared; a claim of a process on this machine is also abandoned when that process has ended.
+never compared; a claim of a process on this machine is also abandoned when that process has ended,
+and any that has not changed for so long while this process watched, whatever its date.
+
+Training is one piece of work, claimed as a whole: another attempt waits. One that was silent for so
+long that another has taken over (it was stopped, or its node was cut off) writes nothing more. Nor
+does any process into a stage that `--force` has discarded and begun anew; `--force` itself is
+refused while a claim is alive.
 
     names     a b c d e f g h …      all start at the front; a process that meets another's claim
     process 1 ▐a▌▐b▌▐e▌              continues at a random place, so that processes seldom meet
@@ -40,9 +46,16 @@ from typing import Any
 
 from pipeline import __version__
 from pipeline.config import RunConfig, RunSection
-from pipeline.console import notice
+from pipeline.console import notice, one_line
 from pipeline.documents import parse_json
-from pipeline.errors import CorruptShard, Eagle3Error, StageConflict, StageIncomplete
+from pipeline.errors import (
+    CorruptShard,
+    Eagle3Error,
+    StageConflict,
+    StageIncomplete,
+    StoreError,
+    TakenOver,
+)
 from pipeline.records import (
     Arithmetic,
     Manifest,
@@ -109,6 +122,7 @@ def open_stage(
         if not config.run.force:
             raise
     location = stage_location(config.run.uri, stage)
+    _refuse_at_work(location, config.run.claim_seconds)
     files = location.child(SHARDS).files()
     size = sum(info.size for info in files.values())
     contents = f"{len(files)} files of shards, {size:,} bytes"
@@ -139,12 +153,54 @@ class StageRun:
         self._arithmetic: Arithmetic | None = None  # of this attempt
         self._earlier: tuple[Arithmetic, ...] = ()
         self.stage, self._inputs, self._parent_uri = inputs.stage, inputs, parent_uri
+        self._begun = None if manifest else inputs
         #: The time that chat templates render: when the stage was begun, for all its processes.
         #: None where the stage has none.
         self.clock = inputs.clock
         self._seconds = 0.0
         self._counted_until = time.monotonic()
         self._lock = threading.Lock()
+        self._claims: Claims | None = None
+        self._claimed = ""
+
+    def claim(self, name: str, seconds: float) -> None:
+        """Wait until the claim `name` on the whole stage is this process's, or the stage finished.
+
+        Until `release`, what writes into the stage raises TakenOver once another process has it.
+        """
+        self._claims, self._claimed = Claims(self.location, seconds), name
+        self.wait_for_claim()
+
+    def wait_for_claim(self) -> None:
+        """As `claim`, once more."""
+        assert self._claims is not None, "nothing was claimed"
+        self._claims.wait_for(
+            self._claimed,
+            self.is_finished,
+            lambda: notice(self.stage, f"waiting for another process at {self.location.uri}"),
+        )
+
+    def release(self) -> None:
+        """Give up what was claimed; without a claim nothing happens."""
+        if self._claims is not None:
+            self._claims.close()
+            self._claims = None
+
+    def is_finished(self) -> bool:
+        """Whether any process has written the manifest."""
+        return self.location.exists(MANIFEST)
+
+    def require_own(self) -> None:
+        """Raises TakenOver where another process has the claim, StageConflict where the stage is
+        no longer the one that was begun: what this process has made is not to be written."""
+        if self._claims is not None and not self._claims.holds(self._claimed):
+            problem = "was silent for too long, and another process has taken its work over"
+            fix = "let that one go on; if it has ended as well, run the same command again"
+            raise TakenOver(problem, where=self.location.uri, fix=fix)
+        if self._begun is not None and read_begin(self.location) != self._begun:
+            problem = "has been begun anew by another process, with --force"
+            fix = "let that one go on, or choose another run.uri=…"
+            raise StageConflict(problem, where=self.location.uri, fix=fix)
 
     def compute_with(
         self, arithmetic: Arithmetic, *, why: str = "", earlier: Iterable[Arithmetic] = ()
@@ -188,6 +244,7 @@ class StageRun:
         whose bytes need not be `data`.
         """
         assert self.manifest is None, "the stage is finished"
+        self.require_own()
         counts, seconds = dict(rejected or {}), self._count_seconds()
         entry = write_shard(
             self.location,
@@ -244,6 +301,7 @@ class StageRun:
 
     def write_once(self, name: str, data: bytes) -> None:
         """Write a file that follows from the shards. Raises StageConflict for another one."""
+        self.require_own()
         if self.location.create(name, data) != data:
             problem = "is not what follows from the shards; another version of eagle3 wrote it"
             fix = "use that version, or pass --force to make the stage again"
@@ -290,6 +348,7 @@ class StageRun:
             wall_seconds=round(self._seconds, 3),
             files=written | entries | dict(known or {}),
         )
+        self.require_own()
         there = self.location.create(MANIFEST, sealed_json(manifest.model_dump(mode="json")))
         first = parse_manifest(self.location, there, self.stage)
         if first.content_hash != manifest.content_hash:
@@ -361,6 +420,18 @@ def _refuse_other_inputs(
     problem = f"holds {state} work for another {' and '.join(sorted(kinds))}: {each}"
     fix = "pass --force to discard that work, or keep it and choose another run.uri=…"
     raise StageConflict(problem, where=location.uri, fix=fix)
+
+
+def _refuse_at_work(location: Location, claim_seconds: float) -> None:
+    """Raises StageConflict where another process makes what is to be discarded."""
+    holders = Claims(location, claim_seconds).holders()
+    if holders:
+        problem = f"another process is at work on it: {', '.join(sorted(holders))}"
+        fix = (
+            f"stop it and run the same command again, {claim_seconds:g} s later if it was on "
+            "another machine; or choose another run.uri=…"
+        )
+        raise StageConflict(problem, where=location.uri, fix=fix)
 
 
 def _machine_text(arithmetic: Arithmetic | None) -> str:
@@ -472,6 +543,7 @@ class Claims:
         self._files: dict[str, str] = {}  # shard → file
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._watched: dict[str, tuple[float, float]] = {}  # file → its date, seen first when
         self._claim = canonical_json(
             {
                 "claim": secrets.token_hex(8),
@@ -490,17 +562,45 @@ class Claims:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release all, and renew nothing more."""
         self._over.set()
         if self._thread:
             self._thread.join()
         with suppress(Eagle3Error):  # a claim that stays grows old
             self.release_all()
 
-    def wait_for(self, name: str, is_done: Callable[[], bool]) -> None:
-        """Block until `is_done`, or until this process holds the claim `name`."""
+    def wait_for(
+        self, name: str, is_done: Callable[[], bool], waiting: Callable[[], None] = lambda: None
+    ) -> None:
+        """Block until `is_done`, or until this process holds the claim `name`.
+
+        `waiting` is called once, before the first pause.
+        """
         wait = _Wait(self._seconds)
         while not is_done() and not self.take(name):
+            waiting()
+            waiting = _nothing
             wait.sleep()
+
+    def holds(self, name: str) -> bool:
+        """Whether the claim `name` is still this process's, by a look at the store."""
+        file = self._files.get(name)
+        if file is None or self._folder.exists(_successor(file)):
+            return False
+        return self._folder.exists(file) and self._folder.read(file) == self._claim
+
+    def holders(self) -> set[str]:
+        """Host and process of each claim that is alive."""
+        alive = set()
+        for file in self._folder.names():
+            with suppress(StoreError):  # released meanwhile
+                data = self._folder.read(file)
+                if not self._folder.exists(_successor(file)) and not self._is_abandoned(file, data):
+                    alive.add(_holder_of(data))
+        return alive
 
     def take(self, name: str) -> bool:
         """Whether this process now holds the claim on shard `name`."""
@@ -532,17 +632,24 @@ class Claims:
         """Whether the process that wrote the claim `data` has ended, or no longer renews it."""
         with suppress(ValueError, KeyError, TypeError, OSError):
             holder = parse_json(data)
-            if holder["machine"] == _machine() and not Path(f"/proc/{int(holder['pid'])}").exists():
+            if holder["machine"] == _machine() and not _runs(int(holder["pid"])):
                 return True
         info = self._folder.info_if_there(file)
         if info is None or info.modified is None:
             return False  # released: the next look can take it
-        return self._folder.now() - info.modified > self._seconds
+        # A clock that was set back leaves dates in the future, which do not grow old.
+        now = time.monotonic()
+        date, since = self._watched.get(file, (None, now))
+        if date != info.modified:
+            self._watched[file], since = (info.modified, now), now
+        is_unchanged = now - since > self._seconds
+        return is_unchanged or self._folder.now() - info.modified > self._seconds
 
     def _renew_in_background(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._renew, name="claims", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._renew, name="claims", daemon=True)
+            thread.start()  # which fails where memory is short
+            self._thread = thread
 
     def _renew(self) -> None:
         while not self._over.wait(self._seconds / _RENEWALS):
@@ -551,9 +658,38 @@ class Claims:
                     if name not in self._files:
                         continue
                     try:
+                        if not self.holds(name):  # this process was stopped for a while
+                            del self._files[name]
+                            continue
                         self._folder.write(self._files[name], self._claim)
                     except Eagle3Error as error:  # at worst the shard is made twice
                         notice("storage", f"a claim could not be renewed: {error}")
+
+
+def _nothing() -> None:
+    """For who does not want to know."""
+
+
+def _successor(file: str) -> str:
+    """That of the process which takes the claim `file` over."""
+    name, number, suffix = file.rsplit(".", 2)
+    return f"{name}.{int(number) + 1:04d}.{suffix}"
+
+
+def _holder_of(data: bytes) -> str:
+    try:
+        holder = parse_json(data)
+        return f"process {int(holder['pid'])} on {one_line(str(holder['host']), 80)}"
+    except (ValueError, KeyError, TypeError):
+        return "a process that has left no name"
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this machine has not ended; one that waits for its parent has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def _machine() -> str:

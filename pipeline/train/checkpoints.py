@@ -9,7 +9,8 @@
 The marker holds the progress, the position in the data, and size and SHA-256 of every file. Without
 one, or with files that differ from it, a checkpoint was cut off by a kill and is ignored; the next
 older one is taken. The files of an attempt have names of its own, so that two attempts at once,
-maybe one on a node that was given up for lost, never mix theirs.
+maybe one on a node that was given up for lost, never mix theirs; and an attempt deletes no others
+than its own, and those that a marker named. The rest is left to `eagle3 gc`.
 
 Of a remote run the files are also in this machine's cache, and are fetched where they are not, or
 differ: what counts is the marker in the store.
@@ -25,7 +26,8 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, BinaryIO, NamedTuple
 
@@ -42,11 +44,11 @@ from pipeline.errors import CorruptShard, StoreError
 from pipeline.records import Record, StoredFile, digest, stored_file
 from pipeline.store.disk import replace_file
 from pipeline.store.location import Location
+from pipeline.store.manifest import CHECKPOINTS
 from pipeline.train.metrics import METRICS
 from pipeline.train.progress import Best, Progress
 from pipeline.train.trainer import TrainingState
 
-CHECKPOINTS = "checkpoints"
 WEIGHTS, MOMENTS = "weights.safetensors", "moments.safetensors"
 #: Of everything here; a marker's last.
 _STEP = re.compile(r"(?:step|best)-(\d+)[-.]")
@@ -125,14 +127,23 @@ def workspace(stage: Location) -> Path:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, stage: Location, *, identity: str, keep: int) -> None:
+    def __init__(
+        self,
+        stage: Location,
+        *,
+        identity: str,
+        keep: int,
+        require_own: Callable[[], None] = lambda: None,
+    ) -> None:
         """`identity` is the hash of the configuration and the parent.
 
-        Checkpoints of another are not read.
+        Checkpoints of another are not read. `require_own` is called before anything is written or
+        deleted, and raises where that is no longer this process's to do.
         """
         self._store = stage.child(CHECKPOINTS)
         self._local = workspace(stage) / CHECKPOINTS
-        self._identity, self._keep = identity, keep
+        self._identity, self._keep, self._require_own = identity, keep, require_own
+        self._own: set[str] = set()  # folders and heads that this attempt has written
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint of this identity, its files on this disk; None without one.
@@ -154,8 +165,10 @@ class Checkpoints:
 
         Raises StoreError when the store refuses.
         """
+        self._require_own()
         data = encode(dict(weights))
         file = stored_file(data)
+        self._own.add(_best_name(step, file))
         for place in self._places():
             place.write(_best_name(step, file), data)
         return file
@@ -178,9 +191,13 @@ class Checkpoints:
         name = _marker_name(progress.step)
         folder = f"{name.removesuffix('.json')}-{secrets.token_hex(8)}"
         directory = self._local / folder
+        self._require_own()
+        self._own.add(folder)
         try:
             files = _write_files(directory, state, metrics)
         except (OSError, SafetensorError) as error:
+            self._require_own()
+            shutil.rmtree(directory, ignore_errors=True)
             problem = f"a checkpoint cannot be written: {str(error).splitlines()[0]}"
             fix = "free some space, or choose another run.uri=…"
             raise StoreError(problem, where=str(directory), fix=fix) from error
@@ -195,6 +212,7 @@ class Checkpoints:
             folder=folder,
             files=files,
         )
+        self._require_own()
         self._store.write(name, marker.model_dump_json().encode())
         self._prune(progress.step)
 
@@ -204,21 +222,21 @@ class Checkpoints:
         A later step's is another attempt's, or is passed over again, and does not count.
         """
         retained: list[Marker] = []
+        ours = set(self._own)
         for name in reversed(self._marker_names()):
             marker = self._read(name)
             if marker and sum(newer.progress.step <= step for newer in retained) < self._keep:
                 retained.append(marker)
             else:
+                ours |= _names_of(marker) if marker else set()
                 self._store.delete(name)
-        named = {marker.folder for marker in retained}
-        named |= {name for marker in retained for name, _ in _files_of(marker)}
+        deleted = ours - {each for marker in retained for each in _names_of(marker)}
         for place in self._places():
-            for folder in place.subdirectories():
-                if folder not in named and 0 <= _step_of(folder) <= step:
-                    place.child(folder).delete_tree()
-            for name in place.names():
-                if name.startswith("best-") and name not in named and _step_of(name) <= step:
-                    place.delete(name)
+            for folder in deleted.intersection(place.subdirectories()):
+                place.child(folder).delete_tree()
+            for name in deleted.intersection(place.names()):
+                place.delete(name)
+        self._own -= deleted
 
     def _places(self) -> Iterator[Location]:
         """Where files are: the store, and this machine's copy of a remote one."""
@@ -267,6 +285,11 @@ def _files_of(marker: Marker) -> Iterator[tuple[str, StoredFile]]:
         yield f"{marker.folder}/{name}", file
     if best := marker.progress.best:
         yield _best_name(best.step, best.file), best.file
+
+
+def _names_of(marker: Marker) -> set[str]:
+    """Its folder, and the head of its progress."""
+    return {name.partition("/")[0] for name, _ in _files_of(marker)}
 
 
 def _write_files(directory: Path, state: TrainingState, metrics: bytes) -> dict[str, StoredFile]:

@@ -62,7 +62,12 @@ def set_up(
 ) -> TrainingLoop:
     """The training of `head`, resumed from the newest checkpoint if there is one."""
     location, identity = stage_run.location, _identity(stage_run, data.held_out)
-    checkpoints = Checkpoints(location, identity=identity, keep=config.train.keep_checkpoints)
+    checkpoints = Checkpoints(
+        location,
+        identity=identity,
+        keep=config.train.keep_checkpoints,
+        require_own=stage_run.require_own,
+    )
     resumed = broadcast_from_rank0(checkpoints.newest)
     if resumed is None and solves_least_squares(config.train):
         solve_least_squares(config, head, target, data)
@@ -86,7 +91,14 @@ def set_up(
         evaluator = rank0_only(lambda: Evaluator(target, shape, section, held_out, device))
     lines, run_id = resumed.metrics() if resumed and trainer.rank == 0 else b"", identity[:12]
     directory = workspace(location)
-    metrics = rank0_only(lambda: Metrics(directory, location, config, before=lines, run_id=run_id))
+
+    def open_metrics() -> Metrics:
+        require = stage_run.require_own
+        return Metrics(
+            directory, location, config, before=lines, run_id=run_id, require_own=require
+        )
+
+    metrics = rank0_only(open_metrics)
     return TrainingLoop(trainer, data, section, checkpoints, metrics, evaluator, steps, progress)
 
 
@@ -322,8 +334,7 @@ class TrainingLoop:
             "data_wait_share": round(waiting, 4),
             "peak_memory_gb": round(self.trainer.peak_memory(), 3),
         }
-        if self.metrics:
-            self.metrics.write(line)
+        rank0_only(lambda: self.metrics and self.metrics.write(line))
         known = progress.last | acceptance
         taus = {name: known[name] for name in ("tau", "tau_se") if name in known}
         last = means | taus | {"tokens_per_second": speed}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,23 @@ class Metrics:
     """Lines of `directory`/metrics.jsonl, of which `stage` gets a copy when it is elsewhere."""
 
     def __init__(
-        self, directory: Path, stage: Location, config: RunConfig, *, before: bytes, run_id: str
+        self,
+        directory: Path,
+        stage: Location,
+        config: RunConfig,
+        *,
+        before: bytes,
+        run_id: str,
+        require_own: Callable[[], None] = lambda: None,
     ) -> None:
         """`before` are the lines up to the step that a resumed run goes on from.
 
         Lines beyond it, of steps that are taken again, are removed. `run_id` is the run's name in
-        Weights & Biases, the same when it is resumed.
+        Weights & Biases, the same when it is resumed. `require_own` is called before anything is
+        written, and raises where that is no longer this process's to do.
         """
-        self._path, self._stage = directory / METRICS, stage
+        self._path, self._stage, self._require_own = directory / METRICS, stage, require_own
+        self._require_own()
         Location(str(directory)).write(METRICS, before)
         disabled = config.train.wandb == "disabled"
         goes_on = bool(before)
@@ -76,6 +85,7 @@ class Metrics:
 
     def write(self, line: Mapping[str, float]) -> None:
         """Append one line to both. Raises StoreError when the disk refuses."""
+        self._require_own()
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -88,6 +98,7 @@ class Metrics:
 
     def publish(self) -> bytes:
         """All lines so far, once the stage's directory has them."""
+        self._require_own()
         data = self._path.read_bytes()
         if not self._stage.is_local:
             self._stage.write(METRICS, data)

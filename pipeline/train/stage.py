@@ -14,11 +14,14 @@ and writes all of this, and broadcasts to the others.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Any
+
+import torch
 
 from pipeline.config import RunConfig, prepare_process, rank, world_size
 from pipeline.console import console, long_step, notice
-from pipeline.errors import StageConflict
+from pipeline.errors import StageConflict, TakenOver, memory_explained
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import HeadCard, without_places
 from pipeline.heads.init import DraftVocabulary
@@ -30,7 +33,7 @@ from pipeline.store.stage_run import StageRun, open_stage
 from pipeline.target.arithmetic import pick_device
 from pipeline.target.open import Target, open_target
 from pipeline.train.checkpoints import stored_checkpoints, workspace
-from pipeline.train.group import broadcast_from_rank0, join_group, rank0_first
+from pipeline.train.group import broadcast_from_rank0, join_group, rank0_first, rank0_only
 from pipeline.train.loop import TrainingLoop, set_up
 from pipeline.train.metrics import METRICS, VOLATILE
 from pipeline.train.prepare import (
@@ -46,6 +49,7 @@ from pipeline.train.prepare import (
 from pipeline.train.progress import Progress
 
 HEAD = "head"
+_CLAIM = "training"
 
 
 def run(config: RunConfig) -> Manifest:
@@ -62,10 +66,34 @@ def run(config: RunConfig) -> Manifest:
     if world_size() > 1:
         join_group(device, minutes=config.train.timeout_minutes)
     stage_run = rank0_first(lambda: _open_stage(config, parent))
+    if stage_run.manifest is None:
+        try:
+            rank0_only(lambda: stage_run.claim(_CLAIM, config.run.claim_seconds))
+            if not broadcast_from_rank0(stage_run.is_finished):
+                return _train(config, parent, stage_run, device)
+        except TakenOver as error:
+            rank0_only(partial(_outlast, stage_run, error))
+        finally:
+            stage_run.release()
+        stage_run = rank0_first(lambda: _open_stage(config, parent))
+    assert stage_run.manifest is not None, "another process has finished it"
+    notice("train", f"complete: head at {stage_run.location.child(HEAD).uri}")
+    return stage_run.manifest
+
+
+def _outlast(stage_run: StageRun, error: TakenOver) -> None:
+    """Wait until the attempt that took over has finished; raises `error` where it has ended."""
+    notice("train", error.problem)
+    stage_run.wait_for_claim()
+    if not stage_run.is_finished():
+        raise error
+
+
+def _train(
+    config: RunConfig, parent: Manifest, stage_run: StageRun, device: torch.device
+) -> Manifest:
+    """Train and export as the only attempt. Raises TakenOver where it no longer is."""
     head_uri = stage_run.location.child(HEAD).uri
-    if stage_run.manifest:
-        notice("train", f"complete: head at {head_uri}")
-        return stage_run.manifest
     where = manifest_where(config.run.uri, "features")
     decoded = config.train.evaluate_every is not None
     target = open_target(config.target, expected=parent.contract, where=where, decoded=decoded)
@@ -76,7 +104,8 @@ def run(config: RunConfig) -> Manifest:
     log_coverage(data.survey, vocabulary)
     head = initial_head(init, config.train, vocabulary, target, seed=config.run.seed)
     loop = set_up(config, stage_run, head, target, data)
-    loop.run()
+    with memory_explained("train"):
+        loop.run()
     with long_step("train", "writing the head"):
         broadcast_from_rank0(
             lambda: _finish(config, parent, stage_run, init, data, vocabulary, target, loop)
@@ -142,6 +171,7 @@ def _chosen_head(init: HeadInit, loop: TrainingLoop) -> DraftingHead:
 def _export(stage_run: StageRun, head: DraftingHead, card: HeadCard, *, tokens: int) -> None:
     """Write the head's directory and commit its files; `tokens` are those it was trained on."""
     directory = workspace(stage_run.location) / HEAD
+    stage_run.require_own()
     save_head(directory, head, card)
     for file in sorted(directory.iterdir()):
         own, data = tokens if file.suffix == ".safetensors" else 0, file.read_bytes()

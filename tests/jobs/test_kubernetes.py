@@ -12,6 +12,7 @@ import yaml
 
 from pipeline.cli import parse_arguments
 from pipeline.config import RunConfig, parse
+from pipeline.documents import parse_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs import render
 from pipeline.records import STAGES
@@ -92,11 +93,37 @@ def test_the_schemas_catch_faults(configure: Configure, fault: Callable[[Object]
         kubernetes_validate.validate(job, VERSIONS[0], strict=True)
 
 
-def test_pods_run_the_configuration_that_was_rendered(configure: Configure) -> None:
-    odd = 'it\'s: {odd} "quoted" # and\nlong'
+#: What YAML 1.1 or 1.2 reads as something else than text, where nothing quotes it.
+NOT_TEXT = ("no", "null", "true", "y", "1e3", "0x1f", "12", "1.5", "2024-01-01")
+
+
+@pytest.mark.parametrize("word", NOT_TEXT)
+def test_names_stay_texts(configure: Configure, word: str) -> None:
+    names = {"image": word, "service_account": word, "volume_claim": word}
+    config = configure(run={"uri": f"/runs/{word}"}, jobs=names)
+    for job in jobs(config).values():
+        kubernetes_validate.validate(job, VERSIONS[0], strict=True)
+        pod = job["spec"]["template"]["spec"]
+        assert isinstance(job["metadata"]["labels"]["app.kubernetes.io/instance"], str)
+        claims = [each.get("persistentVolumeClaim", {}) for each in pod["volumes"]]
+        assert pod["serviceAccountName"] == word and {"claimName": word} in claims
+        assert pod["containers"][0]["image"] == word
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        'it\'s: {odd} "quoted" # and\nlong',
+        "$(id) `id` ${HOME} {{ jobs }} {% raw %} %x",
+        "a\u2028b\u2029c\x85d\ufeffe\U0001f600 \t ü",
+        "- leading\n  - deeper\n\n\ttab \n--- \n...\n",
+        " blank at both ends ",
+    ],
+)
+def test_pods_run_the_configuration_that_was_rendered(configure: Configure, odd: str) -> None:
     config = configure(synth={"system_prompt": odd}, train={"learning_rate": 1e-5}, **BUCKET)
     for kinds in objects(config).values():
-        again = parse(yaml.safe_load(kinds["ConfigMap"]["data"]["run.yaml"]))
+        again = parse(parse_yaml(kinds["ConfigMap"]["data"]["run.yaml"]))
         assert again.synth and again.synth.system_prompt == odd
         assert all(again.section_hash(stage) == config.section_hash(stage) for stage in STAGES)
         assert again.run.uri == config.run.uri
@@ -254,3 +281,9 @@ def test_bad_values_are_refused(configure: Configure, key: str, value: object) -
 def test_jobs_are_named_after_the_run(configure: Configure, uri: str, name: str) -> None:
     job = jobs(configure(run={"uri": uri}))["synth"]
     assert job["metadata"]["name"] == name
+
+
+def test_a_path_that_no_pod_can_mount_is_refused(configure: Configure) -> None:
+    config = configure(run={"uri": "/runs:a/x"}, jobs={"volume_claim": "runs"})
+    with pytest.raises(ConfigError, match=r"run\.uri: Kubernetes mounts no path with a colon"):
+        render(config, "kubernetes")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +198,22 @@ def test_the_configured_labels_win(tmp_path: Path) -> None:
         ('{"turns": ["a"], "id": "\\udc00"}', ": id: is not valid Unicode"),
         ('{"turns": ["a"], "source": " "}', ": source: is blank"),
         ('{"turns": ["a"], "id": true}', ": id: is not a text"),
-        ("[" * 200_000, "not valid JSON: it is nested too deeply"),
-        ('{"id": ' + "9" * 5000 + "}", "not valid JSON: a number has too many digits"),
+        ("[" * 200_000, "is nested more than 64 layers deep"),
+        ('{"id": ' + "9" * 5000 + "}", ": id: an integer of 5000 digits"),
         ('{"turns": ["a"], "system": 3}', "the system prompt is not a text"),
+        ('{"turns": ["a"], "license": "GPL-3.0", "license": "MIT"}', ": license: is there twice"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "role": "system"}]}',
+            ": messages.0.role: is there twice",
+        ),
+        (
+            json.dumps({"messages": '[{"role": "user", "content": "a", "content": "b"}]'}),
+            ": messages: is a text, not a list",
+        ),
+        (
+            json.dumps({"messages": "[{'role': 'user', 'content': 'a', 'content': 'b'}]"}),
+            ": messages: is a text, not a list",
+        ),
     ],
 )
 def test_a_broken_line_is_named_with_file_line_field_and_fix(
@@ -238,6 +253,78 @@ def test_a_row_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="1 of 3 records of this source cannot be used"):
         list(read_source(spec, bad))
     assert bad.counts == {"record:not_utf8": 1}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, inside: bool) -> None:
+    """A record would have the last of them, and with it maybe another licence."""
+    columns = [pa.array(["GPL-3.0"]), pa.array(["MIT"]), pa.array(["Why?"])]
+    names = ["license", "license", "prompt"]
+    table, path = pa.table(columns, names), str(tmp_path / "p.parquet")
+    if inside:
+        table = pa.table({"all": pa.StructArray.from_arrays(columns, names)})
+    pq.write_table(table, path)
+    expected = rf"p\.parquet: has two columns {'all.' * inside}license \(fix: rename"
+    with pytest.raises(DataError, match=expected):
+        load(path)
+
+
+READ = """
+import resource, sys
+from pipeline.config import SourceSpec
+from pipeline.prompts.bad_records import BadRecords
+from pipeline.prompts.sources import read_source
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+import pandas, pyarrow.parquet
+before, bad = peak(), BadRecords()
+prompts = list(read_source(SourceSpec(source=sys.argv[1]), bad))
+print(len(prompts), dict(bad.counts), peak() - before)
+"""
+
+
+def _bomb(path: Path) -> None:
+    """A small file of 100 prompts and a text of 400 MB: one line, or all of the cells in a row."""
+    good = [{"turns": ["Why?"]} for _ in range(100)]
+    if path.suffix == ".gz":
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            file.write(b"".join(json.dumps(each).encode() + b"\n" for each in good[:50]))
+            file.write(b'{"turns": ["')
+            for _ in range(400):
+                file.write(b"x" * (1 << 20))
+            file.write(b'"]}\n')
+            file.write(b"".join(json.dumps(each).encode() + b"\n" for each in good[50:]))
+        return
+    cells = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 100 + [1] * 25 + [2], pa.int32()),
+        pa.array(["Why?", "y" * (16 << 20), "z" * (17 << 20)]),
+    )
+    lists = pa.ListArray.from_arrays(pa.array([*range(101), 125, 126], pa.int32()), cells)
+    pq.write_table(pa.table({"turns": lists}), path, compression="zstd")
+
+
+def test_a_table_that_unpacks_to_far_more_than_it_is_is_not_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "p.parquet")
+    texts = pa.array(["y" * (16 << 20)] * 20)
+    pq.write_table(pa.table({"prompt": texts}), path, compression="zstd", use_dictionary=False)
+    with pytest.raises(DataError, match=r"p\.parquet: prompt: unpacks to .* times its size"):
+        load(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("p.jsonl.gz", 1), ("p.parquet", 2)])
+def test_a_small_file_cannot_fill_the_memory(tmp_path: Path, name: str, count: int) -> None:
+    path = tmp_path / name
+    _bomb(path)
+    assert path.stat().st_size < 4 << 20
+    command = [sys.executable, "-c", READ, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    prompts, rest = done.stdout.split(" ", 1)
+    counts, grown = rest.rsplit(" ", 1)
+    assert (prompts, counts) == ("100", f"{{'record:too_long': {count}}}")
+    assert int(grown) < 200, "MiB"
 
 
 BAD = {

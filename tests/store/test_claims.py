@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import StageConflict
 from pipeline.store import stage_run as claims_module
 from pipeline.store.gc import find_orphans, remove
 from pipeline.store.location import Location
@@ -178,3 +179,53 @@ def test_gc_removes_claims_that_killed_processes_left_in_a_finished_stage(tmp_pa
     assert orphan.reason == "claim on a shard of a finished stage"
     remove([orphan])
     assert find_orphans(str(tmp_path)) == []
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_date_in_the_future_keeps_no_claim_alive(tmp_path: Path) -> None:
+    """The store's clock was set back: what stands still while it is watched is abandoned."""
+    location, ahead = Location(str(tmp_path)), time.time() + 365 * 86_400
+    with Claims(location, 1000) as dead, Claims(location, 0.3) as other:
+        assert dead.take("a")
+        os.utime(tmp_path / "claims/a.0000.json", (ahead, ahead))
+        assert not other.take("a")
+        time.sleep(0.2)
+        os.utime(tmp_path / "claims/a.0000.json", (ahead + 1, ahead + 1))
+        time.sleep(0.2)
+        assert not other.take("a"), "it was renewed"
+        time.sleep(0.4)
+        assert other.take("a")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_claim_that_was_taken_over_is_not_renewed(location: Location) -> None:
+    """Its process was stopped, and wakes up."""
+    folder = location.child("claims")
+    with Claims(location, 0.4) as stopped, Claims(location, 0.4) as other:
+        assert stopped.take("a") and stopped.holds("a")
+        thread, stopped._thread = stopped._thread, None
+        stopped._over.set()
+        assert thread is not None
+        thread.join()
+        stopped._over.clear()
+        time.sleep(1.0)
+        assert other.take("a") and other.holds("a") and not stopped.holds("a")
+        before = folder.info("a.0000.json").modified
+        stopped._renew_in_background()
+        time.sleep(0.5)
+        assert folder.info("a.0000.json").modified == before
+        assert other.holds("a")
+
+
+def test_force_discards_nothing_that_another_process_is_making(tmp_path: Path) -> None:
+    first = make_config(tmp_path)
+    second = make_config(tmp_path, force=True, synth={"temperature": 0.5})
+    stage_run = open_stage(first, "synth", None)
+    with Claims(stage_run.location, 60) as claims:
+        assert claims.take("a")
+        with pytest.raises(StageConflict, match=rf"at work on it: process {os.getpid()} on .*stop"):
+            open_stage(second, "synth", None)
+    assert open_stage(second, "synth", None).committed == set()
+    with pytest.raises(StageConflict, match="has been begun anew by another process"):
+        stage_run.commit("a.bin", b"of the first", rows=1, tokens=1)
+    assert stage_run.location.child("shards").names() == []

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.config.credentials import ISSUED_KEYS
 from pipeline.synth.privacy.finding import Finding, pattern_finder
 
 #: Entity types of this module.
@@ -34,19 +35,9 @@ _PIECE, _OVERLAP = 500, 200
 _BLANKS = re.compile(r"[^\S\n]{8,}+")
 _ENTROPY = frozenset({"Base64HighEntropyString", "HexHighEntropyString"})
 
-#: What issuers write before their keys.
-_PREFIXES = (
-    r"AIza|gh[pousr]_|github_pat_|hf_|npm_|gsk_|r8_|ntn_|nvapi-|pplx-|xai-|fw_|tvly-|"  # models
-    r"[spr]k_(?:live|test)_|whsec_|shp(?:at|ca|pa|ss)_|sq0(?:atp|csp)-|EAA[A-Z]|"  # payments, shops
-    r"xapp-\d-|xox[a-z]-|GOCSPX-|ya29\.|SG\.|lin_api_|figd_|key-|pat[A-Za-z0-9]{14}\.|ATATT3x|"
-    r"hvs\.|gl(?:sa|pat|rt|dt)[_\-]|do[op]_v1_|dckr_pat_|dapi|pypi-AgE|sbp_|pscale_tkn_|dp\.pt\.|"
-    r"NRAK-|AKCp|tok-|AGE-SECRET-KEY-1"
-)
 _MIXED = r"(?=[A-Za-z_\-]*+[0-9])(?=[0-9_\-]*+[A-Za-z])"  # letters and digits
 _KEYS = (
-    rf"\b(?:{_PREFIXES})(?=[A-Za-z_\-.]*+[0-9])[A-Za-z0-9_\-.]{{19,}}+",
-    r"\bsk-(?:[A-Za-z]{2,10}-)*[A-Za-z0-9_\-]{20,}",  # OpenAI's newer forms, Anthropic
-    r"\beyJ[\w\-]{8,}+\.[\w\-]{8,}+(?:\.[\w\-]*+)?",  # JSON web tokens
+    *ISSUED_KEYS,
     r"(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/\w{6,}+/[\w\-/]{20,}+",
     r"\b(?:api|tok|token|key|secret|pat|pk|rk|sk|live|test)[_\-]"
     r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{24,}\b",
