@@ -254,8 +254,11 @@ class TokenIdReader:
         """The text as ids, with the token that ended the reply."""
         prompt, template = request.prompt_ids, self._template
         text = template.text(prompt, special=True) + sent.text
-        whole = tuple(template.encode(text))
-        if _REPLACEMENT in sent.text or template.text(whole, special=True) != text:
+        marked = template.marked_text(prompt)
+        if marked is None or _REPLACEMENT in sent.text:
+            return "not_text"
+        whole = tuple(template.encode_marked(marked + sent.text))
+        if template.text(whole, special=True) != text:
             return "not_text"
         if whole[: len(prompt)] != prompt:
             return "not_aligned"
