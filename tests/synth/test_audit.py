@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -104,7 +105,7 @@ def test_spelt_control_tokens_are_text_and_are_counted(
     manifest = run(config)
     [shard] = manifest.shards
     samples = list(read_samples(stage_location(config.run.uri, "synth"), shard))
-    tokenizer = AutoTokenizer.from_pretrained(config.target.source)
+    tokenizer: Any = AutoTokenizer.from_pretrained(config.target.source)
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", END])
     for each in samples:
         # One opening a message and one for the reply; what closes a reply is the reply's own.

@@ -26,6 +26,8 @@ _NUMERIC = frozenset(
 )
 _NUMERIC_CHARACTERS = re.compile(r"\d(?:\D{0,3}\d){3}|@|::|[A-Za-z0-9]{25}")
 _DECIMAL, _POINT = re.compile(r"\d{1,3}\.\d+"), re.compile(r"\d[.,]$")
+_DATE_FIRST = re.compile(r"(?:19|20)\d\d([.\-/])(?:0?[1-9]|1[0-2])\1(?:0?[1-9]|[12]\d|3[01])\b")
+_ISBN_SHAPE = re.compile(r"(?=(?:\d-?){10}$)\d{1,5}-\d{1,7}-\d{1,6}-\d")
 _LETTER = re.compile(r"[^\W\d_]")
 #: Characters before and behind an @ in which there is room for an address.
 _LOCAL_PART, _DOMAIN = 100, 300
@@ -212,17 +214,25 @@ def _phone_recognizer() -> Any:
             if not _SEVEN_DIGITS.search(text):
                 return []
             numbers = super().analyze(text, entities, nlp_artifacts)
-            return [n for n in numbers if not _is_decimal(text, n.start, n.end)]
+            return [n for n in numbers if not _is_no_phone(text, n.start, n.end)]
 
     return PrefilteredPhoneRecognizer()
 
 
-def _is_decimal(text: str, start: int, end: int) -> bool:
-    """0.2408467, or the second half of it."""
+def _is_no_phone(text: str, start: int, end: int) -> bool:
+    """A decimal such as 0.2408467 or the second half of one, a date with a time, an ISBN."""
     number = text[start:end]
     return bool(
-        _DECIMAL.fullmatch(number) or (number.isdigit() and _POINT.search(text[:start][-2:]))
+        _DECIMAL.fullmatch(number)
+        or (number.isdigit() and _POINT.search(text[:start][-2:]))
+        or _DATE_FIRST.match(number)
+        or (_ISBN_SHAPE.fullmatch(number) and _is_isbn(re.sub(r"\D", "", number)))
     )
+
+
+def _is_isbn(digits: str) -> bool:
+    """Ten digits with a valid check digit, other than X."""
+    return sum((10 - place) * int(digit) for place, digit in enumerate(digits)) % 11 == 0
 
 
 def _country_recognizers(registry: Any) -> list[Any]:
