@@ -29,6 +29,12 @@ _DECIMAL, _POINT = re.compile(r"\d{1,3}\.\d+"), re.compile(r"\d[.,]$")
 _DATE_FIRST = re.compile(r"(?:19|20)\d\d([.\-/])(?:0?[1-9]|1[0-2])\1(?:0?[1-9]|[12]\d|3[01])\b")
 _ISBN_SHAPE = re.compile(r"(?=(?:\d-?){10}$)\d{1,5}-\d{1,7}-\d{1,6}-\d")
 _LETTER = re.compile(r"[^\W\d_]")
+_NO_NAME = re.compile(
+    r"[@=^*{}<>_]|\d.*\d|\d[A-Za-z]|[A-Za-z]\d|(?:^(?:rue|via|vicolo|calle|rua|lake|mount|port)\s"
+    r"|\s(?:street|road|avenue|lane|drive|ville|views?|lakes?|path|mills?|circle|marg|chowk|forge|suite|"
+    r"prairie|orchard|crossroad|loop|centers?|ferry|inlet|tunnel|hb|ab|gmbh|inc|ltd|llc|plc|ap|ae)$)",
+    re.IGNORECASE,
+)
 #: Characters before and behind an @ in which there is room for an address.
 _LOCAL_PART, _DOMAIN = 100, 300
 _SEVEN_DIGITS = re.compile(r"\d(?:[ ().\-/]{0,3}\d){6}")
@@ -86,7 +92,7 @@ class Analyzer:
         findings = [
             Finding(r.start, r.end, r.entity_type, r.score)
             for r in results
-            if r.entity_type != "PERSON" or _LETTER.search(text, r.start, r.end)
+            if r.entity_type != "PERSON" or _may_be_name(text[r.start : r.end])
         ]
         return findings, artifacts.tokens
 
@@ -217,6 +223,11 @@ def _phone_recognizer() -> Any:
             return [n for n in numbers if not _is_no_phone(text, n.start, n.end)]
 
     return PrefilteredPhoneRecognizer()
+
+
+def _may_be_name(name: str) -> bool:
+    """Not a key, an address of any kind or a street, which spaCy's small model takes for people."""
+    return not _NO_NAME.search(name) and _LETTER.search(name) is not None
 
 
 def _is_no_phone(text: str, start: int, end: int) -> bool:
