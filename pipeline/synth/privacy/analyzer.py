@@ -31,7 +31,7 @@ _ISBN_SHAPE = re.compile(r"(?=(?:\d-?){10}$)\d{1,5}-\d{1,7}-\d{1,6}-\d")
 _LETTER = re.compile(r"[^\W\d_]")
 _NO_NAME = re.compile(
     r"[@=^*{}<>_]|\d.*\d|\d[A-Za-z]|[A-Za-z]\d|(?:^(?:rue|via|vicolo|calle|rua|lake|mount|port)\s"
-    r"|\s(?:street|road|avenue|lane|drive|ville|views?|lakes?|path|mills?|circle|marg|chowk|forge|suite|"
+    r"|\s(?:street|road|avenue|drive|ville|views?|lakes|path|circle|marg|chowk|forge|suite|"
     r"prairie|orchard|crossroad|loop|centers?|ferry|inlet|tunnel|hb|ab|gmbh|inc|ltd|llc|plc|ap|ae)$)",
     re.IGNORECASE,
 )
