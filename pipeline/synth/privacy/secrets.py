@@ -145,8 +145,8 @@ _PROGRAMS = (
 )
 _BASIC = re.compile(r"(?i)\bbasic\s(?P<value>[a-z0-9+/]{8,}={0,2})")
 _LOGIN = re.compile(
-    r"(?<![\w/])(?:logins?|user ?name|user|credentials|creds|zugang|usuario|identifiants?|utente|usuário)"
-    r"(?:\s?[:=]\s?|\s(?:is|are)\s)[\w.+\-]{2,40}(?:\s?[/|]\s?|:)(?P<value>[^\s\"'`|,]{6,40})",
+    r"(?<![\w/])(?:logins?|user ?name|user|credentials|creds|zugang|usuario|identifiants?|utente|"
+    r"usuário)(?:\s?[:=]\s?|\s(?:is|are)\s)[\w.+\-]{2,40}(?:\s?[/|]\s?|:)(?P<value>[^\s\"'`|,]{6,40})",
     re.IGNORECASE,
 )
 
