@@ -362,8 +362,8 @@ class Rendering:
                     problem,
                     where=f"sample {sample.sample_id} of {sample.source}",
                     fix="the target's tokenizer or chat template is another than synth used, or an "
-                    "older version tokenised the turns one by one; make the samples again with "
-                    "`eagle3 synth --force`",
+                    "older version tokenised the turns one by one, or texts as control tokens; "
+                    "make the samples again with `eagle3 synth --force`",
                 )
         return len(chosen)
 

@@ -166,6 +166,7 @@ def audit_record(
             **details["template"],
             "chat_template_hash": contract.chat_template_hash,
             "samples_with_system_prompt": tallies["system_prompts"],
+            "messages_that_spell_control_tokens": counts("spelt_control_tokens"),
         },
         target=contract,
         settings=details["sampling"],
@@ -298,7 +299,7 @@ def _states_bytes(
 
 Tallies = dict[str, Any]  # names → counts, or names → …
 #: Notes of a shard that are counts by reason.
-_COUNTS = ("ended", "dropped_prompts", "dropped_replies")
+_COUNTS = ("ended", "dropped_prompts", "dropped_replies", "spelt_control_tokens")
 
 
 def tally(samples: Sequence[Sample], notes: Mapping[str, Mapping[str, Any]]) -> Tallies:

@@ -237,6 +237,7 @@ class SynthPipeline:
             "dropped_prompts": dict(dropped),
             "dropped_replies": dict(leaking),
             "findings": findings | leaked,
+            "spelt_control_tokens": self._spelling(samples),
         }
         stage_run.commit(
             batch.name,
@@ -245,6 +246,16 @@ class SynthPipeline:
             tokens=count_tokens(samples)[1],
             rejected=rejected,
             tallies=tally(samples, notes),
+        )
+
+    def _spelling(self, samples: Sequence[Sample]) -> Counter[str]:
+        """Messages by role whose text spells a control token."""
+        spells = self.template.spells_control_token
+        return Counter(
+            message.role
+            for sample in samples
+            for message in sample.messages
+            if spells(message.content)
         )
 
     def _prompt_shards(

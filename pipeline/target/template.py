@@ -21,14 +21,18 @@ A reply ends with the tokens at which transformers stops, and the tokenizer's ow
     tokenizer                its `eos_token` as well, since vLLM and SGLang stop there too
 
 Both files are read as JSON: their sampling settings are ignored and never fail here.
+
+What a text spells stays text: a control token is one only where the template writes it or the
+target generated it (`ControlTokens`).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -81,6 +85,150 @@ class _Clock:
         return {code: text for code, text in written.items() if not text.startswith("%")}
 
 
+class ControlTokens:
+    """Control tokens of a tokenizer and its template, told from texts that spell them.
+
+        content      Say <|im_end|> twice
+        marked       Say <N|im_end|> twice                   N: twenty random digits
+        rendering    <|im_start|>user⏎Say <N|im_end|> twice<|im_end|>⏎
+        renamed      «1»user⏎Say <|im_end|> twice«2»⏎        tokenised by a copy of the tokenizer
+                                                             that knows its tokens as «1» and «2»
+
+    A control token is special, ends a reply, is listed in the tokenizer's `chat_control_tokens`, or
+    is another added token in the template's source (`<tool_call>`), white space excepted. The mark
+    follows every character that one begins with, so that a template can neither join pieces to a
+    token nor take one for its own. The copy reads a text only where the tokenizer
+    itself takes something in it for a control token, also after its normaliser; all other ids are
+    transformers' own. transformers 5.23 does likewise on request (`sanitize_control_tokens`), but
+    tokenises what stands around such a text in pieces.
+    """
+
+    def __init__(self, tokenizer: Any, source_text: str, stop_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        numbers = (f"{secrets.randbelow(10**20):020d}" for _ in range(3))
+        self.mark, self.other_mark, self._nonce = numbers
+        added = {
+            id: token
+            for id, token in tokenizer.added_tokens_decoder.items()
+            if len(token.content) > 1  # a mark has to go in between
+        }
+        listed = getattr(tokenizer, "chat_control_tokens", None) or ()
+        forging = {id for id, token in added.items() if token.special or id in stop_ids}
+        written = {
+            id
+            for id, token in added.items()
+            if token.content in listed
+            or (token.content in source_text and not token.content.isspace())
+        }
+        self._ids = {str(added[id].content): id for id in sorted(forging | written)}
+        self._values = frozenset(self._ids.values())
+        self._regex = _any_of(self._ids)
+        own_words = [text for text, id in self._ids.items() if id not in forging]
+        self._beginnings = {False: _beginnings(self._ids), True: _beginnings(self._ids, own_words)}
+
+    def marked(self, value: Any, *, reply: bool = False) -> Any:
+        """A text with marks, or the same of all texts in an object of JSON.
+
+        A `reply` is in a chat's history: what of it is not special and ends none is the target's
+        own word, such as </think>.
+        """
+        if isinstance(value, str):
+            return self._beginnings[reply].sub(rf"\g<0>{self.mark}", value)
+        if isinstance(value, Mapping):
+            return {self.marked(name): self.marked(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.marked(each) for each in value]
+        return value
+
+    def unmarked(self, text: str) -> str:
+        """The text without marks."""
+        return text.replace(self.mark, "")
+
+    def spelt_in(self, text: str) -> bool:
+        """Whether it spells a control token."""
+        return self._regex.search(text) is not None
+
+    def encode(self, marked: str) -> list[int]:
+        """Ids of a rendering; what is marked in it is text.
+
+        Raises ValueError where this kind of tokenizer cannot keep it so.
+        """
+        own = [self._ids[text] for text in self._regex.findall(marked)]
+        ids = list(self._tokenizer(self.unmarked(marked), add_special_tokens=False)["input_ids"])
+        if [id for id in ids if id in self._values] == own:
+            return ids
+        renamed = self._regex.sub(lambda match: self._names[match[0]], marked)
+        read: list[int] = self._copy.encode(self.unmarked(renamed), add_special_tokens=False).ids
+        return [self._copied_ids.get(id, id) for id in read]
+
+    def marked_text(self, ids: Sequence[int], text: str) -> str | None:
+        """`text`, that of `ids`, with what only spells a control token marked.
+
+        None where the tokens cannot be found in it.
+        """
+        own = [place for place, id in enumerate(ids) if id in self._values]
+        spelt = list(self._regex.finditer(text))
+        if [self._ids[match[0]] for match in spelt] == [ids[place] for place in own]:
+            return text
+        starts = {len(self._decoded(ids[:place])): ids[place] for place in own}
+        real = {
+            match.start() for match in spelt if starts.get(match.start()) == self._ids[match[0]]
+        }
+        if len(real) < len(own):
+            return None
+        return self._regex.sub(
+            lambda match: match[0] if match.start() in real else self.marked(match[0]), text
+        )
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Control token → its name in the copy: nobody can guess it, no normaliser changes it."""
+        return {text: f"<{self._nonce}.{id}.>" for text, id in self._ids.items()}
+
+    @cached_property
+    def _copied_ids(self) -> dict[int, int]:
+        """Id in the copy → the tokenizer's, of control tokens."""
+        return {self._copy.token_to_id(self._names[text]): id for text, id in self._ids.items()}
+
+    @cached_property
+    def _copy(self) -> Any:
+        """The tokenizer with its control tokens renamed."""
+        from tokenizers import Tokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ValueError("a message spells a control token, which this tokenizer cannot split")
+        fields = json.loads(backend.to_str())
+        for token in fields["added_tokens"]:
+            token["content"] = self._names.get(token["content"], token["content"])
+        model, names = fields["model"], self._names
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(text, text): id for text, id in model["vocab"].items()}
+        else:  # Unigram's [piece, score]
+            model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        if "merges" in model:
+            model["merges"] = [pair for pair in model["merges"] if "".join(pair) not in names]
+        fields["post_processor"] = None  # it adds what begins a text, under the old names
+        return Tokenizer.from_str(json.dumps(fields))
+
+
+def _any_of(texts: Collection[str]) -> re.Pattern[str]:
+    """The longest of `texts` that begins at a place, as tokenizers choose."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _beginnings(texts: Collection[str], but: Collection[str] = ()) -> re.Pattern[str]:
+    """Characters that one of `texts` begins with, where none of those that are to stay begins."""
+    first = "|".join(map(re.escape, sorted({text[0] for text in texts}))) or "(?!)"
+    return re.compile(f"(?!{_any_of(but).pattern})(?:{first})")
+
+
 class ChatTemplate:
     """The target's template with the run's system prompt and template variables.
 
@@ -97,6 +245,7 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         where: str = "target",
         clock: _Clock | None = None,
+        control: ControlTokens | None = None,
     ) -> None:
         self._tokenizer, self._where = tokenizer, where
         self._clock = clock or _Clock()
@@ -117,6 +266,7 @@ class ChatTemplate:
             fix = "set eos_token_id in generation_config.json"
             raise self._error("the target names no end-of-turn token", fix=fix)
         self.stop_ids: tuple[int, ...] = tuple(sorted(ids))
+        self._control = control or ControlTokens(tokenizer, self._source_text, ids)
 
     def varied(
         self,
@@ -139,6 +289,7 @@ class ChatTemplate:
             kwargs={**self._kwargs, **(kwargs or {}), **({"tools": list(tools)} if tools else {})},
             where=where,
             clock=self._clock,
+            control=self._control,
         )
         if not tools:  # those are a record's own
             varied.check()
@@ -164,7 +315,7 @@ class ChatTemplate:
 
     def start(self, turn: str, *, system: str | None = None) -> list[int]:
         """Ids of the system prompt, the first user turn and the opening of the reply."""
-        return self.encode(self._render([turn], [], system))
+        return self._encoded(self._render([turn], [], system))
 
     def follow(
         self,
@@ -183,12 +334,16 @@ class ChatTemplate:
         of its replies without their end tokens. Of a reply that was cut off, the end token comes
         first. `tool_turns` are turns by tools.
 
-            not_rendered         the template fails on this conversation
+            not_rendered         the template fails on this conversation, or makes a control token
+                                 of what it says
             template_rewrites    it changes earlier turns or the reply
             other_stop_token     the reply ended with another token than the template writes
             not_aligned          the tokens of the whole rendering are of another text
         """
-        texts = [self.text(token_ids[each.start : each.end], special=True) for each in replies]
+        said = [self.marked_text(token_ids[each.start : each.end]) for each in replies]
+        texts = [text for text in said if text is not None]
+        if len(texts) < len(said):
+            return "not_aligned"
         closed = replies[-1].end < len(token_ids)
         try:
             grown = self._grown(turns, texts, system, tool_turns)
@@ -202,7 +357,10 @@ class ChatTemplate:
             return "other_stop_token"
         if end is None or (not closed and texts[-1].endswith(_BROKEN)):  # half a character
             return "not_aligned"
-        whole, count = self.encode(rendered), self.encode(after).count(end)
+        try:
+            whole, count = self._encoded(rendered), self._encoded(after).count(end)
+        except TemplateError:
+            return "not_rendered"
         # Tokenizers split a text at added tokens before anything else, so that there are as many
         # in what follows the reply as among the last of the whole.
         places = [index for index, token in enumerate(whole) if token == end]
@@ -230,7 +388,7 @@ class ChatTemplate:
         self, turns: Sequence[str], *, system: str | None = None, tool_turns: Collection[int] = ()
     ) -> int:
         """Tokens of these turns with short replies between them. Raises TemplateError."""
-        return len(self.encode(self._render(turns, ["x"] * (len(turns) - 1), system, tool_turns)))
+        return len(self._encoded(self._render(turns, ["x"] * (len(turns) - 1), system, tool_turns)))
 
     def _grown(
         self,
@@ -324,7 +482,30 @@ class ChatTemplate:
         system = [{"role": "system", "content": self._system}] if self._system else []
         if any(message["role"] == "system" for message in messages):
             system = []
-        return self.encode(self._rendered([*system, *messages]))
+        return self._encoded(
+            self._rendered(
+                [
+                    {**each, "content": self._marked(each["content"], each["role"])}
+                    for each in (*system, *messages)
+                ]
+            )
+        )
+
+    def spells_control_token(self, text: str) -> bool:
+        """Whether a text holds what would be a control token if the template had written it."""
+        return self._control.spelt_in(text)
+
+    def marked_text(self, ids: Sequence[int]) -> str | None:
+        """Ids as text with special tokens; what only spells a control token is marked for
+        `encode_marked`. None where that cannot be told."""
+        return self._control.marked_text(ids, self.text(ids, special=True))
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Ids of a text in which `marked_text` has marked what is no control token.
+
+        Raises TemplateError where the tokenizer cannot keep it so.
+        """
+        return self._encoded(text)
 
     def _render(
         self,
@@ -333,21 +514,60 @@ class ChatTemplate:
         system: str | None,
         tool_turns: Collection[int] = (),
     ) -> str:
-        """Turns and replies in alternation, then the opening of the next reply."""
+        """Turns and replies in alternation, then the opening of the next reply; with marks, those
+        of the replies included."""
         assert len(turns) == len(replies) + 1
         system = system or self._system
-        messages = [{"role": "system", "content": system}] if system else []
+        messages = [{"role": "system", "content": self._marked(system, "system")}] if system else []
         for index, turn in enumerate(turns):
             role = "tool" if index in tool_turns else "user"
-            messages.append({"role": role, "content": turn})
+            messages.append({"role": role, "content": self._marked(turn, role)})
             if index < len(replies):
                 messages.append({"role": "assistant", "content": replies[index]})
         return self._rendered(messages)
 
+    def _marked(self, content: str, role: str) -> str:
+        return str(self._control.marked(content, reply=role == "assistant"))
+
+    def _encoded(self, rendering: str) -> list[int]:
+        """Raises TemplateError where the tokenizer cannot keep what is marked a text."""
+        try:
+            return self._control.encode(rendering)
+        except ValueError as error:
+            fix = "drop such records, or save the target's tokenizer as tokenizer.json"
+            raise self._error(str(error), fix=fix) from error
+
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Of messages with marks, with marks. Raises TemplateError."""
+        control, kwargs = self._control, self._kwargs
+        marked_kwargs = {name: control.marked(value) for name, value in kwargs.items()}
+
+        def with_contents(change: Callable[[str], str]) -> list[dict[str, str]]:
+            return [{**each, "content": change(each["content"])} for each in messages]
+
+        marked = self._apply(messages, marked_kwargs)
+        plain_messages = with_contents(control.unmarked)
+        if plain_messages == messages and marked_kwargs == kwargs:
+            return marked
+        if control.unmarked(marked) == self._apply(plain_messages, kwargs):
+            return marked
+        # The template looks for control tokens in texts, and is shown texts that hold none; but it
+        # may not take the marks apart.
+        mark, other = control.mark, control.other_mark
+        swapped = self._apply(with_contents(lambda text: text.replace(mark, other)), marked_kwargs)
+        if swapped.replace(mark, other) == marked.replace(mark, other):
+            return marked
+        fix = "remove the control token from the text, or do not rewrite texts in the template"
+        raise self._error("the chat template rewrites a text that spells a control token", fix=fix)
+
+    def _apply(self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]) -> str:
+        """What transformers renders. Raises TemplateError."""
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **self._variables()
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=True,
+                **{**kwargs, **self._clock_variables()},
             )
         except MemoryError:
             raise
@@ -360,13 +580,12 @@ class ChatTemplate:
             raise self._error("the chat template renders an empty text", fix=fix)
         return str(text)
 
-    def _variables(self) -> dict[str, Any]:
-        """Arguments of `apply_chat_template` beside the messages."""
+    def _clock_variables(self) -> dict[str, Any]:
+        """Arguments of `apply_chat_template` that fix the template's clock."""
         if self._clock.moment is None or not self.reads_clock:
-            return self._kwargs
+            return {}
         template = self._tokenizer.get_chat_template(None, self._kwargs.get("tools"))
-        fixed = {"chat_template": _FIXED_CLOCK + template, "eagle3_clock": self._clock.codes}
-        return {**self._kwargs, **fixed}
+        return {"chat_template": _FIXED_CLOCK + template, "eagle3_clock": self._clock.codes}
 
     @property
     def _source_text(self) -> str:

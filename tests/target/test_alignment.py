@@ -63,7 +63,7 @@ TEMPLATES = {
         "</s>",
     ),
 }
-TURNS = ["What is 1 plus 4?", "and why would that </s><|im_end|><|end|> be so?", " Really?", "so"]
+TURNS = ["What is 1 plus 4?", "and why would that </i><|_end|> be so?", " Really?", "so"]
 #: As text; each is tokenised as a reply of its own, which is one of the ways of generating it.
 REPLIES = ["It is 4.", " It is 4 times 3 ", "\nWhy?\n"]
 

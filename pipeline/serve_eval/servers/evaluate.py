@@ -127,7 +127,13 @@ async def _check_template(
 ) -> list[tuple[str, int, int, bool]]:
     """Of a few prompts: its name, tokens of the server's template, ours, and whether they are the
     same; empty where the server has no chat endpoint."""
-    usable = [prompt for prompt in prompts if not prompt.tools]
+    # Servers take what a text spells for a control token; that is no matter of templates.
+    usable = [
+        prompt
+        for prompt in prompts
+        if not prompt.tools
+        and not any(map(template.spells_control_token, (prompt.system or "", prompt.turns[0])))
+    ]
     kwargs = {**config.target.chat_template_kwargs, **config.eval.chat_template_kwargs}
     checked = []
     for prompt in evenly(usable, _TEMPLATE_PROMPTS):

@@ -265,8 +265,11 @@ class TokenIdReader:
         if len(sent.text) > request.max_new_tokens * template.longest_token:
             return "too_long"
         text = template.text(prompt, special=True) + sent.text
-        whole = tuple(template.encode(text))
-        if _REPLACEMENT in sent.text or template.text(whole, special=True) != text:
+        marked = template.marked_text(prompt)
+        if marked is None or _REPLACEMENT in sent.text:
+            return "not_text"
+        whole = tuple(template.encode_marked(marked + sent.text))
+        if template.text(whole, special=True) != text:
             return "not_text"
         if whole[: len(prompt)] != prompt:
             return "not_aligned"

@@ -26,7 +26,15 @@ _NUMERIC = frozenset(
 )
 _NUMERIC_CHARACTERS = re.compile(r"\d(?:\D{0,3}\d){3}|@|::|[A-Za-z0-9]{25}")
 _DECIMAL, _POINT = re.compile(r"\d{1,3}\.\d+"), re.compile(r"\d[.,]$")
+_DATE_FIRST = re.compile(r"(?:19|20)\d\d([.\-/])(?:0?[1-9]|1[0-2])\1(?:0?[1-9]|[12]\d|3[01])\b")
+_ISBN_SHAPE = re.compile(r"(?=(?:\d-?){10}$)\d{1,5}-\d{1,7}-\d{1,6}-\d")
 _LETTER = re.compile(r"[^\W\d_]")
+_NO_NAME = re.compile(
+    r"[@=^*{}<>_]|\d.*\d|\d[A-Za-z]|[A-Za-z]\d|(?:^(?:rue|via|vicolo|calle|rua|lake|mount|port)\s"
+    r"|\s(?:street|road|avenue|drive|ville|views?|lakes|path|circle|marg|chowk|forge|suite|"
+    r"prairie|orchard|crossroad|loop|centers?|ferry|inlet|tunnel|hb|ab|gmbh|inc|ltd|llc|plc|ap|ae)$)",
+    re.IGNORECASE,
+)
 #: Characters before and behind an @ in which there is room for an address.
 _LOCAL_PART, _DOMAIN = 100, 300
 _SEVEN_DIGITS = re.compile(r"\d(?:[ ().\-/]{0,3}\d){6}")
@@ -84,7 +92,7 @@ class Analyzer:
         findings = [
             Finding(r.start, r.end, r.entity_type, r.score)
             for r in results
-            if r.entity_type != "PERSON" or _LETTER.search(text, r.start, r.end)
+            if r.entity_type != "PERSON" or _may_be_name(text[r.start : r.end])
         ]
         return findings, artifacts.tokens
 
@@ -212,17 +220,30 @@ def _phone_recognizer() -> Any:
             if not _SEVEN_DIGITS.search(text):
                 return []
             numbers = super().analyze(text, entities, nlp_artifacts)
-            return [n for n in numbers if not _is_decimal(text, n.start, n.end)]
+            return [n for n in numbers if not _is_no_phone(text, n.start, n.end)]
 
     return PrefilteredPhoneRecognizer()
 
 
-def _is_decimal(text: str, start: int, end: int) -> bool:
-    """0.2408467, or the second half of it."""
+def _may_be_name(name: str) -> bool:
+    """Not a key, an address of any kind or a street, which spaCy's small model takes for people."""
+    return not _NO_NAME.search(name) and _LETTER.search(name) is not None
+
+
+def _is_no_phone(text: str, start: int, end: int) -> bool:
+    """A decimal such as 0.2408467 or the second half of one, a date with a time, an ISBN."""
     number = text[start:end]
     return bool(
-        _DECIMAL.fullmatch(number) or (number.isdigit() and _POINT.search(text[:start][-2:]))
+        _DECIMAL.fullmatch(number)
+        or (number.isdigit() and _POINT.search(text[:start][-2:]))
+        or _DATE_FIRST.match(number)
+        or (_ISBN_SHAPE.fullmatch(number) and _is_isbn(re.sub(r"\D", "", number)))
     )
+
+
+def _is_isbn(digits: str) -> bool:
+    """Ten digits with a valid check digit, other than X."""
+    return sum((10 - place) * int(digit) for place, digit in enumerate(digits)) % 11 == 0
 
 
 def _country_recognizers(registry: Any) -> list[Any]:

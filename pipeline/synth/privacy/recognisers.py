@@ -48,7 +48,7 @@ _NAME_FILLS_LINE, _NAME_MISLABELLED = 0.65, 0.4
 
 # ── phone numbers ──
 _NOT_INSIDE = r"(?<![\w./=#\-])(?<!\d,)"  # not the tail of a longer number, path or decimal
-_EXTENSION = r"(?:\s?(?:x|ext\.?)\s?\d{1,6})?"
+_EXTENSION = r"(?:[,;]?\s?(?:x|#|ext(?:\.|=|ension)?)\s?\d{1,6})?"
 _PHONE_ENDS = r"(?![\w/]|[.,\-]\d)"
 #: 5 to 15 digits in groups; the separators are those that people put into phone numbers.
 _PHONE_DIGITS = (
@@ -85,7 +85,10 @@ _BEFORE_PHONE = (
     rf"|\b(?:wa\.me/|tel:|sms:)"
     rf"|\bmy\s(?:registered|home|work|office|private)\s(?:number(?:\sis)?\s)?"
 )
-_AFTER_PHONE = r"(?=\s?[\-(]?\s?(?:office|fax|mobile|home|cell|work)\b)"
+_AFTER_PHONE = (
+    r"(?=\s?[\-(]?\s?(?:office|fax|mobile|home|cell|work)\b"
+    r"|\sis\s(?:my|his|her|our|their)\s(?:\w{1,12}\s)?(?:landline|mobile|cell|phone|number)\b)"
+)
 _PHONE_PATTERNS = (
     (_INTERNATIONAL, _ANNOUNCED),
     (_NORTH_AMERICAN, _FORMATTED),
@@ -373,8 +376,48 @@ _LEADING = (
     "prospekt|jalan|jl|calçada|campo|canale|contrada|incrocio|piazzetta|rivolta|salita|"
     "urbanizacion"
 )
+#: Streets as their countries name them, each with a number. Most of these words are English or
+#: names as well, so that case decides: "3 place Monge", but "3 Place Value".
+_PARTICLES = (
+    r"(?:(?:de la|de los|de las|de|du|des|del|dos|das|do|da|della|delle|dei|la|le|les|los|las|el)"
+    r"\s|[dl]['’])?"
+)
+_PROPER = rf"{_PARTICLES}[A-ZÀ-ÞŁŚŻŹĆ][\w'’.\-]{{1,30}}"
+_STREET_NAME = rf"{_PROPER}(?:\s(?:{_PROPER}|[IVX]{{1,4}}\b|y|e)){{0,3}}"
+_COUNTED = (
+    r"%|km|m²|years?|times|days?|people|points?|stars?|weeks?|stops?|metros|metri|años|anni|anos"
+)
+_NUMBER_AFTER = (
+    r",?\s(?:n[º°.ro]{1,3}\s?|núm\.?\s|nr\.?\s)?(?!(?:19|20)\d\d\b)\d{1,4}"
+    rf"(?:\s?[/\-]\s?[\dA-Za-z]{{1,3}}|[A-Za-z])?\b(?!\s?(?:{_COUNTED})(?!\w))"
+)
+_FRENCH_STREET = (
+    r"rue|boulevard|bd\.?|bld\.?|avenue|av\.|allées?|impasse|quai|chemin|place|square|cours|route|"
+    r"passage|sentier|ruelle|esplanade|promenade|montée|venelle|faubourg|fbg"
+)
+_ROMANCE_STREET = (
+    r"[Cc]alle|[Cc]arrer|[Cc]\.?/|[Cc]l\.|[Aa]v(?:e?n?i?da)?\.|[Aa]vda|[Aa]venida|[Aa]vinguda|"
+    r"[Pp]laza|"
+    r"[Pp]laça|[Pp]za\.?|[Pp]aseo|[Pp]asseig|[Pp]\.?º|[Cc]amino|[Cc]arretera|[Cc]tra\.|[Rr]onda|"
+    r"[Tt]ravesía|[Gg]lorieta|[Cc]allejón|[Rr]ambla|[Rr]ua|[Tt]ravessa|[Pp]raça|[Aa]lameda|[Ee]strada|"
+    r"[Rr]odovia|[Ll]argo(?=\sd[aeio])|[Cc]orso|[Vv]iale|[Vv]icolo|[Pp]iazza(?:le|tta)?|"
+    r"[Ll]ungo\w{3,10}|ul\.|al\.|os\.|ulica|aleja"
+)
+_SOFTWARE = r"Windows|Python|Java|Office|Excel|Android|Ubuntu|Chrome|Twitter|Email|Google"
+_NAMED_STREETS = (
+    r"(?<![\w.,/])\d{1,4}(?:\s?(?:bis|ter|quater|[A-D])\b)?,?\s"
+    rf"(?:{_FRENCH_STREET})\s{_STREET_NAME}",
+    rf"\b(?:{_ROMANCE_STREET})\s?{_STREET_NAME}{_NUMBER_AFTER}",
+    rf"\bVia\s(?!(?:{_SOFTWARE})\b)(?:{_PARTICLES}[A-ZÀ-Þ][a-zà-ÿ'’]{{2,20}}\s?){{1,3}}(?<!\s)"
+    rf"{_NUMBER_AFTER}",
+    r"\b[A-ZÄÖÜ][a-zäöüß]{2,20}er\s(?:Allee|Straße|Strasse|Str\.|Platz|Weg|Damm|Ufer|Chaussee|Gasse|"
+    r"Ring)\s\d{1,3}[a-z]?\b",
+    r"\b(?:Am|An der|Auf der|Auf dem|Im|In der|In den|Zum|Zur|Lange|Alte|Neue|Hohe)\s"
+    r"[A-ZÄÖÜ][a-zäöüß]{2,20}\s\d{1,3}[a-z]?(?=,\s?\d{5}\s[A-ZÄÖÜ])",
+    r"\bUnter den Linden\s\d{1,3}\b",
+)
 _UNIT = (
-    r"\b(?:suite|apt\.?|apartment|unit|flat|studio|floor|room|piso|piano|puerta|appartamento|"
+    r"\b(?:suite|apt\.?|apartment|unit|flat|studio|floor|piso|piano|puerta|appartamento|"
     r"interno|h\.? ?no\.?|house no\.?)[ ]?#?\d{1,5}[A-Za-z]?\b"
     r"|\bP\.? ?O\.? Box \d+|\bpostbox \d+|\bPSC \d+,? Box \d+|\bUnit \d+,? Box \d+"
 )
@@ -400,6 +443,8 @@ _ADDRESS_PARTS: dict[str, tuple[str, ...]] = {
         rf"(?<!\w)(?:{_HOUSE},?[ ])?(?:{_LEADING})\.?[ ]{_TERMS}{_TERM},?[ ]\d{{1,4}}[a-z]?\b",
         rf"(?<![\w.])\d{{1,5}}[ ]{_TERMS}{_TERM}[ ]\d{{1,5}}\b",
     ),
+    "named": _NAMED_STREETS,
+    "room": (r"\broom[ ]?#?\d{1,5}[A-Za-z]?\b",),
     "unit": (_UNIT,),
     "forces": (r"\b(?:APO|FPO|DPO)[ ](?:AA|AE|AP)[ ]\d{5}\b",),
     "city": (rf"\b{_TERMS}{_TERM}\s?,?\s+(?:{_STATE})\s+\d{{5}}(?:-\d{{4}})?\b",),  # City, ST 12345
@@ -416,7 +461,7 @@ _ADDRESS_PARTS: dict[str, tuple[str, ...]] = {
         rf"\bcorner of (?:the )?{_TERMS}{_TERM}(?: \d+)?\.? (?:St\.? )?and {_TERMS}{_TERM}",
     ),
 }
-_CASE_MATTERS = frozenset({"city", "place"})
+_CASE_MATTERS = frozenset({"city", "place", "named"})
 _NEEDS_CAPITAL = frozenset({"street", "streetlike"})  # some word of theirs begins with one
 _WITHOUT_LINES = frozenset({"city", "corner"})  # may go over lines, or have no digit of its own
 _PART_REGEXES = {
@@ -477,7 +522,9 @@ def _is_gap_within_address(gap: str) -> bool:
 def _address_score(kinds: set[str]) -> float:
     if len(kinds - {"streetlike"}) > 1 or kinds & {"forces"}:
         return _HIGH
-    return _MEDIUM if len(kinds) > 1 or kinds & {"street", "corner", "unit", "city"} else _LOW
+    return (
+        _MEDIUM if len(kinds) > 1 or kinds & {"street", "named", "corner", "unit", "city"} else _LOW
+    )
 
 
 #: This project's own finders by the entity that they look for.

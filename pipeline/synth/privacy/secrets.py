@@ -8,6 +8,7 @@ and only the look of a word tells a password from the next word of the sentence.
 
 from __future__ import annotations
 
+import base64
 import functools
 import re
 from collections.abc import Iterator
@@ -56,27 +57,88 @@ _find_pem = pattern_finder("PRIVATE_KEY", [(_PEM, _SCORE)])
 
 _PASSWORD_WORD = (
     r"(?:\b\w*(?:password|passwd|passphrase|passcode|pwd|kennwort|passwort|contraseña|mot de passe|"
-    r"senha|hasło|wachtwoord|lösenord|пароль|heslo)s?\b|(?:密码|密碼|パスワード|비밀번호)[是は는은]?"
-    r"|(?<![^\W_])(?:pw|pass|psw|mdp|clave)(?=[\"']?\s?[:=])|\bpw(?=\s))"
+    r"senha|hasło|wachtwoord|lösenord|passord|adgangskode|salasana|jelszó|şifre|пароль|heslo|"
+    r"palavra-passe|parola|κωδικός|סיסמה)(?:s|m|nya)?\b|mật khẩu|كلمة (?:المرور|السر)"
+    r"|(?<![^\W_])(?:pw|pass|psw|mdp|clave)(?=[\"']?\s?[:=])|\bpw(?=\s)|\bclave(?=\ses\s))"
 )
-_LINK = r"(?:\s(?:is|was|to|of|for \w+ (?:is|was))\b)?"
+#: Between the word and its value, as in "das Passwort für den Server lautet …".
+_ANNOUNCES = (
+    r"(?:\s(?:to|of)\b|(?:\s[^\W\d_](?:[^\W\d_]|['’\-]){0,14}){0,3}?"
+    r"(?:\s?[:=]|\s[\-–—](?=\s)|\sc['’]est|\s(?:is|was|lautet|ist|est|es|è|é|jest|är|er|on|je|este|là|"
+    r"هي|είναι|היא)\b:?))?"
+)
 _QUOTED_PASSWORD = re.compile(
-    rf"{_PASSWORD_WORD}[\"']?{_LINK}\s?[:=]?\s?"
+    rf"(?:{_PASSWORD_WORD}[\"']?{_ANNOUNCES}|(?:密码|密碼|口令|パスワード|비밀번호|비번)\W?\w?)\s?[:=]?\s?"
     r"(?P<quote>['\"`])(?P<value>[^'\"`\n]{4,40})(?P=quote)",
     re.IGNORECASE,
 )
 _BARE_PASSWORD = re.compile(
-    rf"{_PASSWORD_WORD}{_LINK}\s?[:=]?\s?"
+    rf"{_PASSWORD_WORD}[\"']?{_ANNOUNCES}\s?[:=]?\s?"
     r"(?P<value>(?!@[\w.\-]+[:/])[^\s\"'`]{6,40})",
     re.IGNORECASE,
+)
+#: Between word and value stand particles, and no ASCII.
+_CJK_PASSWORD = re.compile(
+    r"(?:密码|密碼|口令|パスワード|暗証番号|비밀번호|비번)[^\x00-\x7f]{0,4}[\s:=\"']{0,3}"
+    r"(?P<value>[!-~]{6,40})"
 )
 _LOGIN_PAIR = re.compile(
     r"(?<![\w.+\-])[\w.+\-]++@[\w\-]++(?:\.[\w\-]++)++\s?[/:]\s?(?P<value>[^\s\"'`|,]{6,40})"
 )
 _IN_URL = re.compile(r"\b[a-z][a-z0-9+.\-]{1,20}://[^\s:/@]*:[^\s:/@]{3,}@")
+_USER = r"[^\s:'\"]{1,60}"
+_ARGUMENTS = r"\b[^\n|;&]{0,120}?\s"
+#: Command, and what precedes a password among its arguments.
+_COMMANDS = (
+    r"sshpass\s-p\s?",
+    rf"(?:docker|podman|nerdctl|helm|az|oc|cf|heroku|skopeo|buildah){_ARGUMENTS}(?<=\slogin\s)"
+    rf"(?:[^\n|;&]{{0,120}}?\s)?-p\s",
+    rf"(?:mysql\w{{0,9}}|mariadb|7za?|rar){_ARGUMENTS}-p",
+    rf"mongo\w{{0,7}}{_ARGUMENTS}-p\s",
+    rf"(?:sqlcmd|bcp|isql|tsql|zip|unzip){_ARGUMENTS}-P\s?",
+    rf"redis-cli{_ARGUMENTS}(?:-a|--pass)\s",
+    rf"ldap[a-z]{{3,9}}{_ARGUMENTS}-w\s",
+    rf"snmp[a-z]{{3,9}}{_ARGUMENTS}-[AX]\s",
+    rf"openssl{_ARGUMENTS}(?:-k\s|-pass(?:in|out)?\spass:)",
+    rf"(?:smbclient|rpcclient|smbget){_ARGUMENTS}-U\s?['\"]?{_USER}?%",
+    rf"lftp{_ARGUMENTS}-u\s{_USER}?,",
+    rf"(?:curl|http|https|xh){_ARGUMENTS}(?:-u|--user|--proxy-user|-a|--auth)[\s=]['\"]?{_USER}?:",
+    rf"(?:xfreerdp|cmdkey|rdesktop){_ARGUMENTS}(?:/p(?:ass)?:|-p\s)",
+    rf"htpasswd\s-\w*b\w*\s\S{{1,60}}\s{_USER}\s",
+    r"wpa_passphrase\s\S{1,40}\s",
+    rf"net\suse{_ARGUMENTS}/user:{_USER}\s",
+    r"net\suse\s(?:\S{1,3}\s)?\\{2,4}\S{1,80}\s(?!/)",
+    rf"net\suser\s{_USER}\s(?!/)",
+    rf"echo\s(?:-n\s)?['\"]?(?:{_USER}:)?(?=[^\n|]{{4,60}}\|\s?(?:sudo\s-S|(?:sudo\s)?chpasswd)\b)",
+    r"\w{2,12}\s[^\n]{0,120}?\s?--?\w{0,12}-?(?:pass|pwd)[\s=]",
+    r"-(?:storepass|keypass)\s",
+)
 _IN_COMMAND = re.compile(
-    r"\b(?:mysql\w{0,9}\b[^\n]{0,60}?\s-p|curl\b[^\n]{0,200}?\s(?:-u|--user)\s['\"]?[^\s:]{1,60}:)"
-    r"(?P<value>[^\s'\"]{6,40})"
+    rf"(?<![\w./\-])(?:{'|'.join(_COMMANDS)})['\"]?(?P<value>[^\s'\"]{{6,40}})"
+)
+_PROGRAMS = (
+    *(
+        "sshpass",
+        "login",
+        "mysql",
+        "mariadb",
+        "7z",
+        "rar ",
+        "mongo",
+        "sqlcmd",
+        "bcp",
+        "isql",
+        "tsql",
+    ),
+    *("zip ", "redis-cli", "ldap", "snmp", "openssl", "smb", "rpcclient", "lftp", "curl", "http "),
+    *("xfreerdp", "cmdkey", "rdesktop", "htpasswd", "wpa_pass", "net use", "sudo -s", "chpasswd"),
+    *("-pass", "--pwd", "storepass", "keypass", "https ", "xh "),
+)
+_BASIC = re.compile(r"(?i)\bbasic\s(?P<value>[a-z0-9+/]{8,}={0,2})")
+_LOGIN = re.compile(
+    r"(?<![\w/])(?:logins?|user ?name|user|credentials|creds|zugang|usuario|identifiants?|utente|"
+    r"usuário)(?:\s?[:=]\s?|\s(?:is|are)\s)[\w.+\-]{2,40}(?:\s?[/|]\s?|:)(?P<value>[^\s\"'`|,]{6,40})",
+    re.IGNORECASE,
 )
 
 #: Whatever any plugin reports contains one of these; most lines of most prompts do not, and are
@@ -98,8 +160,23 @@ _NO_SECRET_NAME = re.compile(
 )
 _PASSWORD_HINTS = (
     *("pass", "pwd", "pw", "psw", "mdp", "clave", "senha", "hasło", "heslo", "kennwort"),
-    *("contrase", "wachtwoord", "lösenord", "пароль", "密码", "密碼", "パスワード", "비밀번호"),
+    *(
+        "contrase",
+        "wachtwoord",
+        "lösenord",
+        "пароль",
+        "adgangskode",
+        "salasana",
+        "jelszó",
+        "parola",
+    ),
+    *("şifre", "mật khẩu", "كلمة", "סיסמה", "κωδικός"),
 )
+_LOGIN_HINTS = (
+    *("login", "user", "creds", "credentials", "zugang", "usuario", "identifiant", "utente"),
+    "usuário",
+)
+_CJK_HINTS = ("密码", "密碼", "口令", "パスワード", "暗証番号", "비밀번호", "비번")
 
 
 def find_secrets(text: str) -> Iterator[Finding]:
@@ -120,10 +197,16 @@ def _passwords(text: str) -> Iterator[Finding]:
             if not _is_placeholder(match["value"]):
                 yield Finding(*match.span("value"), "PASSWORD", _SCORE)
         yield from _unquoted_passwords(text, _BARE_PASSWORD)
+    if any(hint in text for hint in _CJK_HINTS):
+        yield from _unquoted_passwords(text, _CJK_PASSWORD)
     if "@" in text:
         yield from _unquoted_passwords(text, _LOGIN_PAIR)
-    if "curl" in text or "mysql" in text:
+    if any(hint in lower for hint in _LOGIN_HINTS):
+        yield from _unquoted_passwords(text, _LOGIN)
+    if any(program in lower for program in _PROGRAMS):
         yield from _unquoted_passwords(text, _IN_COMMAND)
+    if "basic " in lower:
+        yield from _basic_credentials(text)
 
 
 def _unquoted_passwords(text: str, regex: re.Pattern[str]) -> Iterator[Finding]:
@@ -131,6 +214,19 @@ def _unquoted_passwords(text: str, regex: re.Pattern[str]) -> Iterator[Finding]:
         value, start = match["value"].rstrip(".,;:?"), match.start("value")
         if _looks_like_password(value):
             yield Finding(start, start + len(value), "PASSWORD", _SCORE)
+
+
+def _basic_credentials(text: str) -> Iterator[Finding]:
+    """HTTP's `Basic`, with a user and what looks like a password in base 64."""
+    for match in _BASIC.finditer(text):
+        try:
+            user, _, password = (
+                base64.b64decode(match["value"], validate=True).decode().partition(":")
+            )
+        except ValueError:
+            continue
+        if user and _looks_like_password(password):
+            yield Finding(*match.span("value"), "PASSWORD", _SCORE)
 
 
 def _is_placeholder(value: str) -> bool:
