@@ -406,6 +406,10 @@ def load_template(
         problem = f"the tokenizer cannot be loaded: {brief(error)}"
         fix = "save the tokenizer beside the weights"
         raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        problem = f"model_max_length {tokenizer.model_max_length!r:.60} is not a number"
+        where = f"target.source={source}, tokenizer_config.json"
+        raise TargetError(problem, where=where, fix="correct it or leave it out")
     own = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
     file = next((name for name in own if (directory / name).is_file()), "")
     if chat_template is not None:

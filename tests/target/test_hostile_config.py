@@ -11,7 +11,7 @@ import pytest
 from pipeline.config import TargetSection
 from pipeline.errors import TargetError
 from pipeline.target.architecture import read_config
-from pipeline.target.open import open_target
+from pipeline.target.open import open_target, open_template
 
 SIZES: list[tuple[str, Any]] = [
     *(("vocab_size", each) for each in (2**40, 0, -1)),
@@ -72,3 +72,11 @@ def test_fields_that_contradict_each_other(edit: Any, fields: dict[str, Any]) ->
     with pytest.raises(TargetError) as caught:
         open_target(TargetSection(source=str(directory)))
     assert str(caught.value).startswith(f"target.source={directory}: ")
+
+
+@pytest.mark.parametrize("limit", [[], "much", {"a": 1}], ids=str)
+def test_a_limit_of_the_tokenizer_that_is_no_number(target_copy: Path, limit: Any) -> None:
+    path = target_copy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": limit}))
+    with pytest.raises(TargetError, match=r"tokenizer_config.json: model_max_length .* number"):
+        open_template(TargetSection(source=str(target_copy))).start("Hi")
