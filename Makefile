@@ -15,7 +15,7 @@ EAGLE3 := $(BIN)/eagle3
 # Stages follow one another, under -j too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help setup demo synth features train eval test test-quick test-gemma test-engines check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale bench-engines leaderboard fingerprint gpu-check clean
+.PHONY: help setup demo synth features train eval test test-quick test-gemma test-engines check bench-decode bench-drafters bench-train bench-peers bench-synth bench-features bench-scale bench-engines leaderboard fingerprint gpu-check fuzz clean
 
 # The text after ## is the help; targets appear in the order in which they stand here.
 help: ## Show this list
@@ -95,6 +95,9 @@ fingerprint: $(READY) ## SHA-256 of all that a run makes, times left out; ARGS='
 
 gpu-check: ## Correctness of the decoder on this GPU, in minutes; ARGS='--part 1/3 --save'
 	@$(ANY_PYTHON) -m tests.gpu.check $(ARGS)
+
+fuzz: $(READY) ## Mutated configurations, prompts, targets and bodies; ARGS='--seconds 600 --seed 7'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(ARGS)
 
 clean: ## Remove caches and build leftovers; keeps .venv and runs
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -c "$$CLEAN"

@@ -108,6 +108,7 @@ SEAMS = {
     "pipeline.store.remote": "a backend, imported for object stores",
     "pipeline.drafters.*": "a drafter, imported by name",
     "pipeline.target.gguf": "a format",
+    "pipeline.target.rendering": "runs in a process of its own",
     "pipeline.heads.eagle3.*": "one file for each part of an algorithm, and for each format",
     "pipeline.heads.mtp.*": "likewise",
     "pipeline.heads.dflash.*": "likewise",

@@ -6,6 +6,7 @@ evaluation. Nothing is said that they do not say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,10 +104,10 @@ def _about(head: DraftingHead, card: HeadCard) -> str:
         f"the same, token for token. It proposes {head.shape.draft_vocab_size:,} of "
         f"{contract.vocab_size:,} tokens, and reads the target's layers "
         f"{', '.join(map(str, contract.capture_layers))} (by output index).\n\n"
-        f"It belongs to one target: fingerprint `{contract.fingerprint}`, revision "
+        f"It belongs to one target: fingerprint {_code(contract.fingerprint)}, revision "
         f"{markdown_text(contract.revision)}, chat template "
-        f"`{contract.chat_template_hash[:16]}`. With another one, or another template, it accepts "
-        "less."
+        f"{_code(contract.chat_template_hash[:16])}. With another one, or another template, it "
+        "accepts less."
     )
 
 
@@ -120,13 +121,13 @@ def _measured(report: EvalReport) -> str:
     rows = [
         f"* acceptance length τ **{report.acceptance_length:.2f}**{interval}, bonus token included",
         *(
-            f"* **{ratio:.2f}×** {_RIVALS.get(rival, rival)}"
+            f"* **{ratio:.2f}×** {_RIVALS.get(rival) or markdown_text(rival)}"
             for rival, ratio in report.speedup.items()
             if ratio
         ),
         f"* tree: {shape}; {len(report.prompts)} requests of at most "
         f"{report.settings.max_new_tokens} tokens, greedy, one at a time",
-        f"* {markdown_text(report.settings.device)}, {report.settings.dtype}",
+        f"* {markdown_text(report.settings.device)}, {markdown_text(report.settings.dtype)}",
         f"* fp32 output {'is' if report.lossless.greedy_fp32 else 'is NOT'} that of plain "
         f"decoding on {report.lossless.prompts_checked} requests; plain decoding "
         f"{_REFERENCE[report.plain_is_the_target]}",
@@ -148,9 +149,9 @@ def _golden(report: EvalReport) -> list[str]:
     tau = golden.acceptance_length
     return [
         f"* golden τ {tau.value:.3f} with that tree, on {len(golden.prompts)} prompts (token ids "
-        f"`{golden.prompts_digest[:16]}`, replies of at most {golden.max_new_tokens} tokens, "
-        f"weights `{golden.head_fingerprint[:16]}`): `eagle3 check-serving --server URL --report "
-        "report.json` asks a running server the same"
+        f"{_code(golden.prompts_digest[:16])}, replies of at most {golden.max_new_tokens} tokens, "
+        f"weights {_code(golden.head_fingerprint[:16])}): `eagle3 check-serving --server URL "
+        "--report report.json` asks a running server the same"
     ]
 
 
@@ -217,10 +218,15 @@ def _made_of(card: HeadCard) -> str:
             )
             lines.append(f"* left out in {markdown_text(stage)}: {counts}")
     for stage, value in provenance.get("manifests", {}).items():
-        lines.append(f"* manifest of {markdown_text(stage)}: `{markdown_text(str(value))}`")
+        lines.append(f"* manifest of {markdown_text(stage)}: {_code(str(value))}")
     if made := provenance.get("imported from"):
         lines.append(f"* imported from {markdown_text(str(made))}; nothing else is known")
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _code(digest: str) -> str:
+    """A digest as a span of code; what could end the span is not of a digest."""
+    return f"`{re.sub(r'[^0-9A-Za-z:._-]', '?', digest[:80])}`"
 
 
 def _counts(numbers: Mapping[str, int]) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -318,9 +319,6 @@ _PLACES = frozenset({"source", "start_from", "head", "imported from", "model"})
 _PUBLIC = ("hub:", "package:")
 
 
-_ON_A_MACHINE = ("/", "~", ".", "file:")
-
-
 def published(card: HeadCard) -> HeadCard:
     """The card for a head that leaves its run."""
     contract = card.contract
@@ -349,7 +347,7 @@ def last_part(place: str) -> str:
 def is_hub_id(text: str) -> bool:
     """`org/name`, and no file beside the run."""
     path = PurePath(text)
-    looks_so = text.count("/") == 1 and not text.startswith(_ON_A_MACHINE) and "://" not in text
+    looks_so = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text, re.ASCII) is not None
     return looks_so and path.suffix not in (".jsonl", ".gz", ".ndjson", ".parquet", ".gguf")
 
 

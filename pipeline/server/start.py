@@ -28,7 +28,7 @@ from pipeline.decoder.engine import Engine
 from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.request import Request as EngineRequest
 from pipeline.drafters.registry import load_drafter
-from pipeline.errors import ConfigError, TemplateError
+from pipeline.errors import ConfigError, TargetError
 from pipeline.heads.base import DraftingHead
 from pipeline.heads.checkpoint import WEIGHTS
 from pipeline.heads.registry import open_head
@@ -504,7 +504,7 @@ class ServerApp:
                 template = template.varied(kwargs=kwargs, where="request")
             messages = [{"role": each.role, "content": each.text} for each in body.messages]
             return tuple(template.conversation(messages))
-        except TemplateError as error:
+        except TargetError as error:  # of texts that it cannot render, or not in its time
             raise ApiError(400, error.problem, param="messages") from None
 
     async def _generate(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipeline.documents import read_json
 from pipeline.errors import TargetError, UnsupportedModel, brief
 
 
@@ -96,10 +97,36 @@ class Architecture:
     tensors: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False)
 
 
+#: Name in config.json → least and largest value that a model can have. Beyond them transformers
+#: takes memory or hours before anybody compares the weights.
+_SIZES = {
+    "num_hidden_layers": (1, 1 << 10),
+    "num_attention_heads": (1, 1 << 14),
+    "num_key_value_heads": (1, 1 << 14),
+    "num_experts": (0, 1 << 14),
+    "num_local_experts": (0, 1 << 14),
+    "n_routed_experts": (0, 1 << 14),
+    "num_labels": (0, 1 << 16),
+    "head_dim": (1, 1 << 14),
+    "hidden_size": (1, 1 << 20),
+    "intermediate_size": (1, 1 << 24),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (1, 1 << 28),
+    "rms_norm_eps": (0, 1),
+}
+
+
 def read_config(directory: Path, where: str) -> Any:
     """The transformers configuration. Raises TargetError."""
     from transformers import AutoConfig
 
+    try:
+        fields = read_json(directory / "config.json", finite=False)
+    except (ValueError, OSError) as error:
+        problem, fix = f"config.json cannot be read: {brief(error)}", "download it again"
+        raise TargetError(problem, where=where, fix=fix) from error
+    if isinstance(fields, dict):
+        _check_sizes(fields, f"{where}, config.json")
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a field of another type is an error of huggingface_hub's own
@@ -110,10 +137,21 @@ def read_config(directory: Path, where: str) -> Any:
         raise TargetError(problem, where=where, fix=fix) from error
 
 
+def _check_sizes(fields: Mapping[str, Any], where: str, part: str = "") -> None:
+    """Raise TargetError for a size that no model has, in a part of a configuration too."""
+    for name, value in fields.items():
+        least, most = _SIZES.get(name, (0, 0))
+        if most and type(value) in (int, float) and not least <= value <= most:
+            problem, fix = f"{value} is not from {least:,} to {most:,}", "correct config.json"
+            raise TargetError(problem, where=f"{where}: {part}{name}", fix=fix)
+        if isinstance(value, dict):
+            _check_sizes(value, where, f"{part}{name}.")
+
+
 #: What transformers and torch raise for fields of another type and for sizes no tensor can have.
 _CANNOT_BUILD = (
     *(ValueError, TypeError, AttributeError, ImportError),
-    *(ArithmeticError, LookupError, RuntimeError),
+    *(ArithmeticError, LookupError, RuntimeError, AssertionError),
 )
 
 
@@ -134,6 +172,8 @@ def read_architecture(config: Any, where: str, *, decoded: bool = False) -> Arch
     decoder = decoder_of(model)
     if reason := _misfit(model, decoder, config.get_text_config()):
         raise _refusal(config, reason, where)
+    if not _turns_positions(decoder):
+        raise _refusal(config, "its rope_parameters turn positions by no finite angle", where)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     tensors = _tensors(model, tied) if _stores_as_named(config) else None
     scale, large = (_logit(model, decoder, value) for value in (1.0, 1000.0))
@@ -203,6 +243,16 @@ def _misfit(model: Any, decoder: Any, config: Any) -> str:
     if output is None or getattr(output, "bias", None) is not None:
         return "its output layer is not one matrix"
     return ""
+
+
+def _turns_positions(decoder: Any) -> bool:
+    """Whether rotary frequencies, where there are any, are finite and not negative."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    config = getattr(rotary, "config", None)
+    if rotary is None or config is None:
+        return True
+    frequencies = type(rotary)(config=config).buffers()
+    return all(bool((each >= 0).all() & each.isfinite().all()) for each in frequencies)
 
 
 class _Output(SimpleNamespace):

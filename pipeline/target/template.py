@@ -43,6 +43,7 @@ from typing import Any
 from pipeline.documents import read_json
 from pipeline.errors import TargetError, TemplateError, brief
 from pipeline.records import Span
+from pipeline.target.rendering import CannotRender, TooCostly, render
 
 # Private-use characters: no template gives them a meaning and no user types them.
 _REPLY = "\ue000reply\ue001"
@@ -244,10 +245,12 @@ class ChatTemplate:
         stop_ids: tuple[int, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
         where: str = "target",
+        file: str = "",
         clock: _Clock | None = None,
         control: ControlTokens | None = None,
     ) -> None:
-        self._tokenizer, self._where = tokenizer, where
+        """`file` is the template's, as errors name it; `where` the section of the variables."""
+        self._tokenizer, self._where, self._file = tokenizer, where, file
         self._clock = clock or _Clock()
         self._source = source
         self._system = system_prompt
@@ -288,6 +291,7 @@ class ChatTemplate:
             stop_ids=self.stop_ids,
             kwargs={**self._kwargs, **(kwargs or {}), **({"tools": list(tools)} if tools else {})},
             where=where,
+            file=self._file,
             clock=self._clock,
             control=self._control,
         )
@@ -561,17 +565,18 @@ class ChatTemplate:
         raise self._error("the chat template rewrites a text that spells a control token", fix=fix)
 
     def _apply(self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]) -> str:
-        """What transformers renders. Raises TemplateError."""
+        """What transformers would render. Raises TemplateError, TargetError."""
+        tokenizer, variables = self._tokenizer, kwargs
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=True,
-                **{**kwargs, **self._clock_variables()},
-            )
-        except MemoryError:
-            raise
-        except Exception as error:  # a template is a program, which may fail in any way
+            template = tokenizer.get_chat_template(None, variables.get("tools"))
+            if self._clock.moment is not None and self.reads_clock:
+                template = _FIXED_CLOCK + template
+                variables = {**variables, "eagle3_clock": self._clock.codes}
+            text = render(template, messages, {**tokenizer.special_tokens_map, **variables})
+        except TooCostly as error:
+            fix = "correct the template, or set target.chat_template to another one"
+            raise TargetError(f"the chat template {error}", where=self._place, fix=fix) from None
+        except (CannotRender, ValueError, TypeError) as error:
             problem = f"the chat template cannot be rendered: {brief(error)}"
             fix = "correct the template, or set or drop the system prompt"
             raise self._error(problem, fix=fix) from error
@@ -579,13 +584,6 @@ class ChatTemplate:
             fix = "correct the template: it writes `content` of each of the `messages`"
             raise self._error("the chat template renders an empty text", fix=fix)
         return str(text)
-
-    def _clock_variables(self) -> dict[str, Any]:
-        """Arguments of `apply_chat_template` that fix the template's clock."""
-        if self._clock.moment is None or not self.reads_clock:
-            return {}
-        template = self._tokenizer.get_chat_template(None, self._kwargs.get("tools"))
-        return {"chat_template": _FIXED_CLOCK + template, "eagle3_clock": self._clock.codes}
 
     @property
     def _source_text(self) -> str:
@@ -602,7 +600,12 @@ class ChatTemplate:
                 raise TemplateError(problem, where=where, fix="correct the name or leave it out")
 
     def _error(self, problem: str, *, fix: str) -> TemplateError:
-        return TemplateError(problem, where=f"target.source={self._source}", fix=fix)
+        return TemplateError(problem, where=self._place, fix=fix)
+
+    @property
+    def _place(self) -> str:
+        """Target and file of the template, as errors name them."""
+        return f"target.source={self._source}" + (f", {self._file}" if self._file else "")
 
 
 def load_template(
@@ -625,14 +628,21 @@ def load_template(
         problem = f"the tokenizer cannot be loaded: {brief(error)}"
         fix = "save the tokenizer beside the weights"
         raise TargetError(problem, where=f"target.source={source}", fix=fix) from error
+    if not isinstance(tokenizer.model_max_length, int | float):
+        problem = f"model_max_length {tokenizer.model_max_length!r:.60} is not a number"
+        where = f"target.source={source}, tokenizer_config.json"
+        raise TargetError(problem, where=where, fix="correct it or leave it out")
+    own = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    file = next((name for name in own if (directory / name).is_file()), "")
     if chat_template is not None:
-        tokenizer.chat_template, source = chat_template, f"{source}, target.chat_template"
+        tokenizer.chat_template, file = chat_template, "target.chat_template"
     template = ChatTemplate(
         tokenizer,
         source=source,
         system_prompt=system_prompt,
         stop_ids=end_ids.with_tokenizer(tokenizer),
         kwargs=kwargs,
+        file=file,
     )
     template.check()
     return template

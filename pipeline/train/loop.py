@@ -334,7 +334,12 @@ class TrainingLoop:
             "data_wait_share": round(waiting, 4),
             "peak_memory_gb": round(self.trainer.peak_memory(), 3),
         }
-        rank0_only(lambda: self.metrics and self.metrics.write(line))
+
+        def write() -> None:
+            if self.metrics is not None:
+                self.metrics.write(line)
+
+        rank0_only(write)
         known = progress.last | acceptance
         taus = {name: known[name] for name in ("tau", "tau_se") if name in known}
         last = means | taus | {"tokens_per_second": speed}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from markdown_it import MarkdownIt
 
 from pipeline.cli import main
 from pipeline.config import TreeSection
@@ -149,3 +151,73 @@ def test_export_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main([*command, str(tmp_path / "none"), "--report", str(tmp_path / "no.json")]) == 2
     assert not (tmp_path / "none").exists()
     capsys.readouterr()
+
+
+HOSTILE = [
+    "a/b\n---\nlicense: mit\n---\n# owned",
+    "a/b\n```\n<script>alert(1)</script>\n```bash\nrm -rf ~",
+    "a/$(rm -rf ~)`id`",
+    "a/b; rm -rf ~ #",
+    "<img src=x onerror=alert(1)>",
+    "[x](javascript:alert(1)) ![y](https://evil.example/p.png)",
+    "a|b\n|---|\n| c | d |",
+    "\r\n# heading\u2028# heading\u2029\x85# heading\x0c# heading",
+    "`` ` ``` ~~~ ** __ ~~ $x$ @everyone #1 \\",
+    "\u202egnp.exe\u200b \x1b[31m",
+    "<!-- --> <details> &lt;script&gt; &#60;b&#62;",
+]
+
+
+cached_report = cache(evaluated)
+
+
+@cache
+def hostile_card(text: str, format: str) -> str:
+    """A card whose every free text is `text`."""
+    contract = HUB.model_copy(
+        update=dict.fromkeys(("source", "revision", "fingerprint", "chat_template_hash"), text)
+    )
+    texts = dict.fromkeys((text, text + "2"), 3)
+    provenance: dict[str, Any] = {
+        **dict.fromkeys(("licenses", "sources"), texts),
+        "rejected": {text: texts},
+        "manifests": {text: text},
+        "imported from": text,
+    }
+    whole = cached_report()
+    changes = {
+        "contract": contract,
+        "provenance": provenance,
+        "by_category": dict.fromkeys(texts, next(iter(whole.by_category.values()))),
+        "speedup": {text: 1.5, "plain": 1.2},
+        "settings": whole.settings.model_copy(update={"device": text, "dtype": text}),
+        "prompts": tuple(each.model_copy(update={"source": text}) for each in whole.prompts),
+    }
+    report = whole.model_copy(update=changes)
+    card = HeadCard(contract, provenance, {"coverage": 0.9})
+    return model_card(head(), card, format=format, verifier=text, report=report)
+
+
+def markup(text: str) -> list[str]:
+    """Kinds of all blocks and spans that a Markdown reader sees, links and HTML among them."""
+    reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    blocks = reader.parse(text.split("\n---\n", 1)[1])
+    spans = [span for block in blocks for span in block.children or ()]
+    return [each.type for each in (*blocks, *spans) if each.type not in ("text", "text_special")]
+
+
+@pytest.mark.parametrize("format", ["sglang", "speculators"])
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_data_is_no_markup(text: str, format: str) -> None:
+    hostile = hostile_card(text, format)
+    same = markup(hostile) == markup(hostile_card("ordinary", format))
+    assert same, "data has become markup"
+    assert "<" not in hostile.split("\n---\n", 1)[1]
+    (block,) = re.findall(r"^```bash\n(.*?)\n```$", hostile, re.S | re.M)
+    assert "rm -rf" not in block and "$(" not in block
+    # As huggingface_hub cuts it out.
+    cut = re.match(r"^(\s*---[\r\n]+)([\S\s]*?)([\r\n]+---(\r\n|\n|\Z))", hostile)
+    assert cut is not None
+    metadata = yaml.safe_load(cut[2])
+    assert set(metadata) == {"tags", "pipeline_tag", "model-index"}
+    assert "license" not in metadata

@@ -156,9 +156,12 @@ def test_dates_are_as_of_one_moment(
     today = tokenizer.decode(dated.start("Hi"))
     dated.set_clock(moment.astimezone(timezone(timedelta(hours=14))))
     ours = [tokenizer.decode(each.start("Hi")) for each in (dated, varied)]
-    dated.set_clock(None)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Then)
-    assert ours == [tokenizer.decode(each.start("Hi")) for each in (dated, varied)]
+    user, system = ({"role": "user", "content": "Hi"}, {"role": "system", "content": "Be kind."})
+    assert ours == [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **more)
+        for messages, more in (([user], {}), ([system, user], {"x": True}))
+    ]
     assert ours[0].startswith("06 Jul 2024, 23:05%, 6 %q\n<|im_start|>") and today != ours[0]
 
 
