@@ -62,7 +62,8 @@ def test_a_target_without_a_chat_template(
     shutil.copytree(tiny_target, base)
     (base / "chat_template.jinja").unlink()
     line = fails("synth", write_config(), f"target.source={base}")
-    assert f"target.source={base}: the target's tokenizer has no chat template" in line
+    where = f"target.source={base}, tokenizer_config.json"
+    assert f"{where}: the target's tokenizer has no chat template" in line
 
 
 @pytest.mark.parametrize("layers", ["[1, 3, 8]", "[4, 3, 1]", "[-1, 2, 3]"])

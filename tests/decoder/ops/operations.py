@@ -304,7 +304,7 @@ def layer_of(
     return ours, LayerWeights(**none | wider)
 
 
-LAYERS = [(96, 80, 4, 2, 32), (512, 130, 2, 1, 64), (64, 200, 3, 1, 48), (34, 66, 2, 2, 64)]
+LAYERS = [(96, 80, 4, 2, 32), (1024, 130, 2, 1, 64), (64, 200, 3, 1, 48), (34, 66, 2, 2, 64)]
 
 
 # Of one token, whose products are split; as many as are fused, and one more; heads of an odd size.
