@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
+from triton.runtime.errors import InterpreterError  # type: ignore[import-untyped]
 
 import pipeline.decoder.ops.triton.ops as choices
 from pipeline.decoder.ops import draws as philox
@@ -69,7 +70,7 @@ def test_faults_of_products_are_seen(backend: Backend, fault: str | None) -> Non
     if fault is None:
         posed()
     else:
-        with pytest.raises(AssertionError):
+        with pytest.raises((AssertionError, InterpreterError)):  # or NaN, where nothing was written
             posed()
 
 
