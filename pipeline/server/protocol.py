@@ -11,7 +11,16 @@ import re
 from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import models_json_schema
 from typing_extensions import TypeVar
 
 from pipeline.config.credentials import is_this_machine
@@ -94,6 +103,10 @@ def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _text(longest: int) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": longest}
+
+
 class GenerationBody(StrictBody):
     """What both kinds of requests may ask."""
 
@@ -104,6 +117,14 @@ class GenerationBody(StrictBody):
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]],
         BeforeValidator(_one_or_more),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    _text(_LONGEST_STOP),
+                    {"type": "array", "items": _text(_LONGEST_STOP), "maxItems": 16},
+                ]
+            }
+        ),
     ] = Field([], max_length=16)
     stop_token_ids: list[int] = Field([], max_length=_MOST_ITEMS)
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -140,10 +161,21 @@ def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     raise ValueError("must be a string, a list of strings, token ids, or a list of token ids")
 
 
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1},
+    ]
+}
+
+
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, BeforeValidator(_prompts)]
+    prompt: Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPTS)]
     max_tokens: int = Field(16, ge=1)
     add_special_tokens: bool = True
 
@@ -159,6 +191,11 @@ class TextPart(StrictBody):
     text: str
 
 
+def _or_text(schema: dict[str, Any]) -> None:
+    parts = {name: schema.pop(name) for name in ("type", "items", "maxItems")}
+    schema["anyOf"] = [{"type": "string"}, parts]
+
+
 def _parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
@@ -167,7 +204,11 @@ class ChatMessage(StrictBody):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_parts), Field(max_length=_MOST_ITEMS)]
+    content: Annotated[
+        list[TextPart],
+        BeforeValidator(_parts),
+        Field(max_length=_MOST_ITEMS, json_schema_extra=_or_text),
+    ]
     name: None = None
 
     @property
@@ -239,6 +280,67 @@ def stop_ids_of(body: GenerationBody, own: Sequence[int], vocabulary: int) -> tu
         problem = f"stop_token_ids has token {outside}, the vocabulary has {vocabulary}"
         raise ApiError(400, problem, param="stop_token_ids")
     return tuple(dict.fromkeys([*([] if body.ignore_eos else own), *body.stop_token_ids]))
+
+
+#: What each page gives, beside its errors.
+_PAGES: dict[tuple[str, str], tuple[type[GenerationBody] | None, list[str]]] = {
+    ("/health", "get"): (None, ["application/json"]),
+    ("/metrics", "get"): (None, ["text/plain"]),
+    ("/v1/models", "get"): (None, ["application/json"]),
+    ("/v1/completions", "post"): (CompletionBody, ["application/json", "text/event-stream"]),
+    ("/v1/chat/completions", "post"): (ChatBody, ["application/json", "text/event-stream"]),
+}
+_ERRORS = {
+    "400": "A body or a header that is wrong, named by its field",
+    "401": "The key is missing or wrong",
+    "403": "A host or an origin that may not ask",
+    "404": "Another model",
+    "408": "The body did not come in time",
+    "413": "The body is too large",
+    "415": "The body is no JSON, or compressed",
+    "429": "Too many requests wait",
+    "500": "A request ended with an error",
+    "503": "The server is ending, or has too many connections",
+}
+
+
+def openapi_document(version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of this server; schemas are those by which bodies are checked."""
+    kinds = [kind for kind, _ in _PAGES.values() if kind]
+    names, definitions = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
+    )
+    schemas = definitions["$defs"]
+    for each in kinds:  # a null asks for nothing
+        fields = schemas[each.__name__]
+        for name, schema in fields["properties"].items():
+            if name not in fields["required"]:
+                fields["properties"][name] = {"anyOf": [schema, {"type": "null"}]}
+    text = {"type": "string"}
+    error = {"message": text, "type": text, "param": {}, "code": {}}
+    shape = {"type": "object", "properties": error, "required": ["message", "type"]}
+    schemas["Error"] = {"type": "object", "properties": {"error": shape}, "required": ["error"]}
+    failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    errors = {code: {"description": each, "content": failed} for code, each in _ERRORS.items()}
+    paths: dict[str, Any] = {}
+    for (path, method), (kind, types) in _PAGES.items():
+        right = {"description": "The reply", "content": {each: {} for each in types}}
+        page: dict[str, Any] = {"responses": {"200": right, **errors}}
+        if kind:
+            body = {"application/json": {"schema": names[kind, "validation"]}}
+            page["requestBody"] = {"required": True, "content": body}
+        if path.startswith("/v1"):
+            page["security"] = [{"key": []}, {}]
+        paths[path] = {method: page}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "eagle3 serve", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
 
 
 #: A header of a request, as ASGI has it: name in small letters, value.

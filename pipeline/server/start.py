@@ -43,6 +43,7 @@ from pipeline.server.protocol import (
     GenerationBody,
     check_framing,
     check_hosts,
+    openapi_document,
     parse_body,
     stop_ids_of,
 )
@@ -360,6 +361,7 @@ class ServerApp:
             routes=[
                 route(_HEALTH, self._health),
                 route("/metrics", self._show_metrics),
+                route("/openapi.json", self._describe),
                 route("/v1/models", self._models),
                 route("/v1/completions", self._complete, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
@@ -429,6 +431,9 @@ class ServerApp:
 
         kind = "text/plain; version=0.0.4; charset=utf-8"
         return Response(self.metrics.text(), headers={"content-type": kind})
+
+    async def _describe(self, request: Request) -> Answer:
+        return as_json(openapi_document(__version__))
 
     async def _models(self, request: Request) -> Answer:
         max_length = self.engine.model.max_length

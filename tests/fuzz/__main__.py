@@ -2,7 +2,8 @@
 
 Each target runs in a process of its own, with MEMORY bytes and SECONDS a case. A traceback, a hang,
 memory beyond that, an exit code that is not documented and an error that names no file are
-findings. The files that led to one are kept in --out; once mended they become tests.
+findings. The files that led to one are kept in --out; once mended they become tests. `api` is a
+running server, which Schemathesis asks by its own OpenAPI document, from an environment of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+from tests.fuzz.api import fuzz_server
 from tests.fuzz.mutate import mutate
 from tests.fuzz.targets import TARGETS
 
 SECONDS, MEMORY = 30, 6 << 30
+_API = "api"
 _TREES = (".json", ".jsonl", ".yaml")
 
 
@@ -31,7 +34,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=30, help="of each target")
     parser.add_argument("--seed", type=int, default=None, help="the default is drawn, and printed")
-    parser.add_argument("--target", choices=TARGETS, action="append", help="the default is all")
+    names = (*TARGETS, _API)
+    parser.add_argument("--target", choices=names, action="append", help="the default is all")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="of findings")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -40,7 +44,10 @@ def main() -> int:
         return fuzz(options.target[0], seed, options.seconds, options.out)
     print(f"seed {seed}", flush=True)
     failed = 0
-    for name in options.target or TARGETS:
+    for name in options.target or names:
+        if name == _API:
+            failed |= fuzz_server(seed, options.seconds)
+            continue
         command = [sys.executable, "-m", "tests.fuzz", "--worker", "--target", name]
         command += ["--seconds", str(options.seconds), "--seed", str(seed), "--out"]
         failed |= subprocess.run([*command, str(options.out)], check=False).returncode

@@ -11,9 +11,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from pipeline.cli import main
 from pipeline.config import TargetSection
 from pipeline.errors import Eagle3Error
+from pipeline.heads.checkpoint import HeadCard
+from pipeline.heads.registry import open_head, save_head
 from pipeline.server.protocol import ApiError, ChatBody, CompletionBody, parse_body
 from pipeline.target.gguf import GgufMetadata
 from pipeline.target.open import open_target, open_template
@@ -142,10 +146,25 @@ def _read_bodies(folder: Path) -> None:
     parse_body(CompletionBody, (folder / "completion.json").read_bytes())
 
 
+def _write_head(folder: Path) -> None:
+    from transformers import AutoConfig
+
+    from bench.random_target import random_head
+
+    made = folder.parent / "tiny_target"
+    if not made.exists():
+        _write_target(folder.parent / "other")
+    target = open_target(TargetSection(source=str(made), capture_layers=(1, 3, 4)))
+    config = AutoConfig.from_pretrained(made)
+    head = random_head(config, torch.arange(0, 64, 2), intermediate_size=48)
+    save_head(folder, head, HeadCard(target.contract))
+
+
 TARGETS = {
     "config": Target(_write_config, _command("show", "-c", "FOLDER/run.yaml"), "run.yaml"),
     "prompts": Target(_write_prompts, _call(_read_prompts), "*"),
     "target": Target(_write_target, _call(_read_target), "*"),
     "gguf": Target(_write_gguf, _call(lambda folder: GgufMetadata(folder / "m.gguf")), "*"),
+    "head": Target(_write_head, _call(lambda folder: open_head(str(folder))), "*"),
     "bodies": Target(_write_bodies, _call(_read_bodies), "*"),
 }

@@ -20,6 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.heads.checkpoint import HeadCard
 from pipeline.heads.eagle3.drafter import Eagle3Drafter
 from pipeline.heads.registry import save_head
+from pipeline.server.protocol import ChatBody, CompletionBody
 from pipeline.server.start import check_address, make_app
 from pipeline.synth.generate.servers import CompletionsApi
 from pipeline.target.architecture import read_config
@@ -408,3 +409,19 @@ def test_the_application_drafts_with_the_head_that_is_named(target: Target, tmp_
     engine = app.engine
     assert isinstance(engine.drafter, Eagle3Drafter) and engine.drafter.nodes == 5
     assert (engine.slots, engine.model.max_length) == (3, 128)
+
+
+def test_the_openapi_document_says_what_is_checked(start: Start) -> None:
+    """Every page, every field of a body, and what `make fuzz` asks by it."""
+    server = start(key="a-key")
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            sent: dict[str, Any] = {"json": {}} if method == "post" else {}
+            answered = httpx.request(method, f"{server.url}{path}", **sent).status_code
+            assert answered == (401 if path.startswith("/v1") else 200), path
+            assert str(answered) in methods[method]["responses"]
+    schemas = document["components"]["schemas"]
+    for kind in (CompletionBody, ChatBody):
+        assert schemas[kind.__name__]["properties"].keys() == kind.model_fields.keys()
+        assert schemas[kind.__name__]["additionalProperties"] is False
