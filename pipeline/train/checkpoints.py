@@ -230,7 +230,8 @@ class Checkpoints:
             else:
                 ours |= _names_of(marker) if marker else set()
                 self._store.delete(name)
-        deleted = ours - {each for marker in retained for each in _names_of(marker)}
+        retired = ours - {each for marker in retained for each in _names_of(marker)}
+        deleted = {name for name in retired if 0 <= _step_of(name) <= step}
         for place in self._places():
             for folder in deleted.intersection(place.subdirectories()):
                 place.child(folder).delete_tree()
