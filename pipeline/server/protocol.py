@@ -103,8 +103,8 @@ def _one_or_more(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _text(longest: int) -> dict[str, Any]:
-    return {"type": "string", "minLength": 1, "maxLength": longest}
+def _text(limit: int) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": limit}
 
 
 class GenerationBody(StrictBody):
