@@ -7,11 +7,12 @@ these tests run in Triton's interpreter, see conftest.py.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from bench.random_target import random_model
 from pipeline.config import TreeSection
@@ -21,6 +22,7 @@ from pipeline.decoder.model import DecoderModel
 from pipeline.decoder.ops.base import TorchOps
 from pipeline.decoder.ops.triton.ops import TritonOps
 from pipeline.decoder.request import Request
+from pipeline.tuning.verification import log_probabilities
 from tests.decoder.random_drafters import DRAFTERS, every_drafter
 
 CONFIG = LlamaConfig(
@@ -58,6 +60,31 @@ def model_of(ops: TorchOps, device: torch.device) -> DecoderModel:
     return random_model(
         CONFIG, (0, 1, 2), device=device, dtype=torch.float32, max_length=32, scale=0.5, ops=ops
     )
+
+
+@pytest.mark.parametrize(("family", "hidden_size"), [("llama", 1024), ("qwen2", 96), ("qwen3", 96)])
+def test_log_probabilities_are_transformers(
+    device: torch.device, tmp_path: Path, family: str, hidden_size: int
+) -> None:
+    """Of fused layers: with products that are split, with biases, with norms of heads."""
+    settings = {**CONFIG.to_dict(), "hidden_size": hidden_size, "model_type": family}
+    config = AutoConfig.for_model(**settings)
+    torch.manual_seed(0)
+    hf = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for parameter in hf.parameters():  # zeros and ones would hide a missing term
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() < 2 else 0.1))
+    hf.save_pretrained(tmp_path)
+    ops = TritonOps(torch.float32)
+    own = DecoderModel.load(
+        tmp_path, (0, 1, 2), device=device, dtype=torch.float32, max_length=32, ops=ops
+    )
+    prompt, reply = (3, 1, 4, 1, 5, 9, 2, 6, 5), (3, 5, 8, 9, 7, 9, 3)
+    with torch.inference_mode():
+        logits = hf.to(device)(torch.tensor([[*prompt, *reply[:-1]]], device=device)).logits[0]
+    theirs = logits[len(prompt) - 1 :].float().log_softmax(-1)  # [T, V]
+    difference = (log_probabilities(own, prompt, reply) - theirs).abs().max()
+    assert difference < 1e-4 and theirs.std() > 0.5
 
 
 def requests(count: int, temperature: float = 0.0) -> list[Request]:
