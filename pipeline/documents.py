@@ -38,6 +38,8 @@ LARGEST_YAML = 1 << 20
 LARGEST_REPLY = 4 << 20
 #: Of an error's, of which no more is read.
 LARGEST_REFUSAL = 64 << 10
+#: Characters of a name.
+LONGEST_NAME = 200
 #: Of a safetensors header, as safetensors has it.
 LARGEST_HEADER = 100 << 20
 DEEPEST = 64
@@ -360,6 +362,12 @@ def check_header(path: str | os.PathLike[str]) -> None:
         fields = parse_json(file.read(length))
     if not isinstance(fields, dict):
         raise BrokenDocument("its header is not a JSON object")
+
+
+def name_in(value: Any) -> str:
+    """A name or a version in what a server says of itself; "" for what is none."""
+    is_name = isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
+    return value if is_name else ""
 
 
 class HttpReply(NamedTuple):

@@ -361,7 +361,7 @@ class Prefill:
         than any kernel takes at once, and of chunks that are not the last of their prompt.
         """
         row, limit = self.batch.rows(0, 1), self._model.max_length
-        short = [(each, 1) for each in self._model.ops.lengths if each <= limit]
+        short = [(each, 1) for each in self._model.ops.warm_up_lengths if each <= limit]
         for length, last in (*short, (min(_LONG, limit), 0)):
             ids = torch.zeros(length, dtype=torch.int64, device=self._model.device)
             rows = TokenRows.even(1, length, ids.device)

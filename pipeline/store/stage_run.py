@@ -573,7 +573,7 @@ class Claims:
             self.release_all()
 
     def wait_for(
-        self, name: str, is_done: Callable[[], bool], waiting: Callable[[], None] = lambda: None
+        self, name: str, is_done: Callable[[], bool], waiting: Callable[[], None] | None = None
     ) -> None:
         """Block until `is_done`, or until this process holds the claim `name`.
 
@@ -581,8 +581,9 @@ class Claims:
         """
         wait = _Wait(self._seconds)
         while not is_done() and not self.take(name):
-            waiting()
-            waiting = _nothing
+            if waiting is not None:
+                waiting()
+                waiting = None
             wait.sleep()
 
     def holds(self, name: str) -> bool:
@@ -606,7 +607,7 @@ class Claims:
         """Whether this process now holds the claim on shard `name`."""
         number = 0
         while True:
-            file = f"{name}.{number:04d}.json"
+            file = _claim_file(name, number)
             there = self._folder.create(file, self._claim)
             if there == self._claim:
                 with self._lock:
@@ -623,7 +624,7 @@ class Claims:
             with self._lock:
                 file = self._files.pop(name)
                 for number in range(int(file.split(".")[-2]) + 1):  # and abandoned ones before it
-                    self._folder.delete(f"{name}.{number:04d}.json")
+                    self._folder.delete(_claim_file(name, number))
 
     def release_all(self) -> None:
         self.release(set(self._files))
@@ -666,14 +667,14 @@ class Claims:
                         notice("storage", f"a claim could not be renewed: {error}")
 
 
-def _nothing() -> None:
-    """For who does not want to know."""
+def _claim_file(name: str, number: int) -> str:
+    return f"{name}.{number:04d}.json"
 
 
 def _successor(file: str) -> str:
     """That of the process which takes the claim `file` over."""
-    name, number, suffix = file.rsplit(".", 2)
-    return f"{name}.{int(number) + 1:04d}.{suffix}"
+    name, number, _ = file.rsplit(".", 2)
+    return _claim_file(name, int(number) + 1)
 
 
 def _holder_of(data: bytes) -> str:

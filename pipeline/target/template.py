@@ -319,7 +319,7 @@ class ChatTemplate:
 
     def start(self, turn: str, *, system: str | None = None) -> list[int]:
         """Ids of the system prompt, the first user turn and the opening of the reply."""
-        return self._encoded(self._render([turn], [], system))
+        return self.encode_marked(self._render([turn], [], system))
 
     def follow(
         self,
@@ -362,7 +362,7 @@ class ChatTemplate:
         if end is None or (not closed and texts[-1].endswith(_BROKEN)):  # half a character
             return "not_aligned"
         try:
-            whole, count = self._encoded(rendered), self._encoded(after).count(end)
+            whole, count = self.encode_marked(rendered), self.encode_marked(after).count(end)
         except TemplateError:
             return "not_rendered"
         # Tokenizers split a text at added tokens before anything else, so that there are as many
@@ -392,7 +392,9 @@ class ChatTemplate:
         self, turns: Sequence[str], *, system: str | None = None, tool_turns: Collection[int] = ()
     ) -> int:
         """Tokens of these turns with short replies between them. Raises TemplateError."""
-        return len(self._encoded(self._render(turns, ["x"] * (len(turns) - 1), system, tool_turns)))
+        return len(
+            self.encode_marked(self._render(turns, ["x"] * (len(turns) - 1), system, tool_turns))
+        )
 
     def _grown(
         self,
@@ -486,7 +488,7 @@ class ChatTemplate:
         system = [{"role": "system", "content": self._system}] if self._system else []
         if any(message["role"] == "system" for message in messages):
             system = []
-        return self._encoded(
+        return self.encode_marked(
             self._rendered(
                 [
                     {**each, "content": self._marked(each["content"], each["role"])}
@@ -505,11 +507,15 @@ class ChatTemplate:
         return self._control.marked_text(ids, self.text(ids, special=True))
 
     def encode_marked(self, text: str) -> list[int]:
-        """Ids of a text in which `marked_text` has marked what is no control token.
+        """Ids of a text, or of a rendering, in which what only spells a control token is marked.
 
-        Raises TemplateError where the tokenizer cannot keep it so.
+        Raises TemplateError where the tokenizer cannot keep that a text.
         """
-        return self._encoded(text)
+        try:
+            return self._control.encode(text)
+        except ValueError as error:
+            fix = "drop such records, or save the target's tokenizer as tokenizer.json"
+            raise self._error(str(error), fix=fix) from error
 
     def _render(
         self,
@@ -532,14 +538,6 @@ class ChatTemplate:
 
     def _marked(self, content: str, role: str) -> str:
         return str(self._control.marked(content, reply=role == "assistant"))
-
-    def _encoded(self, rendering: str) -> list[int]:
-        """Raises TemplateError where the tokenizer cannot keep what is marked a text."""
-        try:
-            return self._control.encode(rendering)
-        except ValueError as error:
-            fix = "drop such records, or save the target's tokenizer as tokenizer.json"
-            raise self._error(str(error), fix=fix) from error
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Of messages with marks, with marks. Raises TemplateError."""

@@ -46,7 +46,7 @@ class TorchOps:
 
     name = "torch"
     #: Forwards of so many tokens, and a long one, launch all that others do.
-    lengths: tuple[int, ...] = (1,)
+    warm_up_lengths: tuple[int, ...] = (1,)
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         """`dtype` is the type of activations, and of keys and values."""

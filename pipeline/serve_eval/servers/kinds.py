@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from pipeline.config import OWNER
+from pipeline.documents import LONGEST_NAME, name_in
 from pipeline.errors import EndpointError
 from pipeline.reports import RoundCounters
 from pipeline.serve_eval.servers.client import LiveClient, ServerGone
@@ -38,8 +39,8 @@ _RECORDED = (
     "context_length",
 )
 _SAMPLE = re.compile(r"^(vllm:\w+?)(?:\{(.*)\})?\s+(\S+)$")
-#: Characters of a name; of a setting, and entries of one.
-_LONGEST_NAME, _LONGEST_SETTING, _MOST_ENTRIES = 200, 4096, 256
+#: Characters of a setting, and entries of one.
+_LONGEST_SETTING, _MOST_ENTRIES = 4096, 256
 #: Above it a float does not count on.
 _MOST_COUNTED = 2**53
 #: Positions that any round drafts, and tokens.
@@ -116,7 +117,7 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
     listed = await client.json_page("/v1/models")
     rows = listed.get("data") if isinstance(listed, dict) else None
     first = rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else {}
-    owner = _name(first.get("owned_by")) if kind == "auto" else kind
+    owner = name_in(first.get("owned_by")) if kind == "auto" else kind
     info = None
     if owner not in ("vllm", "llamacpp", OWNER):
         info = await client.json_page("/server_info") or await client.json_page("/get_server_info")
@@ -134,13 +135,13 @@ async def identify(client: LiveClient, url: str, kind: str, model: str | None) -
         problem = "not recognised as SGLang, vLLM, llama-server or `eagle3 serve`"
         fix = "set eval.server.kind, or correct the address"
         raise EndpointError(problem, where=url, fix=fix)
-    named = model or _name(first.get("id"))
+    named = model or name_in(first.get("id"))
     if known == "sglang":
         return _sglang(info if isinstance(info, dict) else {}, named)
     if known == "llamacpp":
         return _llamacpp(first, await client.json_page("/props"), named)
     version = await client.json_page("/version") if known == "vllm" else first
-    number = _name(version.get("version")) if isinstance(version, dict) else ""
+    number = name_in(version.get("version")) if isinstance(version, dict) else ""
     return LiveServer(known, named, number, _recorded(first, ("max_model_len", "root", "golden")))
 
 
@@ -149,7 +150,7 @@ def _recorded(settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {
         name: value
         for name, value in settings.items()
-        if (name in names or (name.startswith("speculative_") and len(name) <= _LONGEST_NAME))
+        if (name in names or (name.startswith("speculative_") and len(name) <= LONGEST_NAME))
         and value is not None
         and _is_short(value)
     }
@@ -162,12 +163,6 @@ def _is_short(value: Any) -> bool:
     return len(str(value)) <= _LONGEST_SETTING
 
 
-def _name(value: Any) -> str:
-    """What a server says of itself; "" for what is no name."""
-    is_name = isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable()
-    return value if is_name else ""
-
-
 def _sglang(info: dict[str, Any], model: str) -> LiveServer:
     settings = _recorded(info, _RECORDED)
     states = info.get("internal_states")
@@ -177,7 +172,7 @@ def _sglang(info: dict[str, Any], model: str) -> LiveServer:
         settings["avg_spec_accept_length"] = average
     if info:
         settings.setdefault("speculative_algorithm", None)
-    return LiveServer("sglang", model, _name(info.get("version")), settings)
+    return LiveServer("sglang", model, name_in(info.get("version")), settings)
 
 
 def _llamacpp(listed: dict[str, Any], props: Any, model: str) -> LiveServer:
@@ -190,7 +185,7 @@ def _llamacpp(listed: dict[str, Any], props: Any, model: str) -> LiveServer:
         "total_slots": props.get("total_slots"),
     }
     reported = _recorded(settings, tuple(settings))
-    return LiveServer("llamacpp", model, _name(props.get("build_info")), reported)
+    return LiveServer("llamacpp", model, name_in(props.get("build_info")), reported)
 
 
 @dataclass(frozen=True)

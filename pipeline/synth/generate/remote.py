@@ -39,7 +39,7 @@ from pipeline.config import OWNER, GeneratorSection
 from pipeline.config.credentials import key_headers
 from pipeline.console import notice, readable_duration
 from pipeline.decoder.request import Request
-from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, parse_json
+from pipeline.documents import BrokenDocument, HttpReply, fetch_reply, name_in, parse_json
 from pipeline.errors import EndpointError, EndpointsUnavailable, MissingPackage
 from pipeline.synth.generate.backend import NextRequest, Reply
 from pipeline.synth.generate.servers import ServerApi, TokenIdReader, Unreadable, pick_api
@@ -293,8 +293,8 @@ async def identify(section: GeneratorSection, source: str) -> Served:
     return served
 
 
-#: Characters of a name or a version, and names that an error lists.
-_LONGEST_NAME, _MOST_NAMES = 200, 5
+#: Names that an error lists.
+_MOST_NAMES = 5
 #: Bytes of a reply beside its tokens, and for each token of prompt and reply: its id, and its text
 #: escaped.
 _REPLY_BYTES, _TOKEN_BYTES = 64 << 10, 1 << 10
@@ -315,11 +315,11 @@ async def _identify(
         rows = listed.get("data")
         models = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         row = models[0] if models else {}
-        owner = _name(row.get("owned_by"))
+        owner = name_in(row.get("owned_by"))
         software = owner if owner in (OWNER, *_VERSION_PAGES) else section.backend
-        version = _name(row.get("version")) if software == OWNER else ""
+        version = name_in(row.get("version")) if software == OWNER else ""
         for page in _VERSION_PAGES.get(software, ()):
-            version = version or _name((await _page(http, root + page)).get("version"))
+            version = version or name_in((await _page(http, root + page)).get("version"))
     except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return None
     model = section.model or (source if section.backend == "sglang" else None)
@@ -343,19 +343,13 @@ async def _page(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
 def _only_model(models: Sequence[dict[str, Any]], page: str) -> str:
     """The one model that a server lists. Raises EndpointError."""
-    names = [name for row in models if (name := _name(row.get("id")))]
+    names = [name for row in models if (name := name_in(row.get("id")))]
     if len(names) == 1:
         return names[0]
     listed = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
     problem = f"lists the models {listed}" if names else "lists no model"
     fix = "set synth.generator.model to the name under which the servers know the target"
     raise EndpointError(problem, where=page, fix=fix)
-
-
-def _name(value: Any) -> str:
-    """What a server says of itself; "" for what is no name."""
-    is_name = isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable()
-    return value if is_name else ""
 
 
 def _misconfigured(url: str, problem: str) -> EndpointError:

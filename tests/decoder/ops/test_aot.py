@@ -108,7 +108,7 @@ def test_the_lengths_of_prompts_and_the_slots_compile_nothing() -> None:
     """More than warming up has compiled, or a server would stop for seconds at such a prompt."""
     warm = {
         each.specialisation
-        for length in (*TritonOps.lengths, 2048)
+        for length in (*TritonOps.warm_up_lengths, 2048)
         for each in _prefill(length, 0).variants
     }
     # Every length that a tile, a chunk or a multiple of 16 could tell apart.

@@ -5,7 +5,7 @@ device. Block sizes, warps and stages are fixed by shape and type, never tuned a
 a graph captured today does the same arithmetic tomorrow.
 
 What is compiled depends on the model, the tree and the width of the block table. The lengths of
-prompts, positions and slots compile nothing more than those of `lengths` and a long one.
+prompts, positions and slots compile nothing more than those of `warm_up_lengths` and a long one.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class TritonOps(Launcher):
     contiguous, or is copied.
     """
 
-    lengths = (1, 17, 33)  # tiles of 16, 32 and 64 tokens in products
+    warm_up_lengths = (1, 17, 33)  # tiles of 16, 32 and 64 tokens in products
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(dtype)
