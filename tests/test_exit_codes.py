@@ -217,6 +217,7 @@ def test_which_errors_pass() -> None:
         "OutOfMemory",
         "StageIncomplete",
         "StoreUnavailable",
+        "TakenOver",
         "UnfinishedStage",
         "WorkersDied",
     }
